@@ -1,0 +1,64 @@
+# Every target begins with `setup`, which takes milliseconds when there is nothing to do.
+.PHONY: help setup demo check test test-all bench-peers wheelhouse dist clean
+.DEFAULT_GOAL := help
+
+PY := .venv/bin/python
+PEERS := .venv-peers
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+WHEEL = env -u WHEELHOUSE $(PY) -m pip wheel -q -w "$(WHEELHOUSE)" --find-links "$(WHEELHOUSE)"
+RUN_TESTS := $(PY) -m pytest
+
+help:
+	@echo 'make demo         deploy a function and stream its tokens, cold and warm (KEEP=1 leaves it up)'
+	@echo 'make test         the tests but the slow ones'
+	@echo 'make test-all     all tests'
+	@echo 'make check        ruff, mypy, import-linter'
+	@echo 'make setup        .venv; see the head of setup.sh for PYTHON, WHEELHOUSE, TORCH, TORCH_INDEX'
+	@echo 'make bench-peers  the systems the benchmarks compare with, in an environment of their own'
+	@echo 'make wheelhouse   every wheel that setup needs into WHEELHOUSE=DIR, for a machine with no network'
+	@echo 'make dist         wheel and source archive with their SHA-256'
+	@echo 'make clean        remove caches and build products (CLEAN_VENV=1: the environments too)'
+
+setup:
+	@sh setup.sh
+
+demo: setup
+	@$(PY) tools/demo.py $(if $(KEEP),--keep)
+
+check: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+test: setup
+	$(RUN_TESTS) -m 'not slow' $(ARGS)
+
+test-all: setup
+	$(RUN_TESTS) $(ARGS)
+
+bench-peers: setup $(PEERS)/.done
+
+$(PEERS)/.done: benchmarks/peers.txt tools/install_torch.py
+	test -x $(PEERS)/bin/python || $(PY) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q "$$(sed -n '/^pip==/p' constraints.txt)"
+	$(PEERS)/bin/python tools/install_torch.py --requirement "$$(sed -n '/^torch==/p' constraints.txt)"
+	$(PEERS)/bin/python -m pip install -q -r benchmarks/peers.txt
+	touch $@
+
+wheelhouse:
+	@test -n "$(WHEELHOUSE)" || { echo 'say WHEELHOUSE=DIR' >&2; exit 1; }
+	@env -u WHEELHOUSE sh setup.sh
+	torch=$$(sed -n '/^torch==/p' .venv/.setup/constraints.txt); \
+	    $(WHEEL) --no-deps "$$torch" || $(WHEEL) --no-deps --index-url "$(TORCH_INDEX)" "$$torch"
+	$(WHEEL) -c .venv/.setup/constraints.txt pip hatchling editables '.[server,worker,dev]'
+
+dist: setup
+	rm -rf dist
+	$(PY) -m hatchling build -d dist
+	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
+
+clean:
+	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+	$(if $(CLEAN_VENV),rm -rf .venv $(PEERS) .setup.lock)

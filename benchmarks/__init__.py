@@ -1,0 +1,1 @@
+"""Benchmarks: each is ``python -m benchmarks.<name>``; see ``benchmarks/README.md`` for the method."""

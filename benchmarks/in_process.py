@@ -1,0 +1,44 @@
+"""The worker's engine without a platform around it: ``python -m benchmarks.in_process MODEL``.
+
+For every line ``{"prompt", "max_tokens"}`` answers ``{"first_ms", "text"}``: from the call of ``generate`` to its first
+piece of text. One thread, as an instance with ``cpu=1`` has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sllm_runtime.worker.handle import ModelHandle
+from sllm_runtime.worker.start import start_engine
+
+
+def main() -> None:
+    """Until stdin ends."""
+    directory = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    module.eval()
+    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".json"}
+    config = json.loads(files["config.json"])
+    with tempfile.TemporaryDirectory(prefix="bi-") as name:
+        handle = ModelHandle(module, files, Path(name), lambda: start_engine(module, files, config))
+        print(json.dumps({"ready": True}), flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            began, first, pieces = time.perf_counter(), 0.0, []
+            for piece in handle.generate(asked["prompt"], max_tokens=asked["max_tokens"], temperature=0.0):
+                first = first or time.perf_counter()
+                pieces.append(piece)
+            print(json.dumps({"first_ms": (first - began) * 1e3, "text": "".join(pieces)}), flush=True)
+        handle.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""``python -m benchmarks.report``: docs/benchmarks.md from the committed records, missed aims included."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.runner import figure
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+RESULTS: Final = ROOT / "benchmarks" / "results"
+TARGET: Final = ROOT / "docs" / "benchmarks.md"
+
+
+def render(records: list[tuple[str, dict[str, Any]]]) -> str:
+    """The page for ``(machine directory, record)`` pairs."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `python -m benchmarks.report` from `benchmarks/results/`; method: `benchmarks/README.md`.",
+        "Ratios within one run are what counts; absolute times belong to the machine that is named.",
+    ]
+    for directory, record in records:
+        lines += _section(directory, record)
+    return "\n".join(lines) + "\n"
+
+
+def _section(directory: str, record: dict[str, Any]) -> list[str]:
+    machine = record["machine"]
+    lines = [
+        "",
+        f"## {record['benchmark']} on {directory}",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}; "
+        f"accelerators: {', '.join(machine['accelerators']) or 'none'}; "
+        f"commit {record['commit']}, {record['started']}, {record['seconds']:.0f} s"
+        f"{', quick' if record['settings'].get('quick') else ''}.",
+        "",
+        "| case | system | median | min | max | n | unit | notes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case in record["cases"]:
+        numbers = " | ".join(figure(case.get(key)) for key in ("median", "min", "max"))
+        notes = "; ".join(_line(part) for part in (case.get("not_run"), case.get("notes"), _extra(case)) if part)
+        count = len(case.get("samples", []))
+        lines.append(f"| {case['case']} | {case['system']} | {numbers} | {count} | {case['unit']} | {notes} |")
+    lines += ["", "| aim | wanted | value | met |", "|---|---|---|---|"]
+    for aim in record["aims"]:
+        wanted = f"≥ {aim['at_least']}" if "at_least" in aim else f"≤ {aim['at_most']}"
+        lines.append(f"| {aim['aim']} | {wanted} | {figure(aim['value'])} | {_VERDICT[aim['met']]} |")
+    return lines
+
+
+_VERDICT: Final = {True: "yes", False: "**no**", None: "not judged"}
+
+
+def _extra(case: dict[str, Any]) -> str:
+    shown = {key: value for key, value in case.get("extra", {}).items() if isinstance(value, int | float | str)}
+    shown |= {key: case[key] for key in ("cpu_s", "peak_rss_mib") if key in case}
+    return ", ".join(f"{key} {value if isinstance(value, str) else figure(value)}" for key, value in shown.items())
+
+
+def _line(text: str) -> str:
+    """What a cell of the table can hold."""
+    return " ".join(text.split()).replace("|", "\\|")[:300]
+
+
+def main() -> int:
+    """Write the page."""
+    found = sorted(RESULTS.glob("*/*.json"))
+    TARGET.write_text(render([(path.parent.name, json.loads(path.read_text())) for path in found]))
+    sys.stderr.write(f"{TARGET.relative_to(ROOT)}: {len(found)} records\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The command line every benchmark shares, and how a run is shown and written."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.programs import ProgramFailed
+from benchmarks.record import Aim, Case, Record
+from sllm_runtime.protocol.errors import SllmError
+
+
+@dataclass
+class Run:
+    """What a benchmark's measuring functions get: settings, and where their cases go."""
+
+    quick: bool
+    cases: list[Case] = field(default_factory=list)
+    aims: list[Aim] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    failed: list[str] = field(default_factory=list)
+    """Cases of ours that broke. The others are measured all the same; the exit status is 1."""
+
+    @property
+    def rounds(self) -> int:
+        """How often each system is measured, alternating."""
+        return 3 if self.quick else 7
+
+    @property
+    def least(self) -> int:
+        """Samples below which an aim is not judged."""
+        return 7
+
+    def case(self, case: str, system: str, unit: str = "ms") -> Case:
+        """The case of that name, made at first use."""
+        for known in self.cases:
+            if (known.case, known.system) == (case, system):
+                return known
+        made = Case(case, system, unit)
+        self.cases.append(made)
+        return made
+
+    @contextlib.contextmanager
+    def attempt(self, case: str, unit: str = "ms") -> Iterator[None]:
+        """What breaks inside (``ProgramFailed``, ``SllmError``) is recorded as why our figures are missing."""
+        self.note(f"case {case}")
+        try:
+            yield
+        except (ProgramFailed, SllmError) as error:
+            self.failed.append(case)
+            self.case(case, "sllm", unit).not_run = f"failed: {error}"[:1000]
+            self.note(f"{case} failed: {error}")
+
+    def note(self, text: str) -> None:
+        """What goes on, on stderr."""
+        sys.stderr.write(f"{time.monotonic() - self.began:6.1f} s  {text}\n")
+        sys.stderr.flush()
+
+
+Measure = Callable[[Run, Sequence[str]], None]
+"""Measures the cases it is given, in order, into the run."""
+
+
+def main(benchmark: str, cases: Sequence[str], measure: Measure, argv: Sequence[str] | None = None) -> int:
+    """Parse, measure, show. Exit status 0 also where an aim is missed, 1 where a case broke."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}")
+    parser.add_argument("--json", metavar="FILE|-", help="write the record (- : to stdout)")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, same code, under three minutes")
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument(
+        "--only", metavar="CASE", choices=list(cases), action="append", help="run one case (repeatable)"
+    )
+    options = parser.parse_args(argv)
+    if options.list:
+        sys.stdout.write("\n".join(cases) + "\n")
+        return 0
+    run = Run(options.quick, settings={"quick": options.quick})
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        measure(run, [name for name in cases if options.only is None or name in options.only])
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; everything is stopped\n")
+        return 130
+    seconds = time.monotonic() - run.began
+    record = Record(
+        benchmark, machine.commit(), started, seconds, machine.describe(), run.settings, run.cases, run.aims
+    )
+    if options.json == "-":
+        sys.stdout.write(json.dumps(record.document()) + "\n")
+    elif options.json:
+        record.write(Path(options.json))
+    else:
+        show(record)
+    return 1 if run.failed else 0
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def show(record: Record) -> None:
+    """Tables for people."""
+    console = Console()
+    table = Table(title=f"{record.benchmark} ({record.machine['cpu']}, {record.machine['cores']} cores)")
+    for column in ("case", "system", "median", "min", "max", "n", "unit", "notes"):
+        right = column in ("median", "min", "max", "n")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column != "notes")
+    for case in record.cases:
+        made = case.document()
+        numbers = [figure(made.get(key)) for key in ("median", "min", "max")]
+        table.add_row(case.case, case.system, *numbers, str(len(case.samples)), case.unit, _short(case))
+    console.print(table)
+    for aim in record.aims:
+        verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "not judged"}[aim.met]
+        bound = f"≥ {aim.at_least}" if aim.at_least is not None else f"≤ {aim.at_most}"
+        console.print(f"{aim.aim}: {figure(aim.value)} ({bound}) {verdict}")
+
+
+def figure(value: float | None) -> str:
+    """Four digits that count, and no powers of ten."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _short(case: Case) -> str:
+    """One line of what the record says in full."""
+    text = " ".join((case.not_run or case.notes).split())
+    stages = ", ".join(f"{key} {figure(value)}" for key, value in case.extra.items() if isinstance(value, int | float))
+    return "; ".join(part for part in (text[:100], stages) if part)

@@ -1,0 +1,1 @@
+"""HTTP in, SSE out: the door through which functions are called."""

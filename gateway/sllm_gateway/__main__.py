@@ -1,0 +1,59 @@
+"""``python -m sllm_gateway``: the gateway as a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+
+from prometheus_client import disable_created_metrics
+
+from sllm_gateway.app import running
+from sllm_gateway.server import listen, make_server
+from sllm_gateway.settings import GatewaySettings
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.daemon import ready, run_daemon
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.telemetry import configure_logging
+from sllm_runtime.protocol.errors import SllmError
+
+log = logging.getLogger("sllm_gateway")
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    """Serve until ``stop`` is set, then drain."""
+    settings.token()  # a wrong address or token is said before anything is started
+    tasks = Tasks("daemon", on_failure=lambda _: stop.set())
+    with contextlib.closing(listen(settings)) as listener:
+        bus = await Bus.connect(settings, settings.gateway, name=f"sllm-gateway {settings.gateway}")
+        try:
+            async with running(bus, settings) as gateway:
+                server = make_server(gateway, settings)
+                serving = tasks.start(server.serve([listener]), "http")
+                host, port = listener.getsockname()[:2]
+                log.info("listening on http://%s:%d", host, port)
+                ready()
+                await stop.wait()
+                server.should_exit = True
+                await gateway.drain()
+                await serving
+        finally:
+            await tasks.close()
+            await bus.close()
+
+
+def main() -> int:
+    """Exit status 0 after a stop that was asked for, 1 after an error."""
+    try:
+        settings = GatewaySettings.load()
+    except SllmError as error:
+        sys.stderr.write(f"sllm-gateway: {error.message}\n")
+        return error.exit_code
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, which nobody reads
+    configure_logging("gateway", settings.gateway, settings)
+    return run_daemon(lambda stop: serve(settings, stop), title="sllm-gateway")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

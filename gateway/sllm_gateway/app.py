@@ -1,0 +1,132 @@
+"""Puts the gateway together. Everything that runs is started and ended here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.routing import BaseRoute, Route, Router
+
+from sllm_gateway.asgi import Receive, Scope, Send
+from sllm_gateway.auth import Auth
+from sllm_gateway.calls import Calls
+from sllm_gateway.controller import Controller
+from sllm_gateway.events import EventWriter
+from sllm_gateway.front import Front
+from sllm_gateway.metrics import Metrics
+from sllm_gateway.respond import Responder
+from sllm_gateway.routes.api import Api
+from sllm_gateway.routes.calling import Caller
+from sllm_gateway.routes.deploy import Deploying
+from sllm_gateway.routes.function import FunctionRoute
+from sllm_gateway.routes.health import Live, MetricsRoute, Ready
+from sllm_gateway.routes.logs import Logs
+from sllm_gateway.routes.openai import ChatCompletions, Completions, Models
+from sllm_gateway.settings import GatewaySettings
+from sllm_gateway.starts import Starts
+from sllm_gateway.table import RouteTable, Version
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.platform.watch import Watch
+from sllm_runtime.protocol import records, subjects
+from sllm_runtime.protocol.node import NodeStatus
+
+
+class Gateway:
+    """One gateway. An ASGI application between ``start`` and ``stop``."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: GatewaySettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.settings = settings
+        self._bus = bus
+        self.metrics = Metrics()
+        self._starts = Starts()
+        self._tasks = Tasks("gateway")
+        self.calls = Calls(bus, settings, self.metrics, clock, self._starts)
+        self.table = RouteTable(self._on_version, wall)
+        responder = Responder(self.calls, self._starts, settings, clock, self._tasks)
+        caller = Caller(self.table, self.calls, responder, settings, clock)
+        self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls))
+        self._watch: Watch | None = None
+        routes = [*self._call_routes(caller, wall), *self._api_routes(bus, clock)]
+        self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics)
+
+    def _call_routes(self, caller: Caller, wall: Callable[[], float]) -> list[BaseRoute]:
+        function, models = FunctionRoute(caller), Models(self.table)
+        return [
+            Route("/fn/{name}", function, methods=["POST"]),
+            Route("/fn/{name}/{version}", function, methods=["POST"]),
+            Route("/v1/completions", Completions(caller, wall), methods=["POST"]),
+            Route("/v1/chat/completions", ChatCompletions(caller, wall), methods=["POST"]),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/v1/models/{model}", models, methods=["GET"]),
+            Route("/livez", Live(), methods=["GET"]),
+            Route("/readyz", Ready(self.problem), methods=["GET"]),
+            Route("/metrics", MetricsRoute(self.metrics), methods=["GET"]),
+        ]
+
+    def _api_routes(self, bus: Bus, clock: Callable[[], float]) -> list[BaseRoute]:
+        settings, controller = self.settings, Controller(bus, clock)
+        writer = EventWriter(
+            self._tasks,
+            headers_wait=settings.headers_wait,
+            heartbeat=settings.heartbeat,
+            slow=settings.slow_consumer,
+        )
+        return [
+            *Api(controller, self.table, settings, clock).routes(),
+            *Deploying(bus, controller, writer, settings, self.table).routes(),
+            *Logs(bus, controller, writer).routes(),
+        ]
+
+    def _on_version(self, version: Version) -> None:
+        self.calls.dispatcher.on_version(version)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._front(scope, receive, send)
+
+    def problem(self) -> str:
+        """Why calls cannot be served now; empty if they can."""
+        if not self._bus.connected:
+            return "NATS is not connected"
+        if self._watch is None or not self._watch.synced.is_set():
+            return "the route table is not complete"
+        return ""
+
+    async def start(self) -> None:
+        """Subscribe, learn the routes. Raises ``Unavailable``."""
+        store = await StateStore.open(self._bus, create=False)
+        await self.calls.start()
+        self._statuses = await self._bus.subscribe(subjects.STATUS_ALL, NodeStatus, self.calls.on_status)
+        self._watch = await store.watch(subjects.ROUTE_KEYS, records.Route, self.table.apply)
+
+    async def drain(self) -> None:
+        """No new call; running ones may end within ``drain`` seconds."""
+        await self.calls.drain(self.settings.drain)
+
+    async def stop(self) -> None:
+        """End everything. Repeatable."""
+        if self._watch is not None:
+            await self._watch.close()
+            await self._statuses.unsubscribe()
+        await self.calls.close()
+        await self._tasks.close()
+
+
+@asynccontextmanager
+async def running(bus: Bus, settings: GatewaySettings) -> AsyncIterator[Gateway]:
+    """A started gateway on ``bus``, stopped at the end."""
+    gateway = Gateway(bus, settings)
+    try:
+        await gateway.start()
+        yield gateway
+    finally:
+        await gateway.stop()

@@ -1,0 +1,90 @@
+"""The few pieces of plain ASGI that the hot path needs: reading a bounded body, answering, writing in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, InvalidRequest
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+PIECE = 64 * 1024
+"""Largest write: a slow client is noticed by the write that does not end, so writes must be small."""
+LINGER_S = 2.0
+LINGER_BYTES = 64 * 2**20
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of that (lower-case) name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found
+    return None
+
+
+def declared_length(scope: Scope) -> int | None:
+    """Content-Length, if there is one. Raises ``InvalidRequest``."""
+    text = header(scope, b"content-length")
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise InvalidRequest("Content-Length is no number")
+    return int(text)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body. Raises ``BodyTooLarge`` before it reads a body that says so itself, else as soon as it is;
+    ``Cancelled`` if the client goes away."""
+    length = declared_length(scope)
+    if length is not None and length > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the caller went away while it sent the body")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {limit} bytes; send less, or a reference to the data")
+
+
+async def answer(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    """A whole small response."""
+    headers = [*headers, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse_body(receive: Receive, send: Send, status: int, headers: Headers, body: bytes) -> None:
+    """Answer a request whose body was not read, so that the client sees the answer: were the connection closed while
+    it still sends, the reset would overtake it. So what comes is thrown away for a moment."""
+    headers = [*headers, (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    left = LINGER_BYTES
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,139 @@
+"""One call: what was asked, where it runs, what has come of it, and the times that its deadlines are counted from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sllm_gateway.binding import NEVER, Binding
+from sllm_gateway.table import Version
+from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.frames import CallHead, End, Frame
+from sllm_runtime.protocol.records import Route, RouteEntry
+from sllm_runtime.protocol.states import CALL, CallState, check, final
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the caller asked for. Times are of the gateway's monotonic clock."""
+
+    id: str
+    version: Version
+    kind: Literal["fn", "chat", "completion"]
+    stream: bool
+    body: bytes
+    seed: int
+    accepted: float
+    traceparent: str = ""
+
+
+@dataclass
+class Marks:
+    """When what happened, for deadlines and the timeline."""
+
+    route: Route
+    """As it was when the call came: an instance that is not in it was started while the call waited."""
+    sent: float
+    """To an instance, the last time; until then when it was accepted."""
+    waited: float = 0.0
+    """Seconds it has waited for capacity, without those in which an instance was being started for it."""
+    first: float | None = None
+    last: float | None = None
+    read: float = 0.0
+    """When its reader last got rid of something."""
+    started: RouteEntry | None = None
+    """The instance whose start it waited for."""
+    ready: float = 0.0
+    """When that instance was there."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call's life. ``Calls`` writes it, one reader (the HTTP response) takes from it."""
+
+    order: Order
+    marks: Marks
+    state: CallState = CallState.QUEUED
+    epoch: int = 0
+    attempts: int = 0
+    """Hand-overs that an instance accepted."""
+    binding: Binding | None = None
+    frames: list[Frame] = field(default_factory=list)
+    """In order, not yet taken by the reader."""
+    buffered: int = 0
+    """Bytes of frames that the reader has not got rid of."""
+    taken: bool = False
+    """Whether the reader has had any: nothing can be retried from then on."""
+    end: End | None = None
+    error: SllmError | None = None
+    reading: bool = True
+    """Whether the response is still being written."""
+    writing: float | None = None
+    """Since when the reader waits for its client to take something."""
+    unblock: Callable[[], None] | None = None
+    """Frees a reader that waits for its client."""
+    due: float = 0.0
+    """When its deadlines are to be looked at next."""
+    wake_at: float = NEVER
+    _waker: asyncio.Future[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.order.id
+
+    @property
+    def version(self) -> Version:
+        return self.order.version
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return final(CALL, self.state)
+
+    def go(self, state: CallState) -> None:
+        """Move along the table of ``states.CALL``."""
+        self.state = check(CALL, self.state, state)
+
+    # --- the reader's side ------------------------------------------------------------------------
+    def take(self) -> list[Frame]:
+        """All frames that are here. Tell ``Calls.consumed`` when they are written."""
+        frames, self.frames = self.frames, []
+        self.taken = self.taken or bool(frames)
+        return frames
+
+    async def changed(self, until: float) -> None:
+        """Wait for frames, the end, progress, or ``until`` (to some 25 ms)."""
+        self._waker = asyncio.get_running_loop().create_future()
+        self.wake_at = until
+        try:
+            await self._waker
+        finally:
+            self._waker = None
+            self.wake_at = NEVER
+
+    def wake(self) -> None:
+        """Let the reader look again."""
+        if self._waker is not None and not self._waker.done():
+            self._waker.set_result(None)
+
+    # --- what is sent of it -----------------------------------------------------------------------
+    def head(self, binding: Binding, now: float) -> CallHead:
+        """What the node must know."""
+        manifest = self.version.manifest
+        return CallHead(
+            call=self.id,
+            epoch=binding.epoch,
+            instance=binding.instance,
+            function=self.version.function,
+            version=self.version.number,
+            kind=self.order.kind,
+            stream=self.order.stream,
+            body_bytes=len(self.order.body),
+            timeout_s=max(0.0, self.order.accepted + manifest.timeout - now),
+            idle_timeout_s=manifest.idle_timeout,
+            seed=self.order.seed,
+            credit=binding.inbox.window,
+            traceparent=self.order.traceparent,
+        )

@@ -1,0 +1,66 @@
+"""What ``/api/v1`` asks of the controller: single questions, and long polls as streams of progress."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
+from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
+from sllm_runtime.protocol.node import Progress
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+PATIENCE_S = 30.0
+"""A long poll goes on over a restart of the controller for so long."""
+AGAIN_S = 0.25
+
+
+class Controller:
+    """The leading controller, by its verbs."""
+
+    def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bus = bus
+        self._clock = clock
+
+    async def ask(
+        self, verb: str, request: msgspec.Struct, reply: type[R], *, timeout_s: float = 2 * RPC_TIMEOUT_S
+    ) -> R:
+        """One answer. Raises what the controller raises, or ``Unavailable``."""
+        assert ctl.VERBS[verb] == (type(request), reply)
+        try:
+            return await self._bus.call(subjects.ctl(verb), request, reply, timeout_s=timeout_s)
+        except DeadlineExceeded as error:
+            raise Unavailable(f"the controller does not answer {verb!r}; try again") from error
+
+    async def poll(
+        self, verb: str, request: msgspec.Struct, reply: type[R], over: Callable[[R], bool]
+    ) -> AsyncGenerator[Progress | R, None]:
+        """Ask again and again: progress, whenever it has changed, and at last the answer that is ``over``."""
+        shown: Progress | None = None
+        patience = self._clock() + PATIENCE_S
+        while True:
+            began = self._clock()
+            try:
+                answer = await self.ask(verb, request, reply, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S)
+            except Unavailable:
+                if self._clock() > patience:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+                continue
+            patience = self._clock() + PATIENCE_S
+            if over(answer):
+                yield answer
+                return
+            progress = cast(Any, answer).progress
+            if progress is not None and progress != shown:
+                shown = progress
+                yield shown
+            if self._clock() - began < AGAIN_S:
+                await asyncio.sleep(AGAIN_S)

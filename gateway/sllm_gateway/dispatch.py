@@ -1,0 +1,271 @@
+"""Brings waiting calls and instances together: a queue per version, and a long poll to the controller meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from sllm_gateway.call import Call
+from sllm_gateway.queue import SlotQueue
+from sllm_gateway.table import Version
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.ctl import Acquire, Acquired
+from sllm_runtime.protocol.errors import (
+    DeadlineExceeded,
+    FunctionNotFound,
+    QueueFull,
+    SllmError,
+    Unavailable,
+)
+from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
+from sllm_runtime.protocol.records import Route, RouteEntry
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+PAUSE_FIRST_S, PAUSE_MOST_S = 0.05, 1.0
+"""Between two acquires that brought nothing; the controller answers at once only when there is something."""
+
+
+class _Line:
+    """The queue of one version with what is known about getting more instances for it."""
+
+    def __init__(self, version: Version) -> None:
+        self.version = version
+        self.slots: SlotQueue[Call] = SlotQueue()
+        self.slots.on_route(version.route.entries)
+        self.pending = ""
+        """Why nothing can be started, in the controller's words."""
+        self.asked = 0
+        """Waiting calls that the controller was last told of."""
+        self.polling = False
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Dispatcher:
+    """Owns the queues. ``place`` hands a call to an instance, ``fail`` ends a waiting one."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        gateway: str,
+        clock: Callable[[], float],
+        *,
+        place: Callable[[Call, RouteEntry], None],
+        fail: Callable[[Call, SllmError], None],
+    ) -> None:
+        self._bus = bus
+        self._gateway = gateway
+        self._clock = clock
+        self._place = place
+        self._fail = fail
+        self._lines: dict[Key, _Line] = {}
+        self._tasks = Tasks("dispatch")
+
+    async def close(self) -> None:
+        """Stop asking. Waiting calls are their owner's to end."""
+        for line in self._lines.values():
+            if line.timer is not None:
+                line.timer.cancel()
+        await self._tasks.close()
+
+    # --- calls ------------------------------------------------------------------------------------
+    def submit(self, call: Call) -> None:
+        """Give the call a slot, or let it wait. Raises ``QueueFull``."""
+        line = self._line(call.version)
+        slots = line.slots
+        slots.push(call)
+        self._pump(line)
+        limit = call.version.manifest.max_queue
+        if slots.waiting and slots.waiting[-1] is call and self.waiting(call.version.function) > limit:
+            slots.remove(call)
+            raise QueueFull(
+                f"{limit} calls of {call.version.function!r} wait already (max_queue); try again later",
+                retry_after_s=1.0,
+            )
+        self._poll(line)
+
+    def submit_again(self, call: Call) -> None:
+        """A call that had its turn: it goes to the head, whatever the length of the queue."""
+        line = self._line(call.version)
+        line.slots.push_front(call)
+        self._go(line)
+
+    def withdraw(self, call: Call) -> None:
+        """It waits no longer."""
+        line = self._lines.get(call.version.key)
+        if line is not None:
+            line.slots.remove(call)
+            self._drop_if_idle(line)
+
+    def accepted(self, call: Call, instance: str) -> None:
+        self._line(call.version).slots.accepted(instance)
+
+    def refused(self, call: Call, instance: str, *, gone: bool) -> None:
+        """``instance`` has no slot for it after all, or (``gone``) is no more: the controller hears of that with the
+        next acquire. The call is its owner's to put back."""
+        line = self._line(call.version)
+        if gone:
+            line.slots.gone(instance, self._clock())
+        else:
+            line.slots.busy(instance, self._clock())
+        self._drop_if_idle(line)
+
+    def release(self, call: Call, instance: str) -> None:
+        """A call is over on ``instance``."""
+        line = self._line(call.version)
+        line.slots.release(instance)
+        self._go(line)
+        self._drop_if_idle(line)
+
+    def waiting(self, function: str) -> int:
+        """Calls of all versions of ``function`` that wait."""
+        return sum(len(line.slots.waiting) for (name, _), line in self._lines.items() if name == function)
+
+    def waiting_calls(self, key: Key) -> tuple[Call, ...]:
+        line = self._lines.get(key)
+        return tuple(line.slots.waiting) if line else ()
+
+    def pending(self, key: Key) -> str:
+        """Why calls of this version wait, if the controller said."""
+        line = self._lines.get(key)
+        return line.pending if line else ""
+
+    def depths(self) -> dict[str, int]:
+        """Waiting calls by function."""
+        depths: dict[str, int] = {}
+        for (function, _), line in self._lines.items():
+            depths[function] = depths.get(function, 0) + len(line.slots.waiting)
+        return depths
+
+    # --- instances --------------------------------------------------------------------------------
+    def on_version(self, version: Version) -> None:
+        """Its route has changed, or it was removed."""
+        line = self._lines.get(version.key)
+        if line is None:
+            return
+        if version.removed:
+            error = FunctionNotFound(f"{version.function} v{version.number} was deleted while the call waited")
+            self._fail_all(line, error)
+            return
+        self._take_route(line, version.route)
+
+    def on_room(self, key: Key, instance: str, running: int) -> None:
+        """The node reports that ``instance`` works on ``running`` calls."""
+        line = self._lines.get(key)
+        entry = line.slots.entries.get(instance) if line else None
+        if line is not None and entry is not None and running < entry.concurrency and line.slots.has_room(instance):
+            self._go(line)
+
+    # --- inside -----------------------------------------------------------------------------------
+    def _line(self, version: Version) -> _Line:
+        line = self._lines.get(version.key)
+        if line is None:
+            line = self._lines[version.key] = _Line(version)
+        return line
+
+    def _drop_if_idle(self, line: _Line) -> None:
+        if line.version.removed and not line.slots.waiting and not line.slots.running:
+            self._lines.pop(line.version.key, None)
+
+    def _go(self, line: _Line) -> None:
+        self._pump(line)
+        self._poll(line)
+
+    def _pump(self, line: _Line) -> None:
+        now = self._clock()
+        for call, entry in line.slots.match(now):
+            self._place(call, entry)
+        again = line.slots.next_try(now)
+        if again is not None and (line.timer is None or line.timer.when() > self._loop_time(again)):
+            if line.timer is not None:
+                line.timer.cancel()
+            line.timer = asyncio.get_running_loop().call_at(self._loop_time(again), self._timed, line)
+
+    def _loop_time(self, at: float) -> float:
+        return asyncio.get_running_loop().time() + max(0.0, at - self._clock()) + 0.001
+
+    def _timed(self, line: _Line) -> None:
+        line.timer = None
+        self._go(line)
+
+    def _poll(self, line: _Line) -> None:
+        """Ask for instances while calls wait; again at once when twice as many wait as were told."""
+        waiting = len(line.slots.waiting)
+        if not waiting:
+            line.asked = 0
+        elif not line.polling:
+            line.polling = True
+            self._tasks.start(self._poll_while_waiting(line), f"acquire {line.version.function}")
+        elif waiting >= 2 * max(1, line.asked):
+            self._tasks.start(self._ask_more(line), f"acquire more {line.version.function}")
+            line.asked = waiting
+
+    async def _poll_while_waiting(self, line: _Line) -> None:
+        pause = PAUSE_FIRST_S
+        try:
+            while line.slots.waiting:
+                began = self._clock()
+                news = await self._ask(line)
+                pause = PAUSE_FIRST_S if news else min(PAUSE_MOST_S, pause * 2)
+                if line.slots.waiting and self._clock() - began < pause:
+                    await asyncio.sleep(pause)
+        finally:
+            line.polling = False
+
+    async def _ask_more(self, line: _Line) -> None:
+        await self._ask(line)
+
+    async def _ask(self, line: _Line) -> bool:
+        """One long poll. Whether it brought an instance that was not known."""
+        known = set(line.slots.entries)
+        line.asked = len(line.slots.waiting)
+        gone = line.slots.gone_instances
+        request = Acquire(
+            function=line.version.function,
+            version=line.version.number,
+            gateway=self._gateway,
+            waiting=line.asked,
+            known=tuple(sorted(known - set(gone))),
+            gone=gone,
+        )
+        try:
+            acquired = await self._bus.call(
+                subjects.ctl("acquire"), request, Acquired, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S
+            )
+        except (Unavailable, DeadlineExceeded) as error:
+            line.pending = f"the controller does not answer ({error.message})"
+            log.warning("acquire %s v%d: %s", line.version.function, line.version.number, error.message)
+            return False
+        except SllmError as error:
+            self._fail_all(line, error)
+            return False
+        return self._take(line, acquired, known)
+
+    def _take(self, line: _Line, acquired: Acquired, known: set[str]) -> bool:
+        line.pending = acquired.pending
+        if acquired.route is not None:
+            self._take_route(line, acquired.route)
+        if acquired.error is not None and not line.slots.live:
+            self._fail_all(line, acquired.error.to_error())
+        return bool(set(line.slots.entries) - known)
+
+    def _take_route(self, line: _Line, route: Route) -> None:
+        line.slots.on_route(route.entries)
+        if route.entries:
+            line.pending = ""
+        self._pump(line)
+        if not line.polling:
+            self._poll(line)
+
+    def _fail_all(self, line: _Line, error: SllmError) -> None:
+        """Every waiting call ends with ``error``: each with an exception of its own."""
+        body = error.body()
+        waiting = list(line.slots.waiting)
+        line.slots.waiting.clear()
+        for call in waiting:
+            self._fail(call, body.to_error())
+        self._drop_if_idle(line)

@@ -1,0 +1,49 @@
+"""Errors as responses: ours on every route, OpenAI's shape on ``/v1``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from sllm_gateway.asgi import Headers
+from sllm_runtime.protocol.errors import ContextLengthExceeded, SllmError
+from sllm_runtime.protocol.http import CALL_ID, SHOULD_RETRY, error_view
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def openai_view(error: SllmError) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code"}}``."""
+    kind = _TYPES.get(status(error, openai=True))
+    if kind is None:
+        kind = "invalid_request_error" if status(error, openai=True) < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
+
+
+def status(error: SllmError, *, openai: bool) -> int:
+    """The HTTP status: as in the table, but OpenAI's routes answer 400 to every invalid parameter."""
+    if openai and (error.status == 422 or isinstance(error, ContextLengthExceeded)):
+        return 400
+    return error.status
+
+
+def body(error: SllmError, call_id: str | None, *, openai: bool) -> bytes:
+    """The JSON body."""
+    return msgspec.json.encode(openai_view(error) if openai else error_view(error.body(), call_id))
+
+
+def headers(error: SllmError, call_id: str | None) -> Headers:
+    """What says whether, and when, to try again."""
+    found: Headers = [(b"content-type", b"application/json")]
+    if call_id is not None:
+        found.append((CALL_ID.lower().encode(), call_id.encode()))
+    if not error.retryable:
+        found.append((SHOULD_RETRY.encode(), b"false"))
+    after = error.retry_after_s if error.retry_after_s is not None else (1.0 if error.status == 429 else None)
+    if after is not None:
+        found.append((b"retry-after", b"%d" % max(1, math.ceil(after))))
+    if error.status == 401:
+        found.append((b"www-authenticate", b"Bearer"))
+    return found

@@ -1,0 +1,116 @@
+"""Reads a JetStream stream in order and goes on with what comes; begins anew after the last where anything is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import UTC, datetime
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.protocol.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 4.0
+AGAIN_S = 0.2
+QUEUED = 4096
+
+
+class _Missing(Exception):
+    """This consumer can no longer be trusted."""
+
+
+async def messages(bus: Bus, stream: str, subject: str, since: float | None) -> AsyncGenerator[bytes | None, None]:
+    """The data of each message under ``subject`` since ``since`` (Unix seconds; None: all that is kept), in order.
+
+    None once, when everything that was there has come. Never ends by itself. Raises ``Unavailable`` if there is no such
+    stream at the beginning.
+    """
+    after, told, first = 0, False, True
+    while True:
+        try:
+            async with aclosing(_consume(bus, stream, subject, since, after)) as consumer:
+                async for sequence, data, pending in consumer:
+                    first = False
+                    if sequence > after:
+                        after = sequence
+                        yield data
+                    if pending == 0 and not told:
+                        told = True
+                        yield None
+        except _Missing as reason:
+            log.debug("%s is read anew: %s", subject, reason)
+        except Unavailable:
+            if first:
+                raise
+        await asyncio.sleep(AGAIN_S)
+
+
+async def _consume(
+    bus: Bus, stream: str, subject: str, since: float | None, after: int
+) -> AsyncGenerator[tuple[int, bytes, int], None]:
+    """``(sequence, data, how many are still to come)`` of one consumer; sequence 0: nothing is there."""
+    queue: asyncio.Queue[Msg | None] = asyncio.Queue(QUEUED)
+    inbox = bus.new_inbox()
+    off = bus.on_reconnect(lambda: queue.put(None))
+    subscription = await bus.subscribe_raw(inbox, queue.put)
+    try:
+        made = await bus.jetstream.add_consumer(stream, _config(inbox, subject, since, after))
+        if not made.num_pending and not (made.delivered and made.delivered.consumer_seq):
+            yield 0, b"", 0
+        delivered = 0
+        while True:
+            message = await _next(queue)
+            if not message.reply.startswith("$JS.ACK."):
+                last = (message.headers or {}).get("Nats-Last-Consumer")
+                if last is not None and int(last) != delivered:
+                    raise _Missing("a message was lost")
+                continue
+            delivered += 1
+            place = message.metadata
+            if place.sequence.consumer != delivered:
+                raise _Missing(f"gap before {place.sequence.consumer}")
+            yield place.sequence.stream, message.data, place.num_pending
+    except nats.errors.Error as error:
+        raise Unavailable(f"{subject} cannot be read: {error or type(error).__name__}") from error
+    finally:
+        off()
+        await subscription.unsubscribe()
+
+
+async def _next(queue: asyncio.Queue[Msg | None]) -> Msg:
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            message = await queue.get()
+    except TimeoutError:
+        raise _Missing("no heartbeat") from None
+    if message is None:
+        raise _Missing("NATS was gone")
+    return message
+
+
+def _config(inbox: str, subject: str, since: float | None, after: int) -> ConsumerConfig:
+    config = ConsumerConfig(
+        deliver_subject=inbox,
+        filter_subject=subject,
+        deliver_policy=DeliverPolicy.ALL,
+        ack_policy=AckPolicy.NONE,
+        max_deliver=1,
+        idle_heartbeat=HEARTBEAT_S,
+        inactive_threshold=30.0,
+        mem_storage=True,
+        num_replicas=1,
+    )
+    if after:
+        return config.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1)
+    if since is not None:
+        start = datetime.fromtimestamp(since, UTC)
+        return config.evolve(deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=start)
+    return config

@@ -1,0 +1,101 @@
+"""The outermost ASGI application: authorization, routing, and one place where errors become responses."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Router
+
+from sllm_gateway import errors
+from sllm_gateway.asgi import Message, Receive, Scope, Send, answer, refuse_body
+from sllm_gateway.auth import Auth
+from sllm_gateway.metrics import Metrics
+from sllm_runtime.protocol.errors import (
+    BodyTooLarge,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    SllmError,
+)
+
+log = logging.getLogger(__name__)
+
+FAMILIES = frozenset({"fn", "v1", "api", "livez", "readyz", "metrics"})
+"""Labels of the request counter: anything may be asked for, but not anything becomes a series."""
+
+
+class Front:
+    """Handles one request each call. What a route raises before its headers is answered in the route's own shape."""
+
+    def __init__(self, router: Router, auth: Auth, metrics: Metrics) -> None:
+        self._router = router
+        self._auth = auth
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._refuse_other(scope, receive, send)
+            return
+        scope["app"] = self  # with it starlette raises what it would otherwise answer in its own words
+        seen = _Seen(send)
+        try:
+            self._auth.check(scope)
+            await self._router(scope, receive, seen.send)
+        except SllmError as error:
+            await self._error(error, scope, receive, seen)
+        except HTTPException as error:
+            await self._error(_typed(error, scope), scope, receive, seen)
+        except Exception as error:
+            log.exception("%s %s failed", scope["method"], scope["path"], extra={"call": scope.get("sllm.call")})
+            bug = InternalError(f"the gateway failed ({type(error).__name__}); its log has more under this call's id")
+            await self._error(bug, scope, receive, seen)
+        finally:
+            family = scope["path"].split("/", 2)[1]
+            self._metrics.requests.labels(family if family in FAMILIES else "other", str(seen.status)).inc()
+
+    async def _error(self, error: SllmError, scope: Scope, receive: Receive, seen: _Seen) -> None:
+        if seen.status:
+            log.warning("response of %s broke off: %s", scope["path"], error.message)
+            return
+        openai = scope["path"].startswith("/v1/")
+        call = scope.get("sllm.call")
+        status = errors.status(error, openai=openai)
+        headers = errors.headers(error, call)
+        body = errors.body(error, call, openai=openai)
+        if isinstance(error, BodyTooLarge):
+            await refuse_body(receive, seen.send, status, headers, body)
+        else:
+            await answer(seen.send, status, headers, body)
+
+    @staticmethod
+    async def _refuse_other(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1003})
+
+
+class _Seen:
+    """Remembers the status that was sent; 0: none yet."""
+
+    __slots__ = ("_send", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if not self.status:
+            self.status = message["status"]
+        await self._send(message)
+
+
+def _typed(error: HTTPException, scope: Scope) -> SllmError:
+    path = scope["path"]
+    if error.status_code == 404:
+        return NotFound(f"there is no route {path}; docs/http.md and /api/v1/openapi.json list them")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return MethodNotAllowed(f"{path} does not take {scope['method']}, only {allowed}")
+    return InvalidRequest(f"{path}: {error.detail}")

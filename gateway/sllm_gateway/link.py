@@ -1,0 +1,154 @@
+"""The gateway's line to the nodes: one subscription for all frames; the other way one message per node and tick."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.protocol import limits, subjects
+from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
+from sllm_runtime.protocol.frames import (
+    Ack,
+    Beat,
+    Cancel,
+    FrameKind,
+    Open,
+    Opened,
+    Parts,
+    Resend,
+    Segment,
+    ToGateway,
+    ToNode,
+    Unknown,
+)
+
+log = logging.getLogger(__name__)
+
+LATER_S = 0.005
+"""What is in no hurry waits this long for company."""
+OPEN_TRY_S = 1.0
+"""An unanswered ``Open`` is asked again after this long (it is idempotent): its reply may have been lost."""
+
+Incoming = Segment | Beat | Unknown | Ack | Resend
+Outgoing = Parts | Ack | Resend | Cancel
+
+
+class Receiver(Protocol):
+    """Who the frames are for."""
+
+    def on_items(self, node: str, items: tuple[Incoming, ...]) -> None: ...
+
+    def on_reconnect(self) -> None: ...
+
+
+class Link:
+    """Sends and receives for one gateway. ``start`` before use, ``close`` after."""
+
+    def __init__(self, bus: Bus, gateway: str, clock: Callable[[], float]) -> None:
+        self._bus = bus
+        self._gateway = gateway
+        self._clock = clock
+        self._pending: dict[str, list[Outgoing]] = {}
+        self._flushing: asyncio.Handle | None = None
+        self._hurry = False
+
+    async def start(self, receiver: Receiver) -> None:
+        """Subscribe; frames go to ``receiver`` from now on."""
+
+        def on_message(message: ToGateway, subject: str) -> None:
+            receiver.on_items(subject.rpartition(".")[2], message.items)
+
+        self._subscription = await self._bus.subscribe(subjects.frames_of(self._gateway), ToGateway, on_message)
+        self._bus.on_reconnect(receiver.on_reconnect)
+
+    @property
+    def connected(self) -> bool:
+        return self._bus.connected
+
+    def send(self, node: str, item: Outgoing) -> None:
+        """Send at the end of this loop tick, with everything else for that node."""
+        self._pending.setdefault(node, []).append(item)
+        if not self._hurry:
+            self._hurry = True
+            if self._flushing is not None:
+                self._flushing.cancel()
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    def send_later(self, node: str, item: Outgoing) -> None:
+        """Send with whatever goes next, or soon: the node waits for no answer to it."""
+        self._pending.setdefault(node, []).append(item)
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_later(LATER_S, self._flush)
+
+    def _flush(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._flushing, self._hurry = None, False
+        pending, self._pending = self._pending, {}
+        for node, items in pending.items():
+            subject = subjects.node_calls(node, self._gateway)
+            for batch in batches(items):
+                try:
+                    self._bus.publish_now(subject, ToNode(batch))
+                except Unavailable as error:  # all of it is repeated: acknowledgements, parts, cancellations
+                    log.warning("%s", error.message)
+
+    async def open(self, node: str, request: Open) -> Opened:
+        """Ask ``node`` to take a call; asked again until it answers. Time without a connection does not count.
+
+        Raises ``Unavailable`` if nobody is there, ``DeadlineExceeded`` if there is and it does not answer.
+        """
+        subject = subjects.node_open(node, self._gateway)
+        left = limits.RPC_TIMEOUT_S
+        while True:
+            began = self._clock()
+            try:
+                return await self._bus.call(subject, request, Opened, timeout_s=OPEN_TRY_S)
+            except Unavailable:
+                if self._bus.connected:
+                    raise
+                await asyncio.sleep(limits.RESEND_AFTER_S)
+            except DeadlineExceeded:
+                left -= self._clock() - began if self._bus.connected else 0.0
+                if left <= 0:
+                    raise
+
+    async def close(self) -> None:
+        """Send what is left, stop receiving."""
+        self._flush()
+        try:
+            await self._subscription.unsubscribe()
+        except SllmError as error:
+            log.debug("unsubscribing: %s", error)
+
+
+def answer_stray(item: Incoming) -> list[Outgoing]:
+    """For what belongs to no call here (any more): let the node drop it, and stop what still runs."""
+    stop = Cancel(item.call, item.epoch, reason="this gateway has no such call")
+    if isinstance(item, Segment) and item.frames:
+        last = item.frames[-1]
+        seen = Ack(item.call, item.epoch, last.index + 1, 0)
+        return [seen] if last.kind is FrameKind.END else [seen, stop]
+    if isinstance(item, Beat):
+        return [Ack(item.call, item.epoch, item.next_index, 0), stop]
+    return []
+
+
+def batches(items: list[Outgoing]) -> list[tuple[Outgoing, ...]]:
+    """``items`` in order, in messages of at most BATCH_BYTES of body parts (or one part)."""
+    done: list[tuple[Outgoing, ...]] = []
+    batch: list[Outgoing] = []
+    size = 0
+    for item in items:
+        nbytes = sum(len(frame.data) for frame in item.frames) if isinstance(item, Parts) else 64
+        if batch and size + nbytes > limits.BATCH_BYTES:
+            done.append(tuple(batch))
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    if batch:
+        done.append(tuple(batch))
+    return done

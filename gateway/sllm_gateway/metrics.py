@@ -1,0 +1,72 @@
+"""What the gateway counts, for Prometheus. One registry per gateway, so that tests can have many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sllm_gateway.call import Call
+
+TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900)
+
+
+class Metrics:
+    """Function names are labels only once they are known, so their number is bounded by what is deployed."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter("sllm_http_requests", "HTTP requests", ["route", "status"], registry=registry)
+        self.calls = Counter(
+            "sllm_calls", "Calls that have ended, by wire code", ["function", "code"], registry=registry
+        )
+        self.ttft = Histogram(
+            "sllm_ttft_seconds", "Acceptance to first frame", ["function"], buckets=TTFT_S, registry=registry
+        )
+        self.seconds = Histogram(
+            "sllm_call_seconds", "Acceptance to the end", ["function"], buckets=SECONDS, registry=registry
+        )
+        self.tokens = Counter("sllm_tokens", "Tokens of ended calls", ["function", "kind"], registry=registry)
+        self.cold = Counter(
+            "sllm_cold_starts", "Calls that waited for an instance's start", ["function"], registry=registry
+        )
+        self.resent = Counter("sllm_frames_resend_requests", "Times frames were asked for again", registry=registry)
+
+    def ended(self, call: Call, now: float) -> None:
+        """Count a call that is over."""
+        function, marks = call.version.function, call.marks
+        self.calls.labels(function, call.error.code if call.error else "ok").inc()
+        self.seconds.labels(function).observe(now - call.order.accepted)
+        if marks.first is not None:
+            self.ttft.labels(function).observe(marks.first - call.order.accepted)
+        if marks.started is not None:
+            self.cold.labels(function).inc()
+        usage = call.end.usage if call.end else None
+        if usage is not None:
+            self.tokens.labels(function, "prompt").inc(usage.prompt)
+            self.tokens.labels(function, "completion").inc(usage.completion)
+            self.tokens.labels(function, "cached").inc(usage.cached)
+
+    def watch(self, depths: Callable[[], dict[str, int]], running: Callable[[], int]) -> None:
+        """Read queue depths and running calls when somebody asks for the metrics."""
+        self.registry.register(_Depths(depths, running))
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+
+class _Depths(Collector):
+    def __init__(self, depths: Callable[[], dict[str, int]], running: Callable[[], int]) -> None:
+        self._depths, self._running = depths, running
+
+    def collect(self) -> Iterable[Metric]:
+        waiting = GaugeMetricFamily("sllm_queue_depth", "Calls that wait for a slot", labels=["function"])
+        for function, depth in self._depths().items():
+            waiting.add_metric([function], depth)
+        yield waiting
+        yield GaugeMetricFamily("sllm_calls_open", "Calls between acceptance and end", value=self._running())

@@ -1,0 +1,1 @@
+"""OpenAI's routes: what may be asked, and how the answer looks."""

@@ -1,0 +1,122 @@
+"""Shapes of OpenAI's requests. The worker gets the body as it came; here it is refused before anything is started."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sllm_gateway.arguments import parse, path_text
+from sllm_runtime.protocol.errors import InvalidRequest
+
+MAX_CHOICES = 128
+_PASSED_ON = frozenset(
+    {
+        "top_k", "min_p", "repetition_penalty", "stop_ids", "ignore_eos", "min_tokens",
+        "store", "metadata", "service_tier", "tool_choice", "parallel_tool_calls", "prompt_cache_key",
+        "safety_identifier",
+    }
+)  # fmt: skip
+"""Not checked here: the engine's own sampling parameters, and fields that mean nothing to any model."""
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+
+class StreamOptions(_Shape):
+    include_usage: bool | None = None
+
+
+class OpenAIRequest(_Shape):
+    """What both routes share."""
+
+    model: str = Field(min_length=1, max_length=256)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
+    user: str | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Fields that mean nothing here, for the log."""
+        extra = self.model_extra or {}
+        return [f"unknown field {name!r} is ignored" for name in sorted(extra) if name not in _PASSED_ON]
+
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream ends with a chunk of the tokens used."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def choices(self) -> int:
+        """How many continuations are asked for."""
+        return self.n or 1
+
+
+class CompletionRequest(OpenAIRequest):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=None, ge=0)
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    best_of: int | None = Field(default=None, ge=1)
+    suffix: str | None = None
+
+    @property
+    def choices(self) -> int:
+        many = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return (len(self.prompt) if many else 1) * (self.n or 1)
+
+
+class Message(_Shape):
+    role: str = Field(min_length=1)
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(OpenAIRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+R = TypeVar("R", bound=OpenAIRequest)
+
+
+def read(type_: type[R], body: bytes) -> R:
+    """The request in ``body``. Raises ``MalformedJson``, or ``InvalidRequest`` whose ``field`` is the parameter."""
+    value = parse(body)
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    try:
+        return type_.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = _param(first["loc"])
+        raise InvalidRequest(f"'{param}': {first['msg'][:300]}", field=param) from error
+
+
+def _param(place: tuple[int | str, ...]) -> str:
+    """The path of a field, without pydantic's names for the members of a union."""
+    parts: list[int | str] = []
+    for part in place:
+        if isinstance(part, str) and (not part.isidentifier() or part in ("str", "int")):
+            break
+        parts.append(part)
+    return path_text(parts)

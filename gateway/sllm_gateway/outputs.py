@@ -1,0 +1,120 @@
+"""What a caller gets of a function's frames: events, or one JSON value. The bytes are the function's own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from sllm_gateway import sse
+from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.frames import End, Frame, FrameKind
+from sllm_runtime.protocol.http import error_view
+from sllm_runtime.protocol.node import Progress
+
+
+class Stream(Protocol):
+    """Encodes one streamed answer."""
+
+    def frames(self, frames: list[Frame]) -> bytes:
+        """The events of these frames."""
+
+    def end(self, end: End) -> bytes:
+        """What follows the last frame of an answer that succeeded, before the timeline."""
+
+    def error(self, error: SllmError) -> bytes:
+        """The last event of an answer that failed in mid-stream; empty if none can be written any more."""
+
+    def progress(self, progress: Progress) -> bytes:
+        """How far the start is that the caller waits for."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the last event is not complete: nothing else can be written now."""
+
+
+class Body(Protocol):
+    """Encodes one whole answer."""
+
+    def body(self, frames: list[Frame], end: End) -> bytes:
+        """The response's body."""
+
+
+class FunctionStream:
+    """``/fn`` with SSE: an event per value. Values in parts are passed on part by part."""
+
+    def __init__(self, call_id: str) -> None:
+        self._call_id = call_id
+        self._next = 0
+        self.inside = False
+
+    def frames(self, frames: list[Frame]) -> bytes:
+        out: list[bytes] = []
+        for frame in frames:
+            if frame.kind is not FrameKind.OUTPUT:
+                continue
+            if not self.inside:
+                out.append(b"id: %d\ndata: " % self._next)
+                self._next += 1
+            data = frame.data
+            out.append(sse.one_line(data) if b"\n" in data or b"\r" in data else data)
+            self.inside = frame.more
+            if not frame.more:
+                out.append(b"\n\n")
+        return b"".join(out)
+
+    def end(self, end: End) -> bytes:
+        return b""
+
+    def error(self, error: SllmError) -> bytes:
+        if self.inside:
+            return b""
+        return sse.event(msgspec.json.encode(error_view(error.body(), self._call_id)), name="error")
+
+    def progress(self, progress: Progress) -> bytes:
+        return sse.event(progress_json(progress), name="progress")
+
+
+class FunctionBody:
+    """``/fn`` without SSE: the value, or an array of what a generator yielded."""
+
+    def __init__(self, streams: bool) -> None:
+        self._streams = streams
+
+    def body(self, frames: list[Frame], end: End) -> bytes:
+        values = join_values(frames)
+        if self._streams:
+            return b"[" + b",".join(values) + b"]"
+        return values[0] if values else b"null"
+
+
+def join_values(frames: list[Frame]) -> list[bytes]:
+    """The JSON texts of the output frames, parts put together."""
+    values: list[bytes] = []
+    parts: list[bytes] = []
+    for frame in frames:
+        if frame.kind is FrameKind.OUTPUT:
+            parts.append(frame.data)
+            if not frame.more:
+                values.append(b"".join(parts))
+                parts = []
+    return values
+
+
+def progress_json(progress: Progress) -> bytes:
+    """``ProgressView`` as JSON."""
+    return msgspec.json.encode(
+        {
+            "stage": progress.stage,
+            "done": progress.done,
+            "total": progress.total,
+            "unit": progress.unit,
+            "message": progress.message,
+        }
+    )
+
+
+def progress_text(progress: Progress) -> str:
+    """The same for a comment."""
+    amount = f" {progress.done}/{progress.total} {progress.unit}" if progress.total else ""
+    return f"progress {progress.stage}{amount} {progress.message}".rstrip()

@@ -1,0 +1,132 @@
+"""Who gets which slot: the waiting calls of one version and the instances that take them. Pure; time is handed in.
+
+The instance is the judge of its slots. What is counted here is a belief, corrected by ``busy`` and ``gone``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sllm_runtime.protocol.records import RouteEntry
+
+T = TypeVar("T")
+
+BUSY_FIRST_S, BUSY_MOST_S = 0.02, 0.5
+GONE_FIRST_S, GONE_MOST_S = 0.25, 5.0
+
+
+@dataclass(frozen=True)
+class Hold:
+    """An instance that is not asked again before ``until``; the next hold lasts twice as long."""
+
+    until: float
+    lasted: float
+    gone: bool
+
+
+class SlotQueue(Generic[T]):
+    """First come, first served; a call that was sent back goes to the head."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, RouteEntry] = {}
+        self.running: dict[str, int] = {}
+        """Calls of this gateway on each instance, also on one that has left the route and still drains."""
+        self.waiting: deque[T] = deque()
+        self._holds: dict[str, Hold] = {}
+
+    def on_route(self, entries: Iterable[RouteEntry]) -> None:
+        """The route now has these instances, and only these."""
+        self.entries = {entry.instance: entry for entry in entries}
+        self._holds = {name: hold for name, hold in self._holds.items() if name in self.entries}
+
+    def push(self, call: T) -> None:
+        self.waiting.append(call)
+
+    def push_front(self, call: T) -> None:
+        """For a call that had its turn and was sent back."""
+        self.waiting.appendleft(call)
+
+    def remove(self, call: T) -> bool:
+        """Whether ``call`` waited; it no longer does."""
+        try:
+            self.waiting.remove(call)
+        except ValueError:
+            return False
+        return True
+
+    def match(self, now: float) -> list[tuple[T, RouteEntry]]:
+        """Give free slots to waiting calls, the least loaded instance first. The slots count as taken."""
+        matched: list[tuple[T, RouteEntry]] = []
+        while self.waiting and (entry := self._freest(now)) is not None:
+            self.running[entry.instance] = self.running.get(entry.instance, 0) + 1
+            matched.append((self.waiting.popleft(), entry))
+        return matched
+
+    def _freest(self, now: float) -> RouteEntry | None:
+        best, most = None, 0
+        for entry in self.entries.values():
+            free = entry.concurrency - self.running.get(entry.instance, 0)
+            if free > most and not self._held(entry.instance, now):
+                best, most = entry, free
+        return best
+
+    def _held(self, instance: str, now: float) -> bool:
+        hold = self._holds.get(instance)
+        return hold is not None and now < hold.until
+
+    def accepted(self, instance: str) -> None:
+        """It took a call: its next ``busy`` holds for the shortest time again."""
+        self._holds.pop(instance, None)
+
+    def busy(self, instance: str, now: float) -> None:
+        """It refused a call: all its slots are taken, by whomever."""
+        self.release(instance, freed=False)
+        self._hold(instance, now, BUSY_FIRST_S, BUSY_MOST_S, gone=False)
+
+    def gone(self, instance: str, now: float) -> None:
+        """It did not answer, or said that it is no more. The route will tell; until then it is left alone."""
+        self.release(instance, freed=False)
+        self._hold(instance, now, GONE_FIRST_S, GONE_MOST_S, gone=True)
+
+    def _hold(self, instance: str, now: float, first: float, most: float, *, gone: bool) -> None:
+        if instance in self.entries:
+            before = self._holds.get(instance)
+            lasts = first if before is None or before.gone != gone else min(most, before.lasted * 2)
+            self._holds[instance] = Hold(now + lasts, lasts, gone)
+
+    def release(self, instance: str, *, freed: bool = True) -> None:
+        """A call of ours on it is over. ``freed``: its slot is known to be free now."""
+        left = self.running.get(instance, 0) - 1
+        if left > 0:
+            self.running[instance] = left
+        else:
+            self.running.pop(instance, None)
+        if freed:
+            self.has_room(instance)
+
+    def has_room(self, instance: str) -> bool:
+        """It is known to have a free slot: ask it again at once. Whether it was held as busy."""
+        hold = self._holds.get(instance)
+        if hold is None or hold.gone:
+            return False
+        del self._holds[instance]
+        return True
+
+    @property
+    def gone_instances(self) -> tuple[str, ...]:
+        """Instances to report to the controller."""
+        return tuple(sorted(name for name, hold in self._holds.items() if hold.gone))
+
+    @property
+    def live(self) -> bool:
+        """Whether some instance is there that will take a waiting call sooner or later."""
+        return any(not (hold := self._holds.get(name)) or not hold.gone for name in self.entries)
+
+    def next_try(self, now: float) -> float | None:
+        """When a held instance may be asked again, if anybody waits for it."""
+        if not self.waiting:
+            return None
+        return min((hold.until for hold in self._holds.values() if hold.until > now), default=None)

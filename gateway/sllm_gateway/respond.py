@@ -1,0 +1,165 @@
+"""Writes a call's answer: plain ASGI, one send for everything that is there, no task or queue per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sllm_gateway import sse, timing
+from sllm_gateway.asgi import PIECE, Headers, Receive, Scope, Send, answer
+from sllm_gateway.binding import NEVER
+from sllm_gateway.call import Call
+from sllm_gateway.calls import Calls
+from sllm_gateway.outputs import Body, Stream
+from sllm_gateway.settings import GatewaySettings
+from sllm_gateway.starts import Starts
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import Cancelled, InternalError, SlowConsumer
+from sllm_runtime.protocol.frames import End
+from sllm_runtime.protocol.http import CALL_ID, SERVER_TIMING
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.timeline import comment, server_timing
+
+PROGRESS_EVERY_S = 0.1
+CLOSE_AFTER_S = 10.0
+"""A client that was too slow may read the error for so long; then its connection is reset."""
+
+_SSE: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Responder:
+    """Answers with what a call brings. Errors before the headers are raised; later ones are written."""
+
+    def __init__(
+        self, calls: Calls, starts: Starts, settings: GatewaySettings, clock: Callable[[], float], tasks: Tasks
+    ) -> None:
+        self._calls = calls
+        self._starts = starts
+        self._settings = settings
+        self._clock = clock
+        self._tasks = tasks
+
+    async def stream(self, call: Call, encoder: Stream, scope: Scope, receive: Receive, send: Send) -> None:
+        """As SSE. Headers wait for the first frame, the end, or ``headers_wait``."""
+        watcher = self._tasks.start(self._watch(call, receive), "caller")
+        connection = scope.get("state", {}).get("connection")
+        call.unblock = connection.unblock if connection is not None else None
+        try:
+            limit = call.order.accepted + self._settings.headers_wait
+            while not call.frames and not call.over and self._clock() < limit:
+                await call.changed(limit)
+            if call.error is not None and not call.frames:
+                raise call.error
+            headers = [*_SSE, *_head(call)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._write_all(call, encoder, send)
+            if isinstance(call.error, SlowConsumer) and connection is not None:
+                connection.abort_after(CLOSE_AFTER_S)
+        finally:
+            watcher.cancel()
+            self._calls.leave(call)
+
+    async def _write_all(self, call: Call, encoder: Stream, send: Send) -> None:
+        pause = _Pause(self._clock(), self._settings.heartbeat)
+        while True:
+            nbytes = call.buffered
+            data = encoder.frames(call.take())
+            over = call.over
+            if over:
+                data += self._closing(call, encoder)
+            elif not data and not encoder.inside:
+                data = pause.says(self._progress(call), encoder, self._clock())
+            if data or over:
+                await self._write(call, data, send, more=not over)
+                pause.wrote(self._clock())
+            if nbytes:
+                self._calls.consumed(call, nbytes)
+            if over:
+                return
+            if not call.frames and not call.over:
+                await call.changed(pause.due)
+
+    def _progress(self, call: Call) -> Progress | None:
+        return self._starts.of(call.version.key, self._clock()) if call.binding is None else None
+
+    def _closing(self, call: Call, encoder: Stream) -> bytes:
+        """What ends the stream. A caller that has gone does not read it: a call may also be cancelled by others."""
+        if call.error is not None:
+            return encoder.error(call.error)
+        timeline = sse.comment(comment(timing.spans(call)))
+        return encoder.end(call.end or End()) + timeline + sse.DONE
+
+    async def _write(self, call: Call, data: bytes, send: Send, *, more: bool) -> None:
+        slow = self._settings.slow_consumer
+        for start in range(0, max(1, len(data)), PIECE):
+            piece = data if len(data) <= PIECE else data[start : start + PIECE]
+            call.writing = self._clock()
+            call.due = min(call.due, call.writing + slow)
+            await send({"type": "http.response.body", "body": piece, "more_body": more or start + PIECE < len(data)})
+            call.writing = None
+
+    async def whole(self, call: Call, encoder: Body, scope: Scope, receive: Receive, send: Send) -> None:
+        """As one JSON body, when all of it is there."""
+        watcher = self._tasks.start(self._watch(call, receive), "caller")
+        connection = scope.get("state", {}).get("connection")
+        call.unblock = connection.unblock if connection is not None else None
+        try:
+            while not call.over:
+                await call.changed(NEVER)
+            if call.error is not None:
+                raise call.error
+            if call.end is None:
+                raise InternalError("the call ended without an end")
+            body = encoder.body(call.take(), call.end)
+            headers = [(b"content-type", b"application/json"), *_head(call)]
+            if len(body) <= PIECE:
+                await answer(send, 200, headers, body)
+                return
+            headers.append((b"content-length", b"%d" % len(body)))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._write(call, body, send, more=False)
+            if isinstance(call.error, SlowConsumer) and connection is not None:
+                connection.abort_after(CLOSE_AFTER_S)
+        finally:
+            watcher.cancel()
+            self._calls.leave(call)
+
+    async def _watch(self, call: Call, receive: Receive) -> None:
+        """Cancel the call's work at once when its caller goes away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._calls.fail(call, Cancelled("the caller went away"))
+
+
+class _Pause:
+    """What a stream says while no frame comes: progress when it has changed, else a heartbeat."""
+
+    def __init__(self, now: float, heartbeat: float) -> None:
+        self._heartbeat = heartbeat
+        self._shown: Progress | None = None
+        self._next_progress = now
+        self.due = now + heartbeat
+        """When to ask again at the latest."""
+
+    def wrote(self, now: float) -> None:
+        self.due = now + self._heartbeat
+
+    def says(self, progress: Progress | None, encoder: Stream, now: float) -> bytes:
+        """What to write now, if anything."""
+        if progress is not None and progress != self._shown:
+            if now < self._next_progress:
+                self.due = self._next_progress
+                return b""
+            self._shown, self._next_progress = progress, now + PROGRESS_EVERY_S
+            return encoder.progress(progress)
+        return sse.HEARTBEAT if now >= self.due else b""
+
+
+def _head(call: Call) -> Headers:
+    return [
+        (CALL_ID.lower().encode(), call.id.encode()),
+        (SERVER_TIMING.lower().encode(), server_timing(timing.spans(call)).encode()),
+    ]

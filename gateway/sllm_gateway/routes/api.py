@@ -1,0 +1,174 @@
+"""``/api/v1`` for SDK and CLI: functions, models, nodes, status. Deployments and logs stand in modules of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from sllm_gateway import views
+from sllm_gateway.arguments import path_text
+from sllm_gateway.asgi import read_body
+from sllm_gateway.controller import Controller
+from sllm_gateway.openapi import document
+from sllm_gateway.settings import GatewaySettings
+from sllm_gateway.table import RouteTable
+from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol.errors import FunctionNotFound, InvalidManifest, InvalidRequest, MalformedJson, SllmError
+from sllm_runtime.protocol.http import (
+    API,
+    FunctionListView,
+    ModelListView,
+    NodeListView,
+    RollbackRequest,
+    StatusView,
+)
+from sllm_runtime.protocol.manifest import NAME
+from sllm_runtime.protocol.node import Ok
+
+B = TypeVar("B", bound=BaseModel)
+DELETE_WAIT_S = 40.0
+ROUTE_WAIT_S = 2.0
+"""A route that the controller has moved is here within milliseconds."""
+MAX_JSON = 2 * 2**20
+_DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
+
+
+def shown(view: BaseModel, status: int = 200) -> Response:
+    """A view as the response."""
+    return Response(view.model_dump_json(exclude_none=False), status, media_type="application/json")
+
+
+async def body_of(request: Request, type_: type[B]) -> B:
+    """The request's body as ``type_``. Raises ``MalformedJson``, or ``Invalid…`` with the path."""
+    data = await read_body(request.scope, request.receive, MAX_JSON)
+    try:
+        return type_.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise MalformedJson(f"the body is no JSON: {first['msg']}") from error
+        field = path_text(first["loc"])
+        wrong = InvalidManifest if first["loc"][:1] == ("manifest",) else InvalidRequest
+        raise wrong(f"{field or 'body'}: {first['msg'][:500]}", field=field or None) from error
+
+
+def name_of(request: Request) -> str:
+    """The function's name in the path. Raises ``FunctionNotFound`` for what can be none."""
+    name: str = request.path_params["name"]
+    if not NAME.match(name):
+        raise FunctionNotFound(f"no function is named {name!r}")
+    return name
+
+
+class Api:
+    """The plain part: one question to the controller, one view."""
+
+    def __init__(
+        self, controller: Controller, table: RouteTable, settings: GatewaySettings, clock: Callable[[], float]
+    ) -> None:
+        self._controller = controller
+        self._table = table
+        self._settings = settings
+        self._clock = clock
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route(f"{API}/functions", self.functions, methods=["GET"]),
+            Route(f"{API}/functions/{{name}}", self.function, methods=["GET"]),
+            Route(f"{API}/functions/{{name}}", self.delete, methods=["DELETE"]),
+            Route(f"{API}/functions/{{name}}/rollback", self.rollback, methods=["POST"]),
+            Route(f"{API}/models", self.models, methods=["GET"]),
+            Route(f"{API}/models/{{digest}}", self.model, methods=["GET"]),
+            Route(f"{API}/models/{{digest}}", self.delete_model, methods=["DELETE"]),
+            Route(f"{API}/models/{{digest}}/validate", self.validate_model, methods=["POST"]),
+            Route(f"{API}/nodes", self.nodes, methods=["GET"]),
+            Route(f"{API}/status", self.status, methods=["GET"]),
+            Route(f"{API}/openapi.json", self.openapi, methods=["GET"]),
+        ]
+
+    async def functions(self, request: Request) -> Response:
+        found = await self._controller.ask("functions", ctl.Nothing(), ctl.FunctionList)
+        return shown(FunctionListView(functions=tuple(views.function(info) for info in found.functions)))
+
+    async def function(self, request: Request) -> Response:
+        ref = ctl.FunctionRef(function=name_of(request))
+        return shown(views.function(await self._controller.ask("function", ref, ctl.FunctionInfo)))
+
+    async def rollback(self, request: Request) -> Response:
+        wanted = await body_of(request, RollbackRequest)
+        verb = ctl.Rollback(function=name_of(request), version=wanted.version)
+        info = await self._controller.ask("rollback", verb, ctl.FunctionInfo, timeout_s=30)
+        if info.record.active is not None:
+            await self._table.until_active(info.record.function, info.record.active, ROUTE_WAIT_S)
+        return shown(views.function(info))
+
+    async def delete(self, request: Request) -> Response:
+        """200 when it is gone; 202 when running calls still hold it after ``DELETE_WAIT_S``."""
+        name = name_of(request)
+        force = request.query_params.get("force", "").lower() in ("1", "true", "yes")
+        until = self._clock() + DELETE_WAIT_S
+        asked = False
+        while True:
+            try:
+                ok = await self._controller.ask("delete", ctl.Delete(function=name, force=force), Ok)
+            except FunctionNotFound:
+                if not asked:
+                    raise
+                return JSONResponse({"function": name, "deleted": True, "note": "deleted"})
+            asked = True
+            if not ok.note.startswith("draining"):
+                return JSONResponse({"function": name, "deleted": True, "note": ok.note})
+            if self._clock() > until:
+                return JSONResponse({"function": name, "deleted": False, "note": ok.note}, 202)
+            await asyncio.sleep(0.05)
+
+    async def models(self, request: Request) -> Response:
+        found = await self._controller.ask("models", ctl.Nothing(), ctl.ModelList)
+        return shown(ModelListView(models=tuple(views.model(info) for info in found.models)))
+
+    async def model(self, request: Request) -> Response:
+        return await self._model(request, "describe")
+
+    async def delete_model(self, request: Request) -> Response:
+        return await self._model(request, "delete")
+
+    async def validate_model(self, request: Request) -> Response:
+        return await self._model(request, "validate")
+
+    async def _model(self, request: Request, verb: Any) -> Response:
+        digest = request.path_params["digest"].lower()
+        if not _DIGEST.match(digest):
+            raise InvalidRequest(f"{digest!r} is no digest: give at least 4 hex digits", field="digest")
+        ref = ctl.ModelRef(digest=digest, verb=verb)
+        return shown(views.model(await self._controller.ask("model", ref, ctl.ModelInfo, timeout_s=90)))
+
+    async def nodes(self, request: Request) -> Response:
+        found = await self._controller.ask("nodes", ctl.Nothing(), ctl.NodeList)
+        return shown(NodeListView(nodes=tuple(views.node(info) for info in found.nodes)))
+
+    async def status(self, request: Request) -> Response:
+        """What is there, also when the controller is not."""
+        nodes, there = 0, True
+        try:
+            nodes = len((await self._controller.ask("nodes", ctl.Nothing(), ctl.NodeList, timeout_s=2)).nodes)
+        except SllmError:
+            there = False
+        view = StatusView(
+            version=metadata.version("sllm"),
+            gateway=self._settings.gateway,
+            controller=there,
+            nodes=nodes,
+            functions=len(self._table),
+        )
+        return shown(view)
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document())

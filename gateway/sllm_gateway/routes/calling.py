@@ -1,0 +1,71 @@
+"""What all routes that make a call share: an id, a seed, an order, an answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Literal
+
+from sllm_gateway.asgi import Scope, header
+from sllm_gateway.call import Order
+from sllm_gateway.calls import Calls
+from sllm_gateway.respond import Responder
+from sllm_gateway.settings import GatewaySettings
+from sllm_gateway.table import RouteTable, Version
+from sllm_runtime.protocol.http import EVENT_STREAM
+
+
+class Caller:
+    """The parts that a calling route needs. ``random`` gives n random bytes."""
+
+    def __init__(
+        self,
+        table: RouteTable,
+        calls: Calls,
+        responder: Responder,
+        settings: GatewaySettings,
+        clock: Callable[[], float],
+        random: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        self.table = table
+        self.calls = calls
+        self.responder = responder
+        self.settings = settings
+        self.clock = clock
+        self._random = random
+
+    def new_id(self, scope: Scope) -> str:
+        """An id for the call that this request will be; errors name it from now on."""
+        call = f"call-{self._random(12).hex()}"
+        scope["sllm.call"] = call
+        return call
+
+    def order(
+        self,
+        scope: Scope,
+        version: Version,
+        kind: Literal["fn", "chat", "completion"],
+        body: bytes,
+        *,
+        call: str,
+        stream: bool,
+        accepted: float,
+    ) -> Order:
+        """What is asked for. The seed serves calls that name none."""
+        trace = header(scope, b"traceparent")
+        return Order(
+            id=call,
+            version=version,
+            kind=kind,
+            stream=stream,
+            body=body,
+            seed=int.from_bytes(self._random(8)) >> 1,
+            accepted=accepted,
+            traceparent=trace.decode("latin-1")[:128] if trace else "",
+        )
+
+
+def wants_events(scope: Scope) -> bool:
+    """Whether the caller accepts server-sent events."""
+    accept = header(scope, b"accept")
+    return accept is not None and EVENT_STREAM.encode() in accept.lower()

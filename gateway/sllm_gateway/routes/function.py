@@ -1,0 +1,40 @@
+"""``POST /fn/{name}`` and ``/fn/{name}/v{n}``."""
+
+from __future__ import annotations
+
+from sllm_gateway.asgi import Receive, Scope, Send, read_body
+from sllm_gateway.outputs import FunctionBody, FunctionStream
+from sllm_gateway.routes.calling import Caller, wants_events
+from sllm_gateway.table import Version
+from sllm_runtime.protocol.errors import VersionNotFound
+
+
+class FunctionRoute:
+    """Calls a function: JSON in; JSON out, or SSE for who accepts it."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = self._caller
+        accepted = caller.clock()
+        call_id = caller.new_id(scope)
+        version = self._find(scope["path_params"])
+        body = await read_body(scope, receive, caller.settings.max_body)
+        body = await version.arguments.check(body)
+        stream = wants_events(scope)
+        order = caller.order(scope, version, "fn", body, call=call_id, stream=stream, accepted=accepted)
+        call = caller.calls.admit(order)
+        if stream:
+            await caller.responder.stream(call, FunctionStream(call_id), scope, receive, send)
+        else:
+            encoder = FunctionBody(version.manifest.handler.streams)
+            await caller.responder.whole(call, encoder, scope, receive, send)
+
+    def _find(self, path: dict[str, str]) -> Version:
+        name, number = path["name"], path.get("version")
+        if number is None:
+            return self._caller.table.find(name)
+        if not (number.startswith("v") and number[1:].isdigit() and len(number) < 12):
+            raise VersionNotFound(f"{number!r} is no version; write /fn/{name}/v<n>")
+        return self._caller.table.find(name, int(number[1:]))

@@ -1,0 +1,41 @@
+"""``/livez``, ``/readyz``, ``/metrics``: for probes and Prometheus, without a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from sllm_gateway.asgi import Receive, Scope, Send, answer
+from sllm_gateway.metrics import Metrics
+
+_TEXT = [(b"content-type", b"text/plain; charset=utf-8")]
+_JSON = [(b"content-type", b"application/json")]
+
+
+class Live:
+    """The process turns its loop."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, _TEXT, b"ok\n")
+
+
+class Ready:
+    """``problem`` says why no call can be served now; empty: one can."""
+
+    def __init__(self, problem: Callable[[], str]) -> None:
+        self._problem = problem
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem()
+        body = msgspec.json.encode({"ready": not problem, "problem": problem})
+        await answer(send, 503 if problem else 200, _JSON, body)
+
+
+class MetricsRoute:
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._metrics.text())

@@ -1,0 +1,139 @@
+"""``/api/v1/functions/{name}/logs`` and ``/api/v1/events``: what was written and what happened, as SSE."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Route
+
+from sllm_gateway import sse, views
+from sllm_gateway.asgi import Receive, Scope, Send
+from sllm_gateway.controller import Controller
+from sllm_gateway.events import EventWriter, Source
+from sllm_gateway.follow import messages
+from sllm_gateway.routes.api import name_of
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.protocol import codec, ctl, subjects
+from sllm_runtime.protocol.errors import InvalidRequest, ProtocolError
+from sllm_runtime.protocol.events import Event, LogRecord
+from sllm_runtime.protocol.http import API
+
+MOST_LINES = 10_000
+Render = Callable[[bytes], bytes | None]
+"""One message as an SSE event; None: it is not wanted."""
+
+
+class Logs:
+    """Lines and events are kept in bounded streams, also after the instance that wrote them has gone."""
+
+    def __init__(self, bus: Bus, controller: Controller, writer: EventWriter) -> None:
+        self._bus = bus
+        self._controller = controller
+        self._writer = writer
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route(f"{API}/functions/{{name}}/logs", _Endpoint(self.logs), methods=["GET"]),
+            Route(f"{API}/events", _Endpoint(self.events), methods=["GET"]),
+        ]
+
+    async def logs(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        name, call = name_of(request), request.query_params.get("call")
+        query = _Query.of(request.query_params)
+        source = _tail(self._bus, subjects.LOGS_STREAM, subjects.logs_of(name), query, _log_render(call))
+        if not query.follow:
+            source = self._must_exist(source, name)
+        await self._writer.write(source, receive, send)
+
+    async def _must_exist(self, source: Source, name: str) -> Source:
+        """A function that has no line and is not there either is a mistake in its name."""
+        empty = True
+        async with aclosing(source):
+            async for piece in source:
+                empty = False
+                yield piece
+        if empty:
+            await self._controller.ask("function", ctl.FunctionRef(function=name), ctl.FunctionInfo)
+
+    async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        function = request.query_params.get("function")
+        query = _Query.of(request.query_params)
+        source = _tail(self._bus, subjects.EVENTS_STREAM, subjects.EVENTS_ALL, query, _event_render(function))
+        await self._writer.write(source, receive, send)
+
+
+class _Endpoint:
+    """Makes starlette take a bound method for an ASGI application."""
+
+    def __init__(self, run: Callable[[Scope, Receive, Send], object]) -> None:
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._run(scope, receive, send)  # type: ignore[misc]
+
+
+class _Query(msgspec.Struct, frozen=True):
+    limit: int = 1000
+    follow: bool = False
+    since: float | None = None
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> _Query:
+        """Raises ``InvalidRequest`` that names the parameter."""
+        given = {key: query[key] for key in cls.__struct_fields__ if query.get(key)}
+        try:
+            found = msgspec.convert(given, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"query: {error}", field=str(error).rpartition("$.")[2].rstrip("`")) from error
+        if not 0 <= found.limit <= MOST_LINES:
+            raise InvalidRequest(f"limit must be between 0 and {MOST_LINES}", field="limit")
+        return found
+
+
+def _log_render(call: str | None) -> Render:
+    def render(data: bytes) -> bytes | None:
+        record = codec.unpack(LogRecord, data)
+        if call is not None and record.call != call:
+            return None
+        return sse.event(views.log_line(record).model_dump_json().encode())
+
+    return render
+
+
+def _event_render(function: str | None) -> Render:
+    def render(data: bytes) -> bytes | None:
+        event = codec.unpack(Event, data)
+        if function is not None and event.function != function:
+            return None
+        return sse.event(msgspec.json.encode(event), name="event")
+
+    return render
+
+
+async def _tail(bus: Bus, stream: str, subject: str, query: _Query, render: Render) -> AsyncGenerator[bytes, None]:
+    """The last ``limit`` that are there now; with ``follow`` then each that comes."""
+    kept: deque[bytes] = deque(maxlen=query.limit)
+    past = True
+    async with aclosing(messages(bus, stream, subject, query.since)) as found:
+        async for data in found:
+            if data is None:
+                past = False
+                if kept:
+                    yield b"".join(kept)
+                if not query.follow:
+                    return
+                continue
+            try:
+                event = render(data)
+            except ProtocolError:
+                continue  # of a writer that this release does not understand
+            if event is not None and past:
+                kept.append(event)
+            elif event is not None:
+                yield event

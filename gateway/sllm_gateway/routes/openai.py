@@ -1,0 +1,117 @@
+"""``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``: for the official client, without a workaround."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from sllm_gateway.arguments import IN_THREAD_BYTES
+from sllm_gateway.asgi import Receive, Scope, Send, answer, read_body
+from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
+from sllm_gateway.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest, read
+from sllm_gateway.routes.calling import Caller
+from sllm_gateway.table import RouteTable, Version
+from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, VersionNotFound
+
+log = logging.getLogger(__name__)
+
+_MODEL = re.compile(r"^([^:]+)(?::v(\d{1,9}))?$")
+
+
+def find_model(table: RouteTable, model: str) -> Version:
+    """The version that ``name`` or ``name:v3`` means. Raises ``ModelNotFound``, also for what is no language model."""
+    found = _MODEL.match(model)
+    if not found:
+        raise ModelNotFound(f"{model!r} names no model here: give a function's name, or name:v<n>", field="model")
+    name, number = found.groups()
+    try:
+        version = table.find(name, int(number) if number else None)
+    except (FunctionNotFound, VersionNotFound) as error:
+        raise ModelNotFound(error.message, field="model") from error
+    if not version.manifest.engine:
+        raise ModelNotFound(
+            f"{name!r} is a function without an engine-backed language model; call it by POST /fn/{name}",
+            field="model",
+        )
+    return version
+
+
+class _CallRoute:
+    """Takes a checked request to the engine and shapes what comes back."""
+
+    request: type[OpenAIRequest]
+    chat: bool
+
+    def __init__(self, caller: Caller, wall: Callable[[], float]) -> None:
+        self._caller = caller
+        self._wall = wall
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = self._caller
+        accepted = caller.clock()
+        call_id = caller.new_id(scope)
+        body = await read_body(scope, receive, caller.settings.max_body)
+        request = await self._read(body)
+        version = find_model(caller.table, request.model)
+        if request.warnings:
+            log.info("%s", scope["path"], extra={"call": call_id, "warnings": request.warnings})
+        kind, prefix = ("chat", "chatcmpl") if self.chat else ("completion", "cmpl")
+        stream = bool(request.stream)
+        order = caller.order(
+            scope,
+            version,
+            "chat" if kind == "chat" else "completion",
+            body,
+            call=call_id,
+            stream=stream,
+            accepted=accepted,
+        )
+        call = caller.calls.admit(order)
+        header = Header(f"{prefix}-{call_id}", int(self._wall()), request.model)
+        if stream:
+            chunks = (ChatStream if self.chat else CompletionStream)(header, usage=request.usage_wanted)
+            await caller.responder.stream(call, chunks, scope, receive, send)
+        else:
+            whole = WholeAnswer(header, chat=self.chat, choices=request.choices)
+            await caller.responder.whole(call, whole, scope, receive, send)
+
+    async def _read(self, body: bytes) -> OpenAIRequest:
+        if len(body) > IN_THREAD_BYTES:
+            return await asyncio.to_thread(read, self.request, body)
+        return read(self.request, body)
+
+
+class Completions(_CallRoute):
+    """``POST /v1/completions``."""
+
+    request, chat = CompletionRequest, False
+
+
+class ChatCompletions(_CallRoute):
+    """``POST /v1/chat/completions``."""
+
+    request, chat = ChatRequest, True
+
+
+class Models:
+    """``GET /v1/models`` and ``/v1/models/{model}``: the functions that these routes serve."""
+
+    def __init__(self, table: RouteTable) -> None:
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        model = scope["path_params"].get("model")
+        if model is None:
+            served = [version for version in self._table.active() if version.manifest.engine]
+            view: object = {"object": "list", "data": [_view(version.function, version) for version in served]}
+        else:
+            view = _view(model, find_model(self._table, model))
+        await answer(send, 200, [(b"content-type", b"application/json")], msgspec.json.encode(view))
+
+
+def _view(id_: str, version: Version) -> dict[str, object]:
+    return {"id": id_, "object": "model", "created": int(version.since), "owned_by": "sllm"}

@@ -1,0 +1,79 @@
+"""uvicorn with two additions: connections that a response can free, and a life that the daemon governs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sllm_gateway.settings import GatewaySettings
+from sllm_runtime.protocol.errors import InvalidRequest
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection. Stands in ``scope["state"]["connection"]`` of its requests."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "connection": self}
+
+    def unblock(self) -> None:
+        """Let a response that waits for this client write its end: it goes to the buffer, however full that is."""
+        self.resume_writing()
+
+    def abort_after(self, seconds: float) -> None:
+        """Reset the connection if the client has not taken what is buffered in ``seconds``."""
+        self.loop.call_later(seconds, self._abort_if_stuck)
+
+    def _abort_if_stuck(self) -> None:
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """Ends when ``should_exit`` is set; signals are the daemon's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def listen(settings: GatewaySettings) -> socket.socket:
+    """The listening socket. Raises ``InvalidRequest`` if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        listener.listen(settings.backlog)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise InvalidRequest(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another SLLM_PORT"
+        ) from error
+    return listener
+
+
+def make_server(app: Any, settings: GatewaySettings) -> Server:
+    """A server for ``app``, not started."""
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=settings.backlog,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+    )
+    return Server(config)

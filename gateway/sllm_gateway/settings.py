@@ -1,0 +1,62 @@
+"""What the gateway reads from its environment (``SLLM_*``)."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from pydantic import Field
+
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import InvalidRequest
+
+
+class GatewaySettings(Settings):
+    """Times are seconds, sizes bytes."""
+
+    gateway: str = "g1"
+    """Its id: one subject token, unique among the gateways of a cluster."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=8080, ge=0, le=65535)
+    """0: any free port."""
+    token_file: Path | None = None
+    """Holds the bearer token; without one only loopback is served."""
+    max_body: int = Field(default=limits.MAX_BODY, gt=0)
+    max_output: int = Field(default=limits.MAX_BODY, gt=0)
+    """Largest answer that is not streamed."""
+    max_bundle: int = Field(default=limits.MAX_BUNDLE, gt=0)
+    window: int = Field(default=limits.WINDOW, ge=limits.MAX_PART)
+    """Bytes buffered for one call's reader; then the call is paused."""
+    slow_consumer: float = Field(default=limits.SLOW_CONSUMER_S, gt=0)
+    headers_wait: float = Field(default=limits.HEADERS_WAIT_S, gt=0)
+    heartbeat: float = Field(default=limits.SSE_HEARTBEAT_S, gt=0)
+    drain: float = Field(default=5.0, ge=0)
+    """Running calls have this long when the gateway is asked to stop."""
+    backlog: int = Field(default=2048, gt=0)
+
+    def token(self) -> str | None:
+        """The bearer token. Raises ``InvalidRequest`` for a file that has none, or a public address without one."""
+        if self.token_file is not None:
+            try:
+                text = self.token_file.read_text().strip()
+            except OSError as error:
+                raise InvalidRequest(f"SLLM_TOKEN_FILE: cannot read {self.token_file}: {error}") from error
+            if not text:
+                raise InvalidRequest(f"SLLM_TOKEN_FILE: {self.token_file} is empty; put one line with a token into it")
+            return text
+        if not _loopback(self.host):
+            raise InvalidRequest(
+                f"SLLM_HOST={self.host} is no loopback address and there is no token: anybody could run code here; "
+                "set SLLM_TOKEN_FILE, or SLLM_HOST=127.0.0.1"
+            )
+        return None
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,116 @@
+"""The route table: what can be called here, kept current by a watch on the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+from collections.abc import Callable, Iterator
+
+from sllm_gateway.arguments import Arguments
+from sllm_runtime.protocol.errors import FunctionNotFound, VersionNotFound
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.records import Route
+
+
+class Version:
+    """One version of a function. The object stays the same while its route changes."""
+
+    def __init__(self, route: Route, since: float) -> None:
+        self.route = route
+        self.function = route.function
+        self.number = route.version
+        self.since = since
+        """Unix seconds at which this gateway first saw it."""
+        self.removed = False
+        self._arguments: Arguments | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.route.manifest
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.function, self.number
+
+    @property
+    def arguments(self) -> Arguments:
+        """Its argument checker, compiled at first use: a version's manifest never changes."""
+        if self._arguments is None:
+            self._arguments = Arguments(self.manifest.handler.input_schema)
+        return self._arguments
+
+
+class RouteTable:
+    """All routes by function and version. ``on_change`` is called with the version after each change."""
+
+    def __init__(self, on_change: Callable[[Version], None], wall: Callable[[], float]) -> None:
+        self._versions: dict[str, dict[int, Version]] = {}
+        self._on_change = on_change
+        self._wall = wall
+        self._changed = asyncio.Event()
+        """Set, and replaced by a new one, at each change."""
+
+    def apply(self, key: str, route: Route | None) -> None:
+        """What the watch saw: ``routes.<function>.<version>`` is now ``route``; None: it was deleted."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()  # waiters look when this is done: they run in a later turn of the loop
+        _, function, number = key.split(".")
+        known = self._versions.get(function, {})
+        version = known.get(int(number))
+        if route is None:
+            self._remove(known, version)
+            if not known:
+                self._versions.pop(function, None)
+            return
+        if version is None:
+            version = Version(route, self._wall())
+            self._versions.setdefault(function, {})[version.number] = version
+        version.route = route
+        self._on_change(version)
+
+    def _remove(self, known: dict[int, Version], version: Version | None) -> None:
+        if version is not None:
+            version.removed = True
+            del known[version.number]
+            self._on_change(version)
+
+    def find(self, function: str, number: int | None = None) -> Version:
+        """The version that a call goes to. Raises ``FunctionNotFound`` or ``VersionNotFound``."""
+        known = self._versions.get(function)
+        if not known:
+            raise FunctionNotFound(f"no function is named {function!r}{self._guess(function)}")
+        if number is not None:
+            if number not in known:
+                there = ", ".join(f"v{n}" for n in sorted(known))
+                raise VersionNotFound(f"function {function!r} has no version {number}; there are {there}")
+            return known[number]
+        for version in known.values():
+            if version.route.active:
+                return version
+        raise FunctionNotFound(f"function {function!r} has no active version; deploy it, or name a version: v<n>")
+
+    async def until_active(self, function: str, number: int, within_s: float) -> None:
+        """Wait until calls that name no version go to ``number`` alone: who moved the route calls the new one next.
+
+        Gives up after ``within_s``: somebody else may have moved it on.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while [v.number for v in self._versions.get(function, {}).values() if v.route.active] != [number]:
+                    await self._changed.wait()
+
+    def get(self, function: str, number: int) -> Version | None:
+        return self._versions.get(function, {}).get(number)
+
+    def _guess(self, function: str) -> str:
+        close = difflib.get_close_matches(function, self._versions, n=1)
+        return f"; did you mean {close[0]!r}?" if close else "; `sllm fn list` names those that there are"
+
+    def active(self) -> Iterator[Version]:
+        """The active version of each function, by name."""
+        for _, known in sorted(self._versions.items()):
+            yield from (version for version in known.values() if version.route.active)
+
+    def __len__(self) -> int:
+        return len(self._versions)

@@ -1,0 +1,120 @@
+"""Looks at every call when something of it may be due: its deadlines, and what its binding owes to the node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from sllm_gateway.binding import NEVER, Binding
+from sllm_gateway.call import Call
+from sllm_gateway.deadlines import Allowed, Seen, next_look, verdict
+from sllm_gateway.dispatch import Dispatcher
+from sllm_gateway.link import Link
+from sllm_gateway.settings import GatewaySettings
+from sllm_gateway.starts import Starts
+from sllm_runtime.protocol.errors import InstanceLost, SllmError
+from sllm_runtime.protocol.states import CallState
+
+TICK_S = 0.025
+
+
+class Life(Protocol):
+    """What a deadline leads to."""
+
+    def fail(self, call: Call, error: SllmError) -> None: ...
+
+    def lost(self, call: Call, binding: Binding, why: str) -> None: ...
+
+    def cut(self, call: Call, error: SllmError) -> None: ...
+
+
+class Timers:
+    """One ticker for all calls: a comparison each, and work only for those that are due."""
+
+    def __init__(
+        self,
+        calls: Mapping[str, Call],
+        link: Link,
+        dispatcher: Dispatcher,
+        starts: Starts,
+        settings: GatewaySettings,
+        clock: Callable[[], float],
+        life: Life,
+    ) -> None:
+        self._calls = calls
+        self._link = link
+        self._dispatcher = dispatcher
+        self._starts = starts
+        self._settings = settings
+        self._clock = clock
+        self._life = life
+        self.some = asyncio.Event()
+        """Set while there are calls."""
+
+    async def run(self) -> None:
+        """Until it is cancelled; it sleeps while there is no call."""
+        before = self._clock()
+        while True:
+            if not self._calls:
+                await self.some.wait()
+                before = self._clock()
+            await asyncio.sleep(TICK_S)
+            now = self._clock()
+            self.tick(now, now - before)
+            before = now
+
+    def tick(self, now: float, passed: float) -> None:
+        """Look at every call that is due. ``passed``: seconds since the tick before."""
+        starting: dict[tuple[str, int], bool] = {}
+        for call in list(self._calls.values()):
+            if call.binding is None and not call.over:
+                key = call.version.key
+                if key not in starting:
+                    starting[key] = self._starts.of(key, now) is not None
+                call.go(CallState.STARTING if starting[key] else CallState.QUEUED)
+                call.marks.waited += 0.0 if starting[key] else passed
+            if now >= call.due:
+                self._look(call, now)
+            if now >= call.wake_at:
+                call.wake()
+
+    def _look(self, call: Call, now: float) -> None:
+        binding = call.binding
+        call.due = NEVER
+        if call.reading:
+            self._look_at_deadlines(call, now)
+        if binding is None or call.binding is not binding:
+            return
+        if binding.cancelled and binding.silent(now) and self._link.connected:
+            self._life.lost(call, binding, f"node {binding.node} is silent")
+            return
+        for item in binding.tend(now):
+            self._link.send(binding.node, item)
+        call.due = min(call.due, binding.due)
+
+    def _look_at_deadlines(self, call: Call, now: float) -> None:
+        manifest, binding = call.version.manifest, call.binding
+        allowed = Allowed(manifest.timeout, manifest.queue_timeout, manifest.idle_timeout, self._settings.slow_consumer)
+        seen = self._seen(call)
+        call.due = next_look(seen, allowed, now)
+        instance = binding.instance if binding is not None else ""
+        error = verdict(seen, allowed, now, instance=instance, pending=self._dispatcher.pending(call.version.key))
+        if isinstance(error, InstanceLost) and binding is not None:
+            self._life.lost(call, binding, error.message.removesuffix("; call again"))
+        elif error is not None and call.over:
+            self._life.cut(call, error)
+        elif error is not None:
+            self._life.fail(call, error)
+
+    def _seen(self, call: Call) -> Seen:
+        binding, marks = call.binding, call.marks
+        running = binding is not None and binding.accepted and not call.over and self._link.connected
+        idle = running and not call.frames and call.writing is None
+        return Seen(
+            accepted=call.order.accepted,
+            waited=marks.waited if binding is None and not call.over else None,
+            frame=max(marks.last or 0.0, marks.sent, marks.read) if idle else None,
+            heard=binding.inbox.heard if binding is not None and running else None,
+            writing=call.writing,
+        )

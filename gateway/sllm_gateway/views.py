@@ -1,0 +1,134 @@
+"""Records of the control plane as ``/api/v1`` shows them. Pure."""
+
+from __future__ import annotations
+
+from sllm_runtime.protocol.ctl import FunctionInfo, ModelInfo, NodeInfo
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.events import LogRecord
+from sllm_runtime.protocol.http import (
+    ErrorView,
+    FunctionView,
+    GpuView,
+    InstanceView,
+    LogView,
+    ModelView,
+    NodeView,
+    ProgressView,
+    VersionView,
+)
+from sllm_runtime.protocol.node import NodeStatus, Progress
+from sllm_runtime.protocol.records import InstanceRecord, ModelRecord, VersionRecord
+
+
+def error(body: ErrorBody | None) -> ErrorView | None:
+    if body is None:
+        return None
+    return ErrorView(code=body.code, message=body.message, retryable=body.retryable, field=body.field, stage=body.stage)
+
+
+def progress(of: Progress) -> ProgressView:
+    return ProgressView(stage=of.stage, done=of.done, total=of.total, unit=of.unit, message=of.message)
+
+
+def version(record: VersionRecord, active: int | None) -> VersionView:
+    return VersionView(
+        version=record.version,
+        state=record.state.value,
+        active=record.version == active,
+        bundle=record.bundle,
+        bundle_bytes=record.bundle_bytes,
+        model=record.model,
+        created=record.created,
+        error=error(record.error),
+    )
+
+
+def instance(record: InstanceRecord) -> InstanceView:
+    return InstanceView(
+        instance=record.instance,
+        version=record.version,
+        node=record.node,
+        state=record.state.value,
+        error=error(record.error),
+    )
+
+
+def function(info: FunctionInfo) -> FunctionView:
+    """The manifest shown is the active version's, else the newest."""
+    record = info.record
+    shown = next((v for v in info.versions if v.version == record.active), info.versions[-1] if info.versions else None)
+    manifest = shown.manifest if shown else None
+    return FunctionView(
+        name=record.function,
+        active=record.active,
+        url=f"/fn/{record.function}",
+        streams=manifest.handler.streams if manifest else False,
+        openai=manifest.engine if manifest else False,
+        manifest=manifest,
+        versions=tuple(version(v, record.active) for v in info.versions),
+        instances=tuple(instance(i) for i in info.instances),
+    )
+
+
+def model(info: ModelInfo | ModelRecord) -> ModelView:
+    record = info if isinstance(info, ModelRecord) else info.record
+    view = ModelView(
+        digest=record.digest,
+        uri=record.uri,
+        bytes=record.nbytes,
+        partitions=record.partitions,
+        architecture=record.architecture,
+        tensors=record.tensors,
+        dtype=record.dtype,
+    )
+    if isinstance(info, ModelRecord):
+        return view
+    return view.model_copy(update={"nodes": info.nodes, "used_by": info.used_by, "problem": info.problem})
+
+
+def node(info: NodeInfo) -> NodeView:
+    view = NodeView(
+        node=info.record.node,
+        alive=info.alive,
+        cordoned=info.record.cordoned,
+        draining=False,
+        age_s=info.age_s,
+        cpu=0,
+        free_cpu=0,
+        memory=0,
+        free_memory=0,
+    )
+    return view if info.status is None else view.model_copy(update=_reported(info.status))
+
+
+def _reported(status: NodeStatus) -> dict[str, object]:
+    gpus = tuple(GpuView(index=g.index, kind=g.kind, memory=g.memory, used_by=g.used_by) for g in status.gpus)
+    return {
+        "draining": status.draining,
+        "cpu": status.cpu,
+        "free_cpu": status.free_cpu,
+        "memory": status.memory,
+        "free_memory": status.free_memory,
+        "gpus": gpus,
+        "labels": status.labels,
+        "pool_idle": status.pool_idle,
+        "models": len(status.models),
+        "resident": len(status.resident),
+        "dram_used": status.dram_used,
+        "dram_limit": status.dram_limit,
+        "instances": len(status.instances),
+    }
+
+
+def log_line(record: LogRecord) -> LogView:
+    return LogView(
+        at=record.at,
+        version=record.version,
+        instance=record.instance,
+        node=record.node,
+        stream=record.stream,
+        text=record.text,
+        level=record.level,
+        call=record.call,
+        dropped=record.dropped,
+    )

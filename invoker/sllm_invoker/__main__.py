@@ -1,0 +1,64 @@
+"""``python -m sllm_invoker``: the invoker of one node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+from typing import Final
+
+from sllm_invoker.node import Node, sandbox_environment
+from sllm_invoker.process_driver import ProcessDriver
+from sllm_invoker.settings import InvokerSettings
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.daemon import ready, run_daemon
+from sllm_runtime.platform.process import become_subreaper, end_orphans
+from sllm_runtime.platform.telemetry import configure_logging
+from sllm_runtime.protocol.errors import SllmError
+
+MAX_FILES: Final = 65536
+
+
+async def serve(settings: InvokerSettings, stop: asyncio.Event) -> None:
+    """One node until ``stop``. Raises ``Unavailable`` if the bus cannot be reached."""
+    bus = await Bus.connect(settings, settings.node, name=f"sllm-invoker {settings.node}", jetstream=False)
+    driver = ProcessDriver(
+        sandbox_environment(os.environ, settings),
+        argv=settings.fork_server,
+        isolate=settings.isolate,
+        on_end=lambda: end_orphans(set()),
+    )
+    try:
+        await Node(settings, bus, driver).run(stop, ready)
+    finally:
+        await bus.close()
+
+
+def set_limits() -> None:
+    """What everything started from here inherits: no core dumps (they hold users' data), descriptors for all chunks."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def main() -> int:
+    """The exit status."""
+    try:
+        settings = InvokerSettings.load()
+    except SllmError as error:
+        sys.stderr.write(f"sllm-invoker: {error.message}\n")
+        return error.exit_code
+    configure_logging("invoker", settings.node, settings)
+    set_limits()
+    become_subreaper()  # what outlives a fork server comes to us, and is ended
+
+    async def run(stop: asyncio.Event) -> None:
+        await serve(settings, stop)
+
+    return run_daemon(run, title=f"sllm-invoker {settings.node}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

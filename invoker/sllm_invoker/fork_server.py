@@ -1,0 +1,196 @@
+"""The node's fork server as a child process: started, told to fork, watched, started again with back-off.
+
+Where the kernel permits it, the fork server is process 1 of a PID namespace of its own: then nothing its workers
+start can outlive it, however it detaches itself. Elsewhere it is a subreaper that kills what it adopts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sllm_runtime.platform.process import PARENT, Child
+from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.worker import Exited, FromZygote, Spawn, Spawned, ToZygote, ZygoteReady
+
+log = logging.getLogger(__name__)
+
+ZYGOTE: Final = (sys.executable, "-m", "sllm_runtime.worker.zygote")
+READY_S: Final = 120.0
+"""Importing torch from a cold disk takes its time."""
+SPAWN_S: Final = 10.0
+BACKOFF_S: Final = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
+_ROOT: Final = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+_USER: Final = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+async def namespace_command() -> tuple[str, ...]:
+    """The words before a command that give it a PID namespace; empty where none is permitted. Tries it, once."""
+    for words in (_ROOT,) if os.geteuid() == 0 else (_USER,):
+        try:
+            async with asyncio.timeout(10.0):
+                process = await asyncio.create_subprocess_exec(
+                    *words, "true",
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.DEVNULL,
+                )  # fmt: skip
+                try:
+                    if await process.wait() == 0:
+                        return words
+                finally:
+                    if process.returncode is None:
+                        process.kill()
+                        await process.wait()
+        except (OSError, TimeoutError):
+            continue
+    return ()
+
+
+@dataclass
+class Born:
+    """A worker that was forked. The receiver owns the descriptor ``pidfd``."""
+
+    pidfd: int
+
+
+class ForkServer:
+    """Client of one fork server at a time. ``run`` keeps one alive until cancelled."""
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        *,
+        argv: Sequence[str] = ZYGOTE,
+        namespace: Sequence[str] = (),
+        on_exit: Callable[[str, Exited], None],
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._env = dict(env)
+        self._argv = tuple(argv)
+        self._namespace = tuple(namespace)
+        self._on_exit = on_exit
+        self._on_end = on_end
+        self._wire: AsyncWire | None = None
+        self._ready = asyncio.Event()
+        self._births: dict[str, asyncio.Future[Born]] = {}
+        self._child: Child | None = None
+        self.python = ""
+        """Version of its workers' Python; empty before the first is ready."""
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child we started (in a namespace: of ``unshare``); 0 when there is none."""
+        return self._child.pid if self._child is not None and self._child.process is not None else 0
+
+    async def spawn(self, name: str, sock: socket.socket, stdout: int, stderr: int) -> Born:
+        """Fork one worker that gets these three. Waits for the fork server if it is just starting.
+
+        Raises ``Unavailable`` after READY_S + SPAWN_S, or when the fork server ended.
+        """
+        try:
+            async with asyncio.timeout(READY_S):
+                await self._ready.wait()
+        except TimeoutError as error:
+            raise Unavailable(f"the fork server was not ready within {READY_S:.0f} s; see the node's log") from error
+        if self._wire is None:  # it ended between getting ready and our turn
+            raise Unavailable("the fork server has just ended")
+        birth: asyncio.Future[Born] = asyncio.get_running_loop().create_future()
+        self._births[name] = birth
+        try:
+            self._wire.send(codec.pack(ToZygote(Spawn(sandbox=name))), [sock.fileno(), stdout, stderr])
+            async with asyncio.timeout(SPAWN_S):
+                return await birth
+        except TimeoutError as error:
+            raise Unavailable(f"the fork server made no worker within {SPAWN_S:.0f} s") from error
+        finally:
+            self._births.pop(name, None)
+            if birth.done() and not birth.cancelled() and sys.exc_info()[0] is not None and not birth.exception():
+                os.close(birth.result().pidfd)  # it came in the moment we gave up
+
+    async def run(self) -> None:
+        """Keep a fork server running until cancelled; then it and all its workers are killed."""
+        failures = 0
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            try:
+                await self._life()
+            except (SllmError, OSError) as error:
+                log.error("fork server: %s", error)
+            failures = 0 if loop.time() - began > 60.0 else failures + 1
+            delay = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1] if failures else 0.0
+            log.warning("the fork server ended and is started again in %.1f s", delay)
+            await asyncio.sleep(delay)
+
+    async def _life(self) -> None:
+        ours, theirs = socket.socketpair()
+        wire = AsyncWire(ours)
+        try:
+            number = str(theirs.fileno())
+            # In a namespace of its own the fork server's parent has number 0.
+            words = (*self._namespace, "env", f"{PARENT}=0") if self._namespace else ()
+            self._child = Child(
+                name="fork server",
+                argv=(*words, *self._argv, "--fd", number),
+                env=self._env,
+                pass_fds=(theirs.fileno(),),
+            )
+            await self._child.start()
+            theirs.close()
+            self._wire = wire
+            await self._listen(wire)
+        finally:
+            self._ready.clear()
+            self._wire = None
+            theirs.close()
+            wire.close()
+            for birth in self._births.values():
+                if not birth.done():
+                    birth.set_exception(Unavailable("the fork server ended"))
+            await self._end(self._child)
+            self._child = None
+            self._on_end()
+
+    async def _end(self, child: Child | None) -> None:
+        if child is None or child.process is None:
+            return
+        child.kill_group()
+        with contextlib.suppress(ProcessLookupError):
+            child.process.kill()
+        await child.wait()
+
+    async def _listen(self, wire: AsyncWire) -> None:
+        try:
+            async with asyncio.timeout(READY_S):
+                first = await wire.receive()
+        except TimeoutError as error:
+            raise Unavailable(f"it was not ready within {READY_S:.0f} s") from error
+        if first is None:
+            raise Unavailable("it ended before it was ready; its last words are in the node's log")
+        hello = codec.unpack(FromZygote, first).body
+        if not isinstance(hello, ZygoteReady):
+            raise ProtocolError(f"its first message is {type(hello).__name__}")
+        self.python = hello.python
+        log.info("fork server is ready: Python %s, %.2f s of imports", hello.python, hello.import_s)
+        self._ready.set()
+        while (payload := await wire.receive()) is not None:
+            body = codec.unpack(FromZygote, payload).body
+            if isinstance(body, Spawned):
+                (pidfd,) = wire.fds.take(1)
+                birth = self._births.get(body.sandbox)
+                if birth is None or birth.done():
+                    os.close(pidfd)  # nobody waits any more; its socket is closed, so it ends by itself
+                else:
+                    birth.set_result(Born(pidfd))
+            elif isinstance(body, Exited):
+                self._on_exit(body.sandbox, body)

@@ -1,0 +1,312 @@
+"""One instance's life on its node: started, given calls, watched, ended. One task owns it; the first verdict wins.
+
+Transitions stand in ``protocol.states.INSTANCE``. Everything an instance holds is on one exit stack, so each way
+out frees all of it, in the order in which it may be freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from sllm_invoker import exits, verdicts
+from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_spans
+from sllm_invoker.call import Call
+from sllm_invoker.logs import InstanceLog, PipeReader
+from sllm_invoker.preparation import Prepared, Suppliers, assignment, prepare
+from sllm_invoker.sandbox import Sandbox
+from sllm_invoker.verdicts import Verdict
+from sllm_invoker.work import Work
+from sllm_runtime.protocol import codec, limits, states
+from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, InternalError, ProtocolError, SllmError
+from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
+from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.timeline import SANDBOX, Span, shift
+from sllm_runtime.protocol.worker import Failed, FromWorker, Heartbeat, Log, Ready, Stage, Stop
+
+log = logging.getLogger(__name__)
+
+EOF_S: Final = 0.5
+"""A dead worker's socket is read this long, should a child of it still hold it open."""
+EXIT_S: Final = 1.0
+"""A worker that closed its socket is given this long to end; then it is killed."""
+STOP_S: Final = 1.0
+"""Beyond its grace a worker that was told to stop has this long."""
+MAX_REPORTED: Final = 2000
+"""Bytes of an error in the node's report."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an instance needs of its node."""
+
+    suppliers: Suppliers
+    log: InstanceLog
+    ready: Callable[[Call], None]
+    consumed: Callable[[Call, int], None]
+    changed: Callable[[], None]
+    counted: Callable[[], None]
+    clock: Callable[[], float]
+
+
+class Instance:
+    """``run`` is its owner task; ``stop`` may be called at any time; ``tick`` regularly."""
+
+    def __init__(self, order: StartInstance, around: Surroundings) -> None:
+        self.order = order
+        self._around = around
+        self._state = InstanceState.STARTING
+        self._progress: Progress | None = Progress(stage=SANDBOX)
+        self._error: SllmError | None = None
+        self._spans: tuple[Span, ...] = ()
+        self._fingerprint = ""
+        self._began = around.clock()
+        self._assigned_ms = 0.0
+        self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._stop_reason: str | None = None
+        self._pipes: tuple[PipeReader, ...] = ()
+        self._oom_kills = exits.oom_kills()
+        self.heard = self._began
+        self.ended_at: float | None = None
+        self.work: Work | None = None
+
+    @property
+    def state(self) -> InstanceState:
+        """Where it is in its life."""
+        return self._state
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing of it will change."""
+        return states.final(states.INSTANCE, self._state)
+
+    def status(self) -> InstanceStatus:
+        """For the node's report."""
+        order, work = self.order, self.work
+        return InstanceStatus(
+            instance=order.instance,
+            function=order.function,
+            version=order.version,
+            state=self._state,
+            progress=self._progress,
+            error=_reported(self._error) if self._error is not None else None,
+            fingerprint=self._fingerprint,
+            spans=self._spans,
+            running=work.running if work is not None else 0,
+            idle_s=work.idle_s(self._around.clock()) if work is not None else 0.0,
+        )
+
+    # --- life ---------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Live until the verdict; then free everything. Cancelled: stopped."""
+        loop = asyncio.get_running_loop()
+        timeout = self.order.manifest.startup_timeout
+        self._timer = loop.call_later(timeout, self._start_timed_out)
+        async with AsyncExitStack() as stack:
+            begin = asyncio.create_task(self._begin(stack), name=f"begin {self.order.instance}")
+            try:
+                verdict = await asyncio.shield(self._verdict)
+            except asyncio.CancelledError:
+                verdict = self._conclude(verdicts.shut_down(self.order.instance))
+                raise
+            finally:
+                self._end(verdict)
+                self._timer.cancel()
+                begin.cancel()
+                await asyncio.gather(begin, return_exceptions=True)
+        self._around.log.close()
+
+    def _conclude(self, verdict: Verdict) -> Verdict:
+        """The first verdict is the one that holds."""
+        if not self._verdict.done():
+            self._verdict.set_result(verdict)
+        return self._verdict.result()
+
+    def _end(self, verdict: Verdict) -> None:
+        state = verdict.state
+        if state in (InstanceState.FAILED, InstanceState.LOST):  # the same misfortune, before or after READY
+            state = InstanceState.FAILED if self._state is InstanceState.STARTING else InstanceState.LOST
+        if self.work is not None:
+            self.work.end(verdict.calls or InstanceLost(f"instance {self.order.instance} ended"))
+        self._error = verdict.error
+        self.ended_at = self._around.clock()
+        self._move(state)
+        if verdict.error is not None:
+            log.warning("instance %s is %s: %s", self.order.instance, state, verdict.error.message)
+            self._around.log.line("platform", verdict.error.message, level="error")
+
+    def _move(self, state: InstanceState) -> None:
+        self._state = states.check(states.INSTANCE, self._state, state)
+        self._around.changed()
+
+    # --- start --------------------------------------------------------------------------------------
+    async def _begin(self, stack: AsyncExitStack) -> None:
+        try:
+            prepared = await prepare(self.order, self._around.suppliers, stack, self._report)
+            await self._assign(prepared, stack)
+        except SllmError as error:
+            self._conclude(verdicts.failed(error, self._stage))
+        except Exception as error:
+            log.exception("instance %s", self.order.instance)
+            bug = InternalError(f"starting instance {self.order.instance}: {type(error).__name__}: {error}")
+            self._conclude(verdicts.failed(bug, self._stage))
+
+    @property
+    def _stage(self) -> str:
+        return self._progress.stage if self._progress is not None else SANDBOX
+
+    def _report(self, progress: Progress) -> None:
+        """How far loaderd is, until the worker itself says how far it is."""
+        if self._state is InstanceState.STARTING and self.work is None:
+            self._progress = progress
+            self._around.changed()
+
+    async def _assign(self, prepared: Prepared, stack: AsyncExitStack) -> None:
+        around, sandbox = self._around, prepared.sandbox
+        self._pipes = (
+            PipeReader(sandbox.stdout, lambda line: around.log.line("stdout", line)),
+            PipeReader(sandbox.stderr, lambda line: around.log.line("stderr", line)),
+        )
+        stack.push_async_callback(self._silence, sandbox)
+        work = Work(self.order, sandbox.wire, around.ready, around.consumed, self._silent, around.clock)
+        now = around.clock()
+        self._assigned_ms = (now - self._began) * 1000
+        work.tell(assignment(self.order, prepared), prepared.fds)
+        self.work, self.heard = work, now
+        await self._listen(sandbox, work)
+
+    async def _silence(self, sandbox: Sandbox) -> None:
+        """Kill the worker, then read what it still had written."""
+        sandbox.kill()
+        await asyncio.shield(sandbox.exited)
+        self._drain_pipes()
+
+    def _drain_pipes(self) -> None:
+        for pipe in self._pipes:
+            pipe.stop()
+
+    def _silent(self, error: SllmError) -> None:
+        """The worker takes nothing, though much waits for it."""
+        self._conclude(verdicts.lost(error))
+
+    def _start_timed_out(self) -> None:
+        last = self._around.suppliers.pool.last_error
+        why = last.message if last is not None and self._stage == SANDBOX else ""
+        self._conclude(verdicts.start_timeout(self.order, self._stage, why))
+
+    # --- the worker's messages ------------------------------------------------------------------------
+    async def _listen(self, sandbox: Sandbox, work: Work) -> None:
+        loop = asyncio.get_running_loop()
+        sandbox.exited.add_done_callback(lambda _end: loop.call_later(EOF_S, sandbox.wire.close))
+        feeder = asyncio.create_task(work.feed_back(), name=f"feed {self.order.instance}")
+        try:
+            count = 0
+            while (payload := await sandbox.wire.receive()) is not None:
+                self._on_message(payload, work)
+                count += 1
+                if count % 64 == 0:
+                    await asyncio.sleep(0)  # a worker that never stops sending does not stop the node
+        except ProtocolError as error:
+            self._conclude(verdicts.lost(error))
+            return
+        finally:
+            feeder.cancel()
+            await asyncio.gather(feeder, return_exceptions=True)
+        await self._died(sandbox)
+
+    def _on_message(self, payload: bytes, work: Work) -> None:
+        message = codec.unpack(FromWorker, payload)
+        if message.version not in (limits.PROTOCOL_VERSION, limits.PROTOCOL_VERSION - 1):
+            raise ProtocolError(f"the worker speaks version {message.version}, this node {limits.PROTOCOL_VERSION}")
+        self.heard = self._around.clock()
+        match message.body:
+            case Heartbeat():
+                pass
+            case Log() as line:
+                stream, level = clip(line.stream, NAME_BYTES), clip(line.level, NAME_BYTES)
+                self._around.log.line(stream, line.text, level=level, call=work.name(line.number))
+            case Stage() as stage:
+                self._on_stage(stage)
+            case Ready() as ready:
+                self._on_ready(ready, work)
+            case Failed() as failed:
+                self._conclude(verdicts.failed(clip_error(failed.error).to_error(), self._stage))
+            case other:
+                if self._state is InstanceState.STARTING:
+                    raise ProtocolError(f"{type(other).__name__} before the worker is ready")
+                if work.on_message(other):
+                    self._around.counted()
+
+    def _on_stage(self, stage: Stage) -> None:
+        if self._state is InstanceState.STARTING:
+            self._progress = Progress(stage=clip(stage.stage, NAME_BYTES), done=stage.done, total=stage.total)
+            self._around.changed()
+
+    def _on_ready(self, ready: Ready, work: Work) -> None:
+        if self._state is not InstanceState.STARTING or self._verdict.done():
+            return
+        assert self._timer is not None
+        self._timer.cancel()
+        self._fingerprint = clip(ready.fingerprint, NAME_BYTES)
+        self._spans = (Span(SANDBOX, 0.0, self._assigned_ms), *shift(clip_spans(ready.spans), self._assigned_ms))
+        self._progress = None
+        work.open()
+        self._move(InstanceState.READY)
+
+    async def _died(self, sandbox: Sandbox) -> None:
+        """The socket ended: so has the worker, or it will now."""
+        try:
+            async with asyncio.timeout(EXIT_S):
+                end = await asyncio.shield(sandbox.exited)
+        except TimeoutError:
+            sandbox.kill()
+            end = await asyncio.shield(sandbox.exited)
+        self._drain_pipes()  # its last lines belong to the error
+        tail = list(self._around.log.tail)
+        memory = exits.oom_kills() > self._oom_kills
+        clean = end.asked or (end.code == 0 and not end.signal)
+        if self._stop_reason is not None and (clean or not (self.work and self.work.running)):
+            self._conclude(self._stopped())
+        elif self._state is InstanceState.STARTING:
+            self._conclude(verdicts.died_at_start(self.order, self._stage, end, tail, memory))
+        else:
+            self._conclude(verdicts.died(self.order, end, tail, memory))
+
+    # --- end ----------------------------------------------------------------------------------------
+    def stop(self, reason: str, grace_s: float) -> None:
+        """Drain: running calls have ``grace_s`` seconds; then end. Asked again, the earlier end holds."""
+        self._stop_reason = self._stop_reason or reason
+        if self.final or self._verdict.done():
+            return
+        if self._state is InstanceState.STARTING or self.work is None:
+            self._conclude(Verdict(InstanceState.STOPPED))
+            return
+        if self._state is InstanceState.READY:
+            self.work.close()
+            self._move(InstanceState.DRAINING)
+        self.work.tell(Stop(grace_s=grace_s))
+        asyncio.get_running_loop().call_later(grace_s + STOP_S, lambda: self._conclude(self._stopped()))
+
+    def _stopped(self) -> Verdict:
+        return verdicts.stopped(self.order.instance, self._stop_reason or "asked to")
+
+    def tick(self, now: float) -> None:
+        """Judge silence. A worker that starts has its start's own deadline."""
+        if self.work is None or self._state not in (InstanceState.READY, InstanceState.DRAINING):
+            return
+        if now - self.heard > limits.LOST_AFTER_S:
+            self._conclude(verdicts.silent(self.order.instance))
+        elif (deaf := self.work.deaf(now)) is not None:
+            self._conclude(verdicts.deaf(self.order.instance, deaf.head.call))
+
+
+def _reported(error: SllmError) -> ErrorBody:
+    """For a report that is sent every second: the traceback is in the log."""
+    return msgspec.structs.replace(error.body(), message=clip(error.message, MAX_REPORTED), detail=None)

@@ -1,0 +1,132 @@
+"""All instances of one node: admitted, owned by a task each, remembered for a while when they have ended."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from sllm_invoker.admission import Ledger, claim_of
+from sllm_invoker.call import Call
+from sllm_invoker.instance import Instance, Surroundings
+from sllm_invoker.logs import InstanceLog, LogSink, Writer
+from sllm_invoker.preparation import Suppliers
+from sllm_invoker.work import Work
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import Draining
+from sllm_runtime.protocol.node import InstanceStatus, StartInstance
+
+log = logging.getLogger(__name__)
+
+KEEP_FINAL_S: Final = 60.0
+"""An instance that ended stays in the report this long: the controller has certainly seen it by then."""
+REMEMBERED: Final = 4096
+"""Ids that are not begun a second time."""
+
+
+class Instances:
+    """Starts, finds, stops and reports instances. ``tick`` is called regularly."""
+
+    def __init__(
+        self,
+        node: str,
+        ledger: Ledger,
+        suppliers: Suppliers,
+        sink: LogSink,
+        *,
+        ready: Callable[[Call], None],
+        consumed: Callable[[Call, int], None],
+        changed: Callable[[], None],
+        counted: Callable[[], None],
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self.ledger = ledger
+        self.draining = False
+        self._node = node
+        self._suppliers = suppliers
+        self._sink = sink
+        self._ready, self._consumed = ready, consumed
+        self._changed, self._counted = changed, counted
+        self._clock, self._wall = clock, wall
+        self._instances: dict[str, Instance] = {}
+        self._past: OrderedDict[str, InstanceStatus] = OrderedDict()
+        self._tasks = Tasks(f"instances of {node}")
+        self._ticked = clock()
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def find(self, instance: str) -> Work | None:
+        """Whose worker takes calls; None for one that has none (yet, or any more)."""
+        found = self._instances.get(instance)
+        return found.work if found is not None else None
+
+    def statuses(self) -> tuple[InstanceStatus, ...]:
+        """For the node's report."""
+        return tuple(instance.status() for instance in self._instances.values())
+
+    def start(self, order: StartInstance) -> str:
+        """Begin an instance; what happened, for people. One id is begun once.
+
+        Raises ``NoCapacity`` if it does not fit, ``Draining`` if this node takes no more.
+        """
+        if order.instance in self._instances:
+            return "it was begun before"
+        if order.instance in self._past:
+            return f"it has ended: {self._past[order.instance].state}"
+        if self.draining:
+            raise Draining(f"node {self._node} is shutting down")
+        self.ledger = self.ledger.admit(order.instance, claim_of(order))
+        writer = Writer(order.function, order.version, order.instance, self._node)
+        around = Surroundings(
+            suppliers=self._suppliers,
+            log=InstanceLog(writer, self._sink, self._clock, self._wall),
+            ready=self._ready,
+            consumed=self._consumed,
+            changed=self._changed,
+            counted=self._counted,
+            clock=self._clock,
+        )
+        instance = self._instances[order.instance] = Instance(order, around)
+        self._tasks.start(self._live(instance), order.instance)
+        self._changed()
+        return "begun"
+
+    async def _live(self, instance: Instance) -> None:
+        try:
+            await instance.run()
+        finally:
+            self.ledger = self.ledger.release(instance.order.instance)
+            self._changed()
+
+    def stop(self, instance: str, reason: str, grace_s: float) -> str:
+        """Drain and end it; what happened, for people."""
+        found = self._instances.get(instance)
+        if found is None:
+            return "this node has no such instance"
+        found.stop(reason, grace_s)
+        return f"it is {found.state}"
+
+    def tick(self) -> None:
+        """Judge silent workers, forget what ended long ago."""
+        now = self._clock()
+        # When this very process did not run for a while, what workers sent meanwhile still waits in their sockets.
+        stalled = now - self._ticked > limits.LOST_AFTER_S / 2
+        self._ticked = now
+        for name, instance in list(self._instances.items()):
+            if stalled:
+                instance.heard = now
+            instance.tick(now)
+            if instance.ended_at is not None and now - instance.ended_at > KEEP_FINAL_S:
+                del self._instances[name]
+                self._past[name] = instance.status()
+                if len(self._past) > REMEMBERED:
+                    self._past.popitem(last=False)
+
+    async def close(self) -> None:
+        """End all of them now."""
+        self.draining = True
+        await self._tasks.close()

@@ -1,0 +1,165 @@
+"""This node's loaderd, as the invoker uses it: one connection, made anew when loaderd was started again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from sllm_invoker.preparation import Report
+from sllm_loaderd.client import LoaderControl
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import NotFound, SllmError, Unavailable
+from sllm_runtime.protocol.loader import START, ModelInfo, Status
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.records import ModelRecord
+from sllm_runtime.protocol.timeline import WEIGHTS
+
+log = logging.getLogger(__name__)
+
+CONNECT_S: Final = 30.0
+"""A request waits this long for a loaderd that is being started."""
+RETRY_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+STATUS_S: Final = 1.0
+
+
+class Loader:
+    """``run`` keeps the connection; everything else waits for it up to CONNECT_S and then raises ``Unavailable``."""
+
+    def __init__(self, socket: Path, on_change: Callable[[], None] = lambda: None) -> None:
+        self._socket = socket
+        self._on_change = on_change
+        self._control: LoaderControl | None = None
+        self._connected = asyncio.Event()
+        self._tasks = Tasks("loader")
+        self._held: set[str] = set()
+        """Holders of the present loaderd; another one knows nothing of them."""
+        self.status: Status | None = None
+        """What loaderd last said of itself; None while it is away."""
+
+    async def run(self) -> None:
+        """Connect, and again whenever the connection ends, until cancelled."""
+        failures = 0
+        while True:
+            control = LoaderControl(self._socket)
+            try:
+                await control.open()
+                self._control, failures = control, 0
+                self._connected.set()
+                log.info("connected to loaderd at %s", self._socket)
+                await self._watch(control)
+                log.warning("loaderd at %s is gone", self._socket)
+            except SllmError as error:
+                if failures == len(RETRY_S):
+                    log.warning("%s", error.message)
+                failures += 1
+            finally:
+                self._connected.clear()
+                self._control, self.status = None, None
+                self._held.clear()
+                await control.close()
+            self._on_change()
+            await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S)) - 1])
+
+    async def _watch(self, control: LoaderControl) -> None:
+        """Ask for the status regularly until the connection ends."""
+        while not control.lost.is_set():
+            await self._refresh(control)
+            try:
+                async with asyncio.timeout(STATUS_S):
+                    await control.lost.wait()
+            except TimeoutError:
+                continue
+
+    async def _refresh(self, control: LoaderControl) -> None:
+        status = await control.status()
+        if self.status is None or _shown(status) != _shown(self.status):
+            self.status = status
+            self._on_change()
+
+    async def _there(self) -> LoaderControl:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                while self._control is None:
+                    await self._connected.wait()
+        except TimeoutError as error:
+            raise Unavailable(f"loaderd at {self._socket} cannot be reached; it should be running") from error
+        return self._control
+
+    # --- starts ---------------------------------------------------------------------------------------
+    async def grant(self, model: ModelRecord, holder: str, report: Report) -> int:
+        """A descriptor with rights to ``model`` for the sandbox ``holder``. Loading has begun when this returns.
+
+        A model this node lacks is made from its sources first. The caller owns the descriptor.
+        """
+        control = await self._there()
+        try:
+            fd = await control.grant(holder, model.digest)
+        except NotFound:
+            await self._fetch(control, model, report)
+            fd = await control.grant(holder, model.digest)
+        self._held.add(holder)
+        for rank in range(len(model.partitions)):
+            self._tasks.start(_load(control, model.digest, rank), f"load {model.digest}")
+        return fd
+
+    async def _fetch(self, control: LoaderControl, model: ModelRecord, report: Report) -> None:
+        def on_progress(stage: str, done: int, total: int) -> None:
+            report(Progress(stage=WEIGHTS, done=done, total=total, message=stage))
+
+        failure: SllmError = NotFound(f"model {model.digest} has no source to make it from")
+        for source in dict.fromkeys((model.uri, *model.sources)):
+            try:
+                await control.register(source, digest=model.digest, report=on_progress)
+                return
+            except SllmError as error:
+                log.warning("model %s from %s: %s", model.digest, source, error.message)
+                failure = error
+        raise failure
+
+    async def gone(self, holder: str) -> None:
+        """Every process of ``holder`` is dead. A loaderd that is away, or another one by now, need not know."""
+        if holder not in self._held or self._control is None:
+            return
+        self._held.discard(holder)
+        try:
+            await self._control.gone(holder)
+        except SllmError as error:
+            log.warning("loaderd was not told that %s is gone: %s", holder, error.message)
+
+    # --- models ---------------------------------------------------------------------------------------
+    async def register(self, uri: str, digest: str, report: Callable[[str, int, int], None]) -> ModelInfo:
+        """Have the model at ``uri`` in this node's store."""
+        control = await self._there()
+        info = await control.register(uri, digest=digest, report=report)
+        await self._refresh(control)
+        return info
+
+    async def validate(self, digest: str) -> None:
+        """Compare every byte of a model with its digest."""
+        await (await self._there()).validate(digest)
+
+    async def delete(self, digest: str) -> None:
+        """Remove a model from this node."""
+        control = await self._there()
+        await control.delete(digest)
+        await self._refresh(control)
+
+    async def close(self) -> None:
+        """End loads that were begun ahead of their sandbox. Call after ``run`` ended."""
+        await self._tasks.close()
+
+
+async def _load(control: LoaderControl, digest: str, rank: int) -> None:
+    """Begin a load that the sandbox will join; what fails here fails there, and is told there."""
+    try:
+        await control.prefetch(digest, rank, priority=START)
+    except SllmError as error:
+        log.info("loading %s ahead of its sandbox: %s", digest, error.message)
+
+
+def _shown(status: Status) -> object:
+    """What the node's report says of it."""
+    return (status.models, tuple((part.model, part.nbytes) for part in status.resident), status.pool.limit)

@@ -1,0 +1,205 @@
+"""What functions write: from a worker's pipes and messages into rotated files on this node and the LOGS stream.
+
+Neither may hold up a worker or the relay: what the rate limit or a bus that is away does not let pass is dropped,
+and the next line that passes says how many were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Final
+
+from sllm_invoker.bounds import clip
+from sllm_invoker.lines import LINE_BYTES, LineCutter, TokenBucket
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.events import LogRecord
+
+log = logging.getLogger(__name__)
+
+TAIL_LINES: Final = 50
+FILE_BYTES: Final = 8 * limits.MIB
+FILES: Final = 3
+MAX_WAITING: Final = 10_000
+LINES_PER_S: Final = 200.0
+BURST_LINES: Final = 2000.0
+_READ: Final = 64 * 1024
+MAX_TEXT: Final = 16 * LINE_BYTES
+"""A message from the worker (a traceback) may have this many bytes."""
+
+
+class LogSink:
+    """One per node. ``run`` publishes; files are written at once."""
+
+    def __init__(self, folder: Path, publish: Callable[[LogRecord], Awaitable[None]]) -> None:
+        self._folder = folder
+        self._publish = publish
+        self._files: dict[str, RotatingFileHandler] = {}
+        self._waiting: deque[LogRecord] = deque()
+        self._wake = asyncio.Event()
+        self._dropped = 0
+
+    def add(self, record: LogRecord) -> None:
+        """Keep ``record``: in its function's file, and for the stream if there is room."""
+        try:
+            self._write(record)
+        except OSError as error:
+            log.error("log of function %s cannot be written: %s", record.function, error)
+        if len(self._waiting) >= MAX_WAITING:
+            self._dropped += 1
+            return
+        self._waiting.append(record)
+        self._wake.set()
+
+    def _write(self, record: LogRecord) -> None:
+        handler = self._files.get(record.function)
+        if handler is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"{record.function}.jsonl"
+            handler = RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8")
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            self._files[record.function] = handler
+        fields = {
+            "at": round(record.at, 3),
+            "version": record.version,
+            "instance": record.instance,
+            "call": record.call,
+            "stream": record.stream,
+            "level": record.level,
+            "text": record.text,
+            "dropped": record.dropped,
+        }
+        line = json.dumps({key: value for key, value in fields.items() if value}, ensure_ascii=False)
+        handler.emit(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._waiting:
+                record = self._waiting[0]
+                try:
+                    await self._publish(record)
+                except Unavailable:
+                    await asyncio.sleep(0.5)  # the bus is away; it says no more than that
+                    continue
+                except SllmError as error:
+                    log.error("a log line of function %s cannot be published: %s", record.function, error.message)
+                self._waiting.popleft()
+                if self._dropped:
+                    log.warning("%d log lines were not published: too many waited", self._dropped)
+                    self._dropped = 0
+
+    def close(self) -> None:
+        """Close all files."""
+        for handler in self._files.values():
+            handler.close()
+        self._files.clear()
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Whose lines these are."""
+
+    function: str
+    version: int
+    instance: str
+    node: str
+
+
+class InstanceLog:
+    """The lines of one instance: rate limited, stamped, the last ones kept for error messages."""
+
+    def __init__(self, writer: Writer, sink: LogSink, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._writer = writer
+        self._sink = sink
+        self._clock = clock
+        self._wall = wall
+        self._bucket = TokenBucket(LINES_PER_S, BURST_LINES)
+        self._dropped = 0
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        """The last lines of stderr."""
+
+    def line(self, stream: str, text: str, *, level: str = "info", call: str | None = None) -> None:
+        """One line, or the text of one message."""
+        if stream == "stderr":
+            self.tail.append(text[:500])
+        if not self._bucket.take(1 + len(text) / LINE_BYTES, self._clock()):
+            self._dropped += 1
+            return
+        self._emit(stream, clip(text, MAX_TEXT), level, call)
+
+    def _emit(self, stream: str, text: str, level: str, call: str | None) -> None:
+        writer = self._writer
+        record = LogRecord(
+            at=self._wall(),
+            function=writer.function,
+            version=writer.version,
+            instance=writer.instance,
+            node=writer.node,
+            stream=stream,
+            text=text,
+            level=level,
+            call=call,
+            dropped=self._dropped,
+        )
+        self._dropped = 0
+        self._sink.add(record)
+
+    def close(self) -> None:
+        """Say how many lines were dropped since the last one that passed."""
+        if self._dropped:
+            self._emit("platform", f"{self._dropped} more lines were dropped: too many a second", "warning", None)
+
+
+class PipeReader:
+    """Reads one pipe on the event loop until its end. The pipe's owner closes the descriptor after ``stop``."""
+
+    def __init__(self, fd: int, on_line: Callable[[str], None]) -> None:
+        self._fd = fd
+        self._on_line = on_line
+        self._cutter = LineCutter()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(fd, self._readable)
+        self._open = True
+
+    def _readable(self) -> None:
+        try:
+            data = os.read(self._fd, _READ)
+        except (BlockingIOError, InterruptedError):
+            return
+        for line in self._cutter.feed(data):
+            self._on_line(line)
+        if not data:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._fd)
+            for line in self._cutter.end():
+                self._on_line(line)
+
+    def stop(self) -> None:
+        """Take what is there now (bounded), then stop. Repeatable."""
+        for _ in range(32):
+            if not self._open:
+                return
+            try:
+                data = os.read(self._fd, _READ)
+            except (BlockingIOError, InterruptedError):
+                break
+            for line in self._cutter.feed(data):
+                self._on_line(line)
+            if not data:
+                break
+        self._finish()

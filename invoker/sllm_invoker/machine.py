@@ -1,0 +1,68 @@
+"""What this machine offers a node, read once at start. Overrides are for tests and for sharing one machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.node import Gpu
+from sllm_runtime.protocol.quantities import parse_bytes
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
+_MODEL = re.compile(r"^Model:\s*(?:NVIDIA\s+)?(.+)$", re.MULTILINE)
+
+
+def cores() -> float:
+    """CPUs this process may use: the affinity mask, cut by the control group's quota."""
+    count = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else min(count, int(quota) / int(period))
+
+
+def memory() -> int:
+    """Bytes of memory this process may use: the machine's, cut by the control group's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """GPUs from ``"L4:24GiB,L4:24GiB"``. Raises ``InvalidRequest``."""
+    gpus = []
+    for index, item in enumerate(filter(None, (part.strip() for part in text.split(",")))):
+        kind, _, size = item.partition(":")
+        try:
+            gpus.append(Gpu(index=index, kind=kind, memory=parse_bytes(size)))
+        except ValueError as error:
+            raise InvalidRequest(f"SLLM_GPUS: {item!r} is no GPU; write for example 'L4:24GiB'") from error
+    return tuple(gpus)
+
+
+def parse_labels(text: str) -> dict[str, str]:
+    """Labels from ``"zone=a,disk=nvme"``. Raises ``InvalidRequest``."""
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    bad = [key for key, equals, _value in pairs if not key or not equals]
+    if bad:
+        raise InvalidRequest(f"SLLM_LABELS: {bad[0]!r} is no label; write for example 'zone=a,disk=nvme'")
+    return {key: value for key, _equals, value in pairs}
+
+
+def nvidia_gpus() -> tuple[Gpu, ...]:
+    """The GPUs the NVIDIA driver lists. Their memory is 0 here: reading it needs a library this daemon has no use for
+    until the GPU driver of sandboxes is there; an operator may state it in SLLM_GPUS."""
+    gpus = []
+    for index, folder in enumerate(sorted(_NVIDIA.iterdir()) if _NVIDIA.is_dir() else []):
+        found = _MODEL.search((folder / "information").read_text())
+        kind = found[1].strip().replace(" ", "-") if found else "unknown"
+        gpus.append(Gpu(index=index, kind=kind, memory=0))
+    return tuple(gpus)

@@ -1,0 +1,121 @@
+"""Registering, validating and deleting models on this node: joined, long-polled, idempotent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, SllmError
+from sllm_runtime.protocol.loader import ModelInfo
+from sllm_runtime.protocol.node import ModelCommand, Ok, PrepareModel, PrepareReply, Progress
+from sllm_runtime.protocol.records import ModelRecord
+
+log = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """loaderd, as far as models go."""
+
+    async def register(self, uri: str, digest: str, report: Callable[[str, int, int], None]) -> ModelInfo:
+        """Have the model in the store."""
+
+    async def validate(self, digest: str) -> None:
+        """Compare every byte with its digest."""
+
+    async def delete(self, digest: str) -> None:
+        """Remove it."""
+
+
+@dataclass
+class _Registration:
+    task: asyncio.Task[ModelInfo | SllmError]
+    progress: Progress | None = None
+
+
+def record(info: ModelInfo, uri: str, wall: float) -> ModelRecord:
+    """What the registry keeps of a model that loaderd has."""
+    return ModelRecord(
+        digest=info.model,
+        uri=uri,
+        nbytes=info.nbytes,
+        partitions=info.partitions,
+        architecture=info.architecture,
+        tensors=info.tensors,
+        dtype=info.dtype,
+        sources=tuple(dict.fromkeys((uri, *info.sources))),
+        created=wall,
+    )
+
+
+class Models:
+    """Long work goes on when its asker gives up, and the next one who asks for the same joins it."""
+
+    def __init__(self, store: Store, wall: Callable[[], float]) -> None:
+        self._store = store
+        self._wall = wall
+        self._tasks = Tasks("models")
+        self._registrations: dict[tuple[str, str], _Registration] = {}
+        self._commands: dict[tuple[str, str], asyncio.Task[SllmError | None]] = {}
+
+    async def prepare(self, request: PrepareModel) -> PrepareReply:
+        """The model's record when it is there, its progress after ``wait_s``. Raises what registering raised."""
+        key = (request.uri, request.digest or "")
+        entry = self._registrations.get(key)
+        if entry is None:
+            entry = self._registrations[key] = self._begin(*key)
+        done, _ = await asyncio.wait({entry.task}, timeout=request.wait_s)
+        if not done:
+            return PrepareReply(progress=entry.progress or Progress(stage="fetch"))
+        if self._registrations.get(key) is entry:
+            del self._registrations[key]  # told once; who asks again begins again, which is cheap when it is there
+        info = entry.task.result()
+        if isinstance(info, SllmError):
+            raise info
+        return PrepareReply(model=record(info, request.uri, self._wall()))
+
+    def _begin(self, uri: str, digest: str) -> _Registration:
+        def report(stage: str, done: int, total: int) -> None:
+            entry.progress = Progress(stage=stage, done=done, total=total)
+
+        async def register() -> ModelInfo | SllmError:
+            try:
+                return await self._store.register(uri, digest, report)
+            except SllmError as error:  # an answer for whoever asks next, no failure of this node
+                return error
+
+        entry = _Registration(self._tasks.start(register(), f"register {uri}"))
+        return entry
+
+    async def command(self, request: ModelCommand) -> Ok:
+        """``validate`` or ``delete``. Raises ``DeadlineExceeded`` while it goes on; asked again, it is joined."""
+        work = {"validate": self._store.validate, "delete": self._store.delete}.get(request.verb)
+        if work is None:
+            raise InvalidRequest(f"a node does not know what {request.verb!r} is to a model")
+        key = (request.verb, request.digest)
+        task = self._commands.get(key)
+        if task is None:
+
+            async def do() -> SllmError | None:
+                try:
+                    await work(request.digest)
+                except SllmError as error:
+                    return error
+                return None
+
+            task = self._commands[key] = self._tasks.start(do(), f"{request.verb} {request.digest}")
+        done, _ = await asyncio.wait({task}, timeout=request.wait_s)
+        if not done:
+            raise DeadlineExceeded(f"{request.verb} of {request.digest} goes on; ask again")
+        if self._commands.get(key) is task:
+            del self._commands[key]
+        if (error := task.result()) is not None:
+            raise error
+        return Ok(note=f"{request.verb}d" if request.verb.endswith("e") else request.verb)
+
+    async def close(self) -> None:
+        """End what goes on."""
+        await self._tasks.close()

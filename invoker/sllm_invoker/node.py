@@ -1,0 +1,259 @@
+"""One node, put together: what it has, what it serves on the bus, in which order it begins and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Final
+
+import msgspec
+from nats.aio.msg import Msg
+
+from sllm_invoker import machine
+from sllm_invoker.admission import Ledger
+from sllm_invoker.bundles import BundleCache
+from sllm_invoker.instances import Instances
+from sllm_invoker.loader import Loader
+from sllm_invoker.logs import LogSink
+from sllm_invoker.models import Models
+from sllm_invoker.pool import WarmPool
+from sllm_invoker.preparation import Suppliers
+from sllm_invoker.process_driver import ProcessDriver
+from sllm_invoker.relay import Relay
+from sllm_invoker.report import Reporter
+from sllm_invoker.settings import InvokerSettings
+from sllm_invoker.workdir import Workdirs
+from sllm_runtime.platform import bundles
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol.ctl import Reply
+from sllm_runtime.protocol.errors import SllmError, StaleTerm
+from sllm_runtime.protocol.events import LogRecord
+from sllm_runtime.protocol.frames import Open, ToGateway, ToNode
+from sllm_runtime.protocol.node import (
+    ModelCommand,
+    NodeStatus,
+    Ok,
+    PrepareModel,
+    PrepareReply,
+    StartInstance,
+    StopInstance,
+)
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.1
+_KEPT: Final = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+_KEPT_PREFIXES: Final = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "SSL_CERT_")
+
+
+def sandbox_environment(environment: Mapping[str, str], settings: InvokerSettings) -> dict[str, str]:
+    """What functions see of the daemon's environment: where programs and libraries are, and no secret of anyone.
+
+    Temporary files of the fork server lie below the node's data; an instance's own in its work directory.
+    """
+    kept = {key: value for key, value in environment.items() if key in _KEPT or key.startswith(_KEPT_PREFIXES)}
+    return {**kept, "SLLM_NODE": settings.node, "TMPDIR": str(settings.data_dir / "tmp")}
+
+
+class Node:
+    """The invoker of one node. ``run`` is its life."""
+
+    def __init__(self, settings: InvokerSettings, bus: Bus, driver: ProcessDriver) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._driver = driver
+        self._node = settings.node
+        self._boot = uuid.uuid4().hex
+        self._term = 0
+        self._tasks = Tasks(f"node {settings.node}", self._failed)
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        clock = time.monotonic
+        self._labels = machine.parse_labels(settings.labels)
+        self._reporter = Reporter(self._compose, self._publish_status)
+        self._loader = Loader(settings.loaderd_socket, self._reporter.changed)
+        self._pool = WarmPool(
+            driver, settings.pool_size, refill_delay_s=settings.refill_delay, on_change=self._reporter.changed
+        )
+        self._bundles = BundleCache(settings.data_dir / "bundles", self._fetch_bundle, settings.bundle_cache)
+        self._workdirs = Workdirs(settings.data_dir / "work")
+        self._sink = LogSink(settings.data_dir / "logs", self._publish_log)
+        self._models = Models(self._loader, time.time)
+        self._relay = Relay(lambda name: self._instances.find(name), self._publish_frames, clock, self._tasks)
+        self._instances = Instances(
+            self._node,
+            self._ledger(),
+            Suppliers(self._pool, self._bundles, self._loader, self._workdirs),
+            self._sink,
+            ready=self._relay.ready,
+            consumed=self._relay.consumed,
+            changed=self._reporter.changed,
+            counted=self._reporter.counted,
+            clock=clock,
+            wall=time.time,
+        )
+
+    def _ledger(self) -> Ledger:
+        settings = self._settings
+        gpus = machine.nvidia_gpus() if settings.gpus is None else machine.parse_gpus(settings.gpus)
+        return Ledger(
+            cpu=settings.cpu or machine.cores(),
+            memory=settings.memory or machine.memory(),
+            gpus=gpus,
+            cpu_overcommit=settings.cpu_overcommit,
+        )
+
+    # --- life ---------------------------------------------------------------------------------------
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Serve until ``stop``; then end everything this node made. Raises what broke a part of it."""
+        async with AsyncExitStack() as stack:
+            self._workdirs.reset()
+            Workdirs(self._settings.data_dir / "tmp").reset()
+            stack.callback(self._sink.close)
+            stack.push_async_callback(self._tasks.close)
+            stack.push_async_callback(self._loader.close)
+            stack.push_async_callback(self._driver.close)
+            await self._driver.start()
+            for name, work in (
+                ("loader", self._loader.run()),
+                ("logs", self._sink.run()),
+                ("pool", self._pool.run()),
+                ("ticks", self._tick()),
+            ):
+                self._tasks.start(work, name)
+            stack.push_async_callback(self._end)
+            await self._serve(stack)
+            self._tasks.start(self._reporter.run(), "report")
+            on_ready()
+            stopped = self._tasks.start(_wait(stop), "stop")
+            await asyncio.wait({stopped, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        if self._failure.done():
+            self._failure.result()
+
+    async def _end(self) -> None:
+        """Instances first: their callers are told before the bus is closed."""
+        await self._instances.close()
+        await self._models.close()
+        await self._bundles.close()
+        await self._pool.close()
+        try:
+            await self._relay.flush()
+            await self._reporter.send()
+        except SllmError as error:
+            log.info("last words were not sent: %s", error.message)
+
+    def _failed(self, error: BaseException) -> None:
+        """A part that must run for ever has failed: let it crash, the supervisor starts this node anew."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._relay.tick()
+            self._instances.tick()
+
+    # --- the bus --------------------------------------------------------------------------------------
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        bus, node = self._bus, self._node
+        stack.callback(bus.on_disconnect(self._relay.on_disconnect))
+        stack.callback(bus.on_reconnect(self._reconnected))
+        for subscription in (
+            await bus.subscribe(subjects.node_calls(node, "x")[:-1] + "*", ToNode, self._on_calls),
+            await bus.subscribe_raw(subjects.node_open(node, "x")[:-1] + "*", self._on_open),
+            await bus.serve(subjects.node_command(node, "start"), StartInstance, self._on_start),
+            await bus.serve(subjects.node_command(node, "stop"), StopInstance, self._on_stop),
+            await bus.serve(subjects.node_command(node, "prepare"), PrepareModel, self._on_prepare),
+            await bus.serve(subjects.node_command(node, "model"), ModelCommand, self._on_model),
+        ):
+            stack.push_async_callback(subscription.unsubscribe)
+        await bus.flush()
+
+    def _reconnected(self) -> None:
+        self._relay.on_reconnect()
+        self._reporter.changed()
+
+    def _on_calls(self, message: ToNode, subject: str) -> None:
+        self._relay.on_message(subject.rpartition(".")[2], message)
+
+    async def _on_open(self, message: Msg) -> None:
+        """An own answer instead of ``Bus.serve``: the gateway's name stands in the subject, and no task is needed."""
+        try:
+            gateway = message.subject.rpartition(".")[2]
+            opened = self._relay.open(gateway, codec.unpack(Open, message.data))
+            reply = Reply(value=msgspec.Raw(codec.pack(opened)))
+            self._reporter.counted()
+        except SllmError as error:
+            reply = Reply(error=error.body())
+        if message.reply:
+            self._bus.publish_now(message.reply, reply)
+
+    async def _publish_frames(self, gateway: str, message: ToGateway) -> None:
+        await self._bus.publish(subjects.frames(gateway, self._node), message)
+
+    async def _publish_status(self, status: NodeStatus) -> None:
+        self._bus.publish_now(subjects.status(self._node), status)
+
+    async def _publish_log(self, record: LogRecord) -> None:
+        await self._bus.publish(subjects.logs(self._node, record.function), record)
+
+    async def _fetch_bundle(self, digest: str, nbytes: int) -> bytes:
+        return await bundles.fetch(self._bus, digest, nbytes)
+
+    # --- commands ---------------------------------------------------------------------------------------
+    def _obey(self, term: int) -> None:
+        """Raises ``StaleTerm`` for a controller that was deposed."""
+        if term < self._term:
+            raise StaleTerm(f"node {self._node} obeys term {self._term}; this command is of term {term}")
+        self._term = term
+
+    async def _on_start(self, order: StartInstance) -> Ok:
+        self._obey(order.term)
+        return Ok(note=self._instances.start(order))
+
+    async def _on_stop(self, order: StopInstance) -> Ok:
+        self._obey(order.term)
+        return Ok(note=self._instances.stop(order.instance, order.reason, order.grace_s))
+
+    async def _on_prepare(self, request: PrepareModel) -> PrepareReply:
+        self._obey(request.term)
+        return await self._models.prepare(request)
+
+    async def _on_model(self, request: ModelCommand) -> Ok:
+        self._obey(request.term)
+        return await self._models.command(request)
+
+    # --- report -----------------------------------------------------------------------------------------
+    def _compose(self, sequence: int) -> NodeStatus:
+        ledger, storage = self._instances.ledger, self._loader.status
+        resident = storage.resident if storage is not None else ()
+        whole = {part.model for part in resident} - {part.model for part in resident if part.nbytes < part.total}
+        return NodeStatus(
+            node=self._node,
+            boot=self._boot,
+            sequence=sequence,
+            term=self._term,
+            cpu=ledger.cpu,
+            memory=ledger.memory,
+            free_cpu=ledger.free_cpu,
+            free_memory=ledger.free_memory,
+            gpus=ledger.held_gpus,
+            labels=self._labels,
+            draining=self._instances.draining,
+            pool_idle=self._pool.idle,
+            models=storage.models if storage is not None else (),
+            resident=tuple(sorted(whole)),
+            dram_limit=storage.pool.limit if storage is not None else 0,
+            dram_used=storage.pool.used + storage.pool.held + storage.pool.retiring if storage is not None else 0,
+            python=".".join(self._driver.python.split(".")[:2]),
+            instances=self._instances.statuses(),
+        )
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()

@@ -1,0 +1,180 @@
+"""The warm pool: sandboxes forked before anyone asks, each used once.
+
+A start never waits for the pool to be full: it takes a warm sandbox, or the next one that becomes warm. Refilling
+waits a moment after a start, so that on few cores it does not take time from the very start that emptied the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from sllm_invoker.sandbox import Sandbox, SandboxDriver
+from sllm_runtime.protocol.errors import SllmError, Unavailable
+
+log = logging.getLogger(__name__)
+
+MAX_FORKS: Final = 4
+"""Sandboxes that are being made at one time."""
+BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+CLOSE_S: Final = 10.0
+
+
+class WarmPool:
+    """``size`` sandboxes that wait. ``run`` keeps it so; ``acquire`` takes one; ``close`` ends what nobody took."""
+
+    def __init__(
+        self,
+        driver: SandboxDriver,
+        size: int,
+        *,
+        refill_delay_s: float = 0.3,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._driver = driver
+        self._size = size
+        self._delay = refill_delay_s
+        self._on_change = on_change
+        self._idle: deque[Sandbox] = deque()
+        self._waiters: deque[asyncio.Future[Sandbox]] = deque()
+        self._making: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._quiet_until = 0.0
+        self._failures = 0
+        self._retry_at = 0.0
+        self._closed = False
+        self.last_error: SllmError | None = None
+        """Why the last attempt to make a sandbox failed; None after a success."""
+
+    @property
+    def idle(self) -> int:
+        """Warm sandboxes that wait."""
+        return len(self._idle)
+
+    async def acquire(self) -> Sandbox:
+        """A warm sandbox, now the caller's to close. Waits for the one being made if none is idle.
+
+        Raises ``Unavailable`` when the pool is closed. The caller sets the deadline.
+        """
+        if self._closed:
+            raise Unavailable("this node is shutting down")
+        loop = asyncio.get_running_loop()
+        self._quiet_until = loop.time() + self._delay
+        while self._idle:
+            sandbox = self._idle.popleft()
+            self._changed()
+            if not sandbox.exited.done():
+                return sandbox
+            self._discard(sandbox)
+        waiter: asyncio.Future[Sandbox] = loop.create_future()
+        self._waiters.append(waiter)
+        self._wake.set()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._put(waiter.result())  # it came in the moment we were cancelled
+            raise
+
+    async def run(self) -> None:
+        """Keep the pool filled until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            now = loop.time()
+            missing = self._missing(now)
+            if missing and now >= self._retry_at and len(self._making) < MAX_FORKS:
+                task = asyncio.create_task(self._make(), name="make-sandbox")
+                self._making.add(task)
+                task.add_done_callback(self._made)
+                continue
+            wake_at = max(self._retry_at, self._quiet_until)
+            timeout = max(0.001, wake_at - now) if wake_at > now else None
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _missing(self, now: float) -> int:
+        if self._closed:
+            return 0
+        self._waiters = deque(waiter for waiter in self._waiters if not waiter.done())
+        size = self._size if now >= self._quiet_until else 0
+        return max(0, size + len(self._waiters) - len(self._idle) - len(self._making))
+
+    async def _make(self) -> None:
+        try:
+            sandbox = await self._driver.create(f"sb-{uuid.uuid4().hex[:12]}")
+        except SllmError as error:
+            delay = BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
+            self._failures += 1
+            self.last_error = error
+            self._retry_at = asyncio.get_running_loop().time() + delay
+            log.warning("no sandbox could be made, trying again in %.1f s: %s", delay, error.message)
+            return
+        self._failures, self.last_error = 0, None
+        sandbox.exited.add_done_callback(lambda _future: self._died(sandbox))
+        self._put(sandbox)
+
+    def _made(self, task: asyncio.Task[None]) -> None:
+        self._making.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("making a sandbox failed", exc_info=error)
+            self._retry_at = asyncio.get_running_loop().time() + BACKOFF_S[-1]
+        self._wake.set()
+
+    def _put(self, sandbox: Sandbox) -> None:
+        if self._closed or sandbox.exited.done():
+            self._discard(sandbox)
+            return
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(sandbox)
+                return
+        self._idle.append(sandbox)
+        self._changed()
+
+    def _died(self, sandbox: Sandbox) -> None:
+        """A worker that died while it waited: its owner is the pool."""
+        if sandbox in self._idle:
+            self._idle.remove(sandbox)
+            log.warning("warm sandbox %s died: %s", sandbox.name, sandbox.exited.result())
+            self._discard(sandbox)
+            self._changed()
+
+    def _discard(self, sandbox: Sandbox) -> None:
+        task = asyncio.create_task(_close(sandbox), name="close-sandbox")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _changed(self) -> None:
+        self._wake.set()
+        self._on_change()
+
+    async def close(self) -> None:
+        """End every sandbox nobody took; those that wait for one get ``Unavailable``."""
+        self._closed = True
+        for task in self._making:
+            task.cancel()
+        await asyncio.gather(*self._making, return_exceptions=True)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(Unavailable("this node is shutting down"))
+        while self._idle:
+            self._discard(self._idle.popleft())
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+async def _close(sandbox: Sandbox) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await sandbox.close()
+    except TimeoutError:
+        log.error("sandbox %s (pid %d) did not end within %.0f s", sandbox.name, sandbox.pid, CLOSE_S)

@@ -1,0 +1,129 @@
+"""All that a sandbox needs before its worker can begin, fetched at the same time: a start waits for the slowest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sllm_invoker.bundles import BundleCache
+from sllm_invoker.pool import WarmPool
+from sllm_invoker.sandbox import Sandbox
+from sllm_invoker.workdir import Workdirs
+from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.node import Progress, StartInstance
+from sllm_runtime.protocol.records import ModelRecord
+from sllm_runtime.protocol.timeline import IMPORT, WEIGHTS
+from sllm_runtime.protocol.worker import Assign
+
+Report = Callable[[Progress], None]
+
+
+class Weights(Protocol):
+    """This node's loaderd, as a start needs it."""
+
+    async def grant(self, model: ModelRecord, holder: str, report: Report) -> int:
+        """A descriptor with rights to this model for the sandbox ``holder``; loading has begun. The caller owns it."""
+
+    async def gone(self, holder: str) -> None:
+        """Every process of ``holder`` is dead: what it held may be used again."""
+
+
+@dataclass(frozen=True)
+class Suppliers:
+    """Where the parts come from."""
+
+    pool: WarmPool
+    bundles: BundleCache
+    weights: Weights
+    workdirs: Workdirs
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sandbox and what it is given. ``fds`` are the bundle and, with a model, the loader session."""
+
+    sandbox: Sandbox
+    fds: tuple[int, ...]
+    workdir: Path
+
+
+async def prepare(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report) -> Prepared:
+    """Everything for ``order``. What is acquired is freed by ``stack``, also when a part fails.
+
+    Raises the first part's ``SllmError``.
+    """
+    # The stack unwinds backwards: the directory goes last, when nothing can write to it any more.
+    workdir = suppliers.workdirs.make(order.instance)
+    stack.push_async_callback(suppliers.workdirs.remove, workdir)
+    parts = [_sandbox(order, suppliers, stack), _bundle(order, suppliers, stack)]
+    tasks: list[asyncio.Task[Sandbox | int]] = [asyncio.ensure_future(part) for part in parts]
+    if order.model is not None:
+        tasks.append(asyncio.ensure_future(_weights(order.model, order, suppliers, stack, report)))
+    try:
+        sandbox, *fds = await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    assert not isinstance(sandbox, int)
+    return Prepared(sandbox, tuple(fd for fd in fds if isinstance(fd, int)), workdir)
+
+
+async def _sandbox(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> Sandbox | int:
+    sandbox = await suppliers.pool.acquire()
+    if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
+        stack.push_async_callback(suppliers.weights.gone, order.instance)
+    stack.push_async_callback(sandbox.close)
+    return sandbox
+
+
+async def _bundle(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> Sandbox | int:
+    with _stage(IMPORT):
+        fd = await suppliers.bundles.open(order.bundle, order.bundle_bytes)
+    stack.callback(os.close, fd)
+    return fd
+
+
+async def _weights(
+    model: ModelRecord, order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report
+) -> Sandbox | int:
+    with _stage(WEIGHTS):
+        fd = await suppliers.weights.grant(model, order.instance, report)
+    stack.callback(os.close, fd)
+    return fd
+
+
+@contextmanager
+def _stage(name: str) -> Iterator[None]:
+    """Errors name the stage that needed what is missing."""
+    try:
+        yield
+    except SllmError as error:
+        error.stage = error.stage or name
+        raise
+
+
+def assignment(order: StartInstance, prepared: Prepared) -> Assign:
+    """What the worker is told."""
+    manifest = order.manifest
+    weights = order.model.nbytes if order.model is not None else 0
+    return Assign(
+        instance=order.instance,
+        function=order.function,
+        version=order.version,
+        manifest=manifest,
+        bundle=order.bundle,
+        model=order.model.digest if order.model is not None else None,
+        env={"TMPDIR": str(prepared.workdir), **manifest.env},
+        memory_limit=manifest.memory + weights,
+        threads=max(1, int(manifest.cpu)),
+        gpus=order.gpus,
+        workdir=str(prepared.workdir),
+        fds=len(prepared.fds),
+    )

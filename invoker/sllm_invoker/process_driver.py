@@ -1,0 +1,233 @@
+"""Sandboxes that are processes: forked from the node's fork server, seen by pidfd, killed as a group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from sllm_invoker.fork_server import ZYGOTE, ForkServer, namespace_command
+from sllm_invoker.sandbox import Exit, Sandbox
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import ProtocolError, Unavailable
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.worker import Exited, FromWorker, Hello
+
+log = logging.getLogger(__name__)
+
+HELLO_S: Final = 30.0
+EXIT_REPORT_S: Final = 0.1
+"""The fork server says how a worker ended; it is waited for this long after the worker is known to be dead."""
+_PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
+
+
+def host_pid(pidfd: int) -> int:
+    """The pid, as seen from here, of the process behind ``pidfd``; 0 when it is dead."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        found = _PID.search(file.read())
+    return max(0, int(found[1])) if found else 0
+
+
+class ProcessSandbox:
+    """One forked worker. Owns its socket, both pipes and the pidfd."""
+
+    def __init__(self, name: str, wire: AsyncWire, stdout: int, stderr: int, pidfd: int) -> None:
+        self._name = name
+        self._wire = wire
+        self._stdout, self._stderr, self._pidfd = stdout, stderr, pidfd
+        self._pid = host_pid(pidfd)
+        self._asked = False
+        self._closed = False
+        self._report: Exited | None = None
+        self._loop = asyncio.get_running_loop()
+        self._late: asyncio.TimerHandle | None = None
+        self._exited: asyncio.Future[Exit] = self._loop.create_future()
+        self.hello = Hello(pid=0, python="")
+        self._loop.add_reader(pidfd, self._dead)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    def python(self) -> str:
+        return self.hello.python
+
+    @property
+    def wire(self) -> AsyncWire:
+        return self._wire
+
+    @property
+    def stdout(self) -> int:
+        return self._stdout
+
+    @property
+    def stderr(self) -> int:
+        return self._stderr
+
+    @property
+    def exited(self) -> asyncio.Future[Exit]:
+        return self._exited
+
+    def _dead(self) -> None:
+        """The pidfd is readable: nothing of this process will run again."""
+        self._loop.remove_reader(self._pidfd)
+        self._kill_group()  # its children, while the group's number is surely still theirs
+        self._pid = 0
+        if self._report is not None:
+            self._settle()
+        else:
+            self._late = self._loop.call_later(EXIT_REPORT_S, self._settle)
+
+    def on_report(self, report: Exited) -> None:
+        """The fork server has reaped it."""
+        self._report = report
+        if self._pid == 0:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        if not self._exited.done():
+            report = self._report
+            code, number = (report.code, report.signal) if report is not None else (None, 0)
+            self._exited.set_result(Exit(code, number, self._asked))
+
+    def _kill_group(self) -> None:
+        if self._pid > 1:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and its process group. Repeatable."""
+        if self._pid == 0:
+            return
+        self._asked = True
+        self._kill_group()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def close(self) -> Exit:
+        """Kill what is left, wait for its end, free all descriptors."""
+        self.kill()
+        end = await asyncio.shield(self._exited)
+        if not self._closed:
+            self._closed = True
+            self._wire.close()
+            for fd in (self._stdout, self._stderr, self._pidfd):
+                os.close(fd)
+        return end
+
+
+class ProcessDriver:
+    """Makes ``ProcessSandbox``es.
+
+    ``argv``: the fork server's command, without ``--fd N``. ``on_end`` is called when a fork server has ended: what
+    its workers had started may have become this process's children.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        *,
+        argv: Sequence[str] = ZYGOTE,
+        isolate: bool = True,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._env = env
+        self._argv = argv
+        self._isolate = isolate
+        self._on_end = on_end
+        self._tasks = Tasks("process driver")
+        self._server: ForkServer | None = None
+        self._living: dict[str, ProcessSandbox] = {}
+
+    @property
+    def python(self) -> str:
+        """Version of its workers' Python; empty before the first fork server is ready."""
+        return self._server.python if self._server is not None else ""
+
+    @property
+    def fork_server_pid(self) -> int:
+        """0 when none runs."""
+        return self._server.pid if self._server is not None else 0
+
+    async def start(self) -> None:
+        """Start the fork server; it gets ready in the background."""
+        namespace = await namespace_command() if self._isolate else ()
+        if not namespace:
+            log.warning("no PID namespace for sandboxes here: the fork server ends what its workers leave behind")
+        self._server = ForkServer(
+            self._env, argv=self._argv, namespace=namespace, on_exit=self._reaped, on_end=self._on_end
+        )
+        self._tasks.start(self._server.run(), "fork server")
+
+    async def create(self, name: str) -> Sandbox:
+        """Fork one worker and wait for its ``Hello``. Raises ``Unavailable``."""
+        if self._server is None:
+            raise Unavailable("the process driver was not started")
+        sandbox = await self._fork(self._server, name)
+        try:
+            async with asyncio.timeout(HELLO_S):
+                payload = await sandbox.wire.receive()
+            if payload is None:
+                raise Unavailable(f"worker {name} ended before it said hello")
+            message = codec.unpack(FromWorker, payload)
+            if not isinstance(message.body, Hello) or message.version not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
+                raise Unavailable(f"worker {name} speaks another protocol (version {message.version})")
+            sandbox.hello = message.body
+        except TimeoutError as error:
+            await sandbox.close()
+            raise Unavailable(f"worker {name} did not say hello within {HELLO_S:.0f} s") from error
+        except ProtocolError as error:
+            await sandbox.close()
+            raise Unavailable(f"worker {name} speaks another protocol: {error.message}") from error
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _fork(self, server: ForkServer, name: str) -> ProcessSandbox:
+        ours, theirs = socket.socketpair()
+        out, out_end = os.pipe2(os.O_CLOEXEC)
+        err, err_end = os.pipe2(os.O_CLOEXEC)
+        try:
+            born = await server.spawn(name, theirs, out_end, err_end)
+        except BaseException:
+            ours.close()
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            theirs.close()
+            os.close(out_end)
+            os.close(err_end)
+        os.set_blocking(out, False)
+        os.set_blocking(err, False)
+        sandbox = ProcessSandbox(name, AsyncWire(ours, max_fds=0), out, err, born.pidfd)
+        self._living[name] = sandbox
+        sandbox.exited.add_done_callback(lambda _future: self._living.pop(name, None))
+        return sandbox
+
+    def _reaped(self, name: str, report: Exited) -> None:
+        sandbox = self._living.get(name)
+        if sandbox is not None:
+            sandbox.on_report(report)
+
+    async def close(self) -> None:
+        """Kill the fork server and with it every worker."""
+        for sandbox in list(self._living.values()):
+            sandbox.kill()
+        await self._tasks.close()

@@ -1,0 +1,266 @@
+"""Calls between gateways and instances: opened, fed, acknowledged, cancelled, ended. No instance is managed here.
+
+The relay keeps every frame until its gateway has acknowledged it, so a lost message costs a repetition and no token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+from sllm_invoker.call import Call, Key
+from sllm_invoker.gateway_link import GatewayLink
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import ErrorBody, ProtocolError
+from sllm_runtime.protocol.frames import (
+    Ack,
+    Beat,
+    Cancel,
+    Open,
+    Opened,
+    Parts,
+    Resend,
+    ToGateway,
+    ToNode,
+    Unknown,
+)
+
+log = logging.getLogger(__name__)
+
+KEEP_ENDED_S: Final = 60.0
+"""An end that nobody acknowledges is kept this long."""
+REMEMBER_S: Final = 10.0
+"""A cancel that overtook its call, and a call that is over, are remembered this long: ``Open`` may come again."""
+MAX_REMEMBERED: Final = 65536
+DEADLINE_SLACK_S: Final = 2.0
+"""The gateway ends calls at their deadline; this much later the node does, for a gateway that is no more."""
+
+
+class Host(Protocol):
+    """The instance that works on a call."""
+
+    @property
+    def open_for_calls(self) -> bool:
+        """READY, and not draining."""
+
+    @property
+    def free_slot(self) -> bool:
+        """Whether it can take one more call now."""
+
+    def begin(self, call: Call, body: list[bytes]) -> None:
+        """Hand the call and the parts of its body that are here to the worker."""
+
+    def feed(self, call: Call, body: list[bytes]) -> None:
+        """More of the body."""
+
+    def credit(self, call: Call) -> None:
+        """The call's gateway takes more."""
+
+    def cancel(self, call: Call, code: str, reason: str) -> None:
+        """Stop the call; its END follows."""
+
+    def next_number(self) -> int:
+        """Number of its next call."""
+
+
+class Relay:
+    """All calls of one node. Runs on one event loop; ``tick`` is called every TICK_S."""
+
+    def __init__(
+        self,
+        find: Callable[[str], Host | None],
+        send: Callable[[str, ToGateway], Awaitable[None]],
+        clock: Callable[[], float],
+        tasks: Tasks,
+    ) -> None:
+        self._find = find
+        self._send = send
+        self._clock = clock
+        self._tasks = tasks
+        self._calls: dict[Key, tuple[Call, Host]] = {}
+        self._links: dict[str, GatewayLink] = {}
+        self._cancelled: dict[Key, float] = {}
+        self._over: dict[Key, float] = {}
+        self._beat_at = 0.0
+        self._connected_since: float | None = clock()
+
+    @property
+    def calls(self) -> int:
+        """Calls it holds something of."""
+        return len(self._calls)
+
+    # --- from gateways ------------------------------------------------------------------------------
+    def open(self, gateway: str, request: Open) -> Opened:
+        """Judge one call. The same ``(call, epoch)`` is accepted once, however often it is asked."""
+        head = request.head
+        key = (head.call, head.epoch)
+        if key in self._calls or key in self._over:
+            return Opened(status="accepted", note="again")
+        if key in self._cancelled:
+            return Opened(status="busy", note="cancelled before it was opened")
+        host = self._find(head.instance)
+        if host is None or not host.open_for_calls:
+            return Opened(status="gone", note=f"instance {head.instance} takes no calls here")
+        if not host.free_slot:
+            return Opened(status="busy")
+        now = self._clock()
+        call = Call(host.next_number(), gateway, head, now)
+        parts = call.take_body(request.first, now)
+        if head.body_bytes == 0:
+            call.body.close()
+        if call.body.ended:
+            call.body.ack(now, force=True)  # "accepted" says so
+        self._calls[key] = (call, host)
+        host.begin(call, parts)
+        return Opened(status="accepted")
+
+    def on_message(self, gateway: str, message: ToNode) -> None:
+        """Everything one gateway sent in one step."""
+        for item in message.items:
+            found = self._calls.get((item.call, item.epoch))
+            if found is None or found[0].gateway != gateway:
+                self._unknown(gateway, item)
+                continue
+            try:
+                self._on_item(*found, item)
+            except ProtocolError as error:
+                log.warning("call %s: gateway %s: %s", item.call, gateway, error.message)
+                self._end(*found, error.body())
+
+    def _unknown(self, gateway: str, item: Parts | Ack | Resend | Cancel) -> None:
+        if isinstance(item, Cancel):
+            _remember(self._cancelled, (item.call, item.epoch), self._clock())
+        self._link(gateway).note(Unknown(item.call, item.epoch))
+
+    def _on_item(self, call: Call, host: Host, item: Parts | Ack | Resend | Cancel) -> None:
+        now = self._clock()
+        match item:
+            case Parts():
+                if parts := call.take_body(item.frames, now):
+                    host.feed(call, parts)
+                self._answer_body(call, now)
+            case Ack():
+                if call.on_ack(item.next_index, item.limit, now):
+                    if call.running:
+                        host.credit(call)
+                    self.ready(call)
+                if call.outbox.done:
+                    self._forget(call)
+            case Resend():
+                call.outbox.on_resend(item.index)
+                self.ready(call)
+            case Cancel():
+                if call.running:
+                    host.cancel(call, item.code, item.reason)
+
+    # --- from instances -----------------------------------------------------------------------------
+    def ready(self, call: Call) -> None:
+        """``call`` has frames to send (or may have)."""
+        self._link(call.gateway).dirty(call)
+
+    def consumed(self, call: Call, nbytes: int) -> None:
+        """The worker took ``nbytes`` of the body."""
+        call.body.consume(nbytes)
+        if call.body.owes or not call.body.ended:
+            self._answer_body(call, self._clock())
+
+    def _answer_body(self, call: Call, now: float) -> None:
+        link = self._link(call.gateway)
+        if (ack := call.body.ack(now)) is not None:
+            link.note(Ack(*call.key, *ack))
+        if (index := call.body.resend(now)) is not None:
+            link.note(Resend(*call.key, index))
+
+    def _end(self, call: Call, host: Host, error: ErrorBody) -> None:
+        """Stop a call whose gateway broke the protocol or is gone: the worker is told, the end kept for a while."""
+        if call.running:
+            host.cancel(call, error.code, error.message)
+
+    # --- time ---------------------------------------------------------------------------------------
+    def tick(self) -> None:
+        """Beats, repetitions, and what has waited too long."""
+        now = self._clock()
+        beat = now - self._beat_at >= limits.HEARTBEAT_S
+        if beat:
+            self._beat_at = now
+            for memory in (self._cancelled, self._over):
+                _outdate(memory, now - REMEMBER_S)
+        for key, (call, host) in list(self._calls.items()):
+            if call.running:
+                self._answer_body(call, now)
+            if beat:
+                self._link(call.gateway).note(Beat(*key, call.sent))
+            self._judge(call, host, now)
+
+    def _judge(self, call: Call, host: Host, now: float) -> None:
+        if not call.running:
+            ended = call.ended_at if call.ended_at is not None else now
+            if now - ended > KEEP_ENDED_S:
+                log.warning("call %s: gateway %s never acknowledged its end", call.head.call, call.gateway)
+                self._forget(call)
+            return
+        if call.cancel is not None:
+            return
+        if now - call.began > call.head.timeout_s + DEADLINE_SLACK_S:
+            host.cancel(call, "deadline_exceeded", f"it ran longer than {call.head.timeout_s:g} s")
+        elif self._connected_for(now) > limits.LOST_AFTER_S and call.unheard_s(now) > limits.LOST_AFTER_S:
+            log.warning("call %s: gateway %s acknowledges nothing, cancelled", call.head.call, call.gateway)
+            host.cancel(call, "cancelled", "its gateway is gone")
+
+    def _forget(self, call: Call) -> None:
+        del self._calls[call.key]
+        _remember(self._over, call.key, self._clock())
+
+    def _connected_for(self, now: float) -> float:
+        return 0.0 if self._connected_since is None else now - self._connected_since
+
+    def on_disconnect(self) -> None:
+        """The bus is away: frames wait, nobody is judged by silence."""
+        self._connected_since = None
+        for link in self._links.values():
+            link.connected.clear()
+
+    def on_reconnect(self) -> None:
+        """The bus is back: tell every gateway how far each call is, so that it asks for what it lacks."""
+        now = self._clock()
+        self._connected_since = now
+        for call, _host in self._calls.values():
+            call.forgive(now)
+            self._link(call.gateway).note(Beat(*call.key, call.sent))
+        for link in self._links.values():
+            link.connected.set()
+
+    async def flush(self) -> None:
+        """Send what can be sent now: the last words of a node that ends."""
+        for link in self._links.values():
+            while link.connected.is_set() and (message := link.collect()) is not None:
+                await self._send(link.gateway, message)
+
+    def _link(self, gateway: str) -> GatewayLink:
+        link = self._links.get(gateway)
+        if link is None:
+
+            async def send(message: ToGateway) -> None:
+                await self._send(gateway, message)
+
+            link = self._links[gateway] = GatewayLink(gateway, send, self._clock)
+            if self._connected_since is None:
+                link.connected.clear()
+            self._tasks.start(link.run(), f"frames-{gateway}")
+        return link
+
+
+def _remember(memory: dict[Key, float], key: Key, now: float) -> None:
+    """Note ``key``; the oldest goes when there are too many."""
+    memory.pop(key, None)
+    if len(memory) >= MAX_REMEMBERED:
+        del memory[next(iter(memory))]
+    memory[key] = now
+
+
+def _outdate(memory: dict[Key, float], before: float) -> None:
+    """Drop what was noted before that time; the oldest comes first."""
+    while memory and memory[oldest := next(iter(memory))] < before:
+        del memory[oldest]

@@ -1,0 +1,63 @@
+"""The node's report: the truth about its instances, sent at every change and every HEARTBEAT_S."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.node import NodeStatus
+
+log = logging.getLogger(__name__)
+
+COALESCE_S: Final = 0.02
+COUNTS_S: Final = 0.2
+"""How late the report may say that a call began or ended: nothing waits for it."""
+
+
+class Reporter:
+    """``compose(sequence)`` makes the report, ``publish`` sends it. ``run`` until cancelled."""
+
+    def __init__(self, compose: Callable[[int], NodeStatus], publish: Callable[[NodeStatus], Awaitable[None]]) -> None:
+        self._compose = compose
+        self._publish = publish
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sequence = 0
+
+    def changed(self) -> None:
+        """Something the report says is different now, and somebody may wait for it."""
+        self._changed.set()
+
+    def counted(self) -> None:
+        """A number of running calls is different now."""
+        if self._timer is None and not self._changed.is_set():
+            self._timer = asyncio.get_running_loop().call_later(COUNTS_S, self._changed.set)
+
+    async def run(self) -> None:
+        """A change that follows a quiet time is reported at once, those after it in COALESCE_S together."""
+        while True:
+            self._changed.clear()
+            await self.send()
+            await asyncio.sleep(COALESCE_S)
+            try:
+                async with asyncio.timeout(limits.HEARTBEAT_S - COALESCE_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def send(self) -> None:
+        """One report now. A bus that is away gets the next one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._sequence += 1
+        try:
+            await self._publish(self._compose(self._sequence))
+        except Unavailable as error:
+            log.debug("status: %s", error.message)
+        except SllmError as error:
+            log.error("this node's report cannot be sent: %s", error.message)

@@ -1,0 +1,80 @@
+"""What an instance runs in, and who makes it. A process is the first driver; a container has the same face."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import dataclass
+from typing import Protocol
+
+from sllm_runtime.platform.wire import AsyncWire
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a sandbox ended. ``code`` None: not known (its fork server ended first)."""
+
+    code: int | None
+    signal: int = 0
+    asked: bool = False
+    """Whether we killed it."""
+
+    def __str__(self) -> str:
+        if self.signal:
+            try:
+                name = signal.Signals(self.signal).name
+            except ValueError:
+                name = "unknown"
+            return f"signal {self.signal} ({name})"
+        return "an unknown cause" if self.code is None else f"exit code {self.code}"
+
+
+class Sandbox(Protocol):
+    """One worker, warm or at work. Used once. Its owner calls ``close`` on every path."""
+
+    @property
+    def name(self) -> str:
+        """Unique on this node, over all its lives."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on this machine; 0 when it is dead."""
+
+    @property
+    def python(self) -> str:
+        """Version its worker runs, as ``3.11.7``."""
+
+    @property
+    def wire(self) -> AsyncWire:
+        """The socket to its worker, after the worker's ``Hello``."""
+
+    @property
+    def stdout(self) -> int:
+        """Non-blocking read end of the pipe; the sandbox owns it."""
+
+    @property
+    def stderr(self) -> int:
+        """Non-blocking read end of the pipe; the sandbox owns it."""
+
+    @property
+    def exited(self) -> asyncio.Future[Exit]:
+        """Done as soon as the worker is dead."""
+
+    def kill(self) -> None:
+        """Kill the worker and its process group now. Repeatable."""
+
+    async def close(self) -> Exit:
+        """Kill what is left, wait until it is dead, free everything. Repeatable."""
+
+
+class SandboxDriver(Protocol):
+    """Makes sandboxes of one sort."""
+
+    async def start(self) -> None:
+        """Begin; raises ``Unavailable`` if this machine cannot run this driver."""
+
+    async def create(self, name: str) -> Sandbox:
+        """A warm sandbox: its worker said ``Hello``. Raises ``Unavailable`` when none can be made now."""
+
+    async def close(self) -> None:
+        """End everything this driver made."""

@@ -1,0 +1,40 @@
+"""The invoker's settings, read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from sllm_invoker.fork_server import ZYGOTE
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.protocol.quantities import Bytes
+
+
+class InvokerSettings(Settings):
+    """``SLLM_NODE``, ``SLLM_DATA_DIR`` and ``SLLM_LOADERD_SOCKET`` are needed; the rest has defaults."""
+
+    node: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9_-]+$")
+    data_dir: Path
+    """Work directories, cached bundles and logs of this node alone."""
+    loaderd_socket: Path
+    pool_size: int = Field(default=2, ge=0, le=256)
+    """Warm sandboxes that wait."""
+    refill_delay: float = Field(default=0.3, ge=0)
+    """Seconds the pool waits after a start before it forks again."""
+    cpu: float | None = Field(default=None, gt=0)
+    """Cores; default: what this process may use."""
+    cpu_overcommit: float = Field(default=8.0, ge=1)
+    """Functions that are kept alive idle most of the time, so their cores may be promised this many times."""
+    memory: Bytes | None = Field(default=None, gt=0)
+    """Bytes; default: what this process may use."""
+    gpus: str | None = None
+    """``"L4:24GiB,L4:24GiB"``; default: what the driver lists; ``""`` none."""
+    labels: str = ""
+    """``"zone=a,disk=nvme"``"""
+    fork_server: tuple[str, ...] = ZYGOTE
+    """Command that makes warm workers; ``--fd N`` is added."""
+    isolate: bool = True
+    """A PID namespace for sandboxes, where the kernel permits one."""
+    bundle_cache: Bytes = Field(default=1000 * 2**20, ge=0)
+    """Bytes of bundles kept on disk."""

@@ -1,0 +1,88 @@
+"""How an instance ends, and what those who wait for it are told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sllm_invoker import exits
+from sllm_invoker.admission import claim_of
+from sllm_invoker.sandbox import Exit
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import Cancelled, InstanceLost, SllmError, StartTimeout
+from sllm_runtime.protocol.node import StartInstance
+from sllm_runtime.protocol.states import InstanceState
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The state an instance ends in, why, and what its running calls are told (None: that it was lost)."""
+
+    state: InstanceState
+    error: SllmError | None = None
+    calls: SllmError | None = None
+
+
+def failed(error: SllmError, stage: str) -> Verdict:
+    """It never became ready."""
+    if error.stage is None:
+        error.stage = stage
+    return Verdict(InstanceState.FAILED, error, error)
+
+
+def lost(error: SllmError) -> Verdict:
+    """It was ready, and is no more."""
+    return Verdict(InstanceState.LOST, error, error)
+
+
+def start_timeout(order: StartInstance, stage: str, why: str) -> Verdict:
+    """It took longer than its ``startup_timeout``."""
+    because = f" ({why})" if why else ""
+    error = StartTimeout(
+        f"instance {order.instance} was not ready within {order.manifest.startup_timeout:g} s:"
+        f" it hangs in stage {stage}{because}. Look at the function's logs, or raise `startup_timeout`",
+    )
+    return failed(error, stage)
+
+
+def died_at_start(order: StartInstance, stage: str, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
+    """Its worker ended before it was ready. ``for_memory``: the kernel killed something for memory meanwhile."""
+    limit = claim_of(order).memory
+    return failed(exits.start_error(order.instance, stage, end, tail, for_memory, limit), stage)
+
+
+def died(order: StartInstance, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
+    """Its worker ended though nobody had asked it to."""
+    return lost(exits.lost_error(order.instance, end, tail, for_memory))
+
+
+def silent(instance: str) -> Verdict:
+    """No heartbeat."""
+    return lost(
+        InstanceLost(
+            f"instance {instance} gave no sign of life for {limits.LOST_AFTER_S:g} s and was killed; call again"
+        )
+    )
+
+
+def deaf(instance: str, call: str) -> Verdict:
+    """It does not hear a cancel."""
+    return lost(
+        InstanceLost(
+            f"instance {instance} was killed: it went on with call {call} for {limits.LOST_AFTER_S:g} s after that"
+            " was cancelled. Call again"
+        )
+    )
+
+
+def stopped(instance: str, reason: str) -> Verdict:
+    """It ended as asked; what still ran was cancelled."""
+    return Verdict(InstanceState.STOPPED, calls=Cancelled(f"instance {instance} was stopped: {reason}"))
+
+
+def shut_down(instance: str) -> Verdict:
+    """Its node ends."""
+    return Verdict(
+        InstanceState.STOPPED,
+        calls=InstanceLost(f"the node of instance {instance} is shutting down; call again"),
+    )

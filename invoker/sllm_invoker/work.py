@@ -1,0 +1,191 @@
+"""The calls that one worker runs: numbered, fed, credited, cancelled, ended. Messages to and from it, no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from sllm_invoker.call import Call
+from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol import codec, limits
+from sllm_runtime.protocol.errors import BY_CODE, Cancelled, ErrorBody, ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.node import StartInstance
+from sllm_runtime.protocol.worker import (
+    Assign,
+    CallBody,
+    CallFrames,
+    CancelCall,
+    Credit,
+    Hello,
+    StartCall,
+    Stop,
+    ToWorker,
+)
+
+Said: TypeAlias = Assign | StartCall | CallBody | Credit | CancelCall | Stop
+REMEMBERED = 256
+"""Ended calls whose late log lines still get their call's id."""
+
+
+class Work:
+    """What the relay sees of a worker (``relay.Host``), and what its instance does."""
+
+    def __init__(
+        self,
+        order: StartInstance,
+        wire: AsyncWire,
+        ready: Callable[[Call], None],
+        consumed: Callable[[Call, int], None],
+        silent: Callable[[SllmError], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._order = order
+        self._wire = wire
+        self._ready = ready
+        self._consumed = consumed
+        self._silent = silent
+        self._clock = clock
+        self._calls: dict[int, Call] = {}
+        self._names: OrderedDict[int, str] = OrderedDict()
+        self._last = 0
+        self._open = False
+        self._idle_since = clock()
+        self._fed: list[tuple[Call, int]] = []
+        self._feeding = asyncio.Event()
+
+    # --- slots --------------------------------------------------------------------------------------
+    @property
+    def open_for_calls(self) -> bool:
+        """READY, and not draining."""
+        return self._open
+
+    @property
+    def free_slot(self) -> bool:
+        """Whether it can take one more call now."""
+        return len(self._calls) < self._order.manifest.concurrency
+
+    @property
+    def running(self) -> int:
+        """Calls it works on."""
+        return len(self._calls)
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the last call ended, or since it was ready; 0 while it works or starts."""
+        return 0.0 if self._calls or not self._open else max(0.0, now - self._idle_since)
+
+    def open(self) -> None:
+        """The worker is ready."""
+        self._open = True
+        self._idle_since = self._clock()
+
+    def close(self) -> None:
+        """No new calls from now on."""
+        self._open = False
+
+    def next_number(self) -> int:
+        """Number of its next call."""
+        self._last += 1
+        return self._last
+
+    def name(self, number: int | None) -> str | None:
+        """Id of the call with this number, if it runs or ran lately."""
+        return self._names.get(number) if number is not None else None
+
+    # --- towards the worker ---------------------------------------------------------------------------
+    def tell(self, body: Said, fds: Sequence[int] = ()) -> None:
+        """Queue one message. A worker that is gone is noticed by who listens to it."""
+        try:
+            self._wire.send(codec.pack(ToWorker(body)), fds)
+        except Unavailable as error:
+            if not self._wire.closed and not self._wire.peer_gone:
+                self._silent(error)
+
+    def begin(self, call: Call, body: list[bytes]) -> None:
+        """Hand over a call and what is here of its body."""
+        self._calls[call.number] = call
+        self._names[call.number] = call.head.call
+        if len(self._names) > REMEMBERED:
+            self._names.popitem(last=False)
+        first, *rest = body or [b""]
+        self.tell(StartCall(number=call.number, head=call.head, body=first))
+        self._count(call, first)
+        self.feed(call, rest)
+
+    def feed(self, call: Call, body: list[bytes]) -> None:
+        """More of the body."""
+        for part in body:
+            if call.running:
+                self.tell(CallBody(call.number, part))
+            self._count(call, part)
+
+    def _count(self, call: Call, part: bytes) -> None:
+        if part:
+            self._fed.append((call, len(part)))  # bounded by each call's window
+            self._feeding.set()
+
+    async def feed_back(self) -> None:
+        """Grant gateways new credit for bodies once the worker has taken what it was given."""
+        while True:
+            await self._feeding.wait()
+            self._feeding.clear()
+            await self._wire.drain()
+            fed, self._fed = self._fed, []
+            for call, nbytes in fed:
+                self._consumed(call, nbytes)
+
+    def credit(self, call: Call) -> None:
+        """The call's gateway takes more."""
+        self.tell(Credit(call.number, call.outbox.limit))
+
+    def cancel(self, call: Call, code: str, reason: str) -> None:
+        """Stop the call; its END follows. Repeatable: the first reason holds."""
+        if call.cancel is None:
+            call.cancel, call.cancelled_at = (code, reason), self._clock()
+            self.tell(CancelCall(call.number, code, reason))
+
+    def deaf(self, now: float) -> Call | None:
+        """A call that goes on LOST_AFTER_S after it was cancelled."""
+        for call in self._calls.values():
+            if call.cancel is not None and now - call.cancelled_at > limits.LOST_AFTER_S:
+                return call
+        return None
+
+    # --- from the worker ------------------------------------------------------------------------------
+    def on_message(self, body: CallFrames | Hello) -> bool:
+        """Frames of its calls. Whether a call ended. Raises ``ProtocolError`` on what a right worker does not send."""
+        if not isinstance(body, CallFrames):
+            raise ProtocolError(f"{type(body).__name__} from a worker at work")
+        now, ended = self._clock(), False
+        for number, frames in body.items:
+            call = self._calls.get(number)
+            if call is None:
+                raise ProtocolError(f"frames for call number {number}, which does not run")
+            call.push(frames, now)
+            if not call.running:
+                self._done(call)
+                ended = True
+            self._ready(call)
+        return ended
+
+    def _done(self, call: Call) -> None:
+        del self._calls[call.number]
+        if not self._calls:
+            self._idle_since = self._clock()
+
+    def end(self, error: SllmError) -> None:
+        """The worker is gone: every running call ends with ``error``, one that was cancelled with its own code."""
+        self._open = False
+        for call in list(self._calls.values()):
+            call.fail(_cancelled(call) or error.body(), self._clock())
+            self._done(call)
+            self._ready(call)
+
+
+def _cancelled(call: Call) -> ErrorBody | None:
+    if call.cancel is None:
+        return None
+    code, reason = call.cancel
+    kind = BY_CODE.get(code, Cancelled)
+    return kind(reason or f"call {call.head.call} was cancelled").body()

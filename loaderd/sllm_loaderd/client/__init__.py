@@ -1,0 +1,8 @@
+"""What other rooms may use of loaderd: `LoaderControl` for the invoker, `LoaderSession` for the worker. No torch."""
+
+from sllm_loaderd.client.control import LoaderControl
+from sllm_loaderd.client.load import SessionLoad
+from sllm_loaderd.client.mapping import Mapping
+from sllm_loaderd.client.session import LoaderSession
+
+__all__ = ["LoaderControl", "LoaderSession", "Mapping", "SessionLoad"]

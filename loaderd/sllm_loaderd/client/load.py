@@ -1,0 +1,185 @@
+"""One load as the worker sees it: its index, its files, its memory, and when each block is there. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from sllm_loaderd.client.mapping import Mapping
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, BlockRecord, CheckpointIndex, decode_index, rank_blocks
+from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.loader import Cancel, Chunks, Detach, Done, Failed, Files, LoadProgress, Message, Ready
+
+DEADLINE_S: Final = 60.0
+T = TypeVar("T")
+
+
+class SessionLoad:
+    """One load of one partition: wait for its parts, then use its memory. Thread-safe."""
+
+    def __init__(
+        self, send: Callable[[Message], None], forget: Callable[[int], object], number: int, partition: int
+    ) -> None:
+        self._send = send
+        self._forget = forget
+        self._number = number
+        self._changed = threading.Condition()
+        self._error: SllmError | None = None
+        self._files: dict[str, bytes] = {}
+        self._index: CheckpointIndex | None = None
+        self._mapping: Mapping | None = None
+        self._mapped = False
+        self._ready: set[int] = set()
+        self._done = False
+        self._cold: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # holds each block at most once, and the end
+        self._populator: threading.Thread | None = None
+        self.partition = partition
+        self.progress = (0, 0)
+        """Bytes there, bytes asked for."""
+
+    # --- for the worker -----------------------------------------------------------------------------
+    def index(self, timeout: float = DEADLINE_S) -> CheckpointIndex:
+        """The checked index. Raises the load's error or ``DeadlineExceeded``, as all waits here."""
+        return self._wait(lambda: self._index, timeout, "its index")
+
+    def files(self, timeout: float = DEADLINE_S) -> dict[str, bytes]:
+        """The model's small files (configuration, tokenizer) by name."""
+        self.index(timeout)
+        return {name: data for name, data in self._files.items() if name != INDEX_NAME}
+
+    def blocks(self, timeout: float = DEADLINE_S) -> list[BlockRecord]:
+        """Blocks of this partition; a block's number is its place."""
+        return rank_blocks(self.index(timeout), self.partition)
+
+    def attach(self, timeout: float = DEADLINE_S) -> Mapping:
+        """The partition's memory, all chunks in place. No byte of a block may be touched before ``wait(block)``."""
+        return self._wait(lambda: self._mapping if self._mapped else None, timeout, "its memory")
+
+    def wait(self, block: int, timeout: float = DEADLINE_S) -> None:
+        """Until a block's bytes are there."""
+        self._wait(lambda: self._done or block in self._ready or None, timeout, f"block {block}")
+
+    def wait_all(self, timeout: float = DEADLINE_S) -> None:
+        """Until all that was asked for is there."""
+        self._wait(lambda: self._done or None, timeout, "all blocks")
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that was asked for is there."""
+        return self._done
+
+    def cancel(self) -> None:
+        """Stop it; who waits gets ``Cancelled``."""
+        self._send(Cancel(request=self._number))
+
+    def detach(self) -> None:
+        """Give back the mapping as soon as nothing made from it lives, and end the load if it runs. Repeatable."""
+        with contextlib.suppress(Unavailable):
+            self._send(Detach(request=self._number))
+        self._forget(self._number)
+        self._end(Cancelled("the load was given up here"))
+        if self._populator is not None and self._populator is not threading.current_thread():
+            self._populator.join()
+        if self._mapping is not None:
+            self._mapping.release()
+
+    # --- for the session's reader ---------------------------------------------------------------------
+    def heard(self, message: Message, fds: Sequence[int]) -> None:
+        """A message for this load; ``fds`` are this method's own. Runs in the reader's thread."""
+        if isinstance(message, Files):
+            self._take_files(message, fds[0])
+        elif isinstance(message, Chunks):
+            self._place(message, fds)
+        elif isinstance(message, LoadProgress):
+            self.progress = (message.done, message.total)
+        elif isinstance(message, Ready):
+            self._cold.put(message.block)
+            self._change(lambda: self._ready.add(message.block))
+        elif isinstance(message, Done):
+            self._change(lambda: setattr(self, "_done", True))
+            self._cold.put(None)
+        elif isinstance(message, Failed):
+            self._end(message.error.to_error())
+
+    def _take_files(self, message: Files, fd: int) -> None:
+        try:
+            files = {entry.name: os.pread(fd, entry.nbytes, entry.offset) for entry in message.files}
+        finally:
+            os.close(fd)
+        index = decode_index(files[INDEX_NAME])
+        mapping = Mapping(index.partition(self.partition).nbytes, index.chunk_bytes)
+        self._files, self._mapping = files, mapping
+        self._change(lambda: setattr(self, "_index", index))
+
+    def _place(self, message: Chunks, fds: Sequence[int]) -> None:
+        mapping = self._mapping
+        if mapping is None:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError("chunks came before the index")
+        waiting = list(fds)
+        try:
+            for number in message.numbers:
+                mapping.place(number, waiting.pop(0))
+        finally:
+            for fd in waiting:
+                os.close(fd)
+        if message.last:
+            self._change(lambda: setattr(self, "_mapped", True))
+            self._populator = threading.Thread(target=self._populate, name="sllm-populate", daemon=True)
+            self._populator.start()
+
+    def _populate(self) -> None:
+        """Fill in page tables block by block while later blocks still come. A thread of its own."""
+        mapping, blocks = self._mapping, self.blocks()
+        warm: set[int] = set()
+        while mapping is not None and (number := self._cold.get()) is not None:
+            mapping.populate(blocks[number].offset, blocks[number].nbytes)
+            warm.add(number)
+        if mapping is not None and self._done and self._error is None and not self._partial:
+            for number, block in enumerate(blocks):
+                if number not in warm and block.nbytes:
+                    mapping.populate(block.offset, block.nbytes)
+
+    @property
+    def _partial(self) -> bool:
+        """Whether less than the whole partition was asked for."""
+        index = self._index
+        return index is None or self.progress[1] < index.partition(self.partition).nbytes
+
+    def _end(self, error: SllmError) -> None:
+        def end() -> None:
+            if not self._done and self._error is None:
+                self._error = error
+
+        self._change(end)
+        self._cold.put(None)
+
+    def fail(self, error: SllmError) -> None:
+        """The connection is gone: nothing more will come."""
+        self._end(error)
+
+    def _change(self, change: Callable[[], object]) -> None:
+        with self._changed:
+            change()
+            self._changed.notify_all()
+
+    def _wait(self, value: Callable[[], T | None], timeout: float, what: str) -> T:
+        until = time.monotonic() + timeout
+        with self._changed:
+            while (found := value()) is None:
+                if self._error is not None:
+                    raise self._error
+                if (left := until - time.monotonic()) <= 0:
+                    done, total = self.progress
+                    raise DeadlineExceeded(
+                        f"{what} of partition {self.partition} did not come in {timeout} s ({done} of {total} bytes)",
+                        stage="weights",
+                    )
+                self._changed.wait(left)
+            return found

@@ -1,0 +1,151 @@
+"""The worker's side: one connection to loaderd, blocking calls with deadlines, threads behind them. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+from sllm_loaderd.client.load import DEADLINE_S, SessionLoad
+from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol.codec import pack, unpack
+from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.loader import START, Answer, Chunks, Failed, Files, Hello, Load, Message, Welcome
+
+log = logging.getLogger(__name__)
+
+
+def _decoded(payload: bytes) -> Answer:
+    answer: Answer = unpack(cast(Any, Answer), payload)
+    return answer
+
+
+class LoaderSession:
+    """A sandbox's connection to loaderd, from the descriptor that its invoker handed over. Owns it.
+
+    Its reader thread starts here, so open it after any fork.
+    """
+
+    def __init__(self, fd: int, *, name: str = "", timeout: float = DEADLINE_S) -> None:
+        sock = socket.socket(fileno=fd)
+        sock.settimeout(timeout)
+        self._wire = BlockingWire(sock)
+        self._sending = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._loads: dict[int, SessionLoad] = {}
+        self._closed = False
+        try:
+            self._welcome = self._greet(name)
+        except BaseException:
+            self._wire.close()
+            raise
+        sock.settimeout(None)  # from here on the reader waits for as long as the connection lives
+        self._reader = threading.Thread(target=self._read, name="sllm-loader", daemon=True)
+        self._reader.start()
+
+    @property
+    def model(self) -> str:
+        """Digest of the model that this session has rights to."""
+        return self._welcome.model
+
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """Partitions it has rights to; empty: all."""
+        return self._welcome.partitions
+
+    def load(
+        self,
+        partition: int = 0,
+        blocks: Sequence[tuple[int, int]] = (),
+        *,
+        device: str = "cpu",
+        priority: str = START,
+    ) -> SessionLoad:
+        """Ask for a partition, or ordered ranges of its blocks; returns at once. Raises ``Unavailable``."""
+        number = next(self._numbers)
+        load = SessionLoad(self.send, self._drop, number, partition)
+        self._loads[number] = load
+        request = Load(
+            request=number,
+            partition=partition,
+            blocks=tuple(blocks),
+            device=device,
+            priority=priority,
+            model=self.model,
+        )
+        try:
+            self.send(request)
+        except Unavailable:
+            del self._loads[number]
+            raise
+        return load
+
+    def send(self, message: Message) -> None:
+        """Send one message. Raises ``Unavailable`` if loaderd is gone."""
+        try:
+            with self._sending:
+                self._wire.send(pack(message))
+        except OSError as error:
+            raise Unavailable(
+                f"the node's loaderd is gone: {error}; it will be started again", stage="weights"
+            ) from error
+
+    def _drop(self, number: int) -> None:
+        """Forget a load."""
+        self._loads.pop(number, None)
+
+    def close(self) -> None:
+        """End the connection. Mappings stay until they are detached. Repeatable."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._wire.sock.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def _greet(self, name: str) -> Welcome:
+        try:
+            self._wire.send(pack(Hello(name=name)))
+            payload = self._wire.receive()
+        except OSError as error:
+            raise Unavailable(f"the node's loaderd does not answer: {error}", stage="weights") from error
+        if payload is None:
+            raise Unavailable("the node's loaderd closed the connection", stage="weights")
+        message = _decoded(payload)
+        if isinstance(message, Failed):
+            raise message.error.to_error()
+        if not isinstance(message, Welcome):
+            raise ProtocolError(f"loaderd answered {type(message).__name__} to a hello")
+        return message
+
+    def _read(self) -> None:
+        """Hand messages to their loads until the end. A thread of its own."""
+        error: SllmError = Unavailable("the node's loaderd is gone; it will be started again", stage="weights")
+        try:
+            while (payload := self._wire.receive()) is not None:
+                self._dispatch(payload)
+        except OSError as failure:
+            if not self._closed:
+                log.warning("connection to loaderd: %s", failure)
+        except SllmError as failure:
+            error = failure
+        finally:
+            for load in list(self._loads.values()):
+                load.fail(error)
+            self._wire.close()
+
+    def _dispatch(self, payload: bytes) -> None:
+        message = _decoded(payload)
+        fds = self._wire.fds.take(message.fds) if isinstance(message, Files | Chunks) else []
+        load = self._loads.get(getattr(message, "request", 0))
+        if load is not None:
+            load.heard(message, fds)
+            return
+        for fd in fds:
+            os.close(fd)
+        if isinstance(message, Failed):  # of the connection itself
+            raise message.error.to_error()

@@ -1,0 +1,90 @@
+"""`python -m sllm_loaderd.convert.child`: fetch and convert one model, in a process of its own.
+
+So the daemon never imports torch, a hub's or a store's library, and a conversion can be killed. Says one JSON object
+per line on stdout: progress, then an outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
+from sllm_loaderd.convert.directory import write_checkpoint
+from sllm_loaderd.sources import Progress, open_source
+from sllm_loaderd.verify import copy_checkpoint, open_checkpoint
+from sllm_runtime.platform.process import die_with_parent
+from sllm_runtime.protocol.checkpoint import INDEX_NAME
+from sllm_runtime.protocol.errors import InternalError, OutOfMemory, SllmError, Unavailable
+
+_REPORT_EVERY_S = 0.1
+
+
+def _say(message: ChildMessage) -> None:
+    os.write(sys.stdout.fileno(), msgspec.json.encode(message) + b"\n")
+
+
+def _reporter(stage: str) -> Progress:
+    last = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _REPORT_EVERY_S or done == total:
+            last = now
+            _say(ChildProgress(stage, done, total))
+
+    return report
+
+
+def bring(uri: str, staging: Path, cache: Path, known: str) -> ChildOutcome:
+    """Put the checkpoint of ``uri`` into ``staging``, unless its fingerprint is ``known``. Raises ``SllmError``."""
+    source = open_source(uri)
+    fingerprint = source.fingerprint()
+    if fingerprint == known:
+        return ChildOutcome("", fingerprint)
+    directory = source.fetch(cache, _reporter("fetch"))
+    if (directory / INDEX_NAME).is_file():
+        checkpoint = open_checkpoint(directory)
+        copy_checkpoint(checkpoint, staging, _reporter("convert"))
+        return ChildOutcome(checkpoint.digest, fingerprint)
+    return ChildOutcome(write_checkpoint(directory, staging, progress=_reporter("convert")), fingerprint)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def main() -> None:
+    """Entry point; exit status 0 with an outcome, 1 with an error line."""
+    parser = argparse.ArgumentParser(prog="sllm_loaderd.convert.child")
+    for name in ("--uri", "--staging", "--cache", "--known", "--parent"):
+        parser.add_argument(name, required=True)
+    args = parser.parse_args()
+    die_with_parent(signal.SIGKILL, int(args.parent))
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        _say(bring(args.uri, Path(args.staging), Path(args.cache), args.known))
+    except SllmError as error:
+        failure = error
+    except MemoryError:
+        failure = OutOfMemory("the conversion ran out of memory; free some and try again", stage="convert")
+    except OSError as error:
+        failure = Unavailable(f"{error.strerror} ({error.filename}); check disk space and permissions", stage="convert")
+    except Exception as error:  # the daemon reports a bug here as what it is
+        failure = InternalError(f"conversion failed: {error!r}", stage="convert")
+    else:
+        os._exit(0)  # all is durable and said; taking torch down in order would only take time
+    _say(ChildError(failure.body()))
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

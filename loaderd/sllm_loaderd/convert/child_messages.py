@@ -1,0 +1,31 @@
+"""What the conversion's process says to the daemon, one JSON object per line."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sllm_runtime.protocol.errors import ErrorBody
+
+
+class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """Bytes done of bytes in all, in a stage: fetch or convert."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class ChildOutcome(msgspec.Struct, frozen=True, tag="outcome"):
+    """``digest`` of the checkpoint in the staging directory; empty if the source is what it was (``known``)."""
+
+    digest: str
+    fingerprint: str
+
+
+class ChildError(msgspec.Struct, frozen=True, tag="error"):
+    """Why there is no checkpoint."""
+
+    error: ErrorBody
+
+
+ChildMessage = ChildProgress | ChildOutcome | ChildError

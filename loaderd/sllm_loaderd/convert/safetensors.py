@@ -1,0 +1,163 @@
+"""Source format: safetensors, single or sharded. The header is read here, so that no byte goes unexplained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from sllm_loaderd.convert.source import SourceTensor
+from sllm_loaderd.files import plain_name, read_exactly
+from sllm_runtime.protocol.checkpoint import ITEM_BYTES, MAX_DIMS
+from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
+
+MAX_HEADER: Final = 100_000_000
+"""Bytes; the same limit as the safetensors library has."""
+DTYPES: Final = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "C64": "complex64",
+}  # fmt: skip
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class SafetensorsSource:
+    """The tensors of a safetensors directory. Raises ``InvalidCheckpoint`` for holes, overlaps, trailing bytes,
+    a name in two shards, a shard outside the directory, or an index that does not fit."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._fds: list[tuple[int, Path]] = []
+        self._tensors: dict[str, SourceTensor] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        wanted: dict[str, str] | None = None
+        if files[0].name.endswith(".index.json"):
+            wanted, files = _read_shard_index(files[0])
+        try:
+            for path in files:
+                self._open(path)
+            if wanted is not None:
+                self._check_map(wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        return self._tensors
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        return {}
+
+    def read(self, name: str, start: int, view: memoryview) -> None:
+        shard, offset = self._places[name]
+        fd, path = self._fds[shard]
+        read_exactly(fd, view, offset + start, path)
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop()[0])
+
+    def _open(self, path: Path) -> None:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise InvalidCheckpoint(f"shard {path} cannot be opened: {error.strerror}", field=path.name) from error
+        shard = len(self._fds)
+        self._fds.append((fd, path))
+        entries, data_start = _read_header(fd, path)
+        for name, entry in entries.items():
+            if name in self._tensors:
+                other = self._fds[self._places[name][0]][1]
+                raise InvalidCheckpoint(
+                    f"tensor {name!r} stands in two shards, {other.name} and {path.name}", field=name
+                )
+            begin, end = entry.data_offsets
+            dtype = DTYPES[entry.dtype]
+            self._tensors[name] = SourceTensor(name, dtype, entry.shape, end - begin, (shard, begin))
+            self._places[name] = (shard, data_start + begin)
+
+    def _check_map(self, wanted: dict[str, str]) -> None:
+        for name, file in wanted.items():
+            if name not in self._places or self._fds[self._places[name][0]][1].name != file:
+                raise InvalidCheckpoint(f"the shard index says {name!r} is in {file}, but it is not", field=name)
+        extra = next((name for name in self._tensors if name not in wanted), None)
+        if extra is not None:
+            raise InvalidCheckpoint(f"tensor {extra!r} is in a shard but not in the shard index", field=extra)
+
+
+def _read_shard_index(path: Path) -> tuple[dict[str, str], list[Path]]:
+    try:
+        wanted = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map
+    except msgspec.MsgspecError as error:
+        raise InvalidCheckpoint(f"{path} is not a shard index: {error}", field=path.name) from error
+    files = sorted({plain_name(name, f"{path.name}: shard") for name in wanted.values()})
+    return wanted, [path.parent / name for name in files]
+
+
+def _read_header(fd: int, path: Path) -> tuple[dict[str, _Entry], int]:
+    size = os.fstat(fd).st_size
+    head = bytearray(8)
+    read_exactly(fd, memoryview(head), 0, path)
+    length = int.from_bytes(head, "little")
+    if length > min(MAX_HEADER, size - 8):
+        raise InvalidCheckpoint(f"{path}: header of {length} bytes in a file of {size}", field=path.name)
+    raw = bytearray(length)
+    read_exactly(fd, memoryview(raw), 8, path)
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        fields.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(value, type=_Entry) for name, value in fields.items()}
+        repeated = len(fields) != _count_keys(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InvalidCheckpoint(f"{path}: the header is not valid: {error}", field=path.name) from error
+    if repeated:
+        raise InvalidCheckpoint(f"{path}: a tensor's name stands in the header twice", field=path.name)
+    _check_cover(entries, size - 8 - length, path)
+    return entries, 8 + length
+
+
+def _count_keys(raw: bytearray) -> int:
+    """Keys of the header's object, repeated ones counted each time, ``__metadata__`` left out."""
+    import json  # the only parser at hand that shows repeated keys
+
+    pairs: list[tuple[str, object]] = json.loads(raw, object_pairs_hook=list)
+    return sum(1 for key, _ in pairs if key != "__metadata__")
+
+
+def _check_cover(entries: dict[str, _Entry], size: int, path: Path) -> None:
+    """The tensors cover the data from its first to its last byte, each with the bytes its shape says."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, stop = entry.data_offsets
+        if entry.dtype not in DTYPES:
+            raise UnsupportedModel(f"{path}: tensor {name!r} has dtype {entry.dtype}, which is not served", field=name)
+        if begin != end:
+            kind = "a hole" if begin > end else "an overlap"
+            raise InvalidCheckpoint(f"{path}: {kind} before tensor {name!r} (byte {end}, {begin})", field=name)
+        if len(entry.shape) > MAX_DIMS or any(dim < 0 for dim in entry.shape):
+            raise InvalidCheckpoint(f"{path}: tensor {name!r} has shape {entry.shape}", field=name)
+        if stop - begin != prod(entry.shape) * ITEM_BYTES[DTYPES[entry.dtype]]:
+            raise InvalidCheckpoint(
+                f"{path}: tensor {name!r} has {stop - begin} bytes, not what {entry.dtype} {entry.shape} needs",
+                field=name,
+            )
+        end = stop
+    if end != size:
+        kind = f"has {size - end} bytes behind its last tensor" if size > end else f"is {end - size} bytes too short"
+        raise InvalidCheckpoint(f"{path} {kind}; fetch it again", field=path.name)

@@ -1,0 +1,1 @@
+"""The loader daemon of one node."""

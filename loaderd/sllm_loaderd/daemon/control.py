@@ -1,0 +1,202 @@
+"""The control connection: what the node's invoker may ask. Each request is a task; ``Cancel`` ends one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from sllm_loaderd.daemon.connection import Connection, as_error, close_all
+from sllm_loaderd.daemon.holders import Holders
+from sllm_loaderd.daemon.service import LoaderService
+from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol.errors import ProtocolError, SllmError
+from sllm_runtime.protocol.loader import (
+    Answer,
+    Cancel,
+    ControlRequest,
+    Delete,
+    Describe,
+    Done,
+    Evict,
+    GetStatus,
+    Gone,
+    Grant,
+    Granted,
+    Hello,
+    ListModels,
+    Load,
+    LoadProgress,
+    ModelList,
+    Pin,
+    Register,
+    Request,
+    Reserve,
+    Status,
+    Validate,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+_MOST_REQUESTS = 256
+
+
+class ControlConnection:
+    """Serves one control client. Owns the wire and the tasks of its requests."""
+
+    def __init__(self, wire: AsyncWire, service: LoaderService, holders: Holders) -> None:
+        self._connection = Connection(wire, ControlRequest)
+        self._service = service
+        self._holders = holders
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Until the peer is gone; its requests are cancelled then."""
+        try:
+            if await self._connection.greet(Welcome(node=self._service.settings.node)):
+                async with asyncio.TaskGroup() as group:
+                    await self._listen(group)
+                    for task in self._tasks.values():
+                        task.cancel()
+        except* ProtocolError as errors:
+            log.warning("control connection: %s", errors.exceptions[0])
+            self._connection.fail(0, as_error(errors.exceptions[0]))
+        finally:
+            self._holders.owner_lost(self)
+            await self._connection.close()
+
+    async def _listen(self, group: asyncio.TaskGroup) -> None:
+        while (message := await self._connection.receive()) is not None:
+            if isinstance(message, Cancel):
+                if (task := self._tasks.get(message.request)) is not None:
+                    task.cancel()
+            elif isinstance(message, Hello):
+                raise ProtocolError("a second hello")
+            elif message.request in self._tasks or len(self._tasks) >= _MOST_REQUESTS:
+                raise ProtocolError(f"request {message.request} is under way already, or {_MOST_REQUESTS} are")
+            else:
+                # Descriptors are taken here, in the order of the messages they came with.
+                fds = self._connection.take_fds(message.fds) if isinstance(message, Grant) else []
+                self._tasks[message.request] = group.create_task(self._answer(message, fds))
+
+    async def _answer(self, request: Request, fds: list[int]) -> None:
+        try:
+            if isinstance(request, Grant):
+                await self._grant(request, fds)
+            else:
+                self._connection.say(await self._perform(request))
+        except asyncio.CancelledError as error:
+            self._connection.fail(request.request, as_error(error))
+            raise
+        # Whatever one request meets, the daemon goes on and says so to who asked.
+        except Exception as error:
+            if not isinstance(error, (SllmError, OSError)):
+                log.exception("request %s", request)
+            self._connection.fail(request.request, as_error(error))
+        finally:
+            close_all(fds)
+            self._tasks.pop(request.request, None)
+
+    async def _perform(self, request: Request) -> Answer:
+        service, number = self._service, request.request
+        match request:
+            case Register(uri=uri, digest=digest):
+                info = await service.register(uri, digest, self._reporter(number))
+                return _numbered(info, number)
+            case Describe(model=model):
+                return _numbered(await service.describe(model), number)
+            case Validate(model=model):
+                await service.validate(model, self._reporter(number))
+            case Delete(model=model):
+                await service.delete(model)
+            case Load():
+                await self._prefetch(request)
+            case _:
+                return await self._manage(request)
+        return Done(request=number)
+
+    async def _manage(self, request: Request) -> Answer:
+        """What is answered at once: lists, status, and what stays in memory."""
+        service, number = self._service, request.request
+        match request:
+            case ListModels():
+                return ModelList(request=number, models=tuple(await asyncio.to_thread(service.store.digests)))
+            case GetStatus():
+                return self._status(number)
+            case Pin(model=model, pinned=pinned):
+                service.residency.pin(model, pinned)
+            case Evict(model=model):
+                service.residency.evict(model)
+            case Reserve(model=model, nbytes=nbytes):
+                service.residency.reserve(model, nbytes)
+            case Gone(holder=holder):
+                self._holders.gone(holder)
+            case _:
+                raise ProtocolError(f"{type(request).__name__} is not served here")
+        return Done(request=number)
+
+    def _reporter(self, number: int) -> Reporter:
+        return Reporter(self._connection, number)
+
+    async def _prefetch(self, request: Load) -> None:
+        """Bring blocks into memory for nobody yet; cancelled with the request."""
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done() -> None:
+            if not finished.done():
+                finished.set_result(None)
+
+        def failed(error: SllmError) -> None:
+            if not finished.done():
+                finished.set_exception(error)
+
+        report = self._reporter(request.request)
+        _, resident, job = await self._service.load(
+            request,
+            ready=lambda block: None,
+            progress=lambda there, total: report("load", there, total),
+            done=done,
+            failed=failed,
+        )
+        self._service.residency.start(resident, job)
+        try:
+            await finished
+        finally:
+            self._service.residency.cancel(resident, job)
+
+    async def _grant(self, request: Grant, fds: list[int]) -> None:
+        await self._service.model(request.model)  # a model that is broken is refused here, not in the sandbox
+        theirs = self._holders.grant(self, request.holder, request.model, request.partitions, fds[0] if fds else None)
+        try:
+            self._connection.say(Granted(request=request.request), [theirs])
+        finally:
+            os.close(theirs)
+
+    def _status(self, number: int) -> Status:
+        pool, resident, paths = self._service.status()
+        return Status(
+            request=number,
+            pid=os.getpid(),
+            pool=pool,
+            resident=resident,
+            paths=paths,
+            models=tuple(self._service.store.digests()),
+            disk_free=self._service.store.disk_free(),
+        )
+
+
+class Reporter:
+    """Tells a client how far its request is."""
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self._connection = connection
+        self._number = number
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._connection.say(LoadProgress(request=self._number, stage=stage, done=done, total=total))
+
+
+def _numbered(info: Answer, number: int) -> Answer:
+    import msgspec
+
+    return msgspec.structs.replace(info, request=number)

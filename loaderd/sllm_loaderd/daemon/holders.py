@@ -1,0 +1,113 @@
+"""The sandboxes that may hold chunks: their connections, and when they are dead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from dataclasses import dataclass, field
+
+from sllm_loaderd.daemon.sandbox import Rights, SandboxConnection
+from sllm_loaderd.daemon.service import LoaderService
+from sllm_loaderd.daemon.usage import used_inodes
+from sllm_runtime.platform.wire import AsyncWire
+
+log = logging.getLogger(__name__)
+_PROOF_EVERY_S = 1.0
+_PROOF_TRIES = 60
+_CLEAN_LOOKS = 2
+"""A process may fork while /proc is being read: one clean look is no proof."""
+
+
+@dataclass(eq=False)
+class _Holder:
+    owner: object | None
+    """The control connection whose client answers for it; None once that is gone."""
+    connections: list[SandboxConnection] = field(default_factory=list)
+    pidfd: int | None = None
+    proof: asyncio.Task[None] | None = None
+
+
+class Holders:
+    """Owns the sandbox connections and their tasks (in ``group``)."""
+
+    def __init__(self, service: LoaderService, group: asyncio.TaskGroup) -> None:
+        self._service = service
+        self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._holders: dict[str, _Holder] = {}
+
+    def grant(self, owner: object, name: str, model: str, partitions: tuple[int, ...], pidfd: int | None) -> int:
+        """A new connection for the sandbox ``name``; returns the sandbox's end, which the caller owns.
+
+        ``owner`` will say when the sandbox is gone. ``pidfd`` (duplicated here): it is gone when its process is.
+        """
+        holder = self._holders.setdefault(name, _Holder(owner))
+        holder.owner = owner
+        if pidfd is not None and holder.pidfd is None:
+            holder.pidfd = os.dup(pidfd)
+            self._loop.add_reader(holder.pidfd, self.gone, name)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = SandboxConnection(AsyncWire(ours, max_fds=0), Rights(name, model, partitions), self._service)
+        holder.connections.append(connection)
+        task = self._group.create_task(connection.serve(), name=f"sandbox {name}")
+        task.add_done_callback(lambda _: self._disconnected(name, holder, connection))
+        return theirs.detach()
+
+    def gone(self, name: str) -> None:
+        """Every process of the sandbox ``name`` is dead: what it held can be used again. Repeatable."""
+        holder = self._holders.pop(name, None)
+        if holder is not None:
+            self._end(holder)
+        self._service.residency.forget(name)
+
+    def owner_lost(self, owner: object) -> None:
+        """The client that answered for its sandboxes is gone: they are freed when they are proven dead."""
+        for name, holder in self._holders.items():
+            if holder.owner is owner:
+                holder.owner = None
+                self._adopt(name, holder)
+
+    def _disconnected(self, name: str, holder: _Holder, connection: SandboxConnection) -> None:
+        holder.connections.remove(connection)
+        self._adopt(name, holder)
+
+    def _adopt(self, name: str, holder: _Holder) -> None:
+        """Begin to look for the proof, if nobody else will say that ``name`` is dead."""
+        orphan = holder.owner is None and holder.pidfd is None and not holder.connections
+        if orphan and holder.proof is None and self._holders.get(name) is holder:
+            holder.proof = self._group.create_task(self._prove(name, holder), name=f"orphan {name}")
+
+    async def _prove(self, name: str, holder: _Holder) -> None:
+        """A closed connection proves nothing, the sandbox may keep its mappings; that no process has them does."""
+        clean = 0
+        for _ in range(_PROOF_TRIES):
+            used = await asyncio.to_thread(used_inodes)
+            if self._holders.get(name) is not holder or holder.owner is not None or holder.connections:
+                holder.proof = None
+                return
+            clean = clean + 1 if used is not None and not used & self._service.pool.inodes_of(name) else 0
+            if clean == _CLEAN_LOOKS:
+                holder.proof = None
+                log.info("sandbox %s was left by its invoker and is dead", name)
+                self.gone(name)
+                return
+            if not clean:
+                await asyncio.sleep(_PROOF_EVERY_S)
+        log.warning("sandbox %s was left by its invoker and cannot be proven dead: its chunks stay held", name)
+
+    def close(self) -> None:
+        """End all connections; their tasks end in the group."""
+        for holder in self._holders.values():
+            self._end(holder)
+        self._holders.clear()
+
+    def _end(self, holder: _Holder) -> None:
+        if holder.proof is not None:
+            holder.proof.cancel()
+        if holder.pidfd is not None:
+            self._loop.remove_reader(holder.pidfd)
+            os.close(holder.pidfd)
+        for connection in list(holder.connections):
+            connection.close()

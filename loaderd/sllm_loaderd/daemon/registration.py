@@ -1,0 +1,154 @@
+"""Bringing models into the store: one child process per conversion, joined by all who ask for the same source."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
+from sllm_loaderd.sources.directory import DirectorySource
+from sllm_loaderd.store import ModelStore, SourceRecord
+from sllm_runtime.protocol.errors import InternalError
+
+Report = Callable[[str, int, int], None]
+"""Called with stage, bytes done, bytes in all."""
+_STOP_S = 5.0
+_LINE_LIMIT = 512 * 1024
+
+
+@dataclass(eq=False)
+class _Registration:
+    task: asyncio.Task[str]
+    reports: list[Report] = field(default_factory=list)
+    last: ChildProgress | None = None
+
+    def tell(self, progress: ChildProgress) -> None:
+        self.last = progress
+        for report in self.reports:
+            report(progress.stage, progress.done, progress.total)
+
+
+class Registrations:
+    """Owns the conversions that run. ``close`` ends them."""
+
+    def __init__(self, store: ModelStore, at_once: int) -> None:
+        self._store = store
+        self._slots = asyncio.Semaphore(at_once)
+        self._running: dict[str, _Registration] = {}
+
+    async def register(self, uri: str, report: Report) -> str:
+        """The digest of the model at ``uri``, which is in the store then.
+
+        Joins a registration of the same source; the work ends when the last who asked is cancelled.
+        """
+        running = self._running.get(uri)
+        if running is None:
+            running = _Registration(asyncio.create_task(self._bring(uri), name=f"register {uri}"))
+            self._running[uri] = running
+            running.task.add_done_callback(functools.partial(self._ended, uri, running))
+        running.reports.append(report)
+        if running.last is not None:
+            report(running.last.stage, running.last.done, running.last.total)
+        try:
+            return await asyncio.shield(running.task)
+        finally:
+            running.reports.remove(report)
+            if not running.reports and not running.task.done():
+                running.task.cancel()
+                # A newcomer must not join what is being cancelled.
+                self._running.pop(uri, None)
+                await asyncio.wait([running.task], timeout=2 * _STOP_S)
+
+    def _ended(self, uri: str, running: _Registration, _task: asyncio.Task[str]) -> None:
+        if self._running.get(uri) is running:  # not one that began while this one was being cancelled
+            del self._running[uri]
+
+    async def close(self) -> None:
+        """Cancel what runs and wait for its end."""
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=2 * _STOP_S)
+
+    async def _bring(self, uri: str) -> str:
+        known = self._store.recall(uri)
+        if known is not None and await asyncio.to_thread(self._unchanged, known):
+            return known.digest
+        async with self._slots:
+            with self._store.staging() as staging:
+                outcome = await self._convert(uri, staging, known.fingerprint if known else "")
+                if not outcome.digest and known is not None:
+                    return known.digest
+                self._store.adopt(staging, outcome.digest)
+        self._store.remember(SourceRecord(uri, outcome.fingerprint, outcome.digest))
+        return outcome.digest
+
+    def _unchanged(self, known: SourceRecord) -> bool:
+        """Whether a local source is what it was; a remote one is asked by the child."""
+        if "://" in known.uri:
+            return False
+        return DirectorySource(Path(known.uri)).fingerprint() == known.fingerprint
+
+    async def _convert(self, uri: str, staging: Path, known: str) -> ChildOutcome:
+        arguments = ("--uri", uri, "--staging", staging, "--cache", self._store.cache, "--known", known)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "sllm_loaderd.convert.child",
+            *(str(argument) for argument in arguments),
+            "--parent",
+            str(os.getpid()),
+            # Where torch would litter the machine's temporary directory.
+            env={"TORCHINDUCTOR_CACHE_DIR": str(self._store.cache / "inductor"), **os.environ},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+        )
+        try:
+            return await self._listen(uri, process)
+        finally:
+            await _end(process)
+
+    async def _listen(self, uri: str, process: asyncio.subprocess.Process) -> ChildOutcome:
+        if process.stdout is None:
+            raise InternalError("the conversion has no output")
+        while line := await process.stdout.readline():
+            message = _DECODER.decode(line)
+            if isinstance(message, ChildOutcome | ChildError):
+                with contextlib.suppress(TimeoutError):  # it has said all; what is left of it is ended anyway
+                    await asyncio.wait_for(process.wait(), _STOP_S)
+                if isinstance(message, ChildError):
+                    raise message.error.to_error()
+                return message
+            if (running := self._running.get(uri)) is not None:
+                running.tell(message)
+        code = await process.wait()
+        raise InternalError(
+            f"the conversion of {uri} ended with status {code} and no result; if it was killed, memory was short",
+            stage="convert",
+        )
+
+
+_DECODER = msgspec.json.Decoder(ChildMessage)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The process is dead and reaped when this returns, also if its task was cancelled."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,152 @@
+"""A sandbox's connection: loads of one model, nothing else. Ends with the socket; what it held stays held till Gone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sllm_loaderd.daemon.connection import GRANTED_HELLO_S, Connection, as_error
+from sllm_loaderd.daemon.service import LoaderService
+from sllm_loaderd.load_job import LoadJob
+from sllm_loaderd.residency import Resident
+from sllm_loaderd.store import StoredModel
+from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol.errors import Cancelled, Forbidden, ProtocolError, SllmError
+from sllm_runtime.protocol.limits import MAX_FDS
+from sllm_runtime.protocol.loader import (
+    Cancel,
+    Chunks,
+    Detach,
+    Done,
+    Files,
+    Hello,
+    Load,
+    LoadProgress,
+    Ready,
+    SandboxRequest,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+_MOST_LOADS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What a sandbox may have: partitions (none named: all) of one model, in the name of ``holder``."""
+
+    holder: str
+    model: str
+    partitions: tuple[int, ...]
+
+
+class SandboxConnection:
+    """Serves one sandbox. Owns the wire."""
+
+    def __init__(self, wire: AsyncWire, rights: Rights, service: LoaderService) -> None:
+        self._connection = Connection(wire, SandboxRequest)
+        self._rights = rights
+        self._service = service
+        self._loads: dict[int, tuple[Resident, LoadJob]] = {}
+
+    async def serve(self) -> None:
+        """Until the peer is gone. Loads under way are cancelled then."""
+        rights = self._rights
+        welcome = Welcome(node=self._service.settings.node, model=rights.model, partitions=rights.partitions)
+        try:
+            if await self._connection.greet(welcome, GRANTED_HELLO_S):
+                while (message := await self._connection.receive()) is not None:
+                    await self._handle(message)
+                    # Answers hold descriptors: who does not take them is not answered further.
+                    await self._connection.wire.drain()
+        except ProtocolError as error:
+            log.warning("sandbox %s: %s", rights.holder, error)
+            self._connection.fail(0, error)
+        # Whatever one sandbox says, the daemon goes on for the others.
+        except Exception as error:
+            log.exception("sandbox %s", rights.holder)
+            self._connection.fail(0, as_error(error))
+        finally:
+            for request in list(self._loads):
+                self._forget(request)
+            await self._connection.close()
+
+    def close(self) -> None:
+        """End ``serve``."""
+        self._connection.wire.close()
+
+    async def _handle(self, message: SandboxRequest) -> None:
+        if isinstance(message, Load):
+            try:
+                await self._load(message)
+            except (SllmError, OSError) as error:
+                self._connection.fail(message.request, as_error(error))
+        elif isinstance(message, Cancel):
+            if self._forget(message.request):
+                self._connection.fail(message.request, Cancelled("the load was cancelled"))
+        elif isinstance(message, Detach):
+            # The word of a sandbox frees nothing: it may keep its mappings. See ``Gone``.
+            self._forget(message.request)
+        elif isinstance(message, Hello):
+            raise ProtocolError("a second hello")
+
+    async def _load(self, request: Load) -> None:
+        rights, number = self._rights, request.request
+        if request.model not in ("", rights.model):
+            raise Forbidden(f"this sandbox may load {rights.model} only", field="model")
+        if rights.partitions and request.partition not in rights.partitions:
+            raise Forbidden(f"this sandbox may load partitions {rights.partitions} only", field="partition")
+        if number in self._loads or len(self._loads) >= _MOST_LOADS:
+            raise ProtocolError(f"load {number} is under way already, or {_MOST_LOADS} are")
+        say = self._connection.say
+
+        def failed(error: SllmError) -> None:
+            self._loads.pop(number, None)
+            self._connection.fail(number, error)
+
+        def done() -> None:
+            self._loads.pop(number, None)
+            say(Done(request=number))
+
+        asked = Load(
+            request=number,
+            model=rights.model,
+            partition=request.partition,
+            blocks=request.blocks,
+            device=request.device,
+            priority=request.priority,
+        )
+        model, resident, job = await self._service.load(
+            asked,
+            ready=lambda block: say(Ready(request=number, block=block)),
+            progress=lambda there, total: say(LoadProgress(request=number, stage="load", done=there, total=total)),
+            done=done,
+            failed=failed,
+        )
+        self._loads[number] = (resident, job)
+        chunks = [resident.chunks[n] for n in job.chunks]
+        self._service.residency.hold(chunks, rights.holder)
+        try:
+            self._send_memory(number, model, job.chunks, [chunk.fd for chunk in chunks])
+        except OSError:
+            self._forget(number)
+            raise
+        self._service.residency.start(resident, job)
+
+    def _send_memory(self, number: int, model: StoredModel, chunks: Sequence[int], fds: Sequence[int]) -> None:
+        say, size = self._connection.say, model.index.chunk_bytes
+        say(Files(request=number, files=model.files), [model.fd])
+        for start in range(0, max(len(chunks), 1), MAX_FDS):
+            batch = tuple(chunks[start : start + MAX_FDS])
+            last = start + MAX_FDS >= len(chunks)
+            say(
+                Chunks(request=number, numbers=batch, chunk_bytes=size, fds=len(batch), last=last),
+                fds[start : start + MAX_FDS],
+            )
+
+    def _forget(self, request: int) -> bool:
+        found = self._loads.pop(request, None)
+        if found is not None:
+            self._service.residency.cancel(*found)
+        return found is not None

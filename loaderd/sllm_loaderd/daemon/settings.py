@@ -1,0 +1,46 @@
+"""The daemon's settings: command line over environment, read once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class LoaderSettings(Settings):
+    """Sizes are bytes."""
+
+    node: str = Field(min_length=1)
+    data: Path
+    """Models, cache and records; one loaderd at a time."""
+    socket: Path
+    """The control socket, made with mode 0600."""
+    chunk_bytes: int = Field(CHUNK_BYTES, ge=4096, le=2**30, multiple_of=4096)
+    pool_bytes: int = Field(default_factory=_half_of_memory, gt=0)
+    """Most memory for chunks."""
+    prefault_bytes: int = Field(256 * MIB, ge=0)
+    """Free chunks kept with their pages in place."""
+    io_threads: int = Field(4, ge=1, le=64)
+    conversions: int = Field(1, ge=1, le=16)
+    """Conversions at a time; others wait."""
+
+
+_FLAGS = ("node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "io_threads", "conversions")
+
+
+def read_settings(arguments: Sequence[str] | None = None) -> LoaderSettings:
+    """Settings from the command line (``--pool-bytes N`` …) over ``SLLM_*``. Raises ``InvalidRequest``."""
+    parser = argparse.ArgumentParser(prog="python -m sllm_loaderd", description="The model loader of one node.")
+    for name in _FLAGS:
+        parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS)
+    return LoaderSettings.load(**vars(parser.parse_args(arguments)))

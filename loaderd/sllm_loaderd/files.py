@@ -1,0 +1,82 @@
+"""File reads that end in a typed error, and the names of a model's small files."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from sllm_runtime.protocol.checkpoint import is_plain_name
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
+
+MAX_SMALL_FILE: Final = 64 * 2**20
+"""A small file above this is refused: it would be sent to every sandbox."""
+_SMALL = re.compile(
+    r"(config|generation_config|preprocessor_config|processor_config|special_tokens_map|added_tokens|vocab|"
+    r"tokenizer|tokenizer_config|chat_template|sentence_bert_config|modules)\.json"
+    r"|merges\.txt|vocab\.txt|chat_template\.jinja|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model"
+)
+
+
+def is_small_file(name: str) -> bool:
+    """Whether ``name`` is one of the small files a model may bring. Code and weights never are."""
+    return _SMALL.fullmatch(name) is not None
+
+
+def small_files(directory: Path) -> dict[str, bytes]:
+    """The small files of a model directory, by name, ascending. Raises ``InvalidCheckpoint`` if one is too big."""
+    found = {}
+    for name in sorted(entry for entry in os.listdir(directory) if is_small_file(entry)):
+        path = directory / name
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        if size > MAX_SMALL_FILE:
+            raise InvalidCheckpoint(f"{path} has {size} bytes, above the limit of {MAX_SMALL_FILE}", field=name)
+        found[name] = path.read_bytes()
+    return found
+
+
+def read_exactly(fd: int, view: memoryview, offset: int, path: Path | str) -> None:
+    """Fill ``view`` from ``fd`` at ``offset``. Raises ``CorruptCheckpoint`` if the file ends too early."""
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise CorruptCheckpoint(
+                f"{path} cannot be read at byte {offset + done}: {error.strerror};"
+                " restore it or convert the model again",
+                field=str(path),
+            ) from error
+        if count == 0:
+            raise CorruptCheckpoint(
+                f"{path} ends at byte {offset + done}, {len(view) - done} bytes too early;"
+                " restore it or convert the model again",
+                field=str(path),
+            )
+        done += count
+
+
+def chunk_digest(view: memoryview | bytes | bytearray) -> str:
+    """The digest of one chunk: xxh3-128, in hex."""
+    return xxhash.xxh3_128_hexdigest(view)
+
+
+def plain_name(name: str, what: str) -> str:
+    """``name``, if it is one path component. Raises ``InvalidCheckpoint`` for what could leave its directory."""
+    if not is_plain_name(name):
+        raise InvalidCheckpoint(f"{what} {name!r} is not a plain file name inside the directory", field=name)
+    return name
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new names in ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,249 @@
+"""The chunk pool: memfds of one size, pre-faulted in the background, sealed, mapped writable only here.
+
+A chunk's life is the table ``CHUNK``. A chunk that a sandbox has been given may be mapped there for as long as
+any of its processes lives, so it is used again only after all of its holders are dead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from sllm_loaderd.client import memory
+from sllm_runtime.protocol.errors import PoolExhausted
+from sllm_runtime.protocol.loader import PoolStatus
+from sllm_runtime.protocol.states import check
+
+log = logging.getLogger(__name__)
+
+F_ADD_SEALS: Final = 1033
+MEMFD_NAME: Final = "sllm-chunk"
+_FAULT_DEADLINE_S: Final = 5.0
+SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10
+"""SEAL, SHRINK, GROW, FUTURE_WRITE: no new writable mapping, no write(), no change of size, no further seal."""
+
+
+class ChunkState(StrEnum):
+    """Where a chunk is in its life."""
+
+    FREE = "free"  # in the pool; ``prefaulted`` says whether its pages are there
+    USED = "used"  # belongs to a model
+    RETIRING = "retiring"  # its model is gone, a sandbox that had it is not
+    CLOSED = "closed"
+
+
+C = ChunkState
+CHUNK: Final[dict[ChunkState, frozenset[ChunkState]]] = {
+    C.FREE: frozenset({C.USED, C.CLOSED}),
+    C.USED: frozenset({C.FREE, C.RETIRING, C.CLOSED}),
+    C.RETIRING: frozenset({C.FREE, C.CLOSED}),
+    C.CLOSED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One memfd. ``view`` is this process's writable mapping; ``dirty``: bytes from the start that are not zero."""
+
+    fd: int
+    address: int
+    view: memoryview
+    state: ChunkState = ChunkState.FREE
+    prefaulted: bool = False
+    dirty: int = 0
+    holders: set[str] = field(default_factory=set)
+
+    def move(self, state: ChunkState) -> None:
+        """Go to ``state``, if the table allows it."""
+        self.state = check(CHUNK, self.state, state)
+
+    def zero_tail(self, used: int) -> None:
+        """Nothing of the chunk's last model may be seen behind ``used`` bytes of the next."""
+        if self.dirty > used:
+            self.view[used : self.dirty] = bytes(self.dirty - used)
+        self.dirty = used
+
+
+class ChunkPool:
+    """At most ``limit`` bytes of chunks. Thread-safe. ``prefault`` bytes are kept ready in the background.
+
+    Who allocates makes room first (``shortage``); the pool itself does not know what a model is.
+    """
+
+    def __init__(self, chunk_bytes: int, limit: int, prefault: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._most = max(limit // chunk_bytes, 1)
+        self._ahead = min(-(-prefault // chunk_bytes), self._most)
+        self._chunks: set[Chunk] = set()
+        self._free: list[Chunk] = []
+        self._faulting = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._prefaulter = threading.Thread(target=self._prefault, name="sllm-prefault", daemon=True)
+        self._prefaulter.start()
+
+    def shortage(self, count: int) -> int:
+        """Chunks that would have to be freed before ``count`` can be allocated; 0 if there is room."""
+        with self._changed:
+            return self._shortage(count)
+
+    def allocate(self, count: int) -> list[Chunk]:
+        """``count`` chunks, pre-faulted ones first. Raises ``PoolExhausted``, taking none, if there are fewer."""
+        with self._changed:
+            # A chunk that is being pre-faulted is free in all but name; it comes back within milliseconds.
+            self._changed.wait_for(lambda: self._shortage(count) or count <= self._at_hand, timeout=_FAULT_DEADLINE_S)
+            if missing := self._shortage(count) or max(count - self._at_hand, 0):
+                raise PoolExhausted(
+                    f"{count} chunks of {self.chunk_bytes} bytes are needed, {missing} more than are free",
+                    retry_after_s=1.0,
+                )
+            self._free.sort(key=lambda chunk: chunk.prefaulted)
+            taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+            try:
+                while len(taken) < count:
+                    taken.append(self._create())
+            except OSError:  # short of descriptors or memory: none is taken
+                self._free.extend(taken)
+                raise
+            for chunk in taken:
+                chunk.move(ChunkState.USED)
+            self._changed.notify_all()
+            return taken
+
+    @property
+    def _at_hand(self) -> int:
+        return self._most - len(self._chunks) + len(self._free)
+
+    def _shortage(self, count: int) -> int:
+        return max(count - self._at_hand - self._faulting, 0)
+
+    def free(self, chunks: Iterable[Chunk]) -> None:
+        """Give chunks back; one that a living sandbox has had retires first."""
+        with self._changed:
+            for chunk in chunks:
+                chunk.move(ChunkState.RETIRING if chunk.holders else ChunkState.FREE)
+                if chunk.state is ChunkState.FREE:
+                    self._put_back(chunk)
+
+    def hold(self, chunks: Sequence[Chunk], holder: str) -> None:
+        """``holder`` is being given these chunks."""
+        with self._changed:
+            for chunk in chunks:
+                chunk.holders.add(holder)
+
+    def forget(self, holder: str) -> int:
+        """``holder`` is dead. Returns the number of retired chunks that became free by it."""
+        with self._changed:
+            freed = 0
+            for chunk in self._chunks:
+                if holder in chunk.holders:
+                    chunk.holders.discard(holder)
+                    if chunk.state is ChunkState.RETIRING and not chunk.holders:
+                        chunk.move(ChunkState.FREE)
+                        self._put_back(chunk)
+                        freed += 1
+            return freed
+
+    def inodes_of(self, holder: str) -> set[int]:
+        """Inodes of the chunks that ``holder`` was given: what /proc calls them."""
+        with self._changed:
+            return {os.fstat(chunk.fd).st_ino for chunk in self._chunks if holder in chunk.holders}
+
+    def status(self, reserved: int = 0) -> PoolStatus:
+        """Bytes by state."""
+        with self._changed:
+            states = [chunk.state for chunk in self._chunks]
+            size = self.chunk_bytes
+            return PoolStatus(
+                chunk_bytes=size,
+                limit=self._most * size,
+                free=(self._at_hand + self._faulting) * size,
+                prefaulted=sum(chunk.prefaulted for chunk in self._free) * size,
+                used=states.count(ChunkState.USED) * size,
+                held=sum(bool(chunk.holders) for chunk in self._chunks if chunk.state is ChunkState.USED) * size,
+                retiring=states.count(ChunkState.RETIRING) * size,
+                reserved=reserved,
+            )
+
+    def close(self) -> None:
+        """Stop pre-faulting and give back all memory. No chunk may be in the hands of an I/O thread any more."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._prefaulter.join()
+        for chunk in self._chunks:
+            chunk.view.release()
+            memory.unmap(chunk.address, self.chunk_bytes)
+            os.close(chunk.fd)
+            chunk.move(ChunkState.CLOSED)
+        self._chunks.clear()
+        self._free.clear()
+
+    def _put_back(self, chunk: Chunk) -> None:
+        chunk.prefaulted = chunk.prefaulted or chunk.dirty == self.chunk_bytes
+        self._free.append(chunk)
+
+    def _create(self) -> Chunk:
+        fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, self.chunk_bytes)
+            address = memory.map_shared(fd, self.chunk_bytes)
+            fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        chunk = Chunk(fd, address, memory.view(address, self.chunk_bytes))
+        self._chunks.add(chunk)
+        return chunk
+
+    def _try_create(self) -> Chunk | None:
+        try:
+            return self._create()
+        except OSError as error:
+            log.warning("no chunk can be made ahead: %s", error)
+            return None
+
+    def _prefault(self) -> None:
+        """Keep the free chunks that have their pages at the number wanted. A thread of its own."""
+        while (chunk := self._next_cold()) is not None:
+            try:
+                memory.advise(chunk.address, self.chunk_bytes, memory.MADV_POPULATE_WRITE)
+            except OSError as error:  # short of memory: the chunk serves as it is, its pages come one by one
+                log.warning("pre-faulting: %s", error)
+            with self._changed:
+                self._faulting -= 1
+                chunk.prefaulted = True
+                self._free.append(chunk)
+                self._changed.notify_all()
+
+    def _next_cold(self) -> Chunk | None:
+        """A chunk to pre-fault, taken out of the free ones meanwhile; None at the end."""
+        with self._changed:
+            while not self._closing:
+                ready = sum(chunk.prefaulted for chunk in self._free)
+                cold = next((chunk for chunk in self._free if not chunk.prefaulted), None)
+                if ready < self._ahead and cold is not None:
+                    self._free.remove(cold)
+                    self._faulting += 1
+                    return cold
+                if ready < self._ahead and len(self._chunks) < self._most and (made := self._try_create()) is not None:
+                    self._faulting += 1
+                    return made
+                # Woken by every allocation and by close; the time-out is for a wake-up that was missed, or for
+                # descriptors or memory that were short.
+                self._changed.wait(timeout=60)
+            return None
+
+    def wait_prefaulted(self, nbytes: int, timeout: float) -> bool:
+        """Whether ``nbytes`` of free chunks have their pages within ``timeout`` seconds."""
+        wanted = -(-nbytes // self.chunk_bytes)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: sum(chunk.prefaulted for chunk in self._free) >= wanted, timeout=timeout
+            )

@@ -1,0 +1,170 @@
+"""The models on a node's disk: `<data>/models/<hex of digest>/`, and which source gave which digest.
+
+Everything appears by a rename; what a killed process left half-made is removed at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from sllm_loaderd.files import sync_directory
+from sllm_loaderd.pool import F_ADD_SEALS
+from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex
+from sllm_runtime.protocol.errors import ModelNotFound, Unavailable
+from sllm_runtime.protocol.loader import FileEntry
+
+_READ_ONLY_SEALS = 0x1 | 0x2 | 0x4 | 0x8
+
+
+class SourceRecord(msgspec.Struct, frozen=True):
+    """What a source was when it was registered, and the model that came of it."""
+
+    uri: str
+    fingerprint: str
+    digest: str
+
+
+class StoredModel:
+    """An opened model of the store. ``fd`` is a sealed memfd with the index and the small files, for sandboxes."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.index = checkpoint.index
+        self.block_chunks = tuple(tuple(block_chunks(self.index, p.rank)) for p in self.index.partitions)
+        self.files, self.fd = self._pack()
+
+    def close(self) -> None:
+        """Close the memfd; sandboxes that have it keep theirs."""
+        os.close(self.fd)
+
+    def _pack(self) -> tuple[tuple[FileEntry, ...], int]:
+        contents = [(INDEX_NAME, self.checkpoint.encoded)]
+        contents += [(r.name, read_small_file(self.checkpoint.directory, r)) for r in self.index.files]
+        entries, offset = [], 0
+        fd = os.memfd_create("sllm-files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            for name, data in contents:
+                entries.append(FileEntry(name, offset, len(data)))
+                done = 0
+                while done < len(data):
+                    done += os.write(fd, memoryview(data)[done:])
+                offset += len(data)
+            fcntl.fcntl(fd, F_ADD_SEALS, _READ_ONLY_SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return tuple(entries), fd
+
+
+class ModelStore:
+    """The directory of one node. Blocking calls; safe to use from several threads for different models."""
+
+    def __init__(self, data: Path) -> None:
+        self.models = data / "models"
+        self._sources = data / "sources"
+        self.cache = data / "cache"
+        for directory in (self.models, self._sources, self.cache):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.lock = _lock(data / "lock")
+        for path in self.models.iterdir():
+            if path.name.startswith("."):  # staging and removed directories of a process that is gone
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another loaderd have the directory."""
+        os.close(self.lock)
+
+    def digests(self) -> list[str]:
+        """Models that are there, ascending."""
+        return sorted(f"sha256:{path.name}" for path in self.models.iterdir() if not path.name.startswith("."))
+
+    def directory(self, digest: str) -> Path:
+        """Where a model is. Raises ``ModelNotFound``, or ``InvalidCheckpoint`` for what is no digest."""
+        path = self.models / digest_hex(digest)
+        if not path.is_dir():
+            raise ModelNotFound(f"model {digest} is not on this node; register its source first", field="model")
+        return path
+
+    def open(self, digest: str) -> StoredModel:
+        """Open a model: index and small files checked. Raises ``ModelNotFound`` or ``InvalidCheckpoint``."""
+        return StoredModel(open_checkpoint(self.directory(digest), digest))
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A name for a directory about to be made; whatever is there at the end of the block is removed."""
+        path = self.models / f".staging-{secrets.token_hex(8)}"
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def adopt(self, staged: Path, digest: str) -> Path:
+        """Make a complete, durable checkpoint visible under its digest. One that is there already wins."""
+        target = self.models / digest_hex(digest)
+        if not target.is_dir():
+            os.rename(staged, target)
+            sync_directory(self.models)
+        return target
+
+    def delete(self, digest: str) -> None:
+        """Remove a model and forget its sources. Raises ``ModelNotFound``."""
+        path = self.directory(digest)
+        for record in self.sources(digest):
+            self._source_path(record.uri).unlink(missing_ok=True)
+        gone = self.models / f".deleted-{secrets.token_hex(8)}"
+        os.rename(path, gone)
+        sync_directory(self.models)
+        shutil.rmtree(gone)
+
+    def remember(self, record: SourceRecord) -> None:
+        """Note which model a source gave."""
+        path = self._source_path(record.uri)
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+        temporary.write_bytes(msgspec.json.encode(record))
+        os.rename(temporary, path)
+
+    def recall(self, uri: str) -> SourceRecord | None:
+        """What ``uri`` gave the last time, if that model is still there."""
+        try:
+            record = msgspec.json.decode(self._source_path(uri).read_bytes(), type=SourceRecord)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return record if (self.models / digest_hex(record.digest)).is_dir() else None
+
+    def sources(self, digest: str) -> list[SourceRecord]:
+        """Sources that gave this model, by URI."""
+        found = []
+        for path in sorted(self._sources.glob("*.json")):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                record = msgspec.json.decode(path.read_bytes(), type=SourceRecord)
+                if record.digest == digest:
+                    found.append(record)
+        return found
+
+    def disk_free(self) -> int:
+        """Bytes that can still be written."""
+        return shutil.disk_usage(self.models).free
+
+    def _source_path(self, uri: str) -> Path:
+        return self._sources / f"{hashlib.sha256(uri.encode()).hexdigest()}.json"
+
+
+def _lock(path: Path) -> int:
+    """Hold the node's directory: two loaderds in one would remove each other's staging."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise Unavailable(f"another loaderd uses {path.parent}; stop it or give this one --data of its own") from error
+    return fd

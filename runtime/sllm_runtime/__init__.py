@@ -1,0 +1,1 @@
+"""The runtime: protocol, platform, control plane and worker of sllm."""

@@ -1,0 +1,35 @@
+"""How many instances of a version there should be. Pure; the load-driven scaler fills the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from sllm_runtime.control.view import Instance
+from sllm_runtime.protocol.manifest import Manifest
+
+HANDOVER_S: Final = 1.0
+"""An instance is never stopped sooner after READY or its last call, whatever ``keep_alive`` says: the call it was
+started for is on its way."""
+
+
+def floor(manifest: Manifest, *, active: bool, trial: bool) -> int:
+    """Instances that run without a caller: ``min_instances`` of the active version, one for a deployment's trial."""
+    least = manifest.min_instances if active else 0
+    return max(least, 1) if trial else least
+
+
+def wanted(manifest: Manifest, *, least: int, running: int, waiting: int) -> int:
+    """Instances for ``running`` and ``waiting`` calls at ``concurrency`` each, from ``least`` to ``max_instances``."""
+    slots = -(-(running + waiting) // manifest.concurrency) if waiting else 0
+    return min(max(least, slots), manifest.max_instances)
+
+
+def expired(ready: Sequence[Instance], manifest: Manifest, *, least: int, waiting: int, now: float) -> list[Instance]:
+    """Ready instances to stop, longest idle first: idle past ``keep_alive``, no caller waiting, ``least`` left over."""
+    if waiting:
+        return []
+    limit = max(manifest.keep_alive, HANDOVER_S)
+    idle = [instance for instance in ready if instance.idle_s(now) >= limit]
+    idle.sort(key=lambda instance: -instance.idle_s(now))
+    return idle[: max(len(ready) - least, 0)]

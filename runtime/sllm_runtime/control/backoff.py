@@ -1,0 +1,48 @@
+"""How long a version that failed is left alone: 1 s, doubling to 60 s. Kept per version; a deployment resets it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sllm_runtime.control.view import Failure
+from sllm_runtime.protocol.errors import BY_CODE, ErrorBody, StartFailed
+
+FIRST_S: Final = 1.0
+LONGEST_S: Final = 60.0
+STABLE_S: Final = 60.0
+"""An instance that was ready for this long has proved itself: the count of its version's crashes begins anew."""
+
+
+def delay(attempts: int) -> float:
+    """Seconds to wait after the ``attempts``-th failure in a row (1, 2, 4 … 60)."""
+    return min(LONGEST_S, FIRST_S * 2.0 ** min(attempts - 1, 16))
+
+
+def after(previous: Failure | None, error: ErrorBody, now: float, *, blocking: bool) -> Failure:
+    """The record of one more failure. A blocking one is never weakened by a crash."""
+    if previous is not None and previous.blocking and not blocking and now < previous.until:
+        return previous
+    again = previous is not None and previous.blocking == blocking
+    attempts = previous.attempts + 1 if previous is not None and again else 1
+    return Failure(error=error, attempts=attempts, until=now + delay(attempts), blocking=blocking)
+
+
+def active(failure: Failure | None, now: float, *, asked: bool) -> bool:
+    """Whether no start may be made now. ``asked``: a caller (or a deployment) waits for it, so that only a start
+    that failed holds it back, not a crash of one that ran."""
+    return failure is not None and now < failure.until and (failure.blocking or not asked)
+
+
+def for_caller(failure: Failure, now: float) -> ErrorBody:
+    """The error every waiting caller gets: always 503, with the rest of the back-off as ``retry_after_s``."""
+    error = failure.error
+    code = error.code if error.status == StartFailed.status and error.code in BY_CODE else StartFailed.code
+    return ErrorBody(
+        code=code,
+        message=error.message,
+        status=StartFailed.status,
+        retryable=error.retryable,
+        stage=error.stage,
+        retry_after_s=round(max(failure.until - now, 0.001), 3),
+        detail=error.detail,
+    )

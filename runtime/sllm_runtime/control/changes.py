@@ -1,0 +1,153 @@
+"""The difference between two views, as records to write, events to tell and functions whose waiters to wake. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+
+from sllm_runtime.control.routes import route
+from sllm_runtime.control.view import Instance, Key, View
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.events import Event
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, Record, Route, VersionRecord
+from sllm_runtime.protocol.states import InstanceState
+
+NODES: Final = ""
+"""Stands among the names of touched functions when a node has been heard for the first time."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One record to be in the store; ``record`` None: to be gone from it."""
+
+    key: str
+    record: Record | None
+
+
+def differing(old: Mapping[K, V], new: Mapping[K, V]) -> Iterator[tuple[K, V | None, V | None]]:
+    """What was added, changed or removed: (key, before, after)."""
+    if old is new:
+        return
+    for key, after in new.items():
+        before = old.get(key)
+        if before is not after and before != after:
+            yield key, before, after
+    for key, gone in old.items():
+        if key not in new:
+            yield key, gone, None
+
+
+def touched(old: View, new: View) -> frozenset[str]:
+    """Functions about which something changed that a waiter may wait for."""
+    names = {key for key, _, _ in differing(old.functions, new.functions)}
+    for keyed in (differing(old.versions, new.versions), differing(old.failures, new.failures)):
+        names |= {key[0] for key, _, _ in keyed}
+    for _, before, after in differing(old.instances, new.instances):
+        names |= {instance.key[0] for instance in (before, after) if instance is not None}
+    if old.suspects is not new.suspects:
+        changed = old.suspects.keys() ^ new.suspects.keys()
+        names |= {new.instances[name].key[0] for name in changed if name in new.instances}
+    if any(before is None or before.status is None for _, before, _ in differing(old.nodes, new.nodes)):
+        names.add(NODES)
+    return frozenset(names)
+
+
+def routes(view: View, functions: frozenset[str]) -> dict[Key, Route]:
+    """The routes of these functions' versions that may be called."""
+    keys = [key for key in view.versions if key[0] in functions]
+    found = ((key, route(view, key)) for key in keys)
+    return {key: made for key, made in found if made is not None}
+
+
+def _kept(instance: Instance | None) -> InstanceRecord | None:
+    """What of an instance is stored: its placement, that it is ready, and nothing once it has ended. A start's steps
+    are not: a new controller hears them from the node."""
+    if instance is None or instance.ended:
+        return None
+    state = instance.state
+    if state is InstanceState.STARTING:
+        state = InstanceState.PENDING
+    if state is InstanceState.DRAINING:
+        state = InstanceState.READY
+    return msgspec.structs.replace(instance.record, state=state)
+
+
+def writes(old: View, new: View, old_routes: Mapping[Key, Route], new_routes: Mapping[Key, Route]) -> list[Write]:
+    """What to store, in the order that keeps the store consistent when it breaks off: what is referred to first."""
+    found = [Write(subjects.model_key(k), after) for k, _, after in differing(old.models, new.models)]
+    found += [Write(subjects.function_key(k), after) for k, _, after in differing(old.functions, new.functions)]
+    found += [Write(subjects.version_key(*k), after) for k, _, after in differing(old.versions, new.versions)]
+    changed = sorted(differing(old_routes, new_routes), key=lambda item: not (item[2] is not None and item[2].active))
+    found += [Write(subjects.route_key(*k), after) for k, _, after in changed]
+    for name, before, after in differing(old.instances, new.instances):
+        if _kept(before) != _kept(after):
+            found.append(Write(subjects.instance_key(name), _kept(after)))
+    for name, was, node in differing(old.nodes, new.nodes):
+        if node is not None and (was is None or was.record != node.record):
+            found.append(Write(subjects.node_key(name), node.record))
+    return found
+
+
+def events(old: View, new: View, wall: float) -> list[Event]:
+    """State changes of instances, versions and functions, and nodes that joined."""
+    found = []
+    for _, before, after in differing(old.instances, new.instances):
+        if after is not None and (before is None or before.state != after.state):
+            found.append(_instance_event(after, wall))
+    for _, was, version in differing(old.versions, new.versions):
+        if version is not None and (was is None or was.state != version.state):
+            found.append(_version_event(version, wall))
+    for name, function, now in differing(old.functions, new.functions):
+        if kind := _function_kind(function, now):
+            found.append(Event(kind=kind, at=wall, component="controller", function=name))
+    for name, known, _ in differing(old.nodes, new.nodes):
+        if known is None:
+            found.append(Event(kind="node.joined", at=wall, component="controller", node=name))
+    return found
+
+
+def node_events(before: frozenset[str], after: frozenset[str], wall: float) -> list[Event]:
+    """Nodes that fell silent, and nodes that are heard (again)."""
+    lost = [("node.lost", name) for name in sorted(before - after)]
+    alive = [("node.alive", name) for name in sorted(after - before)]
+    return [Event(kind=kind, at=wall, component="controller", node=name) for kind, name in lost + alive]
+
+
+def _instance_event(instance: Instance, wall: float) -> Event:
+    record = instance.record
+    reason = record.error.message if record.error else instance.stop.reason if instance.stop else ""
+    return Event(
+        kind=f"instance.{record.state.lower()}",
+        at=wall,
+        component="controller",
+        message=reason,
+        function=record.function,
+        version=record.version,
+        instance=record.instance,
+        node=record.node,
+    )
+
+
+def _version_event(version: VersionRecord, wall: float) -> Event:
+    return Event(
+        kind=f"version.{version.state.lower()}",
+        at=wall,
+        component="controller",
+        message=version.error.message if version.error else "",
+        function=version.function,
+        version=version.version,
+    )
+
+
+def _function_kind(before: FunctionRecord | None, after: FunctionRecord | None) -> str:
+    if after is None:
+        return "function.deleted"
+    if before is None:
+        return "function.created"
+    return "function.deleting" if after.deleting and not before.deleting else ""

@@ -1,0 +1,104 @@
+"""One controller from election to end. ``python -m sllm_runtime.control`` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from sllm_runtime.control import restore
+from sllm_runtime.control.deletion import Deletions
+from sllm_runtime.control.deploy import Deployments
+from sllm_runtime.control.ledger import Ledger
+from sllm_runtime.control.loop import Loop
+from sllm_runtime.control.models import Models
+from sllm_runtime.control.nodes import Nodes
+from sllm_runtime.control.placement import Policy, Simple
+from sllm_runtime.control.service import Service
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol.node import NodeStatus
+from sllm_runtime.protocol.subjects import STATUS_ALL
+
+log = logging.getLogger(__name__)
+
+
+class ControllerSettings(Settings):
+    """``SLLM_CONTROLLER``: its identity where no identity file says it."""
+
+    controller: str = "controller"
+
+    @property
+    def name(self) -> str:
+        """Who it is on the bus."""
+        who = self.identity()
+        return who.identity if who is not None else self.controller
+
+
+@dataclass(frozen=True, slots=True)
+class Controller:
+    """Everything of a leading controller. ``run`` raises ``StaleTerm`` when another one was elected."""
+
+    loop: Loop
+    service: Service
+    term: int
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Lead until ``stop``."""
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        leading = asyncio.create_task(self.loop.run(), name="controller loop")
+        try:
+            await asyncio.wait([stopped, leading], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            leading.cancel()
+            await asyncio.wait([stopped, leading])
+        if not leading.cancelled() and (error := leading.exception()) is not None:
+            raise error
+
+
+@contextlib.asynccontextmanager
+async def lead(settings: Settings, identity: str, policy: Policy | None = None) -> AsyncIterator[Controller]:
+    """Connect, be elected, take over what is stored, and serve. Everything is closed at the end.
+
+    Raises ``Unavailable`` if NATS or its JetStream is missing.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await Bus.connect(settings, identity, name="sllm-controller")
+        stack.push_async_callback(bus.close)
+        store = await StateStore.open(bus, create=True, replicas=settings.replicas)
+        stack.push_async_callback(store.close)
+        term = await store.elect(identity)
+        loop, ledger, nodes = await _take_over(bus, store, term, policy or Simple())
+        models = Models(loop, nodes)
+        stack.push_async_callback(models.close)
+        deployments = Deployments(loop, ledger, models, bus)
+        stack.push_async_callback(deployments.close)
+        deletions = Deletions(loop, ledger, bus)
+        stack.push_async_callback(deletions.close)
+        stack.callback(bus.on_reconnect(loop.listening_again))
+        reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
+        stack.push_async_callback(reports.unsubscribe)
+        service = Service(loop, ledger, bus, models, deployments, deletions)
+        stack.push_async_callback(service.close)
+        await service.open()
+        deletions.resume()
+        log.info("leads with term %d: %d function(s)", term, len(loop.view.functions))
+        yield Controller(loop, service, term)
+
+
+async def _take_over(bus: Bus, store: StateStore, term: int, policy: Policy) -> tuple[Loop, Ledger, Nodes]:
+    stored = await restore.read(store)
+    ledger, nodes = Ledger(store), Nodes(bus, store, term)
+    view = restore.as_stored(stored, time.monotonic())
+    routes = {(route.function, route.version): route for route in stored.routes.values()}
+    rng = random.Random(random.SystemRandom().getrandbits(64))
+    loop = Loop(view, routes, bus=bus, ledger=ledger, nodes=nodes, policy=policy, rng=rng)
+    loop.begin(restore.repaired)
+    ledger.take(restore.unreferenced(stored, loop.view))
+    return loop, ledger, nodes

@@ -1,0 +1,94 @@
+"""Deleting a function: no new call, running ones end (or are cancelled), then its records and bundles go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+import msgspec
+
+from sllm_runtime.control import instances, registry
+from sllm_runtime.control.deploy import STORE_S, remove_bundles
+from sllm_runtime.control.ledger import Ledger
+from sllm_runtime.control.loop import Loop
+from sllm_runtime.control.view import View
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.ctl import Delete
+from sllm_runtime.protocol.limits import LONG_POLL_S
+from sllm_runtime.protocol.node import Ok
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 5.0
+
+
+class Deletions:
+    """Runs deletions; each goes on by itself, and after a restart of the controller, until nothing is left."""
+
+    def __init__(self, loop: Loop, ledger: Ledger, bus: Bus) -> None:
+        self._loop, self._ledger, self._bus = loop, ledger, bus
+        self._running: dict[str, asyncio.Event] = {}
+        self._tasks = Tasks("deletions")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def resume(self) -> None:
+        """Go on with what an earlier controller began."""
+        for record in tuple(self._loop.view.functions.values()):
+            if record.deleting:
+                self._start(record.function)
+
+    async def delete(self, request: Delete) -> Ok:
+        """Long poll: ``deleted``, or after LONG_POLL_S ``draining: …``; ask again. Raises ``FunctionNotFound``."""
+        name = request.function
+        registry.function_of(self._loop.view, name)
+        self._loop.change(lambda view: leaving(view, name, force=request.force))
+        done = self._start(name)
+        try:
+            async with asyncio.timeout(LONG_POLL_S * 0.8):
+                await done.wait()
+        except TimeoutError:
+            left = [i for i in self._loop.view.instances.values() if i.key[0] == name and not i.ended]
+            calls = sum(instance.running for instance in left)
+            return Ok(note=f"draining: {calls} call(s) still run on {len(left)} instance(s)")
+        return Ok(note="deleted")
+
+    def _start(self, name: str) -> asyncio.Event:
+        done = self._running.get(name)
+        if done is None:
+            done = self._running[name] = asyncio.Event()
+            self._tasks.start(self._run(name, done), f"delete {name}")
+        return done
+
+    async def _run(self, name: str, done: asyncio.Event) -> None:
+        try:
+            while await self._loop.until(name, lambda view: gone(view, name), LOOK_S) is None:
+                log.info("waits for running calls to end before it is deleted", extra={"function": name})
+            reached = [record.bundle for record in self._loop.view.versions_of(name)]
+            self._loop.change(lambda view: registry.remove(view, name))
+            await self._ledger.settled(STORE_S)
+            await remove_bundles(self._bus, registry.unreachable(self._loop.view, reached))
+        finally:
+            self._running.pop(name, None)
+            done.set()
+
+
+def leaving(view: View, name: str, *, force: bool) -> View:
+    """No call is sent to it any more; its instances end when their calls do, with ``force`` now."""
+    record = registry.function_of(view, name)
+    if not record.deleting:
+        view = view.put_function(msgspec.structs.replace(record, deleting=True))
+    for instance in tuple(view.instances.values()):
+        if instance.key[0] == name and not instance.ended:
+            grace = 0.0 if force or not instance.ready else instance.manifest.timeout
+            if force or instance.stop is None:
+                view = instances.stop(view, instance, "the function is deleted", grace)
+    return view
+
+
+def gone(view: View, name: str) -> bool | None:
+    """True when no instance of it is left; None: wait."""
+    return None if any(i.key[0] == name and not i.ended for i in view.instances.values()) else True

@@ -1,0 +1,277 @@
+"""Deployments: a version takes the route once one instance of it has started; a failure leaves nothing half done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from sllm_runtime.control import registry, routes
+from sllm_runtime.control.changes import NODES
+from sllm_runtime.control.fits import need_of, unsupported
+from sllm_runtime.control.ledger import Ledger
+from sllm_runtime.control.loop import Loop
+from sllm_runtime.control.models import DIGEST, NODES_WAIT_S, Models, nodes_known
+from sllm_runtime.control.placement import unsatisfiable
+from sllm_runtime.control.view import Key, View
+from sllm_runtime.platform import bundles
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.ctl import Deploy, Deployed
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    ErrorBody,
+    InternalError,
+    InvalidBundle,
+    InvalidManifest,
+    NoCapacity,
+    PythonMismatch,
+    SllmError,
+    Unsatisfiable,
+)
+from sllm_runtime.protocol.limits import KIB, LONG_POLL_S
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.quantities import show_bytes
+from sllm_runtime.protocol.records import ModelRecord, VersionRecord
+
+log = logging.getLogger(__name__)
+
+MAX_MANIFEST: Final = 256 * KIB
+KEEP_S: Final = 120.0
+"""How long the outcome of a deployment is kept for an asker whose reply was lost."""
+STORE_S: Final = 30.0
+CAPACITY_LOOK_S: Final = 0.5
+CRASHES: Final = 3
+"""Nodes that may die under a trial before the deployment gives up."""
+
+
+class Deployment:
+    """One request's deployment, running or done."""
+
+    def __init__(self, request: Deploy) -> None:
+        self.request = request
+        self.done = asyncio.Event()
+        self.ended = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self.outcome: Deployed | None = None
+        self.error: ErrorBody | None = None
+        self.tell: Callable[[], Progress] = lambda: Progress(stage="check")
+
+    def result(self) -> Deployed:
+        """Raises what ended it. Valid when ``done``."""
+        if self.error is not None:
+            raise self.error.to_error()
+        if self.outcome is None:
+            raise InternalError(f"deployment {self.request.request} has no outcome; deploy again")
+        return self.outcome
+
+
+class Deployments:
+    """Runs deployments, one at a time for each function. ``close`` breaks them off; a new controller forgets them."""
+
+    def __init__(self, loop: Loop, ledger: Ledger, models: Models, bus: Bus) -> None:
+        self._loop, self._ledger, self._models, self._bus = loop, ledger, models, bus
+        self._known: dict[str, Deployment] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._users: Counter[str] = Counter()
+        self._tasks = Tasks("deployments")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def deploy(self, request: Deploy) -> Deployed:
+        """Long poll. Raises what ended the deployment."""
+        deployment = self._join(request)
+        try:
+            async with asyncio.timeout(min(max(request.wait_s, 0.0), 2 * LONG_POLL_S)):
+                await deployment.done.wait()
+        except TimeoutError:
+            return Deployed(progress=deployment.tell())
+        return deployment.result()
+
+    def _join(self, request: Deploy) -> Deployment:
+        now = time.monotonic()
+        for name, old in tuple(self._known.items()):
+            if old.done.is_set() and now - old.ended > KEEP_S:
+                del self._known[name]
+        deployment = self._known.get(request.request)
+        if deployment is None:
+            deployment = self._known[request.request] = Deployment(request)
+            deployment.task = self._tasks.start(self._run(deployment), f"deploy {request.manifest.name}")
+        elif (deployment.request.bundle, deployment.request.manifest) != (request.bundle, request.manifest):
+            raise Conflict(f"deployment {request.request} has another content; use a new request id")
+        return deployment
+
+    async def _run(self, deployment: Deployment) -> None:
+        name = deployment.request.manifest.name
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        self._users[name] += 1
+        deployment.tell = lambda: Progress(stage="queue", message=f"another deployment of {name} is running")
+        try:
+            async with lock:
+                deployment.outcome = await self._deploy(deployment)
+        except SllmError as error:
+            deployment.error = error.body()
+            log.info("deployment failed: %s", error.message, extra={"function": name})
+        except Exception as error:
+            deployment.error = InternalError(f"deployment of {name}: {type(error).__name__}: {error}").body()
+            raise
+        finally:
+            deployment.ended = time.monotonic()
+            deployment.done.set()
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name], self._locks[name]
+
+    # --- one deployment -----------------------------------------------------------------------------
+    async def _deploy(self, deployment: Deployment) -> Deployed:
+        request = deployment.request
+        deployment.tell = lambda: Progress(stage="check")
+        try:
+            await self._check(request)
+            model = await self._model(deployment)
+        except SllmError:
+            await self._clean(request.bundle)
+            raise
+        digest = registry.content(request.manifest, request.bundle, model.digest if model else None)
+        known = registry.same(self._loop.view, request.manifest.name, digest)
+        if known is not None:
+            return await self._again(known)
+        version = self._version(request, model, digest)
+        key = (version.function, version.version)
+        try:
+            self._loop.change(lambda view: registry.create(view, version, model))
+            await self._trial(deployment, key, request.manifest)
+        except SllmError as error:
+            body = error.body()
+            self._loop.change(lambda view: registry.discard(view, key, body))
+            await self._ledger.settled(STORE_S)
+            await self._clean(request.bundle)
+            raise
+        before = self._loop.view.versions_of(key[0])
+        self._loop.change(lambda view: registry.prune(registry.activate(view, key), key[0]))
+        await self._ledger.settled(STORE_S)
+        kept = {record.version for record in self._loop.view.versions_of(key[0])}
+        for bundle in {record.bundle for record in before if record.version not in kept}:
+            await self._clean(bundle)
+        return Deployed(version=self._loop.view.versions.get(key, version))
+
+    async def _again(self, known: VersionRecord) -> Deployed:
+        """The content is there already: it gets the route, and a new chance if it was in a back-off."""
+        key = (known.function, known.version)
+        self._loop.change(lambda view: registry.activate(view, key))
+        await self._ledger.settled(STORE_S)
+        return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)
+
+    def _version(self, request: Deploy, model: ModelRecord | None, digest: str) -> VersionRecord:
+        function = self._loop.view.functions.get(request.manifest.name)
+        return VersionRecord(
+            function=request.manifest.name,
+            version=function.last_version + 1 if function else 1,
+            manifest=request.manifest,
+            bundle=request.bundle,
+            bundle_bytes=request.bundle_bytes,
+            content=digest,
+            model=model.digest if model else None,
+            created=time.time(),
+        )
+
+    async def _check(self, request: Deploy) -> None:
+        """Raises what makes this deployment impossible, before anything is registered."""
+        manifest = request.manifest
+        if manifest.name in self._loop.view.functions:
+            registry.present(self._loop.view, manifest.name)
+        size = registry.manifest_bytes(manifest)
+        if size > MAX_MANIFEST:
+            text = f"the manifest has {show_bytes(size)}, {show_bytes(MAX_MANIFEST)} fit: shorten type hints or env"
+            raise InvalidManifest(text, field="handler.input_schema")
+        found = await self._loop.until(NODES, lambda view: nodes_known(view, time.monotonic()), NODES_WAIT_S)
+        if found is None:
+            raise NoCapacity("no node has reported; start one, and see `sllm node list`", stage="check")
+        check_python(self._loop.view, manifest)
+        never = unsupported(manifest) or unsatisfiable(need_of(manifest), self._loop.view)
+        if never:
+            raise Unsatisfiable(f"function {manifest.name!r}: {never}", stage="check")
+        stored = await bundles.size(self._bus, request.bundle)
+        if stored is None:
+            raise InvalidBundle(f"bundle {request.bundle[:19]} is not stored; upload it, then deploy", field="bundle")
+        if stored != request.bundle_bytes:
+            text = f"bundle {request.bundle[:19]} has {stored} bytes, the deployment says {request.bundle_bytes}"
+            raise InvalidBundle(text, field="bundle_bytes")
+
+    async def _model(self, deployment: Deployment) -> ModelRecord | None:
+        manifest = deployment.request.manifest
+        if manifest.model is None:
+            return None
+        if manifest.model.startswith(DIGEST):
+            return registry.model_of(self._loop.view, manifest.model)
+        preparation = self._models.join(manifest.model, manifest)
+        deployment.tell = lambda: preparation.progress
+        await preparation.done.wait()
+        return preparation.result()
+
+    async def _trial(self, deployment: Deployment, key: Key, manifest: Manifest) -> None:
+        """Wait until an instance is ready. The node bounds its start; here waiting for capacity is bounded."""
+        deployment.tell = lambda: trial_progress(self._loop.view, key)
+        capacity = time.monotonic()
+        while await self._loop.until(key[0], lambda view: verdict(view, key), CAPACITY_LOOK_S) is None:
+            view, now = self._loop.view, time.monotonic()
+            if any(instance.live for instance in view.of(key)):
+                capacity = now
+            elif now - capacity >= manifest.queue_timeout:
+                why = view.pending.get(key, "no capacity")
+                text = f"no instance of {key[0]!r} could be placed within {manifest.queue_timeout:g} s: {why}"
+                raise NoCapacity(text, stage="placement")
+
+    async def _clean(self, bundle: str) -> None:
+        """Remove the bundle if no version, and no other deployment, needs it."""
+        current = asyncio.current_task()
+        users = [d for d in self._known.values() if d.request.bundle == bundle and d.task is not current]
+        if any(not user.done.is_set() for user in users):
+            return
+        await remove_bundles(self._bus, registry.unreachable(self._loop.view, [bundle]))
+
+
+async def remove_bundles(bus: Bus, digests: list[str]) -> None:
+    """Delete bundles; one that cannot be is logged: it costs room only."""
+    for digest in digests:
+        try:
+            await bundles.delete(bus, digest)
+        except SllmError as error:
+            log.warning("bundle %s was not removed: %s", digest, error.message)
+
+
+def check_python(view: View, manifest: Manifest) -> None:
+    """Raises ``PythonMismatch`` if pickled code can run on no node."""
+    wanted = manifest.handler.python
+    pythons = {node.status.python for node in view.nodes.values() if node.status is not None}
+    if wanted and pythons and "" not in pythons and wanted not in pythons:
+        have = " and ".join(sorted(pythons))
+        raise PythonMismatch(
+            f"function {manifest.name!r} was pickled by Python {wanted}, the nodes run {have}: deploy it with Python "
+            f"{have}, or put it in a file of its own, which is imported by name and runs on both",
+            field="handler.python",
+        )
+
+
+def verdict(view: View, key: Key) -> bool | None:
+    """True when an instance of the trial is ready. Raises what its start failed with."""
+    version = view.versions.get(key)
+    function = view.functions.get(key[0])
+    if version is None or function is None or function.deleting:
+        raise Conflict(f"function {key[0]!r} was deleted while it was deployed")
+    if any(instance.ready for instance in view.of(key)):
+        return True
+    failure = view.failures.get(key)
+    if failure is not None and (failure.blocking or failure.attempts >= CRASHES):
+        raise failure.error.to_error()
+    return None
+
+
+def trial_progress(view: View, key: Key) -> Progress:
+    """How far the first instance is, or why it waits."""
+    return routes.progress(view, key) or Progress(stage="capacity", message=view.pending.get(key, ""))

@@ -1,0 +1,149 @@
+"""What an instance needs, what a node has, and what is short between them, in words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sllm_runtime.control.view import Instance, Node, View
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import Gpu, NodeStatus
+from sllm_runtime.protocol.quantities import parse_gpu, show_bytes
+
+ANY_GPU = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One instance's needs. ``gpus``: alternatives (kind, count) by preference; empty: no accelerator."""
+
+    cpu: float
+    memory: int
+    gpus: tuple[tuple[str, int], ...] = ()
+    gpu_memory: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    container: str = ""
+    """Why it needs a container ("image …"), or empty."""
+    python: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a node has to give: all of it, or what is free now."""
+
+    node: str
+    cpu: float
+    memory: int
+    gpus: tuple[Gpu, ...]
+    labels: Mapping[str, str]
+    drivers: tuple[str, ...]
+    python: str
+
+
+def need_of(manifest: Manifest) -> Need:
+    """The needs a manifest states. ``gpu_memory`` alone asks for one accelerator of any kind."""
+    gpus = tuple(parse_gpu(text) for text in manifest.gpu)
+    if not gpus and manifest.gpu_memory:
+        gpus = ((ANY_GPU, 1),)
+    container = f"image {manifest.image}" if manifest.image else ""
+    if not container and manifest.requirements:
+        container = "requirements " + ", ".join(manifest.requirements)
+    return Need(
+        cpu=manifest.cpu,
+        memory=manifest.memory,
+        gpus=gpus,
+        gpu_memory=manifest.gpu_memory or 0,
+        labels=manifest.labels,
+        container=container,
+        python=manifest.handler.python or "",
+    )
+
+
+def unsupported(manifest: Manifest) -> str:
+    """A field that this release keeps but cannot honour yet, in words; empty if there is none. Refused at deploy, so
+    that nothing asked for is silently left out."""
+    if manifest.secrets:
+        return f"secrets={list(manifest.secrets)}: there is no secret store yet; pass what is no secret by env"
+    if manifest.parallelism.tensor * manifest.parallelism.pipeline > 1:
+        return "parallelism: a model runs on one rank so far; leave it out"
+    return ""
+
+
+def total(status: NodeStatus) -> Capacity:
+    """All that the node has."""
+    gpus, labels = status.gpus, status.labels
+    return Capacity(status.node, status.cpu, status.memory, gpus, labels, status.drivers, status.python)
+
+
+def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity | None:
+    """What the node has free: its report, less what was placed since, plus what ``leaving`` instances will give back.
+    None: never heard."""
+    status = node.status
+    if status is None:
+        return None
+    reported = {instance.instance for instance in status.instances}
+    name = node.record.node
+    unseen = [i for i in view.instances.values() if i.record.node == name and not i.ended]
+    unseen = [i for i in unseen if i.record.instance not in reported]
+    back = {i.record.instance for i in leaving}
+    taken = {index for i in unseen for index in i.gpus}
+    return Capacity(
+        node=name,
+        cpu=status.free_cpu - sum(i.manifest.cpu for i in unseen) + sum(i.manifest.cpu for i in leaving),
+        memory=status.free_memory - sum(i.manifest.memory for i in unseen) + sum(i.manifest.memory for i in leaving),
+        gpus=tuple(
+            gpu for gpu in status.gpus if gpu.index not in taken and (gpu.used_by is None or gpu.used_by in back)
+        ),
+        labels=status.labels,
+        drivers=status.drivers,
+        python=status.python,
+    )
+
+
+def _suits(gpu: Gpu, kind: str, memory: int) -> bool:
+    return kind.lower() in (ANY_GPU, gpu.kind.lower()) and gpu.memory >= memory
+
+
+def choose_gpus(need: Need, capacity: Capacity) -> tuple[int, tuple[int, ...]] | None:
+    """Rank of the preferred kind that fits and the devices; (0, ()) if none are needed, None if none fit."""
+    if not need.gpus:
+        return 0, ()
+    for rank, (kind, count) in enumerate(need.gpus):
+        fitting = [gpu.index for gpu in capacity.gpus if _suits(gpu, kind, need.gpu_memory)]
+        if len(fitting) >= count:
+            return rank, tuple(fitting[:count])
+    return None
+
+
+def show_gpus(need: Need) -> str:
+    """The accelerators asked for, for people: ``1 x H100 or 2 x L4 with 20.0 GiB each``."""
+    text = " or ".join(f"{count} x {kind}" for kind, count in need.gpus)
+    return text + (f" with {show_bytes(need.gpu_memory)} each" if need.gpu_memory else "")
+
+
+def _gpu_short(need: Need, capacity: Capacity) -> str:
+    kinds: dict[str, int] = {}
+    for gpu in capacity.gpus:
+        label = f"{gpu.kind} ({show_bytes(gpu.memory)})" if need.gpu_memory else gpu.kind
+        kinds[label] = kinds.get(label, 0) + 1
+    has = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "none"
+    return f"{show_gpus(need)} (has {has})"
+
+
+def short(need: Need, capacity: Capacity) -> tuple[str, ...]:
+    """Everything the node lacks, each as ``<needed> (has <there>)``. Empty: it fits."""
+    lacks = []
+    if choose_gpus(need, capacity) is None:
+        lacks.append(_gpu_short(need, capacity))
+    for name, value in sorted(need.labels.items()):
+        if capacity.labels.get(name) != value:
+            lacks.append(f"label {name}={value} (has {capacity.labels.get(name) or 'none'})")
+    if need.container and "container" not in capacity.drivers:
+        lacks.append(f"a container driver for {need.container} (has {', '.join(capacity.drivers) or 'none'})")
+    if need.python and capacity.python and need.python != capacity.python:
+        lacks.append(f"Python {need.python} (has {capacity.python})")
+    if need.memory > capacity.memory:
+        lacks.append(f"{show_bytes(need.memory)} of memory (has {show_bytes(max(capacity.memory, 0))})")
+    if need.cpu > capacity.cpu + 1e-9:
+        lacks.append(f"{need.cpu:g} CPUs (has {max(capacity.cpu, 0.0):g})")
+    return tuple(lacks)

@@ -1,0 +1,113 @@
+"""An instance's life: how reports, silence and answers to commands move it along ``states.INSTANCE``. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import msgspec
+
+from sllm_runtime.control import backoff
+from sllm_runtime.control.view import STARTING, Instance, Stop, View
+from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, StartFailed
+from sllm_runtime.protocol.node import InstanceStatus
+from sllm_runtime.protocol.states import INSTANCE, InstanceState, check
+from sllm_runtime.protocol.timeline import Span, shift
+
+_BAD_ENDS = (InstanceState.FAILED, InstanceState.LOST)
+
+
+def path(old: InstanceState, new: InstanceState) -> tuple[InstanceState, ...]:
+    """The states that lead from ``old`` to ``new`` (a report may skip some); empty if none do or nothing changes.
+
+    An end always leads somewhere: a FAILED of one that was ready is LOST.
+    """
+    ways: deque[tuple[InstanceState, tuple[InstanceState, ...]]] = deque([(old, ())])
+    while old != new and ways:
+        state, way = ways.popleft()
+        if new in INSTANCE[state]:
+            return (*way, new)
+        ways.extend((step, (*way, step)) for step in sorted(INSTANCE[state]) if INSTANCE[step] and step not in way)
+    if old != new and not INSTANCE[new] and INSTANCE[old]:
+        return (InstanceState.LOST,)
+    return ()
+
+
+def move(instance: Instance, new: InstanceState, error: ErrorBody | None = None) -> Instance:
+    """``instance`` in state ``new``, by allowed steps only; unchanged if no step leads there."""
+    state = instance.state
+    for step in path(state, new):
+        state = check(INSTANCE, state, step)
+    if state == instance.state:
+        return instance
+    kept = error if state in _BAD_ENDS else None
+    return replace(instance, record=msgspec.structs.replace(instance.record, state=state, error=kept))
+
+
+def ready_spans(instance: Instance, status: InstanceStatus, now: float) -> tuple[Span, ...]:
+    """The start's spans from placement on. The node's begin when the command reached it: what the controller's clock
+    saw beyond them is the way there and back, in equal parts."""
+    if not status.spans:
+        return ()
+    node_ms = max(span.at + span.ms for span in status.spans)
+    return shift(status.spans, max((now - instance.placed) * 1000.0 - node_ms, 0.0) / 2.0)
+
+
+def report(view: View, instance: Instance, status: InstanceStatus, now: float) -> View:
+    """Fold what its node says about one instance."""
+    moved = move(instance, status.state, status.error)
+    if moved.state is InstanceState.READY and instance.state is not InstanceState.READY:
+        spans = status.spans if instance.adopted else ready_spans(instance, status, now)
+        moved = replace(moved, ready_at=now, spans=spans, fingerprint=status.fingerprint)
+    moved = replace(moved, seen=status, seen_at=now)
+    return settle(view.put_instance(moved), instance, moved, now)
+
+
+def vanish(view: View, instance: Instance, error: ErrorBody, now: float) -> View:
+    """It is gone without having said how: STOPPED if that was wanted, otherwise LOST with ``error``."""
+    ended = move(instance, InstanceState.STOPPED if instance.stop else InstanceState.LOST, error)
+    return settle(view.put_instance(ended), instance, ended, now)
+
+
+def fail(view: View, instance: Instance, error: ErrorBody, now: float) -> View:
+    """Its start failed, by its node's answer or by our clock."""
+    failed = move(instance, InstanceState.FAILED, error)
+    return settle(view.put_instance(failed), instance, failed, now)
+
+
+def withdraw(view: View, instance: Instance) -> View:
+    """It was never begun: no failure, it may be placed anew."""
+    return view.put_instance(move(instance, InstanceState.STOPPED))
+
+
+def stop(view: View, instance: Instance, reason: str, grace_s: float) -> View:
+    """Begin its end. A second call can only shorten the grace."""
+    if instance.ended or (instance.stop is not None and instance.stop.grace_s <= grace_s):
+        return view
+    return view.put_instance(replace(instance, stop=Stop(reason, grace_s), commanded=None, acked=False))
+
+
+def settle(view: View, old: Instance, new: Instance, now: float) -> View:
+    """What a change of state means for its version's back-off."""
+    if new.state == old.state:
+        return view
+    previous = view.failures.get(new.key)
+    if new.state is InstanceState.READY:
+        return view.put_failure(new.key, None) if previous and previous.blocking else view
+    if new.stop is not None or new.state not in _BAD_ENDS:
+        return view
+    started = old.state not in STARTING
+    error = new.record.error or _unnamed(new, started)
+    if started and old.ready_at is not None and now - old.ready_at >= backoff.STABLE_S:
+        previous = None
+    # A node that died took the start with it: that says nothing about the function.
+    blocking = not started and error.code != InstanceLost.code
+    return view.put_failure(new.key, backoff.after(previous, error, now, blocking=blocking))
+
+
+def _unnamed(instance: Instance, started: bool) -> ErrorBody:
+    name = instance.record.instance
+    if started:
+        return InstanceLost(f"instance {name} ended without a reason; see `sllm fn logs {instance.key[0]}`").body()
+    text = f"instance {name} did not become ready and its node gave no reason; see `sllm fn logs {instance.key[0]}`"
+    return StartFailed(text, stage="sandbox").body()

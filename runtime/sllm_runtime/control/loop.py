@@ -1,0 +1,235 @@
+"""The one place where the view changes. Whoever has news hands in a function view → view; what follows from it
+(records, events, commands, woken waiters) happens here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeVar
+
+from sllm_runtime.control import changes, instances
+from sllm_runtime.control.ledger import Ledger
+from sllm_runtime.control.nodes import Nodes
+from sllm_runtime.control.placement import Policy
+from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
+from sllm_runtime.control.reports import observe
+from sllm_runtime.control.view import Key, Refusal, View
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, StaleTerm, Unavailable
+from sllm_runtime.protocol.events import Event
+from sllm_runtime.protocol.node import NodeStatus
+from sllm_runtime.protocol.records import Route
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+TICK_S: Final = 0.25
+"""Longest time between two plans: silence, back-off and keep-alive end without any message."""
+STALL_S: Final = 1.0
+"""A tick that is later than this means that we did not run: the silence of the nodes may have been ours."""
+REFUSED_S: Final = 1.0
+
+
+class Loop:
+    """Owner of the view. ``run`` until cancelled; it raises ``StaleTerm`` when another controller leads."""
+
+    def __init__(
+        self,
+        view: View,
+        routes: Mapping[Key, Route],
+        *,
+        bus: Bus,
+        ledger: Ledger,
+        nodes: Nodes,
+        policy: Policy,
+        rng: random.Random,
+    ) -> None:
+        """``view`` and ``routes`` are what is stored now."""
+        self.view = view
+        self._bus, self._ledger, self._nodes = bus, ledger, nodes
+        self._policy, self._rng = policy, rng
+        self._routes: dict[Key, Route] = dict(routes)
+        self._alive: frozenset[str] = frozenset()
+        self._wake = asyncio.Event()
+        self._waiters: dict[str, set[asyncio.Event]] = {}
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running = Tasks("controller loop", self._end)
+        self._commands = Tasks("controller commands")
+
+    # --- changing the view --------------------------------------------------------------------------
+    def change(self, step: Callable[[View], View]) -> View:
+        """Apply ``step`` and everything that follows from it but new commands, which the next plan (at once) sends."""
+        old, new = self.view, step(self.view)
+        if new is not old:
+            self._commit(old, new)
+            self._wake.set()
+        return new
+
+    def begin(self, repair: Callable[[View], View]) -> None:
+        """First change: every route is made anew and compared with what is stored."""
+        old, new = self.view, repair(self.view)
+        self._commit(old, new, frozenset(new.functions) | {name for name, _ in self._routes})
+
+    def _commit(self, old: View, new: View, more: frozenset[str] = frozenset()) -> None:
+        self.view = new
+        functions = changes.touched(old, new) | more
+        before = {key: route for key, route in self._routes.items() if key[0] in functions}
+        after = changes.routes(new, functions)
+        for key in before.keys() - after.keys():
+            del self._routes[key]
+        self._routes.update(after)
+        self._ledger.take(changes.writes(old, new, before, after))
+        self._notify(functions)
+        for event in changes.events(old, new, time.time()):
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        fields = {"function": event.function, "instance": event.instance, "node": event.node}
+        log.info("%s %s", event.kind, event.message, extra={k: v for k, v in fields.items() if v})
+        try:
+            self._bus.publish_now(subjects.event("controller", self._bus.identity), event)
+        except SllmError as error:
+            log.warning("event %s was dropped: %s", event.kind, error.message)
+
+    def _notify(self, functions: frozenset[str]) -> None:
+        for function in functions:
+            for waiter in self._waiters.get(function, ()):
+                waiter.set()
+
+    def heard(self, status: NodeStatus, subject: str = "") -> None:
+        """A node's report. Rights bind a node to its own subject, so the subject says who speaks: no node reports for
+        another one."""
+        if subject.rpartition(".")[2] != status.node:
+            log.error("a report for node %s came on %s: refused", status.node, subject)
+            return
+        self.change(lambda view: observe(view, status, time.monotonic(), time.time()))
+
+    def listening_again(self) -> None:
+        """Reports may have been missed until now: no node's silence counts from before."""
+        self.change(lambda view: replace(view, listening_since=time.monotonic()))
+
+    # --- waiting for it -----------------------------------------------------------------------------
+    async def until(self, function: str, found: Callable[[View], R | None], timeout_s: float) -> R | None:
+        """What ``found`` makes of the view as soon as it is not None, looked at after each change about ``function``;
+        None after ``timeout_s``. What ``found`` raises is raised."""
+        event = asyncio.Event()
+        waiters = self._waiters.setdefault(function, set())
+        waiters.add(event)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            while (result := found(self.view)) is None:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await event.wait()
+                except TimeoutError:
+                    return None
+                event.clear()
+            return result
+        finally:
+            waiters.discard(event)
+            if not waiters and self._waiters.get(function) is waiters:
+                del self._waiters[function]
+
+    # --- the loop -----------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Plan at every change and every tick. Raises ``StaleTerm``."""
+        try:
+            self._running.start(self._ledger.run(), "ledger")
+            self._running.start(self._steps(), "steps")
+            await self._ended
+        finally:
+            # Not a TaskGroup: on Python 3.11 a write that ends as it is cancelled swallows the cancellation.
+            await self._running.close()
+            await self._commands.close()
+
+    def _end(self, error: BaseException) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    async def _steps(self) -> None:
+        last = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now - last > STALL_S:
+                self.listening_again()
+            last = now
+            self._wake.clear()
+            if self._bus.connected:
+                self._step()
+            self._notify(frozenset({changes.NODES}))
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _step(self) -> None:
+        context = Context(now=time.monotonic(), wall=time.time(), policy=self._policy, rng=self._rng)
+        made = plan(self.view, context)
+        if made.view is not self.view:
+            self._commit(self.view, made.view)
+        alive = frozenset(name for name in self.view.nodes if self.view.alive(name, context.now))
+        for event in changes.node_events(self._alive, alive, context.wall):
+            self._tell(event)
+        self._alive = alive
+        for action in made.actions:
+            self._commands.start(self._send(action), f"{type(action).__name__} {action.instance}")
+
+    # --- commands -----------------------------------------------------------------------------------
+    async def _send(self, action: Action) -> None:
+        try:
+            if isinstance(action, SendStop):
+                await self._nodes.stop(action.node, action.instance, action.reason, action.grace_s)
+            else:
+                await self._start(action)
+        except StaleTerm as error:
+            await self._check_term(error)
+        except DeadlineExceeded as error:
+            log.debug("%s: %s", action.instance, error.message)
+        except SllmError as error:
+            self.change(partial(refused, action=action, error=error, now=time.monotonic()))
+        else:
+            self.change(partial(accepted, action=action))
+
+    async def _start(self, action: SendStart) -> None:
+        instance = self.view.instances.get(action.instance)
+        version = self.view.versions.get(instance.key) if instance is not None else None
+        if instance is None or version is None or instance.ended or instance.stop is not None:
+            return
+        await self._nodes.start(instance, version, self.view.model_of(instance.key))
+
+    async def _check_term(self, error: StaleTerm) -> None:
+        """A node refuses our term. Only if another controller has really been elected do we step down."""
+        log.error("%s", error.message)
+        if await self._nodes.deposed():
+            self._end(error)
+
+
+def accepted(view: View, action: Action) -> View:
+    """The node took the command. Ending what it never began ends it."""
+    instance = view.instances.get(action.instance)
+    if instance is None or instance.ended:
+        return view
+    if isinstance(action, SendStop) and instance.seen is None:
+        return instances.withdraw(view, instance)
+    return view.put_instance(replace(instance, acked=True))
+
+
+def refused(view: View, action: Action, error: SllmError, now: float) -> View:
+    """The node did not take the command. Full, or not there: another place is looked for. Else the start has failed."""
+    instance = view.instances.get(action.instance)
+    if instance is None or instance.ended or isinstance(action, SendStop) or instance.seen is not None:
+        return view
+    if not isinstance(error, Unavailable):
+        return instances.fail(view, instance, error.body(), now)
+    place = (instance.key, instance.record.node)
+    view = replace(view, refused={**view.refused, place: Refusal(now + REFUSED_S, error.message)})
+    return instances.withdraw(view, instance)

@@ -1,0 +1,181 @@
+"""Models by content: registered by one node's preparation, joined by URI, checked and deleted on the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+import msgspec
+
+from sllm_runtime.control import registry
+from sllm_runtime.control.changes import NODES
+from sllm_runtime.control.fits import need_of, short, total
+from sllm_runtime.control.loop import Loop
+from sllm_runtime.control.nodes import Nodes
+from sllm_runtime.control.view import View
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.ctl import ModelInfo, Registered
+from sllm_runtime.protocol.errors import (
+    DeadlineExceeded,
+    ErrorBody,
+    NoCapacity,
+    NodeNotFound,
+    SllmError,
+    Unavailable,
+)
+from sllm_runtime.protocol.limits import HEARTBEAT_S
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.records import ModelRecord
+
+log = logging.getLogger(__name__)
+
+NODES_WAIT_S: Final = 10.0
+AGAIN_S: Final = 0.5
+TRIES: Final = 6
+"""Questions in a row that a node may leave unanswered before the preparation fails."""
+DIGEST: Final = "sha256:"
+
+
+class Preparation:
+    """One model being made ready on one node; whoever wants it joins."""
+
+    def __init__(self) -> None:
+        self.progress = Progress(stage="model")
+        self.done = asyncio.Event()
+        self.model: ModelRecord | None = None
+        self.error: ErrorBody | None = None
+
+    def result(self) -> ModelRecord:
+        """Raises what the node raised. Valid when ``done``."""
+        if self.error is not None:
+            raise self.error.to_error()
+        if self.model is None:
+            raise Unavailable("the preparation of the model was broken off; try again")
+        return self.model
+
+
+class Models:
+    """Registers, checks and deletes models. Owns its preparations: ``close`` ends them."""
+
+    def __init__(self, loop: Loop, nodes: Nodes) -> None:
+        self._loop, self._nodes = loop, nodes
+        self._running: dict[str, Preparation] = {}
+        self._tasks = Tasks("models")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    # --- registering --------------------------------------------------------------------------------
+    def join(self, uri: str, manifest: Manifest | None = None) -> Preparation:
+        """The running preparation of ``uri``, or a new one on a node that ``manifest`` fits."""
+        preparation = self._running.get(uri)
+        if preparation is None:
+            preparation = self._running[uri] = Preparation()
+            self._tasks.start(self._run(uri, manifest, preparation), f"prepare {uri}")
+        return preparation
+
+    async def register(self, uri: str, wait_s: float) -> Registered:
+        """Long poll: the model when it is there, else how far it is. Raises what the node raised."""
+        preparation = self.join(uri)
+        try:
+            async with asyncio.timeout(wait_s):
+                await preparation.done.wait()
+        except TimeoutError:
+            return Registered(progress=preparation.progress)
+        return Registered(model=preparation.result())
+
+    async def _run(self, uri: str, manifest: Manifest | None, preparation: Preparation) -> None:
+        try:
+            model = await self._prepare(uri, manifest, preparation)
+            model = msgspec.structs.replace(model, created=model.created or time.time())
+            self._loop.change(lambda view: registry.know(view, model))
+            preparation.model = model
+        except SllmError as error:
+            preparation.error = error.body()
+        finally:
+            self._running.pop(uri, None)
+            preparation.done.set()
+
+    async def _prepare(self, uri: str, manifest: Manifest | None, preparation: Preparation) -> ModelRecord:
+        silent = 0
+        while True:
+            node = await self._choose(manifest)
+            try:
+                reply = await self._nodes.prepare(node, uri)
+            except (Unavailable, DeadlineExceeded) as error:
+                silent += 1
+                # A part that is missing for a moment (a node that restarts) is asked again; a full pool is an answer.
+                if silent >= TRIES or type(error) not in (Unavailable, DeadlineExceeded):
+                    raise
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if reply.model is not None:
+                return reply.model
+            silent = 0
+            preparation.progress = reply.progress or preparation.progress
+
+    async def _choose(self, manifest: Manifest | None) -> str:
+        """A living node, of those the manifest fits if there are any. Raises ``NoCapacity``."""
+        found = await self._loop.until(NODES, lambda view: best_node(view, manifest, time.monotonic()), NODES_WAIT_S)
+        if found is None:
+            raise NoCapacity("no node is up to prepare the model; see `sllm node list`", stage="model")
+        return found
+
+    # --- checking, deleting -------------------------------------------------------------------------
+    async def validate(self, digest: str) -> ModelInfo:
+        """Check every byte on each living node that has it; ``problem`` says what was found, and where."""
+        record = registry.model_of(self._loop.view, digest)
+        nodes = self._holders(record.digest)
+        if not nodes:
+            raise NodeNotFound(f"no living node has model {record.digest[:19]}; call or deploy a function that uses it")
+        answers = await asyncio.gather(*(self._validate_on(node, record.digest) for node in nodes))
+        return registry.model_info(self._loop.view, record, "; ".join(answer for answer in answers if answer))
+
+    async def _validate_on(self, node: str, digest: str) -> str:
+        try:
+            await self._nodes.model(node, "validate", digest)
+        except DeadlineExceeded:
+            return f"{node}: the check still goes on there; ask again"
+        except SllmError as error:
+            return f"{node}: {error.message}"
+        return ""
+
+    async def delete(self, digest: str) -> ModelInfo:
+        """Forget it, and remove it from the nodes that are up. Raises ``Conflict`` while a version needs it."""
+        record = registry.model_of(self._loop.view, digest)
+        info = registry.model_info(self._loop.view, record)
+        self._loop.change(lambda view: registry.drop_model(view, record.digest))
+        problems = []
+        for node in self._holders(record.digest):
+            try:
+                await self._nodes.model(node, "delete", record.digest)
+            except SllmError as error:
+                problems.append(f"{node} still has it: {error.message}")
+        return msgspec.structs.replace(info, problem="; ".join(problems))
+
+    def _holders(self, digest: str) -> list[str]:
+        view, now = self._loop.view, time.monotonic()
+        return [node for node in registry.holders(view, digest) if view.alive(node, now)]
+
+
+def best_node(view: View, manifest: Manifest | None, now: float) -> str | None:
+    """The node to prepare a model on: alive, accepting work, the manifest fits it best, most idle. None: none is."""
+    need = need_of(manifest) if manifest is not None else None
+    found = []
+    for name, node in view.nodes.items():
+        status = node.status
+        if status is None or status.draining or node.record.cordoned or not view.alive(name, now):
+            continue
+        lacks = len(short(need, total(status))) if need is not None else 0
+        found.append((lacks, -status.free_cpu, name))
+    return min(found)[2] if found else None
+
+
+def nodes_known(view: View, now: float) -> bool | None:
+    """True when every node of the registry has reported, or had the time to; None: wait."""
+    heard = [node for node in view.nodes.values() if node.status is not None]
+    patient = now - view.listening_since < 2 * HEARTBEAT_S
+    return None if not heard or (patient and len(heard) < len(view.nodes)) else True

@@ -1,0 +1,62 @@
+"""Commands to nodes. Each carries the term; each is idempotent, and only the node's report says what it did."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sllm_runtime.control.view import Instance
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
+from sllm_runtime.protocol.node import ModelCommand, Ok, PrepareModel, PrepareReply, StartInstance, StopInstance
+from sllm_runtime.protocol.records import ModelRecord, Term, VersionRecord
+from sllm_runtime.protocol.subjects import TERM_KEY, node_command
+
+COMMAND_S: Final = 2.0
+VALIDATE_S: Final = 60.0
+"""Longest wait for a check of all of a model's bytes; it goes on in the node and is asked for again."""
+
+
+class Nodes:
+    """The nodes, as far as they can be commanded. Errors are what the node raised, or ``Unavailable``,
+    ``DeadlineExceeded``."""
+
+    def __init__(self, bus: Bus, store: StateStore, term: int) -> None:
+        self._bus, self._store, self._term = bus, store, term
+
+    async def start(self, instance: Instance, version: VersionRecord, model: ModelRecord | None) -> None:
+        """Begin ``instance``. Raises what the node answers: ``NoCapacity``, ``StaleTerm`` …"""
+        command = StartInstance(
+            term=self._term,
+            instance=instance.record.instance,
+            function=version.function,
+            version=version.version,
+            manifest=version.manifest,
+            bundle=version.bundle,
+            bundle_bytes=version.bundle_bytes,
+            model=model,
+            gpus=instance.gpus,
+        )
+        await self._bus.call(node_command(instance.record.node, "start"), command, Ok, timeout_s=COMMAND_S)
+
+    async def stop(self, node: str, instance: str, reason: str, grace_s: float) -> None:
+        """End an instance after its running calls, at most ``grace_s`` seconds from now."""
+        command = StopInstance(term=self._term, instance=instance, reason=reason, grace_s=grace_s)
+        await self._bus.call(node_command(node, "stop"), command, Ok, timeout_s=COMMAND_S)
+
+    async def prepare(self, node: str, uri: str, digest: str | None = None) -> PrepareReply:
+        """One long poll for a model on the node's SSD."""
+        command = PrepareModel(term=self._term, uri=uri, digest=digest, wait_s=LONG_POLL_S)
+        timeout = LONG_POLL_S + RPC_TIMEOUT_S
+        return await self._bus.call(node_command(node, "prepare"), command, PrepareReply, timeout_s=timeout)
+
+    async def model(self, node: str, verb: str, digest: str) -> str:
+        """``validate`` or ``delete`` a model there; the node's note."""
+        command = ModelCommand(term=self._term, verb=verb, digest=digest, wait_s=VALIDATE_S)
+        timeout = VALIDATE_S + RPC_TIMEOUT_S
+        return (await self._bus.call(node_command(node, "model"), command, Ok, timeout_s=timeout)).note
+
+    async def deposed(self) -> bool:
+        """Whether another controller has been elected since."""
+        term = await self._store.get(TERM_KEY, Term)
+        return term is not None and term.term != self._term

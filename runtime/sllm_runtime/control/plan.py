@@ -1,0 +1,207 @@
+"""What to do next: ``plan(view, now)`` gives the view that should be and the commands that make it so. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from sllm_runtime.control import autoscale, backoff, instances
+from sllm_runtime.control.placement import Evict, Place, Policy, Request
+from sllm_runtime.control.view import EMPTY, Instance, Key, View
+from sllm_runtime.protocol.errors import InstanceLost, StartFailed
+from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
+from sllm_runtime.protocol.records import InstanceRecord, VersionRecord
+from sllm_runtime.protocol.states import INSTANCE, InstanceState, VersionState, final
+
+REPEAT_S: Final = HEARTBEAT_S
+"""A command is repeated after this long until the node's report shows its effect."""
+REPEAT_DRAIN_S: Final = 5.0
+TAKE_S: Final = 30.0
+"""A living node that has not shown an instance for this long does not want it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendStart:
+    """``StartInstance`` to the instance's node."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendStop:
+    """``StopInstance``; also for instances that only a node knows of."""
+
+    node: str
+    instance: str
+    reason: str
+    grace_s: float
+
+
+Action: TypeAlias = SendStart | SendStop
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a plan is made with: the controller's clocks, its placement policy and its source of randomness."""
+
+    now: float
+    wall: float
+    policy: Policy
+    rng: random.Random
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    view: View
+    actions: tuple[Action, ...] = ()
+
+
+def plan(view: View, context: Context) -> Plan:
+    """The next step: the dead are struck out, versions scaled, commands sent or repeated. Same input, same answer."""
+    view = _forget(view, context.now)
+    view = _bury(view, context.now)
+    view = replace(view, pending=EMPTY)
+    groups: dict[Key, list[Instance]] = {}
+    for instance in view.instances.values():
+        groups.setdefault(instance.key, []).append(instance)
+    for key in sorted(groups.keys() | view.versions.keys(), key=lambda key: _order(view, key)):
+        view = _version(view, key, groups.get(key, []), context)
+    view, actions = _command(view, context.now)
+    view, strays = _strays(view, context.now)
+    return Plan(view, (*actions, *strays))
+
+
+def _order(view: View, key: Key) -> tuple[int, bool, Key]:
+    """Who is served first: the higher priority, then deployments, then by name."""
+    record = view.versions.get(key)
+    return (-record.manifest.priority if record else 0, key not in view.trials, key)
+
+
+def _forget(view: View, now: float) -> View:
+    """Ended instances and old refusals leave the view."""
+    if any(instance.ended for instance in view.instances.values()):
+        view = replace(view, instances={name: i for name, i in view.instances.items() if not i.ended})
+    if any(refusal.until <= now for refusal in view.refused.values()):
+        view = replace(view, refused={key: refusal for key, refusal in view.refused.items() if refusal.until > now})
+    return view
+
+
+def _bury(view: View, now: float) -> View:
+    """Instances of silent nodes are LOST; those their living node does not take, FAILED."""
+    for instance in tuple(view.instances.values()):
+        name, node = instance.record.instance, instance.record.node
+        if instance.ended:
+            continue
+        if view.silent(node, now):
+            text = f"instance {name} is lost: node {node} has been silent for {LOST_AFTER_S:g} s; call again"
+            view = instances.vanish(view, instance, InstanceLost(text).body(), now)
+        elif instance.state is InstanceState.PENDING and instance.stop is None and now - instance.placed >= TAKE_S:
+            text = f"node {node} did not begin instance {name} within {TAKE_S:g} s; see the log of sllm-invoker {node}"
+            view = instances.fail(view, instance, StartFailed(text, stage="placement").body(), now)
+    return view
+
+
+def _unwanted(view: View, key: Key) -> str:
+    """Why no instance of this version should live; empty if it may."""
+    function, version = view.functions.get(key[0]), view.versions.get(key)
+    if function is None or function.deleting or version is None or version.state is VersionState.DELETED:
+        return "the function is deleted"
+    if version.state is VersionState.FAILED or (version.state is VersionState.PREPARING and key not in view.trials):
+        return "its deployment failed"
+    return ""
+
+
+def _version(view: View, key: Key, mine: list[Instance], context: Context) -> View:
+    unwanted = _unwanted(view, key)
+    if unwanted:
+        for instance in mine:
+            if instance.live:
+                view = instances.stop(view, instance, unwanted, instance.manifest.timeout if instance.ready else 0.0)
+        return view
+    return _scale(view, view.versions[key], [instance for instance in mine if instance.live], context)
+
+
+def _scale(view: View, version: VersionRecord, live: list[Instance], context: Context) -> View:
+    key, manifest = (version.function, version.version), version.manifest
+    waiting, trial = view.demand(key), key in view.trials
+    least = autoscale.floor(manifest, active=view.active(key), trial=trial)
+    running = sum(instance.running for instance in live)
+    wanted = autoscale.wanted(manifest, least=least, running=running, waiting=waiting)
+    held = backoff.active(view.failures.get(key), context.now, asked=bool(waiting) or trial)
+    if len(live) < wanted and not held:
+        for _ in range(wanted - len(live)):
+            view, placed = _place(view, version, context)
+            if not placed:
+                break
+    ready = [instance for instance in live if view.instances[instance.record.instance].ready]
+    for instance in autoscale.expired(ready, manifest, least=least, waiting=waiting, now=context.now):
+        why = f"idle for {instance.idle_s(context.now):.0f} s, keep_alive is {manifest.keep_alive:g} s"
+        view = instances.stop(view, instance, why, manifest.timeout)
+    return view
+
+
+def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, bool]:
+    key = (version.function, version.version)
+    decision = context.policy.place(Request(key, version.manifest, version.model), view, context.now, context.rng)
+    if isinstance(decision, Place):
+        return view.put_instance(_new(version, decision, context)), True
+    if isinstance(decision, Evict):
+        for name in decision.instances:
+            idle = view.instances[name]
+            # A call may be on its way to it: it still ends when that call does.
+            view = instances.stop(view, idle, f"makes room for {key[0]}", idle.manifest.timeout)
+    return replace(view, pending={**view.pending, key: decision.reason}), False
+
+
+def _new(version: VersionRecord, place: Place, context: Context) -> Instance:
+    record = InstanceRecord(
+        instance=f"{version.function}-{version.version}-{context.rng.getrandbits(40):010x}",
+        function=version.function,
+        version=version.version,
+        node=place.node,
+        state=InstanceState.PENDING,
+        created=context.wall,
+    )
+    return Instance(record=record, manifest=version.manifest, placed=context.now, gpus=place.gpus)
+
+
+def _due(instance: Instance, now: float) -> bool:
+    """Whether a command about it must go out now, for the first time or again."""
+    if instance.ended or (instance.stop is None and (instance.adopted or instance.state is not InstanceState.PENDING)):
+        return False
+    draining = instance.state is InstanceState.DRAINING and instance.acked
+    return instance.commanded is None or now - instance.commanded >= (REPEAT_DRAIN_S if draining else REPEAT_S)
+
+
+def _command(view: View, now: float) -> tuple[View, list[Action]]:
+    actions: list[Action] = []
+    sent: dict[str, Instance] = {}
+    for name, instance in view.instances.items():
+        if not _due(instance, now):
+            continue
+        sent[name] = replace(instance, commanded=now)
+        stop = instance.stop
+        action = SendStart(name) if stop is None else SendStop(instance.record.node, name, stop.reason, stop.grace_s)
+        actions.append(action)
+    if sent:
+        view = replace(view, instances={**view.instances, **sent})
+    return view, actions
+
+
+def _strays(view: View, now: float) -> tuple[View, list[Action]]:
+    """Instances that a node works on and nobody knows: of a lost start command, or back from a silence. Ended."""
+    there: dict[str, str] = {}
+    for name, node in view.nodes.items():
+        if node.status is None or not view.alive(name, now):
+            continue
+        for status in node.status.instances:
+            if status.instance not in view.instances and not final(INSTANCE, status.state):
+                there[status.instance] = name
+    due = [name for name in there if now - view.orphans.get(name, -REPEAT_S) >= REPEAT_S]
+    if not due and view.orphans.keys() == there.keys():
+        return view, []
+    marks: Mapping[str, float] = {name: now if name in due else view.orphans[name] for name in there}
+    stops = [SendStop(there[name], name, "the controller does not know it", 0.0) for name in due]
+    return replace(view, orphans=marks), list(stops)

@@ -1,0 +1,226 @@
+"""What is deployed: versions, who has the route, models and who needs them. Pure changes of the view."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from sllm_runtime.control.view import ROUTABLE, Key, View, without
+from sllm_runtime.protocol.codec import to_json
+from sllm_runtime.protocol.ctl import FunctionInfo, ModelInfo, NodeInfo
+from sllm_runtime.protocol.errors import Conflict, ErrorBody, FunctionNotFound, ModelNotFound, VersionNotFound
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.records import FunctionRecord, ModelRecord, VersionRecord
+from sllm_runtime.protocol.states import VERSION, VersionState, check
+
+KEEP_FAILED: Final = 5
+"""Failed versions of a function whose errors are kept."""
+KEEP_RETIRED: Final = 50
+"""Versions of a function that can be rolled back to, beside the active one."""
+_NEEDED: Final = frozenset({VersionState.PREPARING, *ROUTABLE})
+
+
+def content(manifest: Manifest, bundle: str, model: str | None) -> str:
+    """Digest over manifest, bundle and model: equal content makes no new version."""
+    text = msgspec.json.encode([manifest.model_dump(mode="json"), bundle, model], order="sorted")
+    return f"sha256:{hashlib.sha256(text).hexdigest()}"
+
+
+def function_of(view: View, name: str) -> FunctionRecord:
+    """Raises ``FunctionNotFound``; one that is being deleted is still there."""
+    record = view.functions.get(name)
+    if record is None:
+        raise FunctionNotFound(f"there is no function {name!r}; `sllm fn list` shows what there is")
+    return record
+
+
+def present(view: View, name: str) -> FunctionRecord:
+    """Raises ``FunctionNotFound``, ``Conflict`` if it is being deleted."""
+    record = function_of(view, name)
+    if record.deleting:
+        raise Conflict(f"function {name!r} is being deleted; wait until it is gone, or delete it with --force")
+    return record
+
+
+def same(view: View, name: str, digest: str) -> VersionRecord | None:
+    """The newest version with this content that calls may go to."""
+    found = [record for record in view.versions_of(name) if record.content == digest and record.state in ROUTABLE]
+    return found[-1] if found else None
+
+
+def create(view: View, version: VersionRecord, model: ModelRecord | None) -> View:
+    """Register a version that is being prepared, with the model it needs, in one step. Raises ``Conflict``."""
+    name = version.function
+    function = view.functions.get(name) or FunctionRecord(function=name, active=None, last_version=0)
+    if function.deleting:
+        present(view, name)
+    failed = [record for record in view.versions_of(name) if record.state is VersionState.FAILED]
+    stale = [(name, record.version) for record in failed[: max(len(failed) - KEEP_FAILED, 0)]]
+    view = replace(view, versions=without(view.versions, stale)) if stale else view
+    if model is not None:
+        view = know(view, model)
+    view = view.put_function(msgspec.structs.replace(function, last_version=version.version)).put_version(version)
+    return view.put_failure((name, version.version), None).put_trial((name, version.version), True)
+
+
+def prune(view: View, name: str) -> View:
+    """Forget the oldest retired versions above KEEP_RETIRED that no instance runs; their bundles may go."""
+    function = function_of(view, name)
+    retired = [record for record in view.versions_of(name) if record.state is VersionState.RETIRED]
+    old = {(name, record.version) for record in retired[: max(len(retired) - KEEP_RETIRED, 0)]}
+    old -= {instance.key for instance in view.instances.values()}
+    if not old:
+        return view
+    previous = tuple(number for number in function.previous if (name, number) not in old)
+    view = view.put_function(msgspec.structs.replace(function, previous=previous))
+    return replace(view, versions=without(view.versions, old), failures=without(view.failures, old))
+
+
+def _state(view: View, key: Key, state: VersionState) -> View:
+    record = view.versions.get(key)
+    if record is None:
+        return view
+    return view.put_version(msgspec.structs.replace(record, state=check(VERSION, record.state, state)))
+
+
+def activate(view: View, key: Key) -> View:
+    """Give the route to this version; the one that had it is retired and can be rolled back to."""
+    function = function_of(view, key[0])
+    view = view.put_trial(key, False).put_failure(key, None)
+    if function.active == key[1]:
+        return view
+    previous = tuple(number for number in function.previous if number != key[1])
+    if function.active is not None:
+        previous = (*previous, function.active)
+        view = _state(view, (key[0], function.active), VersionState.RETIRED)
+    view = view.put_function(msgspec.structs.replace(function, active=key[1], previous=previous))
+    return _state(view, key, VersionState.ACTIVE)
+
+
+def rollback(view: View, name: str, number: int | None) -> View:
+    """Give the route back, at once. Raises ``VersionNotFound``, ``Conflict`` if there is nothing to go back to."""
+    function = present(view, name)
+    if number is None:
+        usable = [n for n in function.previous if view.routable((name, n)) and n != function.active]
+        if not usable:
+            raise Conflict(f"function {name!r} has no version to go back to; `sllm fn history {name}` shows all")
+        number = usable[-1]
+    if not view.routable((name, number)):
+        have = ", ".join(f"v{v.version}" for v in view.versions_of(name) if v.state in ROUTABLE)
+        raise VersionNotFound(f"function {name!r} has no version {number} that ever ran; there is {have or 'none'}")
+    if function.active == number:
+        return view
+    kept = function.previous[: function.previous.index(number)] if number in function.previous else function.previous
+    view = activate(view, (name, number))
+    # Going back forgets the way: the next rollback goes further back, not forth again.
+    return view.put_function(msgspec.structs.replace(view.functions[name], previous=kept))
+
+
+def discard(view: View, key: Key, error: ErrorBody) -> View:
+    """A version that never started: FAILED with its error; of a function that never ran, nothing remains."""
+    view = view.put_trial(key, False).put_failure(key, None)
+    function, record = view.functions.get(key[0]), view.versions.get(key)
+    if function is None or record is None:
+        return view
+    if function.active is None:
+        return remove(view, key[0])
+    return view.put_version(
+        msgspec.structs.replace(record, state=check(VERSION, record.state, VersionState.FAILED), error=error)
+    )
+
+
+def remove(view: View, name: str) -> View:
+    """Forget a function with all its versions."""
+    keys = [key for key in view.versions if key[0] == name]
+    return replace(
+        view,
+        functions=without(view.functions, [name]),
+        versions=without(view.versions, keys),
+        failures=without(view.failures, keys),
+        waiting=without(view.waiting, keys),
+        trials=view.trials - frozenset(keys),
+    )
+
+
+def unreachable(view: View, bundles: Iterable[str]) -> list[str]:
+    """Which of these bundles no version needs any more."""
+    needed = {record.bundle for record in view.versions.values() if record.state in _NEEDED}
+    return sorted(set(bundles) - needed)
+
+
+# --- models ---------------------------------------------------------------------------------------
+def know(view: View, model: ModelRecord) -> View:
+    """Register a model; one known by this content gains the new source."""
+    known = view.models.get(model.digest)
+    if known is None:
+        return view.put_model(model)
+    sources = tuple(dict.fromkeys((*known.sources, *model.sources, model.uri)))
+    return view if sources == known.sources else view.put_model(msgspec.structs.replace(known, sources=sources))
+
+
+def model_of(view: View, digest: str) -> ModelRecord:
+    """By digest or an unambiguous beginning of its hex digits. Raises ``ModelNotFound``, ``Conflict``."""
+    wanted = digest.removeprefix("sha256:")
+    found = [record for name, record in view.models.items() if name.removeprefix("sha256:").startswith(wanted)]
+    if not found or not wanted:
+        raise ModelNotFound(f"there is no model {digest!r}; `sllm model list` shows what there is")
+    if len(found) > 1:
+        raise Conflict(f"{digest!r} begins the digests of {len(found)} models; give more digits")
+    return found[0]
+
+
+def used_by(view: View, digest: str) -> tuple[str, ...]:
+    """Versions that need this model, as ``name:v1``."""
+    records = (record for record in view.versions.values() if record.model == digest and record.state in _NEEDED)
+    return tuple(sorted(f"{record.function}:v{record.version}" for record in records))
+
+
+def holders(view: View, digest: str) -> tuple[str, ...]:
+    """Nodes that report to have it."""
+    statuses = (node.status for node in view.nodes.values() if node.status is not None)
+    return tuple(sorted(status.node for status in statuses if digest in status.models or digest in status.resident))
+
+
+def drop_model(view: View, digest: str) -> View:
+    """Forget a model. Raises ``Conflict`` while a version needs it."""
+    users = used_by(view, digest)
+    if users:
+        raise Conflict(f"model {digest[:19]} is needed by {', '.join(users)}; delete these first")
+    return replace(view, models=without(view.models, [digest]))
+
+
+# --- for people -----------------------------------------------------------------------------------
+def function_info(view: View, name: str) -> FunctionInfo:
+    """A function with its versions and instances. Raises ``FunctionNotFound``."""
+    record = function_of(view, name)
+    instances = tuple(i.record for i in view.instances.values() if i.key[0] == name and not i.ended)
+    return FunctionInfo(record=record, versions=view.versions_of(name), instances=instances)
+
+
+def summary(view: View, name: str) -> FunctionInfo:
+    """As ``function_info``, with the active and the newest version only: a list must fit one message."""
+    info = function_info(view, name)
+    shown = {info.record.active, info.record.last_version}
+    return msgspec.structs.replace(info, versions=tuple(v for v in info.versions if v.version in shown))
+
+
+def model_info(view: View, record: ModelRecord, problem: str = "") -> ModelInfo:
+    """A model with where it lies and who needs it."""
+    nodes, users = holders(view, record.digest), used_by(view, record.digest)
+    return ModelInfo(record=record, nodes=nodes, used_by=users, problem=problem)
+
+
+def node_info(view: View, name: str, now: float) -> NodeInfo:
+    """A node with its last report."""
+    node = view.nodes[name]
+    age = now - node.heard if node.heard is not None else 0.0
+    return NodeInfo(record=node.record, status=node.status, age_s=age, alive=view.alive(name, now))
+
+
+def manifest_bytes(manifest: Manifest) -> int:
+    """Its size as it is stored."""
+    return len(to_json(manifest))

@@ -1,0 +1,61 @@
+"""Fold a node's report into the view. The report is the truth about its instances (level-triggered). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sllm_runtime.control import instances
+from sllm_runtime.control.view import Instance, Node, View
+from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.protocol.node import NodeRecord, NodeStatus
+
+
+def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
+    """``view`` after this report; one older than the last of its life changes nothing. ``wall``: Unix seconds."""
+    known = view.nodes.get(status.node)
+    last = known.status if known else None
+    if last is not None and last.boot == status.boot and status.sequence <= last.sequence:
+        return view
+    record = known.record if known else NodeRecord(node=status.node, first_seen=wall)
+    reborn = last is not None and last.boot != status.boot
+    view = view.put_node(Node(record=record, status=status, heard=now))
+    reported = {instance.instance: instance for instance in status.instances}
+    for instance in tuple(view.instances.values()):
+        if instance.record.node != status.node or instance.ended:
+            continue
+        said = reported.get(instance.record.instance)
+        if said is not None:
+            view = instances.report(view, instance, said, now)
+        elif instance.seen is not None or instance.adopted:
+            view = instances.vanish(view, instance, _gone(instance, reborn).body(), now)
+    return _trust(view, status)
+
+
+def _gone(instance: Instance, reborn: bool) -> InstanceLost:
+    name, node = instance.record.instance, instance.record.node
+    why = f"node {node} was restarted" if reborn else f"node {node} no longer has it"
+    return InstanceLost(f"instance {name} is gone: {why}; call again, another one will be started")
+
+
+def _trust(view: View, status: NodeStatus) -> View:
+    """Suspects that this later report still shows are trusted again."""
+    cleared = [
+        name
+        for name, sequence in view.suspects.items()
+        if name not in view.instances
+        or (view.instances[name].record.node == status.node and status.sequence > sequence)
+    ]
+    if not cleared:
+        return view
+    return replace(view, suspects={name: seq for name, seq in view.suspects.items() if name not in cleared})
+
+
+def suspect(view: View, names: tuple[str, ...]) -> View:
+    """A gateway could not use these: keep them from being offered as new until a later report still shows them."""
+    marks = dict(view.suspects)
+    for name in names:
+        instance = view.instances.get(name)
+        node = view.nodes.get(instance.record.node) if instance is not None else None
+        if instance is not None and node is not None and node.status is not None and name not in marks:
+            marks[name] = node.status.sequence
+    return replace(view, suspects=marks)

@@ -1,0 +1,93 @@
+"""The view at the start of a controller: what the store holds, made consistent. The nodes tell the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from sllm_runtime.control.changes import Write
+from sllm_runtime.control.view import Instance, Node, View
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import NodeRecord
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, Route, RouteEntry, VersionRecord
+from sllm_runtime.protocol.states import InstanceState, VersionState
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """All records, by key."""
+
+    functions: dict[str, FunctionRecord]
+    versions: dict[str, VersionRecord]
+    models: dict[str, ModelRecord]
+    nodes: dict[str, NodeRecord]
+    instances: dict[str, InstanceRecord]
+    routes: dict[str, Route]
+
+
+async def read(store: StateStore) -> Stored:
+    """Everything in the store. Raises ``Unavailable``."""
+    return Stored(
+        functions=await store.list("functions.", FunctionRecord),
+        versions=await store.list("versions.", VersionRecord),
+        models=await store.list("models.", ModelRecord),
+        nodes=await store.list("nodes.", NodeRecord),
+        instances=await store.list("instances.", InstanceRecord),
+        routes=await store.list("routes.", Route),
+    )
+
+
+def as_stored(stored: Stored, now: float) -> View:
+    """The view that these records are, as they are. Instances whose version is gone have no manifest and are left out:
+    their node's report makes them strays, which are ended."""
+    entries = {entry.instance: entry for route in stored.routes.values() for entry in route.entries}
+    versions = {(record.function, record.version): record for record in stored.versions.values()}
+    instances = {
+        record.instance: _adopted(record, versions[key].manifest, entries.get(record.instance), now)
+        for record in stored.instances.values()
+        if (key := (record.function, record.version)) in versions
+    }
+    return View(
+        functions={record.function: record for record in stored.functions.values()},
+        versions=versions,
+        models={record.digest: record for record in stored.models.values()},
+        nodes={record.node: Node(record) for record in stored.nodes.values()},
+        instances=instances,
+        listening_since=now,
+    )
+
+
+def _adopted(record: InstanceRecord, manifest: Manifest, entry: RouteEntry | None, now: float) -> Instance:
+    ready = now if record.state is InstanceState.READY else None
+    adopted = Instance(record=record, manifest=manifest, placed=now, adopted=True, ready_at=ready)
+    return replace(adopted, spans=entry.spans, fingerprint=entry.fingerprint) if entry else adopted
+
+
+def unreferenced(stored: Stored, view: View) -> list[Write]:
+    """Instances in the store that the view has left out: to be removed from it."""
+    return [Write(key, None) for key, record in stored.instances.items() if record.instance not in view.instances]
+
+
+def repaired(view: View) -> View:
+    """The same, made consistent: ``FunctionRecord.active`` says which version has the route; a deployment that the
+    last controller did not finish is forgotten, since whoever waits for it asks again and begins it anew."""
+    functions = {
+        name: record
+        for name, record in view.functions.items()
+        if record.deleting or (record.active is not None and (name, record.active) in view.versions)
+    }
+    versions = {}
+    for key, record in view.versions.items():
+        if key[0] not in functions:
+            continue
+        if record.state is VersionState.PREPARING and functions[key[0]].active != key[1]:
+            continue
+        state = record.state
+        if functions[key[0]].active == key[1]:
+            state = VersionState.ACTIVE
+        elif state is VersionState.ACTIVE:
+            state = VersionState.RETIRED
+        versions[key] = msgspec.structs.replace(record, state=state)
+    instances = {name: instance for name, instance in view.instances.items() if instance.key in versions}
+    return replace(view, functions=functions, versions=versions, instances=instances)

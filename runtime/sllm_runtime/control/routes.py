@@ -1,0 +1,82 @@
+"""What gateways are told: routes, and the answer to an ``acquire``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from sllm_runtime.control import backoff
+from sllm_runtime.control.view import STARTING, Key, View
+from sllm_runtime.protocol.ctl import Acquire, Acquired
+from sllm_runtime.protocol.errors import FunctionNotFound, VersionNotFound
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.records import Route, RouteEntry
+
+
+def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | None:
+    """The route of a version with its ready instances, oldest first; None if calls may not be sent to it."""
+    if not view.routable(key):
+        return None
+    version = view.versions[key]
+    entries = [
+        RouteEntry(
+            instance=instance.record.instance,
+            node=instance.record.node,
+            version=key[1],
+            concurrency=version.manifest.concurrency,
+            fingerprint=instance.fingerprint,
+            spans=instance.spans,
+        )
+        for instance in view.of(key)
+        if instance.ready and instance.record.instance not in leave_out
+    ]
+    return Route(
+        function=key[0],
+        version=key[1],
+        manifest=version.manifest,
+        model=version.model,
+        active=view.active(key),
+        entries=tuple(entries),
+    )
+
+
+def require(view: View, key: Key) -> None:
+    """Raises ``FunctionNotFound`` or ``VersionNotFound`` if no call can be sent to this version."""
+    if view.routable(key):
+        return
+    name, number = key
+    function = view.functions.get(name)
+    if function is None or function.deleting:
+        raise FunctionNotFound(f"there is no function {name!r}; `sllm fn list` shows what there is")
+    have = ", ".join(f"v{record.version}" for record in view.versions_of(name) if view.routable((name, record.version)))
+    raise VersionNotFound(f"function {name!r} has no version {number} to call; there is {have or 'none yet'}")
+
+
+def answer(view: View, request: Acquire, now: float) -> Acquired | None:
+    """What to tell the gateway at once; None: it has to wait. Raises as ``require``."""
+    key = (request.function, request.version)
+    require(view, key)
+    found = route(view, key, leave_out=view.suspects)
+    if found is not None and any(entry.instance not in request.known for entry in found.entries):
+        return Acquired(route=found)
+    failure = view.failures.get(key)
+    failed = failure is not None and backoff.active(failure, now, asked=True)
+    if failed and failure is not None and not any(instance.live for instance in view.of(key)):
+        return Acquired(route=found, error=backoff.for_caller(failure, now))
+    return None
+
+
+def so_far(view: View, request: Acquire) -> Acquired:
+    """The answer after ``wait_s``: how far a start is, or why there is none. Raises as ``require``."""
+    key = (request.function, request.version)
+    require(view, key)
+    found = route(view, key, leave_out=view.suspects)
+    return Acquired(route=found, progress=progress(view, key), pending=view.pending.get(key, ""))
+
+
+def progress(view: View, key: Key) -> Progress | None:
+    """Of the start that is furthest (the oldest); None if nothing starts."""
+    for instance in view.of(key):
+        if instance.live and instance.state in STARTING:
+            told = instance.seen.progress if instance.seen else None
+            return told or Progress(stage="placement", message=f"on node {instance.record.node}")
+    return None

@@ -1,0 +1,135 @@
+"""The controller's verbs: ``ctl.VERBS`` on the bus, each answered from the view or by the part that does the work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from sllm_runtime.control import registry, routes
+from sllm_runtime.control.deletion import Deletions
+from sllm_runtime.control.deploy import STORE_S, Deployments
+from sllm_runtime.control.ledger import Ledger
+from sllm_runtime.control.loop import Loop
+from sllm_runtime.control.models import Models
+from sllm_runtime.control.reports import suspect
+from sllm_runtime.control.view import Key
+from sllm_runtime.platform.bus import Bus, Subscription
+from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.limits import LONG_POLL_S
+from sllm_runtime.protocol.node import Ok
+
+CONCURRENCY: Final = 16384
+"""Requests of one verb at once: nearly all are long polls, one for each gateway and waiting version."""
+MAX_WAIT_S: Final = 2 * LONG_POLL_S
+
+
+def waited(wait_s: float) -> float:
+    """The asker's patience, within what a lost reply may cost."""
+    return min(max(wait_s, 0.0), MAX_WAIT_S)
+
+
+class Service:
+    """Answers the gateways. ``open`` once; ``close`` ends every request that is being answered."""
+
+    def __init__(
+        self, loop: Loop, ledger: Ledger, bus: Bus, models: Models, deployments: Deployments, deletions: Deletions
+    ) -> None:
+        self._loop, self._ledger, self._bus = loop, ledger, bus
+        self._models, self._deployments, self._deletions = models, deployments, deletions
+        self._polls: dict[tuple[Key, str], object] = {}
+        self._subscriptions: list[Subscription] = []
+
+    @property
+    def handlers(self) -> Mapping[str, Callable[[Any], Awaitable[msgspec.Struct]]]:
+        """One for each of ``ctl.VERBS``."""
+        return {
+            "acquire": self.acquire,
+            "deploy": self._deployments.deploy,
+            "functions": self.functions,
+            "function": self.function,
+            "rollback": self.rollback,
+            "delete": self._deletions.delete,
+            "register": self.register,
+            "models": self.models,
+            "model": self.model,
+            "nodes": self.nodes,
+            "ping": self.ping,
+        }
+
+    async def open(self) -> None:
+        """Serve. Raises ``Unavailable``."""
+        for verb, handler in self.handlers.items():
+            request = ctl.VERBS[verb][0]
+            served = await self._bus.serve(
+                subjects.ctl(verb), request, handler, queue=subjects.CTL_QUEUE, concurrency=CONCURRENCY
+            )
+            self._subscriptions.append(served)
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+
+    # --- calls --------------------------------------------------------------------------------------
+    async def acquire(self, request: ctl.Acquire) -> ctl.Acquired:
+        """Long poll for an instance this gateway does not have yet. Joined: demand is counted, starts are planned."""
+        key = (request.function, request.version)
+        if request.gone:
+            self._loop.change(lambda view: suspect(view, request.gone))
+        at_once = routes.answer(self._loop.view, request, time.monotonic())
+        if at_once is not None:
+            return at_once
+        mine = object()
+        self._polls[key, request.gateway] = mine
+        self._loop.change(lambda view: view.put_waiting(key, request.gateway, request.waiting))
+        try:
+            found = await self._loop.until(
+                request.function,
+                lambda view: routes.answer(view, request, time.monotonic()),
+                waited(request.wait_s),
+            )
+        finally:
+            # A later poll of the same gateway has taken over its count.
+            if self._polls.get((key, request.gateway)) is mine:
+                del self._polls[key, request.gateway]
+                self._loop.change(lambda view: view.put_waiting(key, request.gateway, 0))
+        return found or routes.so_far(self._loop.view, request)
+
+    # --- functions ----------------------------------------------------------------------------------
+    async def functions(self, _: ctl.Nothing) -> ctl.FunctionList:
+        view = self._loop.view
+        return ctl.FunctionList(functions=tuple(registry.summary(view, name) for name in sorted(view.functions)))
+
+    async def function(self, request: ctl.FunctionRef) -> ctl.FunctionInfo:
+        return registry.function_info(self._loop.view, request.function)
+
+    async def rollback(self, request: ctl.Rollback) -> ctl.FunctionInfo:
+        """The route is back when this answers; instances of the version that lost it end by their keep-alive."""
+        view = self._loop.change(lambda view: registry.rollback(view, request.function, request.version))
+        await self._ledger.settled(STORE_S)
+        return registry.function_info(view, request.function)
+
+    # --- models and nodes ---------------------------------------------------------------------------
+    async def register(self, request: ctl.RegisterModel) -> ctl.Registered:
+        return await self._models.register(request.uri, waited(request.wait_s))
+
+    async def models(self, _: ctl.Nothing) -> ctl.ModelList:
+        view = self._loop.view
+        found = sorted(view.models.values(), key=lambda record: (record.created, record.digest))
+        return ctl.ModelList(models=tuple(registry.model_info(view, record) for record in found))
+
+    async def model(self, request: ctl.ModelRef) -> ctl.ModelInfo:
+        if request.verb == "validate":
+            return await self._models.validate(request.digest)
+        if request.verb == "delete":
+            return await self._models.delete(request.digest)
+        return registry.model_info(self._loop.view, registry.model_of(self._loop.view, request.digest))
+
+    async def nodes(self, _: ctl.Nothing) -> ctl.NodeList:
+        view, now = self._loop.view, time.monotonic()
+        return ctl.NodeList(nodes=tuple(registry.node_info(view, name, now) for name in sorted(view.nodes)))
+
+    async def ping(self, _: ctl.Nothing) -> Ok:
+        return Ok(note="leading")

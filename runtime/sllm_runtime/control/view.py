@@ -1,0 +1,228 @@
+"""The cluster as the controller knows it: one immutable value. Decisions map views to views; I/O follows.
+
+Times are the controller's monotonic seconds, handed in as ``now``; no node's clock is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, TypeVar
+
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import InstanceStatus, NodeRecord, NodeStatus
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
+from sllm_runtime.protocol.states import INSTANCE, InstanceState, VersionState, final
+from sllm_runtime.protocol.timeline import Span
+
+Key: TypeAlias = tuple[str, int]
+"""A version: (function, number)."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+EMPTY: Final[Mapping[Any, Any]] = MappingProxyType({})
+ROUTABLE: Final = frozenset({VersionState.ACTIVE, VersionState.RETIRED})
+STARTING: Final = frozenset({InstanceState.PENDING, InstanceState.STARTING})
+
+
+def with_item(items: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
+    """``items`` with ``key`` set."""
+    return {**items, key: value}
+
+
+def without(items: Mapping[K, V], keys: Iterable[K]) -> Mapping[K, V]:
+    """``items`` less ``keys``."""
+    drop = frozenset(keys)
+    return {key: value for key, value in items.items() if key not in drop}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node and its last report. ``heard`` None: not heard in this life of the controller."""
+
+    record: NodeRecord
+    status: NodeStatus | None = None
+    heard: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An instance is being ended. ``grace_s``: how long its running calls may go on."""
+
+    reason: str
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A placed instance. ``commanded``: when its last command went out; ``acked``: the node accepted that command."""
+
+    record: InstanceRecord
+    manifest: Manifest
+    placed: float
+    gpus: tuple[int, ...] = ()
+    adopted: bool = False
+    """Read from the KV at start: what it was told is not known, so it is never begun again."""
+    seen: InstanceStatus | None = None
+    seen_at: float = 0.0
+    ready_at: float | None = None
+    spans: tuple[Span, ...] = ()
+    fingerprint: str = ""
+    commanded: float | None = None
+    acked: bool = False
+    stop: Stop | None = None
+
+    @property
+    def key(self) -> Key:
+        return (self.record.function, self.record.version)
+
+    @property
+    def state(self) -> InstanceState:
+        return self.record.state
+
+    @property
+    def ended(self) -> bool:
+        return final(INSTANCE, self.record.state)
+
+    @property
+    def live(self) -> bool:
+        """Starting or ready, and not on its way out."""
+        return self.stop is None and self.state in (InstanceState.PENDING, InstanceState.STARTING, InstanceState.READY)
+
+    @property
+    def ready(self) -> bool:
+        return self.stop is None and self.state is InstanceState.READY
+
+    @property
+    def running(self) -> int:
+        """Calls it works on, by its node's last report."""
+        return self.seen.running if self.seen else 0
+
+    def idle_s(self, now: float) -> float:
+        """Seconds without a call; 0 while it works, starts, or has not been heard of."""
+        if self.state is not InstanceState.READY or self.seen is None or self.seen.running:
+            return 0.0
+        return self.seen.idle_s + (now - self.seen_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a version does not run now. ``blocking``: its start failed, so callers get ``error`` until ``until``;
+    otherwise it ran and died, which holds back only the restart that no caller asked for."""
+
+    error: ErrorBody
+    attempts: int
+    until: float
+    blocking: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node would not begin an instance; it is left alone until ``until``."""
+
+    until: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything that decisions are made from."""
+
+    functions: Mapping[str, FunctionRecord] = field(default_factory=dict)
+    versions: Mapping[Key, VersionRecord] = field(default_factory=dict)
+    models: Mapping[str, ModelRecord] = field(default_factory=dict)
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    instances: Mapping[str, Instance] = field(default_factory=dict)
+    waiting: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
+    """Calls that wait, by version and by who asks."""
+    failures: Mapping[Key, Failure] = field(default_factory=dict)
+    trials: frozenset[Key] = frozenset()
+    """Versions whose deployment waits for a first instance."""
+    refused: Mapping[tuple[Key, str], Refusal] = field(default_factory=dict)
+    """Nodes not to be asked for this version just now."""
+    suspects: Mapping[str, int] = field(default_factory=dict)
+    """Instances a gateway could not use, with the sequence of the report they must outlive to be trusted again."""
+    orphans: Mapping[str, float] = field(default_factory=dict)
+    """Instances nobody knows, with the time of the last command to end them."""
+    pending: Mapping[Key, str] = field(default_factory=dict)
+    """Why a wanted instance cannot be placed now, for people."""
+    listening_since: float = 0.0
+    """Since when reports could have been heard without interruption."""
+
+    def alive(self, node: str, now: float) -> bool:
+        """Whether the node counts as living: heard within LOST_AFTER_S of listening."""
+        known = self.nodes.get(node)
+        if known is None or known.heard is None:
+            return False
+        return now - max(known.heard, self.listening_since) < LOST_AFTER_S
+
+    def silent(self, node: str, now: float) -> bool:
+        """Whether the node had LOST_AFTER_S to speak and did not. Neither alive nor silent: too early to say."""
+        return not self.alive(node, now) and now - self.listening_since >= LOST_AFTER_S
+
+    def of(self, key: Key) -> tuple[Instance, ...]:
+        """All instances of a version, oldest first."""
+        return tuple(instance for instance in self.instances.values() if instance.key == key)
+
+    def versions_of(self, function: str) -> tuple[VersionRecord, ...]:
+        """All versions of a function, oldest first."""
+        found = (record for (name, _), record in self.versions.items() if name == function)
+        return tuple(sorted(found, key=lambda record: record.version))
+
+    def demand(self, key: Key) -> int:
+        """Calls of a version that wait for a slot, over all gateways."""
+        return sum(self.waiting.get(key, EMPTY).values())
+
+    def active(self, key: Key) -> bool:
+        """Whether calls that name no version go to this one."""
+        function = self.functions.get(key[0])
+        return function is not None and not function.deleting and function.active == key[1]
+
+    def routable(self, key: Key) -> bool:
+        """Whether calls may be sent to this version."""
+        function, version = self.functions.get(key[0]), self.versions.get(key)
+        if function is None or version is None or function.deleting:
+            return False
+        return version.state in ROUTABLE
+
+    def model_of(self, key: Key) -> ModelRecord | None:
+        """The model of a version, if it has one."""
+        version = self.versions.get(key)
+        return self.models.get(version.model) if version is not None and version.model else None
+
+    # --- changes: each returns a new view -----------------------------------------------------------
+    def put_instance(self, instance: Instance) -> View:
+        return replace(self, instances=with_item(self.instances, instance.record.instance, instance))
+
+    def put_node(self, node: Node) -> View:
+        return replace(self, nodes=with_item(self.nodes, node.record.node, node))
+
+    def put_function(self, record: FunctionRecord) -> View:
+        return replace(self, functions=with_item(self.functions, record.function, record))
+
+    def put_version(self, record: VersionRecord) -> View:
+        return replace(self, versions=with_item(self.versions, (record.function, record.version), record))
+
+    def put_model(self, record: ModelRecord) -> View:
+        return replace(self, models=with_item(self.models, record.digest, record))
+
+    def put_failure(self, key: Key, failure: Failure | None) -> View:
+        if failure is None:
+            return replace(self, failures=without(self.failures, [key])) if key in self.failures else self
+        return replace(self, failures=with_item(self.failures, key, failure))
+
+    def put_waiting(self, key: Key, asker: str, calls: int) -> View:
+        """``asker`` has ``calls`` waiting; 0 forgets it."""
+        askers = self.waiting.get(key, EMPTY)
+        if calls > 0:
+            return replace(self, waiting=with_item(self.waiting, key, with_item(askers, asker, calls)))
+        if asker not in askers:
+            return self
+        rest = without(askers, [asker])
+        return replace(self, waiting=with_item(self.waiting, key, rest) if rest else without(self.waiting, [key]))
+
+    def put_trial(self, key: Key, wanted: bool) -> View:
+        return replace(self, trials=self.trials | {key} if wanted else self.trials - {key})

@@ -1,0 +1,1 @@
+"""What every daemon stands on: settings, bus, state, processes, telemetry. Imports `protocol` only; no torch."""

@@ -1,0 +1,192 @@
+"""Bundles in the JetStream object store, by digest. Written through acknowledged publishes, read by direct get alone.
+
+The layout is that of every NATS object store (chunks ``$O.<bucket>.C.<nuid>``, meta ``$O.<bucket>.M.<name>``), so the
+``nats`` tool reads it too. A node has no right to make a consumer, hence no ordered consumer here.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import nats.errors
+import nats.js.errors
+from nats.nuid import NUID
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.streams import BUNDLE_STREAM
+from sllm_runtime.platform.watch import snapshot
+from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, NotFound, Unavailable
+from sllm_runtime.protocol.limits import KIB, MAX_BUNDLE
+from sllm_runtime.protocol.subjects import BUNDLES
+
+_CHUNK: Final = 256 * KIB
+_TRIES: Final = 3
+
+
+def _meta(digest: str) -> str:
+    return f"$O.{BUNDLES}.M.{base64.urlsafe_b64encode(digest.encode()).decode()}"
+
+
+def _chunks(nuid: str) -> str:
+    return f"$O.{BUNDLES}.C.{nuid}"
+
+
+async def store(bus: Bus, digest: str, chunks: AsyncIterator[bytes], limit: int = MAX_BUNDLE) -> int:
+    """Keep what ``chunks`` brings under ``digest`` (``sha256:<hex>``). Returns its bytes.
+
+    Nothing is left behind when this raises: ``DigestMismatch``, ``BodyTooLarge`` above ``limit`` bytes,
+    ``Unavailable``, or what ``chunks`` raises.
+    """
+    nuid = bytes(NUID().next()).decode()
+    try:
+        total, count = await _write(bus, nuid, digest, chunks, limit)
+        old = await _info(bus, digest)
+        await _publish(bus, _meta(digest), _describe(digest, nuid, total, count), {"Nats-Rollup": "sub"})
+    except BaseException:
+        await _purge(bus, _chunks(nuid))
+        raise
+    if old is not None and old.get("nuid"):
+        await _purge(bus, _chunks(old["nuid"]))
+    return total
+
+
+async def _write(bus: Bus, nuid: str, digest: str, chunks: AsyncIterator[bytes], limit: int) -> tuple[int, int]:
+    sha, total, count, rest = hashlib.sha256(), 0, 0, bytearray()
+    async for chunk in chunks:
+        sha.update(chunk)
+        total += len(chunk)
+        if total > limit:
+            raise BodyTooLarge(f"the bundle is larger than {limit} bytes; leave files out by .sllmignore")
+        rest += chunk
+        while len(rest) >= _CHUNK:
+            await _publish(bus, _chunks(nuid), bytes(rest[:_CHUNK]))
+            del rest[:_CHUNK]
+            count += 1
+    if rest:
+        await _publish(bus, _chunks(nuid), bytes(rest))
+        count += 1
+    found = f"sha256:{sha.hexdigest()}"
+    if found != digest:
+        raise DigestMismatch(f"the bundle's bytes have {found}, not {digest}; send it again")
+    return total, count
+
+
+def _describe(digest: str, nuid: str, total: int, count: int) -> bytes:
+    raw = base64.urlsafe_b64encode(bytes.fromhex(digest.removeprefix("sha256:"))).decode()
+    info = {
+        "name": digest,
+        "bucket": BUNDLES,
+        "nuid": nuid,
+        "size": total,
+        "chunks": count,
+        "digest": f"SHA-256={raw}",
+        "mtime": datetime.now(UTC).isoformat(),
+        "options": {"max_chunk_size": _CHUNK},
+    }
+    return json.dumps(info).encode()
+
+
+async def _publish(bus: Bus, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
+    try:
+        await bus.jetstream.publish(subject, data, headers=headers)
+    except nats.js.errors.APIError as error:
+        raise Unavailable(f"the bundle cannot be stored: {error.description}") from error
+    except nats.errors.Error as error:
+        raise Unavailable(f"the bundle cannot be stored: {error or type(error).__name__}") from error
+
+
+async def _purge(bus: Bus, subject: str) -> None:
+    try:
+        await bus.jetstream.purge_stream(BUNDLE_STREAM, subject=subject)
+    except nats.errors.Error as error:
+        raise Unavailable(f"parts of a bundle could not be removed: {error or type(error).__name__}") from error
+
+
+async def _info(bus: Bus, digest: str) -> dict[str, Any] | None:
+    """The bundle's description; ``None`` if there is none. Raises ``Unavailable``."""
+    try:
+        message = await bus.jetstream.get_last_msg(BUNDLE_STREAM, _meta(digest), direct=True)
+    except nats.js.errors.NotFoundError:
+        return None
+    except nats.errors.Error as error:
+        raise Unavailable(f"bundles cannot be read: {error or type(error).__name__}") from error
+    info: dict[str, Any] = json.loads(message.data or b"{}")
+    return None if info.get("deleted") else info
+
+
+async def exists(bus: Bus, digest: str) -> bool:
+    """Whether a whole bundle of this digest is stored. Raises ``Unavailable``."""
+    return await _info(bus, digest) is not None
+
+
+async def size(bus: Bus, digest: str) -> int | None:
+    """Bytes of the bundle; ``None`` if there is none. Raises ``Unavailable``."""
+    info = await _info(bus, digest)
+    return None if info is None else int(info["size"])
+
+
+async def fetch(bus: Bus, digest: str, nbytes: int) -> bytes:
+    """The bundle's bytes, ``nbytes`` of them, checked. Raises ``NotFound``, ``DigestMismatch``, ``Unavailable``."""
+    for _ in range(_TRIES):
+        info = await _info(bus, digest)
+        if info is None:
+            raise NotFound(f"bundle {digest} is not stored; deploy the function again")
+        data = await _read(bus, str(info["nuid"]), int(info["chunks"]), nbytes)
+        if data is None:  # replaced by an equal one while it was read
+            continue
+        found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if found != digest or len(data) != nbytes:
+            raise DigestMismatch(f"the stored bundle has {found} and {len(data)} bytes, not {digest} and {nbytes}")
+        return data
+    raise Unavailable(f"bundle {digest} changes while it is read; try again")
+
+
+async def _read(bus: Bus, nuid: str, chunks: int, nbytes: int) -> bytes | None:
+    data, sequence = bytearray(), 0
+    for _ in range(chunks):
+        try:
+            message = await bus.jetstream.get_msg(
+                BUNDLE_STREAM, sequence + 1, subject=_chunks(nuid), direct=True, next=True
+            )
+        except nats.js.errors.NotFoundError:
+            return None
+        except nats.errors.Error as error:
+            raise Unavailable(f"a bundle cannot be read: {error or type(error).__name__}") from error
+        data += message.data or b""
+        sequence = message.seq or 0
+        if len(data) > nbytes:
+            break
+    return bytes(data)
+
+
+async def delete(bus: Bus, digest: str) -> None:
+    """Remove a bundle; nothing happens if there is none. Raises ``Unavailable``."""
+    info = await _info(bus, digest)
+    if info is not None:
+        await _purge(bus, _meta(digest))
+        await _purge(bus, _chunks(str(info["nuid"])))
+
+
+async def sweep(bus: Bus, before: dict[str, int]) -> dict[str, int]:
+    """Remove what uploads left whose gateway died: parts no bundle names, as many as in ``before`` (the last sweep).
+
+    Returns the parts that no bundle names now, for the next sweep; sweeps should be minutes apart, since an upload
+    that goes on looks the same but grows. Raises ``Unavailable``.
+    """
+    prefix = f"$O.{BUNDLES}.C."
+    try:
+        info = await bus.jetstream.stream_info(BUNDLE_STREAM, subjects_filter=prefix + ">")
+        metas = await snapshot(bus, BUNDLE_STREAM, f"$O.{BUNDLES}.M.>")
+    except nats.errors.Error as error:
+        raise Unavailable(f"bundles cannot be listed: {error or type(error).__name__}") from error
+    named = {prefix + str(json.loads(data).get("nuid")) for data in metas.values()}
+    unnamed = {subject: count for subject, count in (info.state.subjects or {}).items() if subject not in named}
+    for subject in [subject for subject, count in unnamed.items() if before.get(subject) == count]:
+        await _purge(bus, subject)
+        del unnamed[subject]
+    return unnamed

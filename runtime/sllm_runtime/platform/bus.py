@@ -1,0 +1,354 @@
+"""The bus: typed messages over NATS for one identity. Wraps nats-py and hides none of its losses.
+
+Core NATS delivers at most once, so nothing here promises more. What was possibly lost is told: after a reconnect, and
+when a slow subscriber of this process has dropped messages and has caught up, the ``on_reconnect`` callbacks run and
+their owners ask for what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any, Self, TypeVar
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+from nats.js import JetStreamContext
+
+from sllm_runtime.platform.connection import connection_options, open_connection
+from sllm_runtime.platform.outbox import Outbox, encode, text
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.subscription import Subscription
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.ctl import Reply
+from sllm_runtime.protocol.errors import (
+    DeadlineExceeded,
+    InternalError,
+    ProtocolError,
+    SllmError,
+    Unavailable,
+)
+from sllm_runtime.protocol.limits import MIB, RPC_TIMEOUT_S
+
+__all__ = ["Bus", "Subscription"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Q = TypeVar("Q", bound=msgspec.Struct)
+R = TypeVar("R", bound=msgspec.Struct)
+Callback = Callable[[], Awaitable[None] | None]
+
+_CLOSE_S = 2.0
+
+
+class Bus:
+    """One connection. Make it with ``connect``, end it with ``close``."""
+
+    def __init__(self, identity: str) -> None:
+        self.identity = identity
+        self._client = Client()
+        self._jetstream = self._client.jetstream()
+        self._tasks = Tasks(f"bus {identity}")
+        self._reconnected: list[Callback] = []
+        self._disconnected: list[Callback] = []
+        self._subscriptions: dict[NatsSubscription, Subscription] = {}
+        self._outbox = Outbox(self._client, self._tasks)
+        self._closing = False
+
+    @classmethod
+    async def connect(cls, settings: Settings, identity: str, *, name: str, jetstream: bool = True) -> Self:
+        """Connect as ``identity``; ``name`` is shown in the server's monitoring.
+
+        ``jetstream=False`` (and always a node's identity file) leaves out the check that JetStream answers: a node has
+        no right to its API and needs none, since it reads bundles by direct get and publishes logs plainly.
+
+        Raises ``Unavailable`` if the server or its JetStream is missing, ``Unauthorized`` if it refuses this identity.
+        """
+        options = connection_options(settings, identity)
+        who = settings.identity()
+        bus = cls(identity)
+        try:
+            await open_connection(
+                bus._client,
+                settings,
+                identity,
+                options,
+                name=name,
+                on_error=bus._error,
+                on_disconnect=bus._when_disconnected,
+                on_reconnect=bus._when_reconnected,
+                on_closed=bus._when_closed,
+                jetstream=jetstream and (who is None or who.kind != "node"),
+            )
+        except BaseException:
+            await bus.close()
+            raise
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is there at this moment."""
+        return self._client.is_connected
+
+    @property
+    def jetstream(self) -> JetStreamContext:
+        """nats-py's JetStream, on this connection."""
+        return self._jetstream
+
+    def new_inbox(self) -> str:
+        """A subject that only this identity may listen to."""
+        return self._client.new_inbox()
+
+    # --- messages ---------------------------------------------------------------------------------
+    async def publish(self, subject: str, message: Any) -> None:
+        """Hand ``message`` to the connection, waiting while its buffer is full. Raises ``Unavailable``."""
+        await self._outbox.send(subject, encode(message, subject))
+
+    def publish_now(self, subject: str, message: Any) -> None:
+        """``publish`` without waiting; what is published in one loop tick is written in one piece, in order.
+
+        Raises ``Unavailable`` when so much waits that the connection cannot keep up.
+        """
+        self._outbox.send_now(subject, encode(message, subject))
+
+    async def subscribe(
+        self,
+        subject: str,
+        type_: type[T],
+        handler: Callable[[T, str], Awaitable[None] | None],
+        *,
+        queue: str = "",
+        pending_messages: int = 65536,
+        pending_bytes: int = 64 * MIB,
+    ) -> Subscription:
+        """Call ``handler(message, subject)`` for each message, one after another. Its exceptions are logged.
+
+        The server knows of it when this returns.
+
+        More than ``pending_messages`` or ``pending_bytes`` waiting: the newest are lost (see the module's text).
+        """
+        decode = codec.unpack
+
+        async def handle(message: Msg) -> None:
+            try:
+                result = handler(decode(type_, message.data), message.subject)
+                if inspect.isawaitable(result):
+                    await result
+            except ProtocolError as error:
+                log.warning("refused a message on %s: %s", message.subject, error.message)
+            except Exception:
+                log.exception("handling a message on %s failed", message.subject)
+            if subscription.dropped and subscription.caught_up():
+                subscription.dropped = False
+                self._recover("caught up")
+
+        subscription = Subscription(subject)
+        await self._listen(subscription, handle, queue, pending_messages, pending_bytes)
+        return subscription
+
+    async def subscribe_raw(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> Subscription:
+        """``handler`` gets each message as nats-py made it: for JetStream's own answers."""
+        subscription = Subscription(subject)
+        await self._listen(subscription, handler, "", 65536, 64 * MIB)
+        return subscription
+
+    async def _listen(
+        self,
+        subscription: Subscription,
+        handle: Callable[[Msg], Awaitable[None]],
+        queue: str,
+        messages: int,
+        size: int,
+    ) -> None:
+        try:
+            inner = await self._client.subscribe(
+                subscription.subject,
+                queue=queue,
+                cb=handle,
+                pending_msgs_limit=messages,
+                pending_bytes_limit=size,
+            )
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(f"cannot subscribe to {subscription.subject}: {text(error)}") from error
+        subscription.inner = inner
+        self._subscriptions[inner] = subscription
+
+        def forget() -> None:
+            self._subscriptions.pop(inner, None)
+
+        subscription.forget = forget
+        if self._client.is_connected:
+            # So that who asks next is heard; if the server dies just now, nats-py subscribes again by itself.
+            with contextlib.suppress(Unavailable):
+                await self.flush()
+
+    # --- requests ---------------------------------------------------------------------------------
+    async def call(self, subject: str, request: Any, reply_type: type[R], *, timeout_s: float = RPC_TIMEOUT_S) -> R:
+        """Ask and wait for the answer, or the error, in its ``Reply`` envelope.
+
+        Raises what the other side raised, ``Unavailable`` if nobody serves ``subject``, ``DeadlineExceeded`` after
+        ``timeout_s`` seconds.
+        """
+        data = encode(request, subject)
+        try:
+            message = await self._client.request(subject, data, timeout=timeout_s)
+        except nats.errors.NoRespondersError as error:
+            raise Unavailable(f"nobody serves {subject} now; try again") from error
+        except nats.errors.TimeoutError as error:
+            raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
+        reply = codec.unpack(Reply, message.data)
+        if reply.error is not None:
+            raise reply.error.to_error()
+        return codec.unpack(reply_type, bytes(reply.value))
+
+    async def serve(
+        self,
+        subject: str,
+        request_type: type[Q],
+        handler: Callable[[Q], Awaitable[msgspec.Struct]],
+        *,
+        queue: str = "",
+        concurrency: int = 256,
+    ) -> Subscription:
+        """Answer requests on ``subject``, each in a task of its own, at most ``concurrency`` at once.
+
+        An ``SllmError`` of ``handler`` is the answer; any other exception is logged and answered ``InternalError``.
+        """
+        tasks = Tasks(f"serve {subject}")
+
+        async def handle(message: Msg) -> None:
+            if len(tasks) >= concurrency:
+                busy = Unavailable(f"{subject}: {concurrency} requests are being answered; try again")
+                await self._answer(message, Reply(error=busy.body()))
+                return
+            tasks.start(self._serve_one(message, request_type, handler), "request")
+
+        subscription = Subscription(subject)
+        subscription.tasks = tasks
+        await self._listen(subscription, handle, queue, 65536, 64 * MIB)
+        return subscription
+
+    async def _serve_one(
+        self, message: Msg, request_type: type[Q], handler: Callable[[Q], Awaitable[msgspec.Struct]]
+    ) -> None:
+        try:
+            answer = await handler(codec.unpack(request_type, message.data))
+            reply = Reply(value=msgspec.Raw(codec.pack(answer)))
+        except SllmError as error:
+            reply = Reply(error=error.body())
+        except Exception as error:
+            log.exception("answering %s failed", message.subject)
+            reply = Reply(error=InternalError(f"{message.subject}: {type(error).__name__}: {error}").body())
+        await self._answer(message, reply)
+
+    async def _answer(self, message: Msg, reply: Reply) -> None:
+        if not message.reply:
+            return
+        try:
+            data = encode(reply, message.subject)
+        except ProtocolError as error:
+            data = codec.pack(Reply(error=InternalError(f"answer of {message.subject}: {error.message}").body()))
+        try:
+            await self._outbox.send(message.reply, data)
+        except Unavailable as error:
+            log.warning("an answer was lost: %s", error.message)
+
+    # --- life -------------------------------------------------------------------------------------
+    def on_reconnect(self, callback: Callback) -> Callable[[], None]:
+        """Run ``callback`` whenever messages may have been lost. Returns a function that takes it off."""
+        self._reconnected.append(callback)
+        return lambda: _discard(self._reconnected, callback)
+
+    def on_disconnect(self, callback: Callback) -> Callable[[], None]:
+        """Run ``callback`` when the server is gone. Returns a function that takes it off."""
+        self._disconnected.append(callback)
+        return lambda: _discard(self._disconnected, callback)
+
+    async def flush(self) -> None:
+        """Wait until the server has everything published so far. Raises ``Unavailable``."""
+        await self._outbox.drain()
+        try:
+            # nats-py writes the first ping before what it has buffered; the second comes after it.
+            for _ in range(2):
+                await self._client.flush(timeout=int(RPC_TIMEOUT_S))
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(f"NATS does not answer: {text(error)}") from error
+
+    async def close(self) -> None:
+        """Send what waits (at most 2 s), then disconnect. Repeatable."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._client.is_connected:
+            with contextlib.suppress(TimeoutError, SllmError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self.flush()
+        for subscription in list(self._subscriptions.values()):
+            if subscription.tasks is not None:
+                await subscription.tasks.close()
+        await self._tasks.close()
+        with contextlib.suppress(TimeoutError, nats.errors.Error, OSError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._client.close()
+
+    async def _error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            subscription = self._subscriptions.get(error.sub)
+            if subscription is not None and not subscription.dropped:
+                subscription.dropped = True
+                log.error("messages on %s were lost: the subscriber is slow", subscription.subject)
+            return
+        level = logging.ERROR if "permissions violation" in str(error).lower() else logging.DEBUG
+        log.log(level, "NATS: %s", text(error))
+
+    async def _when_disconnected(self) -> None:
+        if self._closing:
+            return
+        log.warning("NATS is gone; reconnecting")
+        self._run(self._disconnected, "disconnected")
+
+    async def _when_reconnected(self) -> None:
+        log.info("NATS is there again; %d messages were not sent meanwhile", self._outbox.lost)
+        self._outbox.lost = 0
+        self._recover("reconnected")
+
+    async def _when_closed(self) -> None:
+        if self._closing:
+            return
+        # The server has thrown this identity out. Nothing works any more: let it crash, the supervisor starts anew.
+        log.critical("NATS has closed the connection for good: %s", text(self._client.last_error))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _recover(self, why: str) -> None:
+        self._run(self._reconnected, why)
+
+    def _run(self, callbacks: list[Callback], name: str) -> None:
+        if not self._closing:
+            self._tasks.start(_call_all(list(callbacks)), name)
+
+
+async def _call_all(callbacks: list[Callback]) -> None:
+    for callback in callbacks:
+        try:
+            result = callback()
+            if inspect.isawaitable(result):
+                await result
+        except Exception:
+            log.exception("a reconnect callback failed")
+
+
+def _discard(callbacks: list[Callback], callback: Callback) -> None:
+    with contextlib.suppress(ValueError):
+        callbacks.remove(callback)

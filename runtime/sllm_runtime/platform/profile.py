@@ -1,0 +1,62 @@
+"""``profiles.toml``: how the CLI and the SDK find the platform that ``sllm up`` started. Mode 0600: it holds tokens."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from sllm_runtime.platform.nats_server import write_private
+from sllm_runtime.protocol.errors import Conflict
+
+
+def write_profile(home: Path, name: str, url: str, token: str) -> Path:
+    """Set profile ``name``; others stay. Returns the file. Raises ``Conflict`` if the file there cannot be read."""
+    path = home / "profiles.toml"
+    document = _read(path)
+    profiles = document.setdefault("profiles", {})
+    profiles[name] = {**profiles.get(name, {}), "url": url, "token": token}
+    write_private(path, _toml(document))
+    return path
+
+
+def remove_token(home: Path, name: str, url: str) -> None:
+    """Take profile ``name`` away if it is still the one of ``url``: its token opens nothing any more."""
+    path = home / "profiles.toml"
+    document = _read(path)
+    profiles = document.get("profiles", {})
+    if profiles.get(name, {}).get("url") == url:
+        del profiles[name]
+        write_private(path, _toml(document))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise Conflict(f"{path} cannot be read ({error}); correct or remove it") from error
+
+
+def _toml(document: dict[str, Any]) -> str:
+    """The subset of TOML that profiles need: tables of texts, numbers and truths."""
+    lines: list[str] = []
+    _table(document, (), lines)
+    return "\n".join(lines) + "\n"
+
+
+def _table(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    if path and (plain or not table):
+        lines.append(f"[{'.'.join(_word(part) for part in path)}]")
+    # JSON's strings, numbers, booleans and arrays of them are TOML's too.
+    lines += [f"{_word(key)} = {_word(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _table(value, (*path, key), lines)
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,220 @@
+"""The reliable store: records in one JetStream KV bucket, written by the leading controller alone.
+
+Every write of the leader carries the sequence of the ``term`` key, so a deposed controller writes nothing any more
+(a key's own revision would not fence it). Writes go one at a time: with replicas a second one in flight on the same
+fence is refused with the same error as a lost election.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Self, TypeVar
+
+import msgspec
+import nats.errors
+import nats.js.errors
+from nats.js.api import RawStreamMsg
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.streams import STATE_STREAM, ensure_streams
+from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import ProtocolError, SllmError, StaleTerm, Unavailable
+from sllm_runtime.protocol.records import Term
+from sllm_runtime.protocol.subjects import STATE, TERM_KEY
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SUBJECT = f"$KV.{STATE}."
+_WRONG_SEQUENCE = (10071, 10164)
+_AGAIN_S = 0.05
+_OPEN_S = 15.0
+_WRITE_S = 10.0
+_TRY_S = 1.0
+"""One try of a write: what was in flight when the server died is written again after this (it changes nothing)."""
+_MARKER_TTL = "3600"
+"""Seconds that a deletion stays visible in the stream; watches that were away longer see it by comparing."""
+
+
+class StateStore:
+    """The bucket. Anyone may read and watch; ``elect`` makes this process its only writer."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._lock = asyncio.Lock()
+        self._fence: int | None = None
+        self._term = 0
+        self._watches: list[Watch] = []
+
+    @classmethod
+    async def open(cls, bus: Bus, *, create: bool, replicas: int = 1) -> Self:
+        """The store; ``create`` makes the streams, otherwise they are waited for (at most 15 s).
+
+        Raises ``Unavailable``.
+        """
+        store = cls(bus)
+        if create:
+            await _retry(lambda: ensure_streams(bus, replicas), _OPEN_S)
+        else:
+            await _retry(store._check, _OPEN_S)
+        return store
+
+    async def _check(self) -> None:
+        try:
+            await self._bus.jetstream.stream_info(STATE_STREAM)
+        except nats.js.errors.NotFoundError as error:
+            raise Unavailable("the platform has no state yet: no controller has started") from error
+        except nats.errors.Error as error:
+            raise Unavailable(f"JetStream does not answer: {_text(error)}") from error
+
+    # --- reading ----------------------------------------------------------------------------------
+    async def get(self, key: str, type_: type[T]) -> T | None:
+        """The record at ``key``, ``None`` if there is none. Raises ``Unavailable``, ``ProtocolError``."""
+        message = await self._read(key)
+        return None if message is None else codec.from_json(type_, message.data or b"")
+
+    async def _read(self, key: str) -> RawStreamMsg | None:
+        try:
+            message = await self._bus.jetstream.get_last_msg(STATE_STREAM, _SUBJECT + key, direct=True)
+        except nats.js.errors.NotFoundError:
+            return None
+        except nats.errors.Error as error:
+            raise Unavailable(f"the state cannot be read ({key}): {_text(error)}") from error
+        return None if is_deletion(message.headers) else message
+
+    async def list(self, prefix: str, type_: type[T]) -> dict[str, T]:
+        """All records whose key begins with ``prefix`` (``"functions."``), by key. Raises ``Unavailable``."""
+        pattern = prefix if prefix.endswith(">") else prefix.rstrip(".") + ".>"
+        found = await snapshot(self._bus, STATE_STREAM, _SUBJECT + pattern)
+        return {name.removeprefix(_SUBJECT): codec.from_json(type_, data) for name, data in found.items()}
+
+    async def watch(self, pattern: str, type_: type[T], on_change: Callable[[str, T | None], None]) -> Watch:
+        """Call ``on_change(key, record)`` for every record that matches now, before this returns, and for every
+        change after; ``None`` is a deletion. After an outage only what has changed is told, deletions too.
+
+        A record that cannot be read is logged and left out. Raises ``Unavailable`` if nothing comes within 10 s.
+        """
+
+        def changed(subject: str, data: bytes | None) -> None:
+            key = subject.removeprefix(_SUBJECT)
+            try:
+                record = None if data is None else codec.from_json(type_, data)
+            except ProtocolError as error:
+                log.error("record %s cannot be read and is left out: %s", key, error.message)
+                return
+            on_change(key, record)
+
+        watch = Watch(self._bus, STATE_STREAM, _SUBJECT + pattern, changed)
+        self._watches.append(watch)
+        await watch.start()
+        return watch
+
+    # --- writing ----------------------------------------------------------------------------------
+    @property
+    def term(self) -> int:
+        """The term of this process; 0 before ``elect``."""
+        return self._term
+
+    async def elect(self, controller: str) -> int:
+        """Become the only writer: a new term, which fences every earlier one. Returns it. Raises ``Unavailable``."""
+        async with self._lock:
+            deadline = time.monotonic() + _WRITE_S
+            while True:
+                term, sequence = await self._last_term()
+                record = Term(term=term + 1, controller=controller)
+                headers = {"Nats-Expected-Last-Subject-Sequence": str(sequence)}
+                try:
+                    self._fence = await self._publish(TERM_KEY, codec.to_json(record), headers)
+                except _Refused:
+                    continue  # another one was faster: above it, then
+                except Unavailable:
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
+                self._term = record.term
+                return record.term
+
+    async def _last_term(self) -> tuple[int, int]:
+        message = await self._read(TERM_KEY)
+        if message is None:
+            return 0, 0
+        return codec.from_json(Term, message.data or b"").term, message.seq or 0
+
+    async def put(self, key: str, record: msgspec.Struct) -> None:
+        """Write ``record``. Raises ``StaleTerm`` if another controller leads, ``Unavailable`` after 10 s."""
+        await self._write(key, codec.to_json(record), {})
+
+    async def delete(self, key: str) -> None:
+        """Remove ``key``; nothing happens if it is not there. Raises as ``put``."""
+        await self._write(key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": _MARKER_TTL})
+
+    async def _write(self, key: str, data: bytes, headers: dict[str, str]) -> None:
+        async with self._lock:
+            deadline = time.monotonic() + _WRITE_S
+            while True:
+                if self._fence is None:
+                    raise StaleTerm(f"{key} was not written: this controller does not lead")
+                fenced = headers | {
+                    "Nats-Expected-Last-Subject-Sequence": str(self._fence),
+                    "Nats-Expected-Last-Subject-Sequence-Subject": _SUBJECT + TERM_KEY,
+                }
+                try:
+                    await self._publish(key, data, fenced)
+                    return
+                except _Refused as error:
+                    await self._require_term(key)
+                    problem: SllmError = Unavailable(f"{key} was not written: {error}")
+                except Unavailable as error:
+                    problem = error
+                if time.monotonic() > deadline:
+                    raise problem
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _require_term(self, key: str) -> None:
+        """Refused: by a lost election, or only by a write still in flight? Raises ``StaleTerm`` for the first."""
+        term, sequence = await self._last_term()
+        if sequence != self._fence:
+            self._fence = None
+            raise StaleTerm(f"{key} was not written: term {term} leads, this controller had {self._term}")
+
+    async def _publish(self, key: str, data: bytes, headers: dict[str, str]) -> int:
+        try:
+            answer = await self._bus.jetstream.publish(_SUBJECT + key, data, timeout=_TRY_S, headers=headers)
+        except nats.js.errors.APIError as error:
+            if error.err_code in _WRONG_SEQUENCE:
+                raise _Refused(error.description) from error
+            raise Unavailable(f"{key} was not written: {error.description}") from error
+        except nats.errors.Error as error:
+            raise Unavailable(f"{key} was not written: {_text(error)}") from error
+        return answer.seq
+
+    async def close(self) -> None:
+        """End all watches."""
+        for watch in self._watches:
+            await watch.close()
+
+
+class _Refused(Exception):
+    """The fence does not hold: error 10071."""
+
+
+async def _retry(action: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            await action()  # type: ignore[misc]
+            return
+        except Unavailable:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_AGAIN_S)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,93 @@
+"""The JetStream streams of the platform. The controller makes them at its start; everybody else waits for them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import nats.errors
+import nats.js.errors
+from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.limits import MIB
+
+STATE_STREAM: Final = f"KV_{subjects.STATE}"
+BUNDLE_STREAM: Final = f"OBJ_{subjects.BUNDLES}"
+_DAY_S: Final = 24 * 3600.0
+_NAME_IN_USE: Final = 10058
+_NO_RESOURCES: Final = (10005, 10023, 10047, 10074)
+
+
+def _configs(replicas: int) -> list[StreamConfig]:
+    state = StreamConfig(
+        name=STATE_STREAM,
+        subjects=[f"$KV.{subjects.STATE}.>"],
+        max_msgs_per_subject=1,
+        discard=DiscardPolicy.NEW,
+        max_bytes=256 * MIB,
+        allow_rollup_hdrs=True,
+        allow_direct=True,
+        allow_msg_ttl=True,
+        deny_delete=True,
+    )
+    bundles = StreamConfig(
+        name=BUNDLE_STREAM,
+        subjects=[f"$O.{subjects.BUNDLES}.C.>", f"$O.{subjects.BUNDLES}.M.>"],
+        discard=DiscardPolicy.NEW,
+        allow_rollup_hdrs=True,
+        allow_direct=True,
+    )
+    logs = StreamConfig(
+        name=subjects.LOGS_STREAM,
+        subjects=["sllm.logs.>"],
+        max_age=7 * _DAY_S,
+        max_bytes=256 * MIB,
+        allow_direct=True,
+        # Log lines come without acknowledgement: nobody would read it.
+        no_ack=True,
+    )
+    events = StreamConfig(
+        name=subjects.EVENTS_STREAM,
+        subjects=[subjects.EVENTS_ALL],
+        max_age=7 * _DAY_S,
+        max_bytes=64 * MIB,
+        allow_direct=True,
+        no_ack=True,
+    )
+    return [
+        config.evolve(storage=StorageType.FILE, retention=RetentionPolicy.LIMITS, num_replicas=replicas)
+        for config in (state, bundles, logs, events)
+    ]
+
+
+async def ensure_streams(bus: Bus, replicas: int = 1) -> None:
+    """Make every stream, or bring an existing one up to date. Raises ``Unavailable`` that says what JetStream lacks."""
+    manager = bus.jetstream
+    for config in _configs(replicas):
+        try:
+            await manager.add_stream(config)
+        except nats.js.errors.APIError as error:
+            if error.err_code == _NAME_IN_USE:
+                await _update(bus, config)
+                continue
+            raise _cannot(config, error) from error
+        except nats.errors.Error as error:
+            raise Unavailable(f"JetStream does not answer: {error or type(error).__name__}") from error
+
+
+async def _update(bus: Bus, config: StreamConfig) -> None:
+    try:
+        await bus.jetstream.update_stream(config)
+    except nats.errors.Error as error:
+        raise Unavailable(
+            f"stream {config.name} is there with other settings, which cannot be changed: {error}"
+        ) from error
+
+
+def _cannot(config: StreamConfig, error: nats.js.errors.APIError) -> Unavailable:
+    hint = ""
+    if error.err_code in _NO_RESOURCES:
+        hint = f"; free disk for JetStream, or set SLLM_REPLICAS to what the cluster has (now {config.num_replicas})"
+    return Unavailable(f"JetStream refuses the stream {config.name}: {error.description}{hint}")

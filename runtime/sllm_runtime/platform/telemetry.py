@@ -1,0 +1,65 @@
+"""Logs, one line per record, and the Prometheus registry of a process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from sllm_runtime.platform.settings import Settings
+
+_PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
+"""What every record has; anything else came by ``extra`` and is printed as a field."""
+
+
+class _Line(logging.Formatter):
+    def __init__(self, component: str, identity: str) -> None:
+        super().__init__()
+        self.component, self.identity = component, identity
+
+    @staticmethod
+    def fields(record: logging.LogRecord) -> dict[str, Any]:
+        return {key: value for key, value in vars(record).items() if key not in _PLAIN}
+
+    def text(self, record: logging.LogRecord) -> str:
+        """The message with its traceback."""
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        return message
+
+
+class _Text(_Line):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields = "".join(f" {key}={value}" for key, value in self.fields(record).items())
+        message = self.text(record).replace("\n", "\n    ")
+        return f"{moment}.{int(record.msecs):03d}Z {record.levelname:<7} {self.identity} {message}{fields}"
+
+
+class _Json(_Line):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": record.created,
+            "level": record.levelname.lower(),
+            "component": self.component,
+            "identity": self.identity,
+            "logger": record.name,
+            "message": self.text(record),
+            **self.fields(record),
+        }
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def configure_logging(component: str, identity: str, settings: Settings) -> None:
+    """Log to stderr, one record per line (text, or JSON with ``log_json``); ``extra=`` fields are printed too."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter((_Json if settings.log_json else _Text)(component, identity))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(settings.log_level.upper())
+    logging.getLogger("nats").setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,0 +1,204 @@
+"""``sllm up``: one process that starts the platform, keeps it running and takes it down with itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.daemon import FORCED, ready
+from sllm_runtime.platform.local import CONTROLLER, Layout, Options, prepare, specs
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.process import become_subreaper, end_orphans, start_time, tail
+from sllm_runtime.platform.profile import remove_token, write_profile
+from sllm_runtime.platform.running import Lock, Running
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.supervise import Supervisor
+from sllm_runtime.protocol.errors import Conflict, InternalError, SllmError, StartFailed, Unavailable
+
+log = logging.getLogger(__name__)
+
+_ORPHANS_EVERY_S = 1.0
+_READY_S = 30.0
+_POLL_S = 0.02
+
+Report = Callable[[str], None]
+
+
+class Platform:
+    """The platform of one machine. ``await run()`` is its whole life."""
+
+    def __init__(self, options: Options, environment: Mapping[str, str], report: Report) -> None:
+        self.options = options
+        self.layout = Layout(options.data)
+        self.token = environment.get("SLLM_TOKEN") or secrets.token_urlsafe(32)
+        self._environment = environment
+        self._report = report
+        self._supervisor: Supervisor | None = None
+        self._nats_url = options.nats_url or ""
+        self._tasks = Tasks("up")
+        self.stop = asyncio.Event()
+        self.signal: int | None = None
+        self.began = time.monotonic()
+
+    async def run(self, on_ready: Callable[[Running], None]) -> int:
+        """Start, call ``on_ready``, wait for a signal or for a child that cannot be kept, stop. The exit status.
+
+        Raises ``Conflict`` if the data directory or a port is in use, ``StartFailed``, ``Unavailable``.
+        """
+        for port in self.options.ports:
+            require_port(self.options.host, port)
+        with Lock(self.options.data) as lock, self._signals():
+            become_subreaper()
+            try:
+                await self._until_stopped(lock, on_ready)
+            finally:
+                await self._stop()
+        return 128 + signal.SIGINT if self.signal == signal.SIGINT else 0
+
+    async def _until_stopped(self, lock: Lock, on_ready: Callable[[Running], None]) -> None:
+        server = prepare(self.options, self.layout, self.token)
+        if server is not None:
+            self._nats_url = server.url
+        else:
+            await self._try_cluster()
+        self._supervisor = supervisor = Supervisor(
+            specs(self.options, self.layout, server, self._environment), changed=lambda: lock.write(self._running())
+        )
+        self._tasks.start(self._end_orphans(supervisor), "orphans")
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
+        starting: asyncio.Future[Any] = asyncio.ensure_future(self._start(supervisor))
+        try:
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return
+            await starting
+            lock.write(self._running())
+            write_profile(self.options.home, self.options.profile, self.options.url, self.token)
+            on_ready(self._running())
+            ready()
+            failed: asyncio.Future[Any] = supervisor.failed
+            await asyncio.wait([failed, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if supervisor.failed.done():
+                raise _given_up(supervisor.failed.result())
+        finally:
+            for task in (starting, stopping):
+                task.cancel()
+            await asyncio.wait([starting, stopping])
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        self._report("starting NATS, controller, nodes and gateways")
+        await supervisor.start()
+        deadline = time.monotonic() + _READY_S
+        for name, port in zip(self.options.gateway_names, self.options.ports, strict=True):
+            while not await answers_ready(self.options.host, port):
+                if time.monotonic() > deadline:
+                    end = tail(self.layout.log(f"gateway-{name}"))
+                    raise StartFailed(f"gateway {name} does not answer /readyz on port {port}; its log ends:\n{end}")
+                await asyncio.sleep(_POLL_S)
+
+    async def _try_cluster(self) -> None:
+        """One clear error now rather than one from each daemon."""
+        self._report(f"connecting to {self.options.nats_url}")
+        given = {**self._environment, "SLLM_IDENTITY_FILE": str(self.layout.identity_file(CONTROLLER))}
+        bus = await Bus.connect(Settings.load(given), CONTROLLER, name="sllm up")
+        await bus.close()
+
+    def _running(self) -> Running:
+        return Running(
+            pid=os.getpid(),
+            started=start_time(os.getpid()),
+            url=self.options.url,
+            urls=self.options.urls,
+            profile=self.options.profile,
+            nats_url=self._nats_url,
+            data=str(self.options.data),
+            pids=self._supervisor.pids() if self._supervisor else {},
+        )
+
+    async def _end_orphans(self, supervisor: Supervisor) -> None:
+        """What lost its parent came to us (subreaper): nothing of that kind may go on."""
+        died = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, died.set)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ORPHANS_EVERY_S):
+                    await died.wait()
+            died.clear()
+            ended = end_orphans(set(supervisor.pids().values()))
+            if ended:
+                log.info("ended %d processes that had lost their parent", ended)
+
+    async def _stop(self) -> None:
+        self._report("stopping")
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+        await self._tasks.close()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        end_orphans(set())
+        shutil.rmtree(self.layout.far_sockets, ignore_errors=True)
+        with contextlib.suppress(SllmError):
+            remove_token(self.options.home, self.options.profile, self.options.url)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def asked(number: int) -> None:
+            if self.stop.is_set():
+                os._exit(FORCED)  # the kernel ends the children with us
+            self.signal = number
+            self.stop.set()
+
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, asked, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def _given_up(error: BaseException) -> SllmError:
+    if isinstance(error, StartFailed | Unavailable):
+        return error
+    return InternalError(f"the supervisor failed: {type(error).__name__}: {error}")
+
+
+def require_port(host: str, port: int) -> None:
+    """Raise ``Conflict`` if nothing new can listen on ``host:port``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise Conflict(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port") from error
+
+
+async def answers_ready(host: str, port: int) -> bool:
+    """Whether the gateway there answers ``GET /readyz`` with 200."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

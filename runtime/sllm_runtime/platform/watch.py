@@ -1,0 +1,205 @@
+"""Watching a stream's last messages: an ephemeral consumer, made anew whenever it may have missed something.
+
+nats-py's own recovery of a watch takes about 18 s after a restart of the server; here a reconnect, a gap in the
+delivery numbers or a missing heartbeat makes a new consumer at once, and its first picture is compared with the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from sllm_runtime.platform.bus import Bus, Subscription
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import SllmError, Unavailable
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT_S: Final = 1.0
+_SILENCE_S: Final = 4.0
+_SYNC_S: Final = 10.0
+_AGAIN_S: Final = 0.1
+_GONE_AFTER_S: Final = 30.0
+_QUEUED: Final = 65536
+
+Changed = Callable[[str, bytes | None], None]
+
+
+def is_deletion(headers: Mapping[str, str] | None) -> bool:
+    """Whether a message of a KV bucket says that its key is gone."""
+    if not headers:
+        return False
+    return headers.get("KV-Operation") in ("DEL", "PURGE") or "Nats-Marker-Reason" in headers
+
+
+class _Again(Exception):
+    """This consumer can no longer be trusted."""
+
+
+class _Picture:
+    """One consumer's life: the last message of each subject, then every new one, checked for gaps."""
+
+    def __init__(self, bus: Bus, stream: str, subject: str) -> None:
+        self._bus = bus
+        self._stream, self._subject = stream, subject
+        self._queue: asyncio.Queue[Msg] = asyncio.Queue(_QUEUED)
+        self._subscription: Subscription | None = None
+        self._delivered = 0
+        self.pending = 0
+        """Messages of the first picture that are still to come."""
+
+    async def open(self) -> None:
+        """Make the consumer. Raises ``Unavailable``."""
+        inbox = self._bus.new_inbox()
+        self._subscription = await self._bus.subscribe_raw(inbox, self._queue.put)
+        config = ConsumerConfig(
+            deliver_subject=inbox,
+            filter_subject=self._subject,
+            deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+            ack_policy=AckPolicy.NONE,
+            max_deliver=1,
+            idle_heartbeat=_HEARTBEAT_S,
+            inactive_threshold=_GONE_AFTER_S,
+            mem_storage=True,
+            num_replicas=1,
+        )
+        try:
+            made = await self._bus.jetstream.add_consumer(self._stream, config)
+        except nats.errors.Error as error:
+            raise Unavailable(f"{self._subject} cannot be watched: {error or type(error).__name__}") from error
+        self.pending = (made.num_pending or 0) + (made.delivered.consumer_seq if made.delivered else 0)
+
+    async def next(self) -> tuple[str, int, bytes | None] | None:
+        """The next (subject, sequence, data or ``None`` for a deletion); ``None``: the first picture ended without the
+        messages it was to have, since they have gone meanwhile. Raises ``_Again``."""
+        while True:
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    message = await self._queue.get()
+            except TimeoutError:
+                raise _Again("no heartbeat") from None
+            if message.reply.startswith("$JS.ACK."):
+                break
+            self._heartbeat(message)
+            if self.pending:
+                self.pending = 0
+                return None
+        place = message.metadata
+        self._delivered += 1
+        if place.sequence.consumer != self._delivered:
+            raise _Again(f"gap before {place.sequence.consumer}")
+        self.pending = min(self.pending, place.num_pending) if self.pending else 0
+        data = None if is_deletion(message.headers) else message.data
+        return message.subject, place.sequence.stream, data
+
+    def _heartbeat(self, message: Msg) -> None:
+        last = (message.headers or {}).get("Nats-Last-Consumer")
+        if last is not None and int(last) != self._delivered:
+            raise _Again("a message was lost")
+
+    async def close(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+
+class Watch:
+    """Tells every change under one filter subject. ``start`` returns when the present state was told."""
+
+    def __init__(self, bus: Bus, stream: str, subject: str, changed: Changed) -> None:
+        self._bus = bus
+        self._stream, self._subject = stream, subject
+        self._changed = changed
+        self._tasks = Tasks(f"watch {subject}")
+        self._known: dict[str, int] = {}
+        self._life: asyncio.Task[None] | None = None
+        self._off: Callable[[], None] = lambda: None
+        self.synced = asyncio.Event()
+        """Set while what was told is a whole picture."""
+
+    async def start(self) -> None:
+        """Begin, and wait until the present state was told. Raises ``Unavailable`` after 10 s."""
+        self._off = self._bus.on_reconnect(self._anew)
+        self._tasks.start(self._run(), "run")
+        try:
+            async with asyncio.timeout(_SYNC_S):
+                await self.synced.wait()
+        except TimeoutError:
+            await self.close()
+            raise Unavailable(f"{self._subject} cannot be watched: nothing came within {_SYNC_S:g} s") from None
+
+    async def close(self) -> None:
+        """End it. Repeatable."""
+        self._off()
+        await self._tasks.close()
+
+    def _anew(self) -> None:
+        self.synced.clear()
+        if self._life is not None:
+            self._life.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            self._life = self._tasks.start(self._live(), "consumer")
+            await asyncio.wait([self._life])
+            self.synced.clear()
+            if not self._life.cancelled():
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _live(self) -> None:
+        picture = _Picture(self._bus, self._stream, self._subject)
+        try:
+            await picture.open()
+            await self._follow(picture)
+        except _Again as reason:
+            log.info("watching %s anew: %s", self._subject, reason)
+        except SllmError as error:
+            log.warning("%s; trying again", error.message)
+        finally:
+            await picture.close()
+
+    async def _follow(self, picture: _Picture) -> None:
+        seen: set[str] = set()
+        while picture.pending:
+            news = await picture.next()
+            if news is not None:
+                seen.add(news[0])
+                self._tell(*news)
+        for subject in set(self._known) - seen:
+            self._tell(subject, 0, None)
+        self.synced.set()
+        while True:
+            news = await picture.next()
+            if news is not None:
+                self._tell(*news)
+
+    def _tell(self, subject: str, sequence: int, data: bytes | None) -> None:
+        if data is None:
+            if self._known.pop(subject, None) is not None:
+                self._changed(subject, None)
+        elif self._known.get(subject) != sequence:
+            self._known[subject] = sequence
+            self._changed(subject, data)
+
+
+async def snapshot(bus: Bus, stream: str, subject: str) -> dict[str, bytes]:
+    """The last message of every subject under ``subject``, deletions left out. Raises ``Unavailable``."""
+    found: dict[str, bytes] = {}
+    picture = _Picture(bus, stream, subject)
+    try:
+        async with asyncio.timeout(_SYNC_S):
+            await picture.open()
+            while picture.pending:
+                news = await picture.next()
+                if news is not None and news[2] is not None:
+                    found[news[0]] = news[2]
+    except (_Again, TimeoutError) as error:
+        raise Unavailable(f"{subject} cannot be listed: {error or 'no answer'}") from error
+    finally:
+        await picture.close()
+    return found

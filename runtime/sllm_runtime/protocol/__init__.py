@@ -1,0 +1,1 @@
+"""The language everyone speaks: messages, subjects, states, errors. No I/O, no torch."""

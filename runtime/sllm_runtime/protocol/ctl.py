@@ -1,0 +1,172 @@
+"""What gateways ask of the controller: request/reply on ``sllm.ctl.<verb>``, each idempotent, long ones long-polled.
+
+Every reply travels in ``Reply``: a value or an error. ``VERBS`` maps each verb to its request and reply type; the
+controller serves exactly these, the gateway calls exactly these.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.limits import LONG_POLL_S, PROTOCOL_VERSION
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import NodeRecord, NodeStatus, Ok, Progress
+from sllm_runtime.protocol.records import (
+    FunctionRecord,
+    InstanceRecord,
+    ModelRecord,
+    Route,
+    VersionRecord,
+)
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The envelope of every request/reply: ``value`` (the verb's reply type) or ``error``."""
+
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: ErrorBody | None = None
+    version: int = PROTOCOL_VERSION
+
+
+class Acquire(msgspec.Struct, frozen=True, kw_only=True):
+    """A gateway has ``waiting`` calls of this version and no free slot. Joined over all gateways: one start.
+
+    Answered when an entry exists that is not in ``known``, when a start failed, or after ``wait_s``.
+    """
+
+    function: str
+    version: int
+    gateway: str
+    waiting: int
+    known: tuple[str, ...] = ()
+    """Instances this gateway already has (all busy)."""
+    gone: tuple[str, ...] = ()
+    """Instances that refused or did not answer: the controller checks them."""
+    wait_s: float = LONG_POLL_S
+
+
+class Acquired(msgspec.Struct, frozen=True, kw_only=True):
+    """``route`` with its present entries; ``progress`` while a start goes on; ``error`` when it failed (all waiters
+    get it, with ``retry_after_s`` the rest of the back-off); ``pending``: why nothing can be started now."""
+
+    route: Route | None = None
+    progress: Progress | None = None
+    error: ErrorBody | None = None
+    pending: str = ""
+
+
+class Deploy(msgspec.Struct, frozen=True, kw_only=True):
+    """Make a version. Long-polled by ``request``: the same id joins the running deployment."""
+
+    request: str
+    manifest: Manifest
+    bundle: str
+    bundle_bytes: int
+    wait_s: float = LONG_POLL_S
+
+
+class Deployed(msgspec.Struct, frozen=True, kw_only=True):
+    """``version`` when it has the route; ``unchanged`` if the same content was there; otherwise ``progress``."""
+
+    version: VersionRecord | None = None
+    unchanged: bool = False
+    progress: Progress | None = None
+
+
+class FunctionRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A function, by name."""
+
+    function: str
+
+
+class Rollback(msgspec.Struct, frozen=True, kw_only=True):
+    """Give the route back: to ``version``, or to the one before."""
+
+    function: str
+    version: int | None = None
+
+
+class Delete(msgspec.Struct, frozen=True, kw_only=True):
+    """Remove a function: drain, or with ``force`` cancel what runs."""
+
+    function: str
+    force: bool = False
+
+
+class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A function with its versions, oldest first, and its live instances."""
+
+    record: FunctionRecord
+    versions: tuple[VersionRecord, ...] = ()
+    instances: tuple[InstanceRecord, ...] = ()
+
+
+class FunctionList(msgspec.Struct, frozen=True, kw_only=True):
+    functions: tuple[FunctionInfo, ...]
+
+
+class RegisterModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Register a model without a function. Long-polled by ``uri``."""
+
+    uri: str
+    wait_s: float = LONG_POLL_S
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelRecord | None = None
+    progress: Progress | None = None
+
+
+class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A model by digest, or by an unambiguous beginning of its hex digits."""
+
+    digest: str
+    verb: Literal["describe", "validate", "delete"] = "describe"
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, where it lies, and which versions need it. ``problem``: what ``validate`` found."""
+
+    record: ModelRecord
+    nodes: tuple[str, ...] = ()
+    used_by: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    models: tuple[ModelInfo, ...]
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's record with its last report, ``age_s`` seconds old. ``status`` None: never heard in this life."""
+
+    record: NodeRecord
+    status: NodeStatus | None = None
+    age_s: float = 0.0
+    alive: bool = False
+
+
+class NodeList(msgspec.Struct, frozen=True, kw_only=True):
+    nodes: tuple[NodeInfo, ...]
+
+
+class Nothing(msgspec.Struct, frozen=True, kw_only=True):
+    """No arguments."""
+
+
+VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
+    "acquire": (Acquire, Acquired),
+    "deploy": (Deploy, Deployed),
+    "functions": (Nothing, FunctionList),
+    "function": (FunctionRef, FunctionInfo),
+    "rollback": (Rollback, FunctionInfo),
+    "delete": (Delete, Ok),
+    "register": (RegisterModel, Registered),
+    "models": (Nothing, ModelList),
+    "model": (ModelRef, ModelInfo),
+    "nodes": (Nothing, NodeList),
+    "ping": (Nothing, Ok),
+}

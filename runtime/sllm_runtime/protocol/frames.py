@@ -1,0 +1,199 @@
+"""The messages of running calls between gateways and nodes. Hot path: msgpack arrays, several items a message.
+
+A call is bound to ``(call, epoch)``; each hand-over to an instance is a new epoch. Both directions are reliable
+streams (``stream.Outbox`` / ``Inbox``): the request's body gateway → node, the frames of the answer node → gateway.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Literal
+
+import msgspec
+
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.timeline import Span
+
+
+class FrameKind(IntEnum):
+    """What a frame's ``data`` is."""
+
+    OUTPUT = 0  # one value a function yielded or returned, as JSON text
+    DELTA = 1  # msgpack ``Delta``: what the engine generated for an OpenAI route
+    IDS = 2  # msgpack ``Ids``: engine tokens for resume; no caller sees them
+    END = 3  # msgpack ``End``; always the last
+    BODY = 4  # a part of the request's body (gateway → node only)
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One item of a call's stream. ``index`` is consecutive from 0 within ``(call, epoch)`` and direction.
+
+    It refers to no other container, so the garbage collector need not look at it: there are very many.
+    """
+
+    index: int
+    kind: FrameKind
+    data: bytes
+    more: bool = False
+    """This value goes on in the next frame (values above MAX_PART come in parts)."""
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a call."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with its log probability; ``top`` the likeliest alternatives."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """Text that became final for one choice. ``finish`` is set on a choice's last delta."""
+
+    choice: int
+    text: str
+    finish: Literal["stop", "length", "tool_calls"] | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Ids(msgspec.Struct, frozen=True, array_like=True):
+    """Token ids ``[first, first + len)`` of the ``generation``-th ``generate`` of this call."""
+
+    generation: int
+    first: int
+    ids: tuple[int, ...]
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of an answer. ``error`` None: it succeeded."""
+
+    error: ErrorBody | None = None
+    usage: Usage | None = None
+    spans: tuple[Span, ...] = ()
+    """Of the call itself, from its arrival at the worker."""
+
+
+class CallHead(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a node must know of a call beside its body."""
+
+    call: str
+    epoch: int
+    instance: str
+    function: str
+    version: int
+    kind: Literal["fn", "chat", "completion"]
+    stream: bool
+    """Whether the caller reads values as they come (else they are joined by the gateway)."""
+    body_bytes: int
+    timeout_s: float
+    """Remaining, from acceptance by the gateway on; no clock is compared."""
+    idle_timeout_s: float
+    seed: int
+    """For calls that name none: drawn at admission, so that a resume samples the same."""
+    recorded: tuple[tuple[int, ...], ...] = ()
+    """Resume: token ids of each ``generate`` so far."""
+    delivered: int = 0
+    """Resume: outputs the caller already has; ``delivered_hash`` is the 16-byte BLAKE2b of their bytes in order."""
+    delivered_hash: bytes = b""
+    credit: int = 0
+    """Bytes of frames the node may send at once."""
+    traceparent: str = ""
+
+
+# --- gateway → node -------------------------------------------------------------------------------
+class Open(msgspec.Struct, frozen=True, kw_only=True):
+    """Request/reply on the node's call subject: take this call? ``first``: body frames that fit in the message."""
+
+    head: CallHead
+    first: tuple[Frame, ...] = ()
+    version: int = PROTOCOL_VERSION
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """The instance is the judge of its slots. ``busy``: not now; ``gone``: drop the route. Idempotent."""
+
+    status: Literal["accepted", "busy", "gone"]
+    note: str = ""
+
+
+class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
+    """More of the request's body."""
+
+    call: str
+    epoch: int
+    frames: tuple[Frame, ...]
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """All frames below ``next_index`` are here (drop them); frames may be sent up to cumulative ``limit`` bytes."""
+
+    call: str
+    epoch: int
+    next_index: int
+    limit: int
+
+
+class Resend(msgspec.Struct, frozen=True, array_like=True, tag="resend"):
+    """Send again from ``index`` on."""
+
+    call: str
+    epoch: int
+    index: int
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Stop this call; answered by its END frame. Repeated until that is here. ``code`` is a wire code."""
+
+    call: str
+    epoch: int
+    code: str = "cancelled"
+    reason: str = ""
+
+
+class ToNode(msgspec.Struct, frozen=True, array_like=True):
+    """Everything one gateway has for one node in one loop tick. Subject ``sllm.call.<node>.<gateway>``."""
+
+    items: tuple[Parts | Ack | Resend | Cancel, ...]
+    version: int = PROTOCOL_VERSION
+
+
+# --- node → gateway -------------------------------------------------------------------------------
+class Segment(msgspec.Struct, frozen=True, array_like=True, tag="frames"):
+    """Frames of one call, in order of index."""
+
+    call: str
+    epoch: int
+    frames: tuple[Frame, ...]
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """The call is alive; its next frame will have ``next_index``."""
+
+    call: str
+    epoch: int
+    next_index: int
+
+
+class Unknown(msgspec.Struct, frozen=True, array_like=True, tag="unknown"):
+    """This node has no such call (it restarted, or the call is long over): the gateway treats it as lost."""
+
+    call: str
+    epoch: int
+
+
+class ToGateway(msgspec.Struct, frozen=True, array_like=True):
+    """Everything one node has for one gateway in one step. Subject ``sllm.frames.<gateway>.<node>``.
+
+    ``Ack`` and ``Resend`` here concern the request's body.
+    """
+
+    items: tuple[Segment | Beat | Unknown | Ack | Resend, ...]
+    version: int = PROTOCOL_VERSION

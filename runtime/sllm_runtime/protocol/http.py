@@ -1,0 +1,188 @@
+"""Names on the HTTP border and the shapes of ``/api/v1`` that gateway, SDK and CLI share (see docs/http.md)."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.manifest import Frozen, Manifest
+
+CALL_ID: Final = "Sllm-Call-Id"
+SHOULD_RETRY: Final = "x-should-retry"
+SERVER_TIMING: Final = "Server-Timing"
+EVENT_STREAM: Final = "text/event-stream"
+API: Final = "/api/v1"
+
+
+class ErrorView(Frozen):
+    """``{"error": {...}}`` on every route but OpenAI's."""
+
+    code: str
+    message: str
+    retryable: bool = False
+    field: str | None = None
+    stage: str | None = None
+    call_id: str | None = None
+
+
+class ErrorEnvelope(Frozen):
+    error: ErrorView
+
+
+def error_view(body: ErrorBody, call_id: str | None) -> dict[str, Any]:
+    """The JSON body of an error outside OpenAI's routes."""
+    view = ErrorView(
+        code=body.code,
+        message=body.message,
+        retryable=body.retryable,
+        field=body.field,
+        stage=body.stage,
+        call_id=call_id,
+    )
+    return {"error": view.model_dump(exclude_none=True) | {"call_id": call_id}}
+
+
+class DeployRequest(Frozen):
+    """``POST /api/v1/functions``; the bundle was put to ``/api/v1/bundles/{digest}`` before."""
+
+    manifest: Manifest
+    bundle: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+    bundle_bytes: int = Field(ge=1)
+
+
+class ProgressView(Frozen):
+    stage: str
+    done: int = 0
+    total: int = 0
+    unit: str = "B"
+    message: str = ""
+
+
+class VersionView(Frozen):
+    version: int
+    state: str
+    active: bool
+    bundle: str
+    bundle_bytes: int
+    model: str | None = None
+    created: float
+    error: ErrorView | None = None
+
+
+class InstanceView(Frozen):
+    instance: str
+    version: int
+    node: str
+    state: str
+    error: ErrorView | None = None
+
+
+class FunctionView(Frozen):
+    name: str
+    active: int | None
+    url: str
+    streams: bool
+    openai: bool
+    """Whether the OpenAI routes serve it."""
+    manifest: Manifest | None = None
+    versions: tuple[VersionView, ...] = ()
+    instances: tuple[InstanceView, ...] = ()
+
+
+class FunctionListView(Frozen):
+    functions: tuple[FunctionView, ...]
+
+
+class DeployResult(Frozen):
+    """The last event of a deployment's stream (``event: done``); ``event: progress`` with ``ProgressView`` before."""
+
+    function: FunctionView
+    version: int
+    unchanged: bool = False
+
+
+class RollbackRequest(Frozen):
+    version: int | None = None
+
+
+class BundleView(Frozen):
+    digest: str
+    bytes: int
+
+
+class ModelRegisterRequest(Frozen):
+    uri: str = Field(min_length=1, max_length=2048)
+
+
+class ModelView(Frozen):
+    digest: str
+    uri: str
+    bytes: int
+    partitions: tuple[int, ...]
+    architecture: str
+    tensors: int
+    dtype: str
+    nodes: tuple[str, ...] = ()
+    used_by: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class ModelListView(Frozen):
+    models: tuple[ModelView, ...]
+
+
+class GpuView(Frozen):
+    index: int
+    kind: str
+    memory: int
+    used_by: str | None = None
+
+
+class NodeView(Frozen):
+    node: str
+    alive: bool
+    cordoned: bool
+    draining: bool
+    age_s: float
+    cpu: float
+    free_cpu: float
+    memory: int
+    free_memory: int
+    gpus: tuple[GpuView, ...] = ()
+    labels: dict[str, str] = Field(default_factory=dict)
+    pool_idle: int = 0
+    models: int = 0
+    resident: int = 0
+    dram_used: int = 0
+    dram_limit: int = 0
+    instances: int = 0
+
+
+class NodeListView(Frozen):
+    nodes: tuple[NodeView, ...]
+
+
+class LogView(Frozen):
+    """One ``data`` of ``GET /api/v1/functions/{name}/logs`` (SSE; ``follow``, ``call``, ``limit``, ``since``)."""
+
+    at: float
+    version: int
+    instance: str
+    node: str
+    stream: str
+    text: str
+    level: Literal["debug", "info", "warning", "error"] | str = "info"
+    call: str | None = None
+    dropped: int = 0
+
+
+class StatusView(Frozen):
+    """``GET /api/v1/status``."""
+
+    version: str
+    gateway: str
+    controller: bool
+    nodes: int
+    functions: int

@@ -1,0 +1,42 @@
+"""Sizes and times that two components must agree on. MiB are 2**20 bytes. Defaults of settings refer to these."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 2**10
+MIB: Final = 2**20
+
+PROTOCOL_VERSION: Final = 1
+"""Stands in every hello and every record; readers accept this one and the one before."""
+
+MAX_MESSAGE: Final = 512 * KIB
+"""No message on NATS or on a socket of ours is larger (nats-server's own limit is 1 MiB)."""
+MAX_PART: Final = 256 * KIB
+"""Bodies and outputs above this travel as several frames."""
+MAX_BODY: Final = 32 * MIB
+MAX_BUNDLE: Final = 100 * MIB
+WINDOW: Final = 1 * MIB
+"""Bytes of one call that may be in flight or buffered for its reader."""
+BATCH_BYTES: Final = 384 * KIB
+"""A message of frames is closed when it holds this much (leaves room for one part and the envelope)."""
+
+ACK_FRAMES: Final = 64
+ACK_AFTER_S: Final = 0.25
+HEARTBEAT_S: Final = 1.0
+"""Longest silence of a call's sender, of a worker and of a node."""
+RESEND_AFTER_S: Final = 0.3
+"""A gap or an unanswered request is asked for again after this long (doubling up to 2 s)."""
+LOST_AFTER_S: Final = 5.0
+"""Silence, while connected, after which the other side counts as dead."""
+SLOW_CONSUMER_S: Final = 30.0
+HEADERS_WAIT_S: Final = 1.0
+"""Response headers wait this long for the first frame, so that early errors keep their HTTP status."""
+SSE_HEARTBEAT_S: Final = 10.0
+LONG_POLL_S: Final = 5.0
+"""Long requests (acquire, deploy, prepare) are asked again after this long: a lost reply costs no more."""
+RPC_TIMEOUT_S: Final = 5.0
+
+CHUNK_BYTES: Final = 16 * MIB
+MAX_FDS: Final = 253
+"""Most descriptors one SCM_RIGHTS message carries on Linux."""

@@ -1,0 +1,162 @@
+"""What a version of a function is: everything the platform needs to know before it runs any of the user's code.
+
+Written by the SDK at deploy, kept in the registry, read by all. ``schema_version`` rises when a reader of the
+version before could misunderstand a field; readers accept their own version and the one before.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from sllm_runtime.protocol.quantities import Bytes, Seconds, parse_gpu
+
+SCHEMA_VERSION: Final = 1
+NAME = re.compile(r"^[a-z][a-z0-9-]{0,62}$")
+ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
+
+TARGET_ATTRIBUTE: Final = "__sllm_target__"
+"""Attribute by which a decorated object gives the worker the user's own function or class."""
+MODEL_PARAMETER: Final = "model"
+"""The parameter (of a function, or of ``setup``) that receives the model handle; it is no argument of a call."""
+
+
+def _name(value: str) -> str:
+    if not NAME.match(value):
+        raise ValueError(
+            f"{value!r} is no name: lower-case letters, digits and '-', beginning with a letter, at most 63"
+        )
+    return value
+
+
+def _env(value: dict[str, str]) -> dict[str, str]:
+    for key in value:
+        if not ENV_NAME.match(key):
+            raise ValueError(f"{key!r} is no environment variable's name")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+HandlerKind = Literal["function", "generator", "async_function", "async_generator", "class"]
+
+
+class Frozen(BaseModel):
+    """Base of all records: immutable, unknown fields ignored (a newer writer may know more)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Parallelism(Frozen):
+    """Ranks an instance is split over."""
+
+    tensor: int = Field(default=1, ge=1, le=64)
+    pipeline: int = Field(default=1, ge=1, le=64)
+
+
+class Slo(Frozen):
+    """Latency aims that the autoscaler and the scheduler try to keep."""
+
+    ttft: Seconds | None = Field(default=None, gt=0)
+    tbt: Seconds | None = Field(default=None, gt=0)
+
+
+class Handler(Frozen):
+    """How the worker finds and calls the user's code."""
+
+    entry: str
+    """``module:attribute`` inside the bundle, or ``pickle:`` for a cloudpickled object."""
+    kind: HandlerKind
+    streams: bool
+    """Whether a call yields values (a generator, or a class whose call method is one)."""
+    input_schema: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    """JSON Schema of a call's keyword arguments, made from the type hints."""
+    python: str | None = None
+    """``"3.11"`` when the bundle holds pickled byte code, which only that minor version can run."""
+
+
+class Resources(Frozen):
+    """What an instance needs of its node."""
+
+    gpu: tuple[str, ...] = ()
+    """By preference, ``"L4"`` or ``"H100:2"``; empty: none."""
+    gpu_memory: Bytes | None = Field(default=None, gt=0)
+    cpu: float = Field(default=1.0, gt=0, le=1024)
+    memory: Bytes = Field(default=2 * 2**30, ge=64 * 2**20)
+    """Bytes of private memory beside the model's weights."""
+    labels: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gpu_forms(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "gpu" in data:
+            gpu = data["gpu"]
+            data = {**data, "gpu": () if gpu is None else (gpu,) if isinstance(gpu, str) else tuple(gpu)}
+            for kind in data["gpu"]:
+                parse_gpu(kind)
+        return data
+
+
+class Manifest(Resources):
+    """A function's declared properties. Times are seconds, sizes bytes; texts like ``"5m"`` or ``"2GiB"`` are taken."""
+
+    schema_version: int = SCHEMA_VERSION
+    name: Name
+    description: str = Field(default="", max_length=2000)
+    handler: Handler
+    model: str | None = Field(default=None, max_length=2048)
+    """A directory, ``hf://org/name@revision``, ``s3://bucket/prefix``, or ``sha256:…`` of a registered model."""
+    model_loader: Literal["auto", "causal_lm", "build"] = "auto"
+    """``auto``: the class config.json names; ``build``: the user's ``build()`` returns the module."""
+    engine: bool = False
+    """Whether the model generates text through the engine: the OpenAI routes then serve it."""
+    dtype: Dtype = "auto"
+    parallelism: Parallelism = Parallelism()
+
+    keep_alive: Seconds = Field(default=60.0, ge=0)
+    min_instances: int = Field(default=0, ge=0, le=1000)
+    max_instances: int = Field(default=1, ge=1, le=1000)
+    concurrency: int = Field(default=1, ge=1, le=4096)
+    timeout: Seconds = Field(default=300.0, gt=0, le=86400)
+    """Acceptance to last byte."""
+    idle_timeout: Seconds = Field(default=60.0, gt=0)
+    """Longest gap between two frames."""
+    startup_timeout: Seconds = Field(default=120.0, gt=0)
+    """From the sandbox on."""
+    queue_timeout: Seconds = Field(default=120.0, gt=0)
+    """Waiting for capacity."""
+    max_queue: int = Field(default=256, ge=0, le=100_000)
+    retries: int = Field(default=0, ge=0, le=10)
+    resumable: bool = True
+    priority: int = Field(default=0, ge=-100, le=100)
+    slo: Slo = Slo()
+
+    network: bool = False
+    env: Annotated[dict[str, str], AfterValidator(_env)] = Field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+    image: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, data: Any) -> Any:
+        """Engine-backed functions batch: eight calls an instance unless said otherwise."""
+        if isinstance(data, dict) and data.get("engine") and data.get("concurrency") is None:
+            data = {**data, "concurrency": 8}
+        elif isinstance(data, dict) and "concurrency" in data and data["concurrency"] is None:
+            data = {key: value for key, value in data.items() if key != "concurrency"}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if self.schema_version not in (SCHEMA_VERSION, SCHEMA_VERSION - 1):
+            raise ValueError(f"schema_version {self.schema_version} is not {SCHEMA_VERSION} or the one before")
+        if self.min_instances > self.max_instances:
+            raise ValueError(f"min_instances {self.min_instances} is above max_instances {self.max_instances}")
+        if self.engine and not self.model:
+            raise ValueError("engine=True needs a model")
+        if self.model is None and self.model_loader == "build":
+            raise ValueError("model_loader 'build' needs a model: the checkpoint that fills the module")
+        return self

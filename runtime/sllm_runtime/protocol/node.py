@@ -1,0 +1,145 @@
+"""What controller and nodes say to each other. Commands are idempotent; the node's status report is the only
+answer that counts (level-triggered: a lost message is repaired by the next report)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.records import ModelRecord, Record
+from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.timeline import Span
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a start or a model's registration is. ``total`` 0: not known."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+    unit: str = "B"
+    message: str = ""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One accelerator of a node."""
+
+    index: int
+    kind: str
+    memory: int
+    used_by: str | None = None
+    """The instance that holds it; it holds all of it."""
+
+
+class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance as its node sees it now."""
+
+    instance: str
+    function: str
+    version: int
+    state: InstanceState
+    progress: Progress | None = None
+    error: ErrorBody | None = None
+    fingerprint: str = ""
+    spans: tuple[Span, ...] = ()
+    running: int = 0
+    """Calls it works on."""
+    idle_s: float = 0.0
+    """Seconds since its last call ended (since READY if there was none); 0 while it works."""
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's report: at every change (coalesced to 20 ms) and every HEARTBEAT_S."""
+
+    node: str
+    boot: str
+    """Random id of this life of the invoker; another one means that all its instances are gone."""
+    sequence: int
+    term: int
+    """Highest controller term this node has obeyed."""
+    cpu: float
+    memory: int
+    free_cpu: float
+    free_memory: int
+    gpus: tuple[Gpu, ...] = ()
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    draining: bool = False
+    pool_idle: int = 0
+    """Pre-warmed sandboxes that wait."""
+    models: tuple[str, ...] = ()
+    """Digests on its SSD."""
+    resident: tuple[str, ...] = ()
+    """Digests wholly in its DRAM pool."""
+    dram_limit: int = 0
+    dram_used: int = 0
+    python: str = ""
+    """Minor version of its workers' Python, ``"3.11"``; empty: not said."""
+    drivers: tuple[str, ...] = ("process",)
+    """Kinds of sandbox it can make: ``process``, ``container``."""
+    instances: tuple[InstanceStatus, ...] = ()
+    version: int = PROTOCOL_VERSION
+
+
+class NodeRecord(Record, frozen=True, kw_only=True):
+    """A node the controller has seen, and what an operator decided about it. Bucket ``nodes``."""
+
+    node: str
+    cordoned: bool = False
+    first_seen: float = 0.0
+
+
+class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """Controller → node: begin this instance. Asked twice with one id, it is begun once."""
+
+    term: int
+    instance: str
+    function: str
+    version: int
+    manifest: Manifest
+    bundle: str
+    bundle_bytes: int
+    model: ModelRecord | None = None
+    gpus: tuple[int, ...] = ()
+
+
+class StopInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """Controller → node: drain (running calls go on for ``grace_s``), then end it. Unknown instance: nothing to do."""
+
+    term: int
+    instance: str
+    reason: str
+    grace_s: float = 0.0
+
+
+class PrepareModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Controller → node: have this model on the SSD. Long-polled: answered when done or after ``wait_s``."""
+
+    term: int
+    uri: str
+    digest: str | None = None
+    """Expected content; another one is ``DigestMismatch``."""
+    wait_s: float = 5.0
+
+
+class PrepareReply(msgspec.Struct, frozen=True, kw_only=True):
+    """``model`` when done; otherwise how far it is. Errors travel in the reply envelope."""
+
+    model: ModelRecord | None = None
+    progress: Progress | None = None
+
+
+class ModelCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """Controller → node: ``validate`` or ``delete`` a model."""
+
+    term: int
+    verb: str
+    digest: str
+    wait_s: float = 60.0
+
+
+class Ok(msgspec.Struct, frozen=True, kw_only=True):
+    """Accepted. ``note`` says what happened, for people."""
+
+    note: str = ""

@@ -1,0 +1,56 @@
+"""Quantities as people write them: ``"2GiB"``, ``"90s"``, ``"H100:2"``."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?\s*$")
+_TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)?\s*$")
+_GPU = re.compile(r"^([A-Za-z][A-Za-z0-9._-]{0,31})(?::([1-9]\d?))?$")
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+
+
+def parse_bytes(value: Any) -> Any:
+    """Bytes from ``"1.5GiB"`` (binary) or ``"2GB"`` (decimal). Anything but text is passed through."""
+    if not isinstance(value, str):
+        return value
+    match = _BYTES.match(value)
+    if not match:
+        raise ValueError(f"{value!r} is no size; write for example '512MiB' or '2GB'")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()])
+
+
+def parse_seconds(value: Any) -> Any:
+    """Seconds from ``"90s"``, ``"5m"``, ``"250ms"``, ``"1h"``. Anything but text is passed through."""
+    if not isinstance(value, str):
+        return value
+    match = _TIME.match(value)
+    if not match:
+        raise ValueError(f"{value!r} is no duration; write for example '90s', '5m' or '250ms'")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_gpu(value: str) -> tuple[str, int]:
+    """Kind and count of ``"H100:2"``; ``"any"`` is any kind."""
+    match = _GPU.match(value)
+    if not match:
+        raise ValueError(f"{value!r} is no GPU; write a kind and, if more than one, a count: 'L4', 'H100:2', 'any:1'")
+    return match[1], int(match[2] or 1)
+
+
+def show_bytes(count: float) -> str:
+    """``count`` bytes for people, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]

@@ -1,0 +1,112 @@
+"""What the registry keeps in JetStream KV (as JSON) and what is derived from it for the gateways."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.states import InstanceState, VersionState
+from sllm_runtime.protocol.timeline import Span
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base: every record states the protocol version of its writer."""
+
+    schema: int = PROTOCOL_VERSION
+
+
+class ModelRecord(Record, frozen=True, kw_only=True):
+    """A model by content. Nodes that lack it make it again from ``sources`` (conversion is deterministic)."""
+
+    digest: str
+    """``sha256:<hex>`` of the checkpoint's index."""
+    uri: str
+    """Where it was registered from."""
+    nbytes: int
+    """Bytes of all partitions."""
+    partitions: tuple[int, ...]
+    """Bytes of each partition, by rank."""
+    architecture: str = ""
+    tensors: int = 0
+    dtype: str = ""
+    sources: tuple[str, ...] = ()
+    created: float = 0.0
+    """Unix seconds; for people, no decision reads it."""
+
+
+class VersionRecord(Record, frozen=True, kw_only=True):
+    """A version: immutable but for its state. Key ``<function>.<version>`` in bucket ``versions``."""
+
+    function: str
+    version: int
+    manifest: Manifest
+    bundle: str
+    """``sha256:<hex>`` of the bundle's bytes in the object store."""
+    bundle_bytes: int
+    content: str
+    """Digest over manifest, bundle and model: equal content makes no new version."""
+    model: str | None = None
+    """Digest of its model."""
+    state: VersionState = VersionState.PREPARING
+    created: float = 0.0
+    error: ErrorBody | None = None
+
+
+class FunctionRecord(Record, frozen=True, kw_only=True):
+    """Which version has the route. Key ``<function>`` in bucket ``functions``."""
+
+    function: str
+    active: int | None
+    last_version: int
+    previous: tuple[int, ...] = ()
+    """Versions that had the route before, newest last: what ``rollback`` goes back to."""
+    deleting: bool = False
+
+
+class InstanceRecord(Record, frozen=True, kw_only=True):
+    """An instance the controller has placed. Key ``<instance>`` in bucket ``instances``."""
+
+    instance: str
+    function: str
+    version: int
+    node: str
+    state: InstanceState
+    created: float = 0.0
+    error: ErrorBody | None = None
+
+
+class RouteEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance that takes calls."""
+
+    instance: str
+    node: str
+    version: int
+    concurrency: int
+    fingerprint: str = ""
+    """Numerics class: calls move only between equal ones."""
+    spans: tuple[Span, ...] = ()
+    """How its start went, from the controller's placement on."""
+
+
+class Route(Record, frozen=True, kw_only=True):
+    """What a gateway needs to admit and send a call of one version. Key ``<function>.<version>`` in bucket ``routes``.
+
+    Written when a version can take calls, also with no entry: a caller then waits for ``acquire``.
+    """
+
+    function: str
+    version: int
+    manifest: Manifest
+    model: str | None = None
+    active: bool = False
+    """Whether calls that name no version go here."""
+    entries: tuple[RouteEntry, ...] = ()
+
+
+class Term(Record, frozen=True, kw_only=True):
+    """The fence. Key ``term`` in bucket ``control``; written once per election."""
+
+    term: int
+    controller: str

@@ -1,0 +1,191 @@
+"""Every NATS subject, bucket and stream, and who may use it. Least rights: an identity can speak only for itself."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+_TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,80}$")
+
+
+def token(text: str) -> str:
+    """``text``, checked to be one token of a subject. Raises ``ValueError``."""
+    if not _TOKEN.match(text):
+        raise ValueError(f"{text!r} cannot be part of a subject")
+    return text
+
+
+CTL: Final = "sllm.ctl"
+CTL_QUEUE: Final = "leader"
+
+
+def ctl(verb: str) -> str:
+    """Gateway → leading controller, request/reply."""
+    return f"{CTL}.{token(verb)}"
+
+
+def node_command(node: str, verb: str) -> str:
+    """Controller → node, request/reply: start, stop, prepare, model."""
+    return f"sllm.node.{token(node)}.{token(verb)}"
+
+
+def node_open(node: str, gateway: str) -> str:
+    """Gateway → node, request/reply: ``Open``."""
+    return f"sllm.open.{token(node)}.{token(gateway)}"
+
+
+def node_calls(node: str, gateway: str) -> str:
+    """Gateway → node: ``ToNode``."""
+    return f"sllm.call.{token(node)}.{token(gateway)}"
+
+
+def frames(gateway: str, node: str) -> str:
+    """Node → gateway: ``ToGateway``."""
+    return f"sllm.frames.{token(gateway)}.{token(node)}"
+
+
+def frames_of(gateway: str) -> str:
+    """Filter for the frames of all nodes to one gateway."""
+    return f"sllm.frames.{token(gateway)}.*"
+
+
+def status(node: str) -> str:
+    """Node → everybody: ``NodeStatus``."""
+    return f"sllm.status.{token(node)}"
+
+
+STATUS_ALL: Final = "sllm.status.*"
+
+
+def logs(node: str, function: str) -> str:
+    """Node → stream LOGS: ``LogRecord``."""
+    return f"sllm.logs.{token(node)}.{token(function)}"
+
+
+def logs_of(function: str) -> str:
+    """Filter for all logs of one function."""
+    return f"sllm.logs.*.{token(function)}"
+
+
+def event(component: str, identity: str) -> str:
+    """Anyone → stream EVENTS: ``Event``."""
+    return f"sllm.events.{token(component)}.{token(identity)}"
+
+
+EVENTS_ALL: Final = "sllm.events.>"
+
+# --- state ----------------------------------------------------------------------------------------
+STATE: Final = "sllm_state"
+"""One KV bucket holds all records, so that one fence (the ``term`` key) covers every write of the leader."""
+TERM_KEY: Final = "term"
+LEASE_KEY: Final = "lease"
+
+
+def function_key(function: str) -> str:
+    """``FunctionRecord``"""
+    return f"functions.{token(function)}"
+
+
+def version_key(function: str, version: int) -> str:
+    """``VersionRecord``"""
+    return f"versions.{token(function)}.{version}"
+
+
+def model_key(digest: str) -> str:
+    """``ModelRecord``"""
+    return f"models.{token(digest.removeprefix('sha256:'))}"
+
+
+def node_key(node: str) -> str:
+    """``NodeRecord``"""
+    return f"nodes.{token(node)}"
+
+
+def instance_key(instance: str) -> str:
+    """``InstanceRecord``"""
+    return f"instances.{token(instance)}"
+
+
+def route_key(function: str, version: int) -> str:
+    """``Route``; gateways watch ``ROUTE_KEYS``."""
+    return f"routes.{token(function)}.{version}"
+
+
+ROUTE_KEYS: Final = "routes.>"
+BUNDLES: Final = "sllm_bundles"
+LOGS_STREAM: Final = "sllm_logs"
+EVENTS_STREAM: Final = "sllm_events"
+
+
+class Rights(msgspec.Struct, frozen=True):
+    """What one identity may publish to and subscribe to (nats-server ``permissions``)."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    allow_responses: bool = True
+
+
+def inbox(identity: str) -> str:
+    """Prefix of an identity's reply inboxes; nobody else may listen there."""
+    return f"_INBOX_{token(identity)}"
+
+
+def controller_rights(identity: str) -> Rights:
+    """The control plane: state, commands to nodes, reports from them."""
+    return Rights(
+        publish=("sllm.node.>", "$JS.API.>", "$KV.>", "$O.>", "$JS.ACK.>", event("controller", identity)),
+        subscribe=(f"{CTL}.>", STATUS_ALL, f"{inbox(identity)}.>"),
+    )
+
+
+def gateway_rights(identity: str) -> Rights:
+    """A gateway: asks the controller, sends calls, reads state and logs, stores bundles."""
+    return Rights(
+        publish=(
+            f"{CTL}.>",
+            f"sllm.open.*.{token(identity)}",
+            f"sllm.call.*.{token(identity)}",
+            "$JS.API.INFO",
+            f"$JS.API.STREAM.INFO.KV_{STATE}",
+            f"$JS.API.STREAM.INFO.OBJ_{BUNDLES}",
+            f"$JS.API.STREAM.INFO.{LOGS_STREAM}",
+            f"$JS.API.STREAM.INFO.{EVENTS_STREAM}",
+            "$JS.API.STREAM.NAMES",
+            "$JS.API.CONSUMER.CREATE.>",
+            "$JS.API.CONSUMER.DELETE.>",
+            "$JS.API.CONSUMER.INFO.>",
+            "$JS.API.DIRECT.GET.>",
+            f"$JS.API.STREAM.MSG.GET.OBJ_{BUNDLES}",
+            f"$JS.API.STREAM.PURGE.OBJ_{BUNDLES}",
+            "$JS.FC.>",
+            "$JS.ACK.>",
+            f"$O.{BUNDLES}.>",
+            event("gateway", identity),
+        ),
+        subscribe=(frames_of(identity), STATUS_ALL, f"{inbox(identity)}.>"),
+    )
+
+
+def node_rights(identity: str) -> Rights:
+    """A node: obeys, reports, answers calls, reads bundles by direct get. No consumer, hence no injection."""
+    return Rights(
+        publish=(
+            f"sllm.frames.*.{token(identity)}",
+            status(identity),
+            f"sllm.logs.{token(identity)}.*",
+            f"$JS.API.DIRECT.GET.OBJ_{BUNDLES}",
+            f"$JS.API.DIRECT.GET.OBJ_{BUNDLES}.>",
+            event("node", identity),
+        ),
+        subscribe=(
+            f"sllm.node.{token(identity)}.*",
+            f"sllm.open.{token(identity)}.*",
+            f"sllm.call.{token(identity)}.*",
+            f"{inbox(identity)}.>",
+        ),
+    )
+
+
+RIGHTS: Final = {"controller": controller_rights, "gateway": gateway_rights, "node": node_rights}

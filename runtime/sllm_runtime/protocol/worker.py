@@ -1,0 +1,186 @@
+"""What an invoker and its sandboxes say to each other: u32 big-endian length + msgpack, on one unix socket each.
+
+A worker knows calls by a number that its invoker gave; the invoker stamps call, instance and epoch itself, so no
+function can speak for another. Descriptors travel by SCM_RIGHTS with the message that names them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.frames import CallHead, Frame
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.timeline import Span
+
+# --- invoker → worker -----------------------------------------------------------------------------
+
+
+class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
+    """Become this instance. Comes with one or two descriptors: the bundle (sealed memfd), and a loaderd session if the
+    function has a model. Sent once; a sandbox serves one instance and then ends."""
+
+    instance: str
+    function: str
+    version: int
+    manifest: Manifest
+    bundle: str
+    model: str | None = None
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    memory_limit: int = 0
+    """RLIMIT_DATA in bytes: the manifest's memory + the model's bytes (private writable mappings count); 0: none."""
+    threads: int = 1
+    gpus: tuple[int, ...] = ()
+    workdir: str = ""
+    """Directory of this sandbox alone, removed by the invoker."""
+    fds: int = 1
+
+
+class StartCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+    """Run one call. ``body`` may be followed by ``CallBody`` parts until ``head.body_bytes`` are there."""
+
+    number: int
+    head: CallHead
+    body: bytes
+
+
+class CallBody(msgspec.Struct, frozen=True, tag="body"):
+    """More of a call's body, in order."""
+
+    number: int
+    data: bytes
+
+
+class Credit(msgspec.Struct, frozen=True, tag="credit"):
+    """Frames of this call may be sent up to cumulative ``limit`` bytes of data."""
+
+    number: int
+    limit: int
+
+
+class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
+    """Stop within one token; answered by the call's END frame."""
+
+    number: int
+    code: str = "cancelled"
+    reason: str = ""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Finish running calls within ``grace_s``, then exit 0."""
+
+    grace_s: float
+
+
+class ToWorker(msgspec.Struct, frozen=True):
+    """The envelope; ``version`` is checked at the first message."""
+
+    body: Assign | StartCall | CallBody | Credit | CancelCall | Stop
+    version: int = PROTOCOL_VERSION
+
+
+# --- worker → invoker -----------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """A sandbox is warm: everything of ours imported, nothing of a user's."""
+
+    pid: int
+    python: str
+    import_s: float = 0.0
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
+    """How far the start is (``timeline.START_STAGES``); bytes for weights."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Calls can come. Spans are relative to the arrival of ``Assign``."""
+
+    spans: tuple[Span, ...] = ()
+    fingerprint: str = ""
+    capabilities: tuple[str, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The start failed; the worker exits after it."""
+
+    error: ErrorBody
+
+
+class CallFrames(msgspec.Struct, frozen=True, tag="frames"):
+    """What one step produced: ``(number, frames)`` for each call, each call's indexes consecutive from 0."""
+
+    items: tuple[tuple[int, tuple[Frame, ...]], ...]
+
+
+class Log(msgspec.Struct, frozen=True, kw_only=True, tag="log"):
+    """A line of the function's output or a traceback. ``number`` None: of no call."""
+
+    number: int | None
+    stream: str
+    text: str
+    level: str = "info"
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
+    """Every HEARTBEAT_S from a thread of its own; ``loop_s``: age of the event loop's last turn."""
+
+    running: int
+    loop_s: float = 0.0
+    rss: int = 0
+
+
+class FromWorker(msgspec.Struct, frozen=True):
+    """The envelope."""
+
+    body: Hello | Stage | Ready | Failed | CallFrames | Log | Heartbeat
+    version: int = PROTOCOL_VERSION
+
+
+# --- invoker ↔ fork server (zygote) ---------------------------------------------------------------
+
+
+class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag="spawn"):
+    """Fork one worker. Comes with 3 descriptors: its socket, its stdout pipe, its stderr pipe."""
+
+    sandbox: str
+    fds: int = 3
+
+
+class Spawned(msgspec.Struct, frozen=True, kw_only=True, tag="spawned"):
+    """Done; comes with one descriptor: a pidfd (readable when the worker is dead; works across pid namespaces)."""
+
+    sandbox: str
+    pid: int
+    fds: int = 1
+
+
+class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
+    """A worker is reaped. ``signal`` 0: it exited with ``code``."""
+
+    sandbox: str
+    code: int
+    signal: int = 0
+
+
+class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag="zygote"):
+    """The fork server has imported everything (``import_s`` seconds) and runs one thread."""
+
+    import_s: float
+    python: str
+
+
+class ToZygote(msgspec.Struct, frozen=True):
+    body: Spawn
+    version: int = PROTOCOL_VERSION
+
+
+class FromZygote(msgspec.Struct, frozen=True):
+    body: ZygoteReady | Spawned | Exited
+    version: int = PROTOCOL_VERSION

@@ -1,0 +1,72 @@
+"""A call's body to keyword arguments, by the function's type hints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from sllm_runtime.protocol.errors import InvalidArgument, InvalidRequest, MalformedJson
+from sllm_runtime.protocol.manifest import MODEL_PARAMETER
+
+_MISSING = "missing"
+_EXTRA = "extra_forbidden"
+
+
+class Arguments:
+    """Built once for a function, used for each call. Raises what pydantic raises for hints it cannot use."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        hints = get_type_hints(function, include_extras=True)
+        fields: dict[str, Any] = {}
+        self._names: dict[str, str] = {}
+        extra = False
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                extra = True
+            elif parameter.name != MODEL_PARAMETER:
+                default = ... if parameter.default is parameter.empty else parameter.default
+                # An alias lets any Python name be a field, also those pydantic keeps for itself.
+                key = f"p_{len(fields)}"
+                self._names[key] = parameter.name
+                fields[key] = (hints.get(parameter.name, Any), Field(default=default, alias=parameter.name))
+        config = ConfigDict(extra="allow" if extra else "forbid", arbitrary_types_allowed=True)
+        self._model: type[BaseModel] = create_model("Arguments", __config__=config, **fields)
+
+    def parse(self, body: bytes) -> dict[str, Any]:
+        """Keyword arguments in the JSON object ``body`` (empty: none).
+
+        Raises ``MalformedJson``, ``InvalidRequest`` if it is no object, ``InvalidArgument`` with the field's path.
+        """
+        try:
+            given = msgspec.json.decode(body) if body.strip() else {}
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedJson(f"the body is not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"the body is a JSON {type(given).__name__}; send an object of keyword arguments")
+        return self.convert(given)
+
+    def convert(self, given: dict[str, Any]) -> dict[str, Any]:
+        """``given`` converted to the hinted types. Raises ``InvalidArgument``."""
+        try:
+            record = self._model.model_validate(given)
+        except ValidationError as error:
+            raise _refused(error) from error
+        values = {name: getattr(record, key) for key, name in self._names.items() if key in record.model_fields_set}
+        return values | (record.model_extra or {})
+
+
+def _refused(error: ValidationError) -> InvalidArgument:
+    first = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == _MISSING:
+        text = f"argument '{path}' is missing"
+    elif first["type"] == _EXTRA:
+        text = f"there is no argument '{path}'"
+    else:
+        text = f"argument '{path}': {first['msg']} (given: {first['input']!r:.80})"
+    more = error.error_count() - 1
+    return InvalidArgument(text + (f", and {more} more" if more else ""), field=path)

@@ -1,0 +1,147 @@
+"""One running call: its outputs, usage, recorded ids, and how it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import ErrorBody, NotDeterministic, SllmError
+from sllm_runtime.protocol.frames import CallHead, End, FrameKind, Ids, Usage
+from sllm_runtime.protocol.timeline import FIRST_TOKEN, TOKENS, Span
+from sllm_runtime.worker.outgoing import Outgoing
+from sllm_runtime.worker.values import encode
+
+_IDS_TOGETHER = 16
+"""Recorded ids may lag behind outputs by this many: a resume samples those anew, and gets the same."""
+
+current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("sllm_current_call", default=None)
+"""The call whose code runs here; what a model's ``generate`` finds seed, cancellation and usage by."""
+
+
+class Call:
+    """One running call."""
+
+    def __init__(self, number: int, head: CallHead, outgoing: Outgoing, *, resumable: bool = True) -> None:
+        self.number = number
+        self.head = head
+        self.resumable = resumable
+        self.outgoing = outgoing
+        self.body = bytearray()
+        self.usage = Usage()
+        self.task: asyncio.Task[None] | None = None
+        self._arrived = time.perf_counter()
+        self._first: float | None = None
+        self._outputs = 0
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._generations = itertools.count()
+        self._stops: dict[int, Callable[[SllmError], None]] = {}
+        self._stop_numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    # --- output -----------------------------------------------------------------------------------
+    def emit(self, value: Any) -> None:
+        """Send one value of the function; for threads. Raises ``FunctionError`` or ``CallEnded``."""
+        data = encode(value)
+        if self._is_new(data):
+            self.outgoing.send(FrameKind.OUTPUT, data, self.head.timeout_s)
+
+    async def aemit(self, value: Any) -> None:
+        """``emit`` for coroutines."""
+        data = encode(value)
+        if self._is_new(data):
+            await self.outgoing.asend(FrameKind.OUTPUT, data, self.head.timeout_s)
+
+    async def adelta(self, data: bytes) -> None:
+        """Send what the engine made for an OpenAI route."""
+        if self._is_new(data):
+            await self.outgoing.asend(FrameKind.DELTA, data, self.head.timeout_s)
+
+    def _is_new(self, data: bytes) -> bool:
+        """False for what a resumed call's caller already has. Raises ``NotDeterministic`` if that was other data."""
+        self._first = self._first or time.perf_counter()
+        self._outputs += 1
+        if self._outputs > self.head.delivered:
+            return True
+        self._hash.update(data)
+        if self._outputs == self.head.delivered and self._hash.digest() != self.head.delivered_hash:
+            raise NotDeterministic(
+                f"after a resume the first {self._outputs} outputs differ from those delivered; a resumable function "
+                "must yield the same for the same arguments and tokens; set resumable=False otherwise"
+            )
+        return False
+
+    # --- generation -------------------------------------------------------------------------------
+    def next_generation(self) -> int:
+        """Number of this call's next ``generate``."""
+        return next(self._generations)
+
+    def recorded(self, generation: int) -> tuple[int, ...]:
+        """Ids that ``generation`` gave before a resume."""
+        return self.head.recorded[generation] if generation < len(self.head.recorded) else ()
+
+    def record(self, generation: int, first: int, ids: tuple[int, ...]) -> bool:
+        """Tell the node which ids were drawn, for a resume. False: there is no credit now; nothing is sent."""
+        return self.outgoing.try_send(FrameKind.IDS, codec.pack(Ids(generation, first, ids)))
+
+    def count(self, *, prompt: int = 0, completion: int = 0, cached: int = 0) -> None:
+        """Add to the call's usage."""
+        with self._lock:
+            old = self.usage
+            self.usage = Usage(old.prompt + prompt, old.completion + completion, old.cached + cached)
+
+    # --- cancellation -----------------------------------------------------------------------------
+    def on_cancel(self, stop: Callable[[SllmError], None]) -> Callable[[], None]:
+        """Call ``stop`` when the call is cancelled (now, if it is). Returns what takes it back."""
+        with self._lock:
+            number = next(self._stop_numbers)
+            self._stops[number] = stop
+            cancelled = self.outgoing.cancelled
+        if cancelled is not None:
+            stop(cancelled.to_error())
+        return lambda: (self._stops.pop(number, None), None)[1]
+
+    def cancel(self, body: ErrorBody) -> None:
+        """Stop at the next yield, token or await. On the loop."""
+        self.outgoing.cancel(body)
+        with self._lock:
+            stops = list(self._stops.values())
+        for stop in stops:
+            stop(body.to_error())
+        if self.task is not None:
+            self.task.cancel()
+
+    # --- end ----------------------------------------------------------------------------------------
+    def end(self, error: ErrorBody | None) -> None:
+        """Send the last frame."""
+        now = time.perf_counter()
+        first = self._first or now
+        spans = (
+            Span(FIRST_TOKEN, 0.0, round((first - self._arrived) * 1000, 3)),
+            Span(TOKENS, round((first - self._arrived) * 1000, 3), round((now - first) * 1000, 3)),
+        )
+        usage = self.usage if self.usage != Usage() else None
+        self.outgoing.end(End(error=error, usage=usage, spans=spans))
+
+
+class IdRecorder:
+    """Sends the ids of one ``generate`` in small groups; without credit they wait for the next group."""
+
+    def __init__(self, call: Call, generation: int) -> None:
+        self._call, self._generation = call, generation
+        self._first = 0
+        self._ids: list[int] = []
+
+    def add(self, ids: tuple[int, ...], *, last: bool) -> None:
+        """``ids`` were drawn."""
+        self._ids.extend(ids)
+        due = last or len(self._ids) >= _IDS_TOGETHER
+        if self._ids and due and self._call.record(self._generation, self._first, tuple(self._ids)):
+            self._first += len(self._ids)
+            self._ids.clear()

@@ -1,0 +1,234 @@
+"""The calls of one instance: bodies put together, functions run, errors described, cancellations delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, Draining, ErrorBody, FunctionError, SllmError
+from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, StartCall
+from sllm_runtime.worker import console
+from sllm_runtime.worker.call import Call, current
+from sllm_runtime.worker.outgoing import CallEnded, Outgoing, Sender
+
+log = logging.getLogger(__name__)
+_MESSAGE_CHARS = 2000
+_TRACE_CHARS = 64 * 1024
+_CANCEL_S = 2.0
+"""A stopping worker waits this long for what it cancelled."""
+
+
+class Calls:
+    """Runs the calls of one instance. All methods but ``count`` on the event loop."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        console_: console.Console,
+        run: Callable[[Call], Any],
+        *,
+        on_loop: bool,
+        resumable: bool = True,
+    ) -> None:
+        """``run(call)`` produces the outputs of a ``fn`` call: in a thread, or ``on_loop`` as a coroutine."""
+        self._resumable = resumable
+        self._sender = sender
+        self._console = console_
+        self._run = run
+        self._on_loop = on_loop
+        self._running: dict[int, Call] = {}
+        self._openai: Callable[[Call], Any] | None = None
+        self._draining = False
+        self._abandoned = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def serve_openai(self, run: Callable[[Call], Any]) -> None:
+        """``run(call)`` is the coroutine that answers ``chat`` and ``completion`` calls."""
+        self._openai = run
+
+    def count(self) -> int:
+        """Calls that run; from any thread."""
+        return len(self._running)
+
+    def start(self, message: StartCall) -> None:
+        """A call arrived, maybe with a first part of its body only."""
+        outgoing = Outgoing(message.number, self._sender, message.head.credit)
+        call = Call(message.number, message.head, outgoing, resumable=self._resumable)
+        if self._draining:
+            call.end(Draining("this instance is stopping").body())
+            return
+        self._running[message.number] = call
+        self._idle.clear()
+        self.body(CallBody(message.number, message.body))
+
+    def body(self, message: CallBody) -> None:
+        """More of a body; the call starts when it is whole."""
+        call = self._running.get(message.number)
+        if call is None or call.task is not None:
+            return
+        call.body += message.data
+        if len(call.body) > limits.MAX_BODY:
+            self._finish(call, BodyTooLarge(f"body above {limits.MAX_BODY} bytes").body())
+        elif len(call.body) >= call.head.body_bytes:
+            call.task = asyncio.create_task(self._execute(call), name=f"call-{call.number}")
+            # A task that is cancelled before its first step never runs, and so sends no end.
+            call.task.add_done_callback(lambda _: self._finish(call, call.outgoing.cancelled))
+
+    def credit(self, message: Credit) -> None:
+        """The reader takes more."""
+        call = self._running.get(message.number)
+        if call is not None:
+            call.outgoing.grant(message.limit)
+
+    def cancel(self, message: CancelCall) -> None:
+        """The call is to end; its END frame follows."""
+        call = self._running.get(message.number)
+        if call is None:
+            return
+        error = ErrorBody(code=message.code, message=message.reason or "the call was cancelled").to_error()
+        call.cancel(error.body())
+        if call.task is None:
+            self._finish(call, error.body())
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more calls; wait up to ``grace_s`` for those that run, then cancel them."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            await self._give_up()
+
+    async def _give_up(self) -> None:
+        for call in list(self._running.values()):
+            call.cancel(Cancelled("the instance is stopping").body())
+        try:
+            async with asyncio.timeout(_CANCEL_S):
+                await self._idle.wait()
+        except TimeoutError:
+            self._abandoned = True  # what is deaf to cancel dies with the process
+            log.warning("%d calls did not stop within %.0f s of being cancelled", len(self._running), _CANCEL_S)
+
+    async def _execute(self, call: Call) -> None:
+        current.set(call)
+        console.current_call.set(call.number)
+        error: ErrorBody | None = None
+        try:
+            if call.head.kind != "fn":
+                if self._openai is None:
+                    raise FunctionError("this function is not engine-backed: it has no OpenAI routes")
+                await self._openai(call)
+            elif self._on_loop:
+                await self._run(call)
+            else:
+                error = await self._in_thread(call)
+        except BaseException as raised:  # everything ends in the call's END frame
+            error = self._described(call, raised)
+        self._finish(call, error)
+
+    async def _in_thread(self, call: Call) -> ErrorBody | None:
+        """Run user code that blocks. A thread cannot be interrupted: a cancelled call waits for its next yield."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[ErrorBody | None] = loop.create_future()
+
+        def work() -> None:
+            error = None
+            try:
+                self._run(call)
+            except BaseException as raised:  # everything ends in the call's END frame
+                error = self._described(call, raised)
+            loop.call_soon_threadsafe(done.set_result, error)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(work,), name=f"call-{call.number}", daemon=True).start()
+        while not done.done():
+            try:
+                await asyncio.shield(done)
+            except asyncio.CancelledError:  # of this task, by cancel(): the thread was told as well
+                if self._abandoned or not call.outgoing.cancelled:
+                    raise
+        return done.result()
+
+    def _finish(self, call: Call, error: ErrorBody | None) -> None:
+        if self._running.pop(call.number, None) is None:
+            return
+        self._console.end_call(call.number)
+        call.end(error)
+        if not self._running:
+            self._idle.set()
+
+    def _described(self, call: Call, raised: BaseException) -> ErrorBody:
+        cancelled = call.outgoing.cancelled
+        if cancelled is not None and isinstance(raised, (CallEnded, asyncio.CancelledError, Cancelled)):
+            return cancelled
+        if isinstance(raised, CallEnded):
+            return raised.body
+        if isinstance(raised, SllmError) and not isinstance(raised, FunctionError):
+            return raised.body()
+        error = described(raised)
+        self._sender.log(call.number, "stderr", (error.detail or error.message)[-_TRACE_CHARS:], level="error")
+        return error
+
+
+def described(raised: BaseException) -> ErrorBody:
+    """What a user's code raised, for its caller, with the traceback below our own frames as ``detail``."""
+    trace = "".join(traceback.format_exception(type(raised), raised, _users_part(raised)))
+    if isinstance(raised, FunctionError):
+        raised.detail = raised.detail or trace[-_TRACE_CHARS:]
+        return raised.body()
+    text = f"{type(raised).__name__}: {raised}"[:_MESSAGE_CHARS]
+    return FunctionError(text, detail=trace[-_TRACE_CHARS:]).body()
+
+
+def _users_part(raised: BaseException) -> Any:
+    """The traceback from the first frame on that is not the worker's."""
+    trace = raised.__traceback__
+    while trace is not None and "sllm_runtime/worker" in trace.tb_frame.f_code.co_filename and trace.tb_next:
+        trace = trace.tb_next
+    return trace or raised.__traceback__
+
+
+def run_sync(function: Callable[..., Any], parse: Callable[[bytes], dict[str, Any]]) -> Callable[[Call], None]:
+    """What runs a plain function or generator for a call, in a thread."""
+
+    def run(call: Call) -> None:
+        result = function(**parse(bytes(call.body)))
+        if not isinstance(result, Iterator):
+            call.outgoing.check()
+            call.emit(result)
+            return
+        try:
+            for value in result:
+                call.emit(value)
+                call.outgoing.check()
+        finally:
+            if inspect.isgenerator(result):
+                result.close()
+
+    return run
+
+
+def run_async(function: Callable[..., Any], parse: Callable[[bytes], dict[str, Any]]) -> Callable[[Call], Any]:
+    """What runs an async function or generator for a call, on the loop."""
+
+    async def run(call: Call) -> None:
+        result = function(**parse(bytes(call.body)))
+        if not inspect.isasyncgen(result):
+            await call.aemit(await result)
+            return
+        try:
+            async for value in result:
+                await call.aemit(value)
+                call.outgoing.check()
+        finally:
+            await result.aclose()
+
+    return run

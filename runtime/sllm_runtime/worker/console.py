@@ -1,0 +1,87 @@
+"""stdout and stderr of user code: whole lines, each attributed to the call whose code wrote it."""
+
+from __future__ import annotations
+
+import contextvars
+import io
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+MAX_LINE = 8 * 1024
+
+current_call: contextvars.ContextVar[int | None] = contextvars.ContextVar("sllm_call", default=None)
+"""Number of the call whose code runs here. A thread that a function starts itself belongs to none."""
+
+Emit = Callable[[int | None, str, str], None]
+
+
+class LineWriter(io.TextIOBase):
+    """A text stream that hands on whole lines: ``emit(call number, stream name, line)``. Thread-safe."""
+
+    encoding = "utf-8"
+    errors = "replace"
+
+    def __init__(self, name: str, fd: int, emit: Emit, sent: Callable[[], None] = lambda: None) -> None:
+        self._name = name
+        self._sent = sent
+        self._fd = fd
+        self._emit = emit
+        self._partial: dict[int | None, str] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def buffer(self) -> Any:
+        """The pipe itself, for what writes bytes; the invoker reads that too."""
+        return getattr(sys.__stdout__ if self._fd == 1 else sys.__stderr__, "buffer", None)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        number = current_call.get()
+        with self._lock:
+            *lines, rest = (self._partial.pop(number, "") + text).split("\n")
+            while len(rest) > MAX_LINE:
+                lines.append(rest[:MAX_LINE])
+                rest = rest[MAX_LINE:]
+            if rest:
+                self._partial[number] = rest
+        for line in lines:
+            for start in range(0, max(len(line), 1), MAX_LINE):
+                self._emit(number, self._name, line[start : start + MAX_LINE])
+        return len(text)
+
+    def flush(self) -> None:
+        """Whole lines have left this process when this returns (or after a moment): they may be its last words."""
+        self._sent()
+
+    def end_call(self, number: int | None) -> None:
+        """Hand on what a call wrote without a newline."""
+        with self._lock:
+            rest = self._partial.pop(number, "")
+        if rest:
+            self._emit(number, self._name, rest)
+
+
+class Console:
+    """Replaces ``sys.stdout`` and ``sys.stderr`` for the life of the process."""
+
+    def __init__(self, emit: Emit, sent: Callable[[], None]) -> None:
+        """``sent`` waits, not for long, until what was emitted is written."""
+        self._writers = (LineWriter("stdout", 1, emit, sent), LineWriter("stderr", 2, emit, sent))
+
+    def install(self) -> None:
+        """From now on prints become log lines. The pipes 1 and 2 stay for what writes to them directly."""
+        sys.stdout, sys.stderr = self._writers
+
+    def end_call(self, number: int | None) -> None:
+        """Flush what this call wrote without a newline."""
+        for writer in self._writers:
+            writer.end_call(number)

@@ -1,0 +1,151 @@
+"""What an engine is: a synchronous core that is fed requests and stepped. Text, stop strings and threads are not its
+business (``text``, ``loop``), so that every engine gets them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from sllm_runtime.protocol.errors import SllmError
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a continuation is chosen. ``max_tokens`` and ``min_tokens`` count the whole output, resumed ids included."""
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output; the two below over the output alone, as OpenAI defines them."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    """Strings: matched by ``text``, not by engines."""
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    """``None``: 0, unless the call that generates has one."""
+    logprobs: int | None = None
+    """Alternatives to report with each token; ``None``: no log probabilities at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One continuation. ``emitted``: ids this output already has (a resume), which are prefilled and not reported."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    emitted: tuple[int, ...] = ()
+    choice: int = 0
+    """Which of ``n`` continuations of one prompt; each has its own noise."""
+    lora: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """Natural-log probability of the chosen id and of the likeliest alternatives, before temperature and filters."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What one step did for one request. ``ids`` leaves out the id that ended it. With ``finish`` or ``error`` set
+    the engine has forgotten the request."""
+
+    request: int
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenChoice, ...] = ()
+    finish: Finish | None = None
+    cached: int = 0
+    """Prompt tokens that were not computed anew."""
+    error: SllmError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A running request as another engine of the same fingerprint can go on with it."""
+
+    request: Request
+    ids: tuple[int, ...]
+    """The whole output so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What callers may rely on."""
+
+    seeded: bool = True
+    penalties: bool = True
+    exact_resume: bool = False
+    layer_ranges: bool = False
+    kv_transfer: bool = False
+    lora: bool = False
+    sleep: bool = False
+
+    def names(self) -> tuple[str, ...]:
+        """Those that hold, for ``Ready.capabilities``."""
+        return tuple(name for name in self.__slots__ if getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Requests waiting for their prefill and running, tokens computed since the start."""
+
+    waiting: int
+    running: int
+    prefilled: int
+    generated: int
+
+
+class Engine(Protocol):
+    """Used from one thread only."""
+
+    @property
+    def name(self) -> str:
+        """Part of the numerics fingerprint."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Constant for one engine."""
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens that prompt and output may have together."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids are below this."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``step`` has anything to do."""
+
+    def add(self, request: Request) -> None:
+        """Take a request. Raises ``InvalidRequest`` or ``ContextLengthExceeded``; the engine then has no part of it."""
+
+    def step(self) -> list[Event]:
+        """Advance; an error of one request is an event of its own and leaves the others alone."""
+
+    def cancel(self, request: int) -> None:
+        """Forget a request; unknown ones are no error."""
+
+    def export(self, request: int) -> Exported:
+        """The state of a running request, which goes on. Raises ``KeyError`` if there is none."""
+
+    def stats(self) -> Stats:
+        """Counters."""

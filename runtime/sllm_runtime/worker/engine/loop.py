@@ -1,0 +1,270 @@
+"""Runs one engine on a thread of its own and turns its events into text for whoever asked.
+
+Requests and cancellations reach the engine between two steps. What one step made is handed over in one go: sinks of
+threads are queues, those of coroutines share a ``Mailbox`` that wakes their event loop once a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from sllm_runtime.protocol.errors import InternalError, SllmError, Unavailable
+from sllm_runtime.worker.engine.base import Engine, Event, Finish, Request, TokenChoice
+from sllm_runtime.worker.engine.text import Decoder, Detokenizer, StopMatcher
+
+log = logging.getLogger(__name__)
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became final for one request: text (maybe none yet), the ids behind it, and at its end why it ended."""
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenChoice, ...] = ()
+    finish: Finish | None = None
+    error: SllmError | None = None
+
+    @property
+    def last(self) -> bool:
+        """Nothing follows."""
+        return self.finish is not None or self.error is not None
+
+
+class Mailbox:
+    """Pieces for the coroutines of one event loop: posted by the engine thread, handed out on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._posted: deque[tuple[AsyncSink, Piece]] = deque()
+
+    def post(self, sink: AsyncSink, piece: Piece) -> None:
+        """Keep until ``flush``."""
+        self._posted.append((sink, piece))
+
+    def flush(self) -> None:
+        """Wake the loop once for all that was posted. A loop that is closed has nobody waiting."""
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            self._posted.clear()
+
+    def _deliver(self) -> None:
+        while self._posted:
+            sink, piece = self._posted.popleft()
+            sink.pieces.put_nowait(piece)
+
+
+class Sink(Protocol):
+    """Where the pieces of one request go; called on the engine thread. ``mailbox``: flushed after the step."""
+
+    @property
+    def mailbox(self) -> Mailbox | None: ...
+
+    def put(self, piece: Piece) -> None: ...
+
+
+class ThreadSink:
+    """For a thread that iterates. Holds at most what ``max_tokens`` allows."""
+
+    mailbox: Mailbox | None = None
+
+    def __init__(self) -> None:
+        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+
+    def put(self, piece: Piece) -> None:
+        self._pieces.put(piece)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Pieces up to the last one; its error is raised."""
+        while True:
+            piece = self._pieces.get()
+            if piece.error is not None:
+                raise piece.error
+            yield piece
+            if piece.last:
+                return
+
+
+class AsyncSink:
+    """For a coroutine that iterates. Holds at most what ``max_tokens`` allows."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox: Mailbox | None = mailbox
+        self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+    def put(self, piece: Piece) -> None:
+        if self.mailbox is not None:
+            self.mailbox.post(self, piece)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Pieces up to the last one; its error is raised."""
+        while True:
+            piece = await self.pieces.get()
+            if piece.error is not None:
+                raise piece.error
+            yield piece
+            if piece.last:
+                return
+
+
+@dataclass(slots=True)
+class _Output:
+    sink: Sink
+    detokenizer: Detokenizer
+    matcher: StopMatcher
+
+
+class EngineLoop:
+    """Owner of the engine's thread. ``submit`` and ``cancel`` may be called from any thread."""
+
+    def __init__(self, engine: Engine, decoder: Decoder) -> None:
+        self.engine = engine
+        self._decoder = decoder
+        self._outputs: dict[int, _Output] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._numbers = itertools.count()
+        self._touched: set[Mailbox] = set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        """Give ``request`` (its ``id`` is drawn here) to the engine; what comes of it, refusal included, goes to
+        ``sink``. Raises ``Unavailable`` when the loop is closed."""
+        number = next(self._numbers)
+        numbered = replace(request, id=number)
+        self._command(lambda: self._add(numbered, sink))
+        return number
+
+    def cancel(self, number: int, error: SllmError | None = None) -> None:
+        """Forget a request within one step; ``error`` goes to its sink, if it is not finished."""
+        try:
+            self._command(lambda: self._cancel(number, error))
+        except Unavailable:
+            return  # closed: everything was cancelled
+
+    def close(self) -> None:
+        """End the thread after its current step; whoever waits gets ``Unavailable``. Repeatable."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            if self._closing:
+                raise Unavailable("the engine of this instance has stopped")
+            self._commands.append(command)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while self._next():
+            for event in self._step():
+                self._deliver(event)
+            for mailbox in self._touched:
+                mailbox.flush()
+            self._touched.clear()
+        for number in list(self._outputs):
+            self._cancel(number, Unavailable("the engine of this instance has stopped"))
+        for mailbox in self._touched:
+            mailbox.flush()
+
+    def _next(self) -> bool:
+        """Carry out commands; wait while there is nothing to step. False: closing."""
+        with self._changed:
+            # No deadline: an idle engine waits for its next request as long as its instance lives.
+            self._changed.wait_for(lambda: self._commands or self._closing or self.engine.busy)
+            commands = list(self._commands)
+            self._commands.clear()
+            closing = self._closing
+        for command in commands:
+            command()
+        return not closing
+
+    def _step(self) -> list[Event]:
+        if not self.engine.busy:
+            return []
+        try:
+            return self.engine.step()
+        except Exception as error:  # a bug of the engine: nobody may wait for ever
+            log.exception("engine step failed")
+            failure = InternalError(f"the engine failed: {type(error).__name__}: {error}")
+            for number in self._outputs:
+                self.engine.cancel(number)
+            return [Event(request=number, error=failure) for number in self._outputs]
+
+    def _add(self, request: Request, sink: Sink) -> None:
+        try:
+            self.engine.add(request)
+            detokenizer = Detokenizer(self._decoder, request.prompt)
+        except Exception as error:  # it concerns this request alone, and the thread serves others
+            self.engine.cancel(request.id)
+            self._refuse(sink, error)
+            return
+        self._outputs[request.id] = _Output(sink, detokenizer, StopMatcher(request.sampling.stop))
+        if request.emitted:
+            self._deliver(Event(request=request.id, ids=request.emitted))
+
+    def _cancel(self, number: int, error: SllmError | None) -> None:
+        output = self._outputs.pop(number, None)
+        if output is None:
+            return
+        self.engine.cancel(number)
+        if error is not None:
+            self._put(output.sink, Piece(error=error))
+
+    def _deliver(self, event: Event) -> None:
+        output = self._outputs.get(event.request)
+        if output is None:
+            return
+        if event.error is not None:
+            del self._outputs[event.request]
+            self._put(output.sink, Piece(error=event.error))
+            return
+        try:
+            piece = self._piece(output, event)
+        except Exception as error:  # a tokenizer that cannot decode what its model says
+            del self._outputs[event.request]
+            self.engine.cancel(event.request)
+            self._refuse(output.sink, error)
+            return
+        if piece.finish is not None:
+            del self._outputs[event.request]
+        self._put(output.sink, piece)
+
+    def _piece(self, output: _Output, event: Event) -> Piece:
+        text, stopped = output.matcher.feed(output.detokenizer.feed(event.ids))
+        finish: Finish | None = event.finish
+        if finish is not None and not stopped:
+            rest, stopped = output.matcher.feed(output.detokenizer.flush())
+            text += rest if stopped else rest + output.matcher.flush()
+        if stopped:
+            finish = "stop"
+            self.engine.cancel(event.request)
+        return Piece(text, event.ids, event.logprobs, finish)
+
+    def _refuse(self, sink: Sink, error: Exception) -> None:
+        if not isinstance(error, SllmError):
+            log.error("a request failed", exc_info=error)
+            error = InternalError(f"the engine cannot take this request: {type(error).__name__}: {error}")
+        self._put(sink, Piece(error=error))
+
+    def _put(self, sink: Sink, piece: Piece) -> None:
+        sink.put(piece)
+        if sink.mailbox is not None:
+            self._touched.add(sink.mailbox)

@@ -1,0 +1,85 @@
+"""Choosing a token from one row of logits: a pure function of the row, the tokens so far, the seed and the position.
+
+The noise is Gumbel-max from a counter-based generator (Philox keyed by seed and choice, its counter the position), so
+the state of a call is its tokens and nothing else, and a resume draws what the first run would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sllm_runtime.protocol.errors import FunctionError
+from sllm_runtime.worker.engine.base import Sampling, TokenChoice
+
+Row = npt.NDArray[np.float32]
+_MASK = 2**64 - 1
+
+
+def choose(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence[int], choice: int = 0) -> TokenChoice:
+    """The next token after ``prompt`` + ``output``. ``row`` has shape (vocabulary,), float32, and is not changed.
+
+    Raises ``FunctionError`` if the row holds NaN.
+    """
+    if np.isnan(row).any():
+        raise FunctionError("the model's logits are NaN; its weights or its inputs are broken")
+    scores = _penalised(row, sampling, prompt, output)
+    if sampling.temperature <= 0:
+        token = int(scores.argmax())
+    else:
+        kept = _filtered(scores / np.float32(sampling.temperature), sampling)
+        token = int((kept + _gumbel(len(row), sampling.seed or 0, choice, len(output))).argmax())
+    return _reported(row, token, sampling.logprobs)
+
+
+def _penalised(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> Row:
+    scores = row.astype(np.float32, copy=True)
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(np.fromiter((*prompt, *output), dtype=np.int64))
+        values = scores[seen]
+        penalty = np.float32(sampling.repetition_penalty)
+        scores[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if output and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids, counts = np.unique(np.asarray(output, dtype=np.int64), return_counts=True)
+        scores[ids] -= (sampling.presence_penalty + sampling.frequency_penalty * counts).astype(np.float32)
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += np.float32(bias)
+    return scores
+
+
+def _filtered(scores: Row, sampling: Sampling) -> Row:
+    if 0 < sampling.top_k < len(scores):
+        scores = np.where(scores < np.partition(scores, -sampling.top_k)[-sampling.top_k], -np.inf, scores)
+    if sampling.min_p > 0:
+        scores = np.where(scores < scores.max() + np.log(sampling.min_p), -np.inf, scores)
+    if sampling.top_p < 1.0:
+        order = np.argsort(-scores, kind="stable")
+        weights = np.exp(scores[order] - scores[order[0]])
+        before = np.cumsum(weights) - weights
+        drop = order[before >= sampling.top_p * weights.sum()]
+        drop = drop[drop != order[0]]  # top_p = 0 still leaves the likeliest
+        scores = scores.copy()
+        scores[drop] = -np.inf
+    return scores.astype(np.float32, copy=False)
+
+
+def _gumbel(size: int, seed: int, choice: int, position: int) -> Row:
+    key = np.array([seed & _MASK, choice & _MASK], dtype=np.uint64)
+    counter = np.array([0, 0, 0, position], dtype=np.uint64)
+    uniform = np.random.Generator(np.random.Philox(key=key, counter=counter)).random(size)
+    noise: Row = -np.log(-np.log(np.maximum(uniform, 1e-300))).astype(np.float32)
+    return noise
+
+
+def _reported(row: Row, token: int, count: int | None) -> TokenChoice:
+    if count is None:
+        return TokenChoice(token, 0.0)
+    shifted = row.astype(np.float64) - float(row.max())
+    logs = shifted - np.log(np.exp(shifted).sum())
+    top: list[int] = []
+    if count:
+        top = [int(i) for i in np.argpartition(-logs, min(count, len(logs) - 1))[:count]]
+        top.sort(key=lambda i: (-logs[i], i))
+    return TokenChoice(token, float(logs[token]), tuple((i, float(logs[i])) for i in top))

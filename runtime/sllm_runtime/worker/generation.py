@@ -1,0 +1,61 @@
+"""Joins one request of the engine to the call it belongs to: seed, resume, usage, recorded ids, cancellation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.worker.call import IdRecorder, current
+from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.loop import EngineLoop, Piece, Sink
+from sllm_runtime.worker.outgoing import CallEnded
+
+
+class Generation:
+    """One ``generate``. Outside of a call (in ``setup``, in a thread of the function's own) it stands alone."""
+
+    def __init__(self, loop: EngineLoop, request: Request, *, count_prompt: bool = True) -> None:
+        self._loop = loop
+        self._call = current.get()
+        self._recorder: IdRecorder | None = None
+        self._finished = False
+        if self._call is not None:
+            number = self._call.next_generation()
+            emitted = self._call.recorded(number)
+            if self._call.resumable:
+                self._recorder = IdRecorder(self._call, number)
+            seed = request.sampling.seed
+            seed = self._call.head.seed + number if seed is None else seed
+            request = replace(request, emitted=emitted, sampling=replace(request.sampling, seed=seed))
+            self._call.count(prompt=len(request.prompt) if count_prompt else 0)
+        self._request = request
+
+    @contextlib.contextmanager
+    def submitted(self, sink: Sink) -> Iterator[None]:
+        """The request runs in the engine inside this block and not after it. A cancelled call raises ``CallEnded``."""
+        number = self._loop.submit(self._request, sink)
+        forget = self._call.on_cancel(lambda error: self._loop.cancel(number, error)) if self._call else None
+        try:
+            yield
+        except SllmError as error:
+            cancelled = self._call.outgoing.cancelled if self._call else None
+            if cancelled is not None:
+                raise CallEnded(cancelled) from error
+            raise
+        finally:
+            if forget is not None:
+                forget()
+            if not self._finished:
+                self._loop.cancel(number)
+
+    def heard(self, piece: Piece) -> None:
+        """Keep account of one piece. Raises ``CallEnded`` if the call was cancelled."""
+        self._finished = piece.last
+        if self._call is None:
+            return
+        self._call.outgoing.check()
+        self._call.count(completion=len(piece.ids))
+        if self._recorder is not None:
+            self._recorder.add(piece.ids, last=piece.last)

@@ -1,0 +1,134 @@
+"""The model handle that a user's function gets (its public type is ``sllm.Model``)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sllm_runtime.protocol.errors import FunctionError
+from sllm_runtime.worker import prompts
+from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.loop import AsyncSink, EngineLoop, Mailbox, ThreadSink
+from sllm_runtime.worker.generation import Generation
+from sllm_runtime.worker.tokens import Tokens
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class ModelHandle:
+    """A loaded model. Thread-safe. ``start_engine`` is called once, by the first that generates."""
+
+    def __init__(
+        self, module: Any, files: Mapping[str, bytes], path: Path, start_engine: Callable[[], tuple[EngineLoop, Tokens]]
+    ) -> None:
+        self._module = module
+        self._files = files
+        self._path = path
+        self._start_engine = start_engine
+        self._engine: tuple[EngineLoop, Tokens] | None = None
+        self._tokenizer: Any = None
+        self._mailbox: Mailbox | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The model's own small files by name."""
+        return self._files
+
+    @property
+    def module(self) -> Any:
+        """The ``torch.nn.Module`` with its weights bound, in eval mode."""
+        return self._module
+
+    @property
+    def device(self) -> Any:
+        """Where the weights are."""
+        return next((tensor.device for tensor in self._module.parameters()), None)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's config.json."""
+        found: dict[str, Any] = json.loads(self._files.get("config.json", b"{}"))
+        return found
+
+    @property
+    def path(self) -> Path:
+        """A directory with the model's own small files."""
+        with self._lock:
+            self._path.mkdir(parents=True, exist_ok=True)
+            for name, data in self._files.items():
+                file = self._path / name
+                if not file.exists():
+                    file.write_bytes(data)
+        return self._path
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer; loaded when first asked for."""
+        path = self.path
+        with self._lock:
+            if self._tokenizer is None:
+                from transformers import AutoTokenizer
+
+                self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return self._tokenizer
+
+    def engine(self) -> tuple[EngineLoop, Tokens]:
+        """The running engine and its tokenizer. Raises ``FunctionError`` where the model does not generate text."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = self._start_engine()
+            return self._engine
+
+    def use_loop(self, mailbox: Mailbox) -> None:
+        """Coroutines get their tokens through ``mailbox``."""
+        self._mailbox = mailbox
+
+    def close(self) -> None:
+        """Stop the engine. Repeatable."""
+        if self._engine is not None:
+            self._engine[0].close()
+
+    def generate(self, prompt: Prompt, *, max_tokens: int = 256, **sampling: Any) -> Iterator[str]:
+        """Pieces of text as they become final; see ``sllm.Model.generate``. For threads.
+
+        Raises ``InvalidArgument`` for a sampling parameter that is wrong, ``ContextLengthExceeded``, ``FunctionError``.
+        """
+        request = self._request(prompt, max_tokens, sampling)
+        return self._pieces(request)
+
+    def agenerate(self, prompt: Prompt, *, max_tokens: int = 256, **sampling: Any) -> AsyncIterator[str]:
+        """``generate`` for coroutines."""
+        request = self._request(prompt, max_tokens, sampling)
+        return self._apieces(request)
+
+    def _request(self, prompt: Prompt, max_tokens: int, options: Mapping[str, Any]) -> Request:
+        loop, tokens = self.engine()
+        ids = prompts.prompt_ids(prompt, tokens, self._files)
+        sampling = prompts.sampling(max_tokens, options)
+        room = prompts.fit(len(ids), sampling.max_tokens, loop.engine.max_context)
+        return Request(id=-1, prompt=ids, sampling=replace(sampling, max_tokens=room))
+
+    def _pieces(self, request: Request) -> Iterator[str]:
+        run = Generation(self.engine()[0], request)
+        sink = ThreadSink()
+        with run.submitted(sink):
+            for piece in sink:
+                run.heard(piece)
+                if piece.text:
+                    yield piece.text
+
+    async def _apieces(self, request: Request) -> AsyncIterator[str]:
+        if self._mailbox is None:
+            raise FunctionError("agenerate() needs the worker's event loop; use generate() in threads")
+        run = Generation(self.engine()[0], request)
+        sink = AsyncSink(self._mailbox)
+        with run.submitted(sink):
+            async for piece in sink:
+                run.heard(piece)
+                if piece.text:
+                    yield piece.text

@@ -1,0 +1,183 @@
+"""A worker: waits for its assignment on one socket, becomes that instance, runs its calls, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sllm_runtime.platform.daemon import loop_factory
+from sllm_runtime.platform.process import set_title
+from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import ProtocolError, SllmError
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.worker import (
+    Assign,
+    CallBody,
+    CancelCall,
+    Credit,
+    Failed,
+    FromWorker,
+    Hello,
+    Ready,
+    Stage,
+    StartCall,
+    Stop,
+    ToWorker,
+)
+from sllm_runtime.worker.calls import Calls
+from sllm_runtime.worker.console import Console
+from sllm_runtime.worker.engine.loop import Mailbox
+from sllm_runtime.worker.openai import answer
+from sllm_runtime.worker.outgoing import Sender
+from sllm_runtime.worker.start import Stages, Started, start
+
+log = logging.getLogger(__name__)
+_FLUSH_S = 5.0
+_STAGE_S = 0.5
+_LINE_S = 0.1
+
+
+class Worker:
+    """One instance's life over ``wire``. ``run`` returns the exit status."""
+
+    def __init__(self, wire: BlockingWire) -> None:
+        self._wire = wire
+        self._calls: Calls | None = None
+        self._sender = Sender(wire, lambda: self._calls.count() if self._calls is not None else 0)
+        self._console = Console(self._sender.log, lambda: self._sender.flush(_LINE_S))
+        self._stop: asyncio.Future[float | None] | None = None
+
+    def run(self, import_s: float) -> int:
+        """Greet, wait for the assignment, serve."""
+        self._wire.send(
+            codec.pack(FromWorker(Hello(pid=os.getpid(), python=platform.python_version(), import_s=import_s)))
+        )
+        payload = self._wire.receive()  # a warm sandbox waits for as long as its invoker lives
+        if payload is None:
+            return 0
+        began = time.perf_counter()
+        message = codec.unpack(ToWorker, payload)
+        if isinstance(message.body, Stop):
+            return 0
+        if not isinstance(message.body, Assign) or message.version not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
+            raise ProtocolError(f"first message is {type(message.body).__name__} of version {message.version}")
+        fds = self._wire.fds.take(message.body.fds)
+        set_title(f"sllm-worker {message.body.instance}")
+        self._sender.start()
+        self._console.install()
+        _log_to_console()
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            status = runner.run(self._serve(message.body, fds, began))
+        self._console.end_call(None)
+        self._sender.close(_FLUSH_S)
+        return status
+
+    async def _serve(self, assign: Assign, fds: list[int], began: float) -> int:
+        loop = asyncio.get_running_loop()
+        self._stop = loop.create_future()
+        stages = Stages(self._report, began)
+        try:
+            started = await start(assign, fds, stages)
+        except SllmError as error:
+            self._sender.log(None, "stderr", error.detail or error.message, level="error")
+            self._sender.send(Failed(error=error.body()))
+            return 1
+        self._begin(assign, started, loop)
+        threading.Thread(target=self._read, args=(loop,), name="reader", daemon=True).start()
+        self._sender.send(
+            Ready(spans=tuple(stages.spans), fingerprint=started.fingerprint, capabilities=started.capabilities)
+        )
+        grace_s = await self._stop
+        if grace_s is None:
+            return 0  # the invoker is gone
+        assert self._calls is not None
+        await self._calls.drain(grace_s)
+        if started.handle is not None:
+            await asyncio.to_thread(started.handle.close)
+        return 0
+
+    def _begin(self, assign: Assign, started: Started, loop: asyncio.AbstractEventLoop) -> None:
+        self._calls = Calls(
+            self._sender,
+            self._console,
+            started.run,
+            on_loop=started.on_loop,
+            resumable=assign.manifest.resumable,
+        )
+        handle = started.handle
+        if handle is not None:
+            mailbox = Mailbox(loop)
+            handle.use_loop(mailbox)
+            if assign.manifest.engine:
+                self._calls.serve_openai(lambda call: answer(call, handle, mailbox))
+        self._sender.watch(loop)
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        self._sender.send(Stage(stage=stage, done=done, total=total))
+        if not done:
+            self._sender.flush(_STAGE_S)  # user code comes next: should it end this process, it is known where
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand the invoker's messages to the loop until it closes. A thread of its own."""
+        try:
+            while (payloads := self._wire.receive_all()) is not None:
+                loop.call_soon_threadsafe(self._dispatch, [codec.unpack(ToWorker, each).body for each in payloads])
+        except (OSError, SllmError) as error:
+            log.warning("the invoker's socket: %s", error)
+        except RuntimeError:
+            return  # the loop is closed: this worker ends
+        loop.call_soon_threadsafe(self._ended, None)
+
+    def _dispatch(self, bodies: Sequence[Any]) -> None:
+        calls = self._calls
+        assert calls is not None
+        for body in bodies:
+            match body:
+                case StartCall():
+                    calls.start(body)
+                case CallBody():
+                    calls.body(body)
+                case Credit():
+                    calls.credit(body)
+                case CancelCall():
+                    calls.cancel(body)
+                case Stop():
+                    self._ended(body.grace_s)
+                case _:
+                    log.warning("unexpected %s", type(body).__name__)
+
+    def _ended(self, grace_s: float | None) -> None:
+        if self._stop is not None and not self._stop.done():
+            self._stop.set_result(grace_s)
+
+
+def _log_to_console() -> None:
+    """Our own records are lines of stderr as the function's are; its root logger stays its own."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    for name in ("sllm_runtime", "sllm_loaderd"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(handler)
+
+
+def main(sock: socket.socket, import_s: float) -> int:
+    """Run one worker on ``sock`` and return its exit status. Threads of user code may still run then: exit by
+    ``os._exit``."""
+    set_title("sllm-worker (warm)")
+    wire = BlockingWire(sock)
+    try:
+        return Worker(wire).run(import_s)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -1,0 +1,268 @@
+"""The fork server: imports what workers need once, and forks one worker for each ``Spawn``.
+
+It runs no tensor operation and starts no thread: after either, a forked child may hang for ever (DESIGN, Processes).
+Run as ``python -m sllm_runtime.worker.zygote --fd N``; N is its end of a socketpair with the invoker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import platform
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Final, NoReturn
+
+from sllm_runtime.platform.daemon import loop_factory
+from sllm_runtime.platform.process import become_subreaper, children, die_with_parent, end_orphans, set_title
+from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import InternalError
+from sllm_runtime.protocol.worker import Exited, FromZygote, Spawn, Spawned, ToZygote, ZygoteReady
+
+PRELOAD: Final = (
+    "numpy",
+    "torch",
+    "torch.nn",
+    "tokenizers",
+    "pydantic",
+    "jinja2.sandbox",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "sllm_runtime.worker.engine.transformers_engine",
+    "sllm_runtime.worker.main",
+)
+"""What an engine start needs; other architectures are imported when a worker first wants them."""
+USERS: Final = ("sllm", "sllm.function")
+"""What users' modules import first, where it is installed."""
+SINGLE_THREADED: Final = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Read once, when numpy and torch are imported; OpenBLAS starts threads otherwise."""
+_SEND_S: Final = 10.0
+_END_S: Final = 5.0
+
+
+def preload() -> float:
+    """Import everything; seconds it took. Raises ``InternalError`` if that started a thread."""
+    began = time.perf_counter()
+    os.environ.update(SINGLE_THREADED)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    for name in USERS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    _touch()
+    loop_factory()  # imports uvloop
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise InternalError(f"importing {', '.join(PRELOAD)} left {threads} threads; a fork would copy only one")
+    gc.collect()
+    gc.freeze()  # a collection in a child would otherwise write to, and so copy, every page of objects
+    return time.perf_counter() - began
+
+
+def _touch() -> None:
+    """Resolve what transformers imports lazily, by name."""
+    import transformers
+
+    for name in ("LlamaConfig", "LlamaForCausalLM", "PreTrainedModel", "DynamicCache", "CONFIG_MAPPING"):
+        getattr(transformers, name)
+
+
+class Zygote:
+    """Forks and reaps workers. Single-threaded; ``serve`` returns when the invoker is gone."""
+
+    def __init__(self, wire: BlockingWire, import_s: float) -> None:
+        self._wire = wire
+        self._import_s = import_s
+        self._workers: dict[int, str] = {}
+        self._stopping = False
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def serve(self) -> None:
+        """Until the socket ends or SIGTERM: fork on request, report deaths."""
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+        self._send(ZygoteReady(import_s=self._import_s, python=platform.python_version()))
+        poll = select.poll()
+        poll.register(self._wire.sock, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._stopping:
+            for fd, _ in poll.poll():
+                if fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                    self._reap()
+                else:
+                    self._receive()
+
+    def close(self) -> None:
+        """Kill every worker and what it left."""
+        for pid in self._workers:
+            _kill_group(pid)
+        _end_all()
+        self._wire.close()
+
+    def _on_term(self, *_: object) -> None:
+        self._stopping = True
+
+    def _receive(self) -> None:
+        """Every message that is there."""
+        while True:
+            self._wire.sock.settimeout(0)
+            try:
+                payload = self._wire.receive()
+            except BlockingIOError:
+                return
+            except OSError:
+                payload = None
+            if payload is None:
+                self._stopping = True
+                return
+            message = codec.unpack(ToZygote, payload).body
+            self._spawn(message, self._wire.fds.take(message.fds))
+
+    def _spawn(self, request: Spawn, fds: list[int]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(fds, parent, self._import_s)
+        for fd in fds:
+            os.close(fd)
+        self._workers[pid] = request.sandbox
+        pidfd = os.pidfd_open(pid)
+        try:
+            self._send(Spawned(sandbox=request.sandbox, pid=pid), (pidfd,))
+        finally:
+            os.close(pidfd)
+
+    def _reap(self) -> None:
+        """Report workers that died. Their process group, and what they left to this process, dies before the report."""
+        dead = []
+        for pid, sandbox in list(self._workers.items()):
+            with contextlib.suppress(ChildProcessError):
+                # The zombie is left until its group is killed: so its id cannot belong to somebody else.
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                _kill_group(pid)
+                _, status = os.waitpid(pid, 0)
+                dead.append((pid, sandbox, os.waitstatus_to_exitcode(status)))
+                del self._workers[pid]
+        # Workers adopt what their own children leave; so an unknown child of ours was a dead worker's. What is killed
+        # here wakes us again, and then shows what it left.
+        end_orphans(set(self._workers))
+        for _pid, sandbox, code in dead:
+            self._send(Exited(sandbox=sandbox, code=max(code, 0), signal=max(-code, 0)))
+
+    def _send(self, body: ZygoteReady | Spawned | Exited, fds: tuple[int, ...] = ()) -> None:
+        self._wire.sock.settimeout(_SEND_S)
+        try:
+            self._wire.send(codec.pack(FromZygote(body)), fds)
+        except OSError:
+            self._stopping = True
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _end_all() -> None:
+    """Kill and reap every child; each that dies may leave its own children to us. Bounded in time."""
+    until = time.monotonic() + _END_S
+    while (left := children()) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                pidfd = os.pidfd_open(pid)
+                try:
+                    select.select([pidfd], [], [], max(0.0, until - time.monotonic()))
+                finally:
+                    os.close(pidfd)
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _become_worker(fds: list[int], parent: int, import_s: float) -> NoReturn:
+    """In the child: nothing of the fork server is left but its imports. Ends by ``os._exit`` whatever happens."""
+    status = 70
+    try:
+        os.setsid()
+        die_with_parent(signal.SIGKILL, parent)
+        become_subreaper()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        sock = _take_descriptors(fds)
+        _reseed()
+        from sllm_runtime.worker.main import main
+
+        status = main(sock, import_s)
+    except BaseException as error:  # nothing may return into the fork server's loop
+        import traceback
+
+        os.write(2, "".join(traceback.format_exception(error)).encode())
+    finally:
+        os._exit(status)
+
+
+def _take_descriptors(fds: list[int]) -> socket.socket:
+    """stdin from nowhere, stdout and stderr into their pipes, the socket as 3, everything else closed."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    # Out of the way first: a number to be taken may be in use as a source.
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 16) for fd in (null, *fds)]
+    for source, target in zip(high, (0, 3, 1, 2), strict=True):
+        os.dup2(source, target, inheritable=target != 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    return socket.socket(fileno=3)
+
+
+def _reseed() -> None:
+    """Forked twins must not draw the same numbers."""
+    import numpy as np
+    import torch
+
+    seed = int.from_bytes(os.urandom(8), "big")
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed >> 1)
+
+
+def run(fd: int, node: str) -> int:
+    """Serve the invoker behind ``fd`` until it is gone."""
+    die_with_parent(signal.SIGKILL)  # whether the parent is dead already, the socket's end tells
+    become_subreaper()
+    set_title(f"sllm-zygote {node}".strip())
+    wire = BlockingWire(socket.socket(fileno=fd))
+    zygote = Zygote(wire, preload())
+    try:
+        zygote.serve()
+    finally:
+        zygote.close()
+    return 0
+
+
+def main() -> None:
+    """Entry of ``python -m``."""
+    parser = argparse.ArgumentParser(description="Fork server for workers; started by the invoker.")
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the invoker")
+    parser.add_argument("--node", default=os.environ.get("SLLM_NODE", ""), help="the node's name, for ps")
+    options = parser.parse_args()
+    sys.exit(run(options.fd, options.node))
+
+
+if __name__ == "__main__":
+    main()

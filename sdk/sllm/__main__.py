@@ -1,0 +1,5 @@
+"""``python -m sllm``: the same as the ``sllm`` command."""
+
+from sllm.cli import main
+
+main()

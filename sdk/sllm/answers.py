@@ -1,0 +1,105 @@
+"""What a response means: pure functions from status, headers and body to values or typed errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sllm.sse import Event
+from sllm_runtime.protocol.errors import BY_CODE, ErrorBody, InstanceLost, SllmError
+from sllm_runtime.protocol.http import CALL_ID, ProgressView
+from sllm_runtime.protocol.timeline import Span, parse_comment
+
+Observe = Callable[[ProgressView], None]
+_BARE: Final = {401: "unauthorized", 403: "forbidden", 404: "not_found"}
+
+
+def ignore(_: ProgressView) -> None:
+    """An observer that looks at nothing."""
+
+
+@dataclass
+class Trace:
+    """What is known of a call beside its values; filled while its stream is read. ``observe`` sees each progress."""
+
+    call: str | None = None
+    timeline: tuple[Span, ...] = ()
+    progress: ProgressView | None = None
+    observe: Observe = ignore
+
+
+def error_from(status: int, headers: Mapping[str, str], body: bytes) -> SllmError:
+    """The typed exception for an error response, also for one that no gateway of ours wrote (``http_error``)."""
+    retry_after = headers.get("retry-after", "")
+    seconds = float(retry_after) if retry_after.replace(".", "", 1).isdigit() else None
+    if not body and status in _BARE:  # the answer to a HEAD has no body
+        return ErrorBody(_BARE[status], f"HTTP {status}", status).to_error()
+    try:
+        return body_of(json.loads(body)["error"], status, seconds).to_error()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = body[:200].decode("utf-8", "replace").strip()
+        message = f"HTTP {status}" + (f": {text}" if text else "") + " (not from a gateway of sllm; is the URL right?)"
+        return ErrorBody("http_error", message, status, retryable=status in (429, 502, 503, 504)).to_error()
+
+
+def document(status: int, headers: Mapping[str, str], body: bytes) -> Any:
+    """The JSON of a whole response. Raises the typed error that it carries."""
+    if status >= 400:
+        raise error_from(status, headers, body)
+    try:
+        return json.loads(body) if body else None
+    except ValueError as error:
+        text = body[:80].decode("utf-8", "replace")
+        message = f"the answer is no JSON ({text!r}): is the URL that of a gateway?"
+        raise ErrorBody("http_error", message, status).to_error() from error
+
+
+def body_of(error: Mapping[str, Any], status: int = 500, retry_after_s: float | None = None) -> ErrorBody:
+    """An ``ErrorBody`` from the JSON of ``{"error": …}``."""
+    code = str(error.get("code") or "internal")
+    return ErrorBody(
+        code=code,
+        message=str(error.get("message") or "no message"),
+        status=BY_CODE[code].status if code in BY_CODE else status,
+        retryable=bool(error.get("retryable", False)),
+        field=error.get("field") or error.get("param"),
+        stage=error.get("stage"),
+        retry_after_s=retry_after_s,
+    )
+
+
+def value_of(event: Event, trace: Trace) -> tuple[bool, Any]:
+    """``(True, value)`` for an output; ``(False, None)`` for all else, noted in ``trace``. Raises error events."""
+    if event.comment is not None:
+        if event.comment.startswith("timeline "):
+            trace.timeline = parse_comment(event.comment)
+        return False, None
+    if event.event == "error":
+        raise body_of(json.loads(event.data)["error"]).to_error()
+    if event.event == "progress":
+        trace.progress = ProgressView.model_validate_json(event.data)
+        trace.observe(trace.progress)
+        return False, None
+    if event.event != "message" or event.done:
+        return False, None  # events of later releases are none of the outputs
+    return True, json.loads(event.data)
+
+
+def result_of(event: Event, observe: Observe) -> str | None:
+    """The JSON of a long operation's ``done`` event, once it comes. Raises what an ``error`` event carries."""
+    if event.comment is None and event.event == "done":
+        return event.data
+    value_of(event, Trace(observe=observe))
+    return None
+
+
+def broken_off(trace: Trace) -> SllmError:
+    """The stream ended without its end: the gateway or the connection died."""
+    what = f"stream of call {trace.call}" if trace.call else "stream"
+    return InstanceLost(f"the {what} broke off before its end; it may have been done in part")
+
+
+def call_id(headers: Mapping[str, str]) -> str | None:
+    return headers.get(CALL_ID.lower()) or headers.get(CALL_ID)

@@ -1,0 +1,148 @@
+"""``AsyncClient``: a gateway over HTTP, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from sllm import answers, transport
+from sllm.answers import Observe, Trace
+from sllm.retry import Retry
+from sllm.sse import Event, Parser
+from sllm_runtime.protocol.errors import SllmError, Unavailable
+
+
+class AsyncClient:
+    """``Client`` for asyncio; ``async with AsyncClient() as client``."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        profile: str | None = None,
+        timeout: float | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        self.profile = transport.chosen(url, token, profile)
+        self._timeout = timeout
+        secure = transport.secure(self.profile)
+        through = {"all://": httpx.AsyncHTTPTransport(socket_options=transport.keepalive(), verify=secure)}
+        self._http = httpx.AsyncClient(**transport.options(self.profile, timeout), mounts=through)
+        self._retry = retry or Retry()
+
+    @property
+    def url(self) -> str:
+        """The gateway's."""
+        return self.profile.url
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections. Repeatable."""
+        await self._http.aclose()
+
+    # --- calls ------------------------------------------------------------------------------------
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, version: int | None = None, trace: Trace | None = None
+    ) -> Any:
+        """As ``Client.call``."""
+        options: dict[str, Any] = {"content": transport.encoded(arguments), "headers": transport.JSON}
+        options["timeout"] = transport.whole(self._timeout)
+        path, seen = transport.function_path(name, version), trace or Trace()
+        return await self._again(lambda: self._once("POST", path, seen, options), repeatable=False)
+
+    async def stream(
+        self, name: str, arguments: Mapping[str, Any], *, version: int | None = None, trace: Trace | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """As ``Client.stream``; wrap it in ``contextlib.aclosing`` to leave the loop early."""
+        attempt, trace, body = 1, trace or Trace(), transport.encoded(arguments)
+        while True:
+            begun = False
+            try:
+                async with aclosing(self._values(transport.function_path(name, version), body, trace)) as values:
+                    async for value in values:
+                        begun = True
+                        yield value
+                return
+            except SllmError as error:
+                wait = None if begun else self._retry.wait(attempt, error, repeatable=False)
+                if wait is None:
+                    raise
+                await asyncio.sleep(wait)
+                attempt += 1
+
+    async def _values(self, path: str, body: bytes, trace: Trace) -> AsyncGenerator[Any, None]:
+        async with aclosing(self.events("POST", path, trace=trace, content=body, headers=transport.JSON)) as events:
+            async for event in events:
+                found, value = answers.value_of(event, trace)
+                if found:
+                    yield value
+
+    # --- /api/v1 ----------------------------------------------------------------------------------
+    async def request(self, method: str, path: str, **options: Any) -> Any:
+        """As ``Client.request``."""
+        repeatable = method in ("GET", "HEAD")
+        return await self._again(lambda: self._once(method, path, None, options), repeatable=repeatable)
+
+    async def operation(self, path: str, body: Mapping[str, Any], observe: Observe = answers.ignore) -> str:
+        """As ``Client.operation``."""
+        async with aclosing(self.events("POST", path, json=dict(body))) as events:
+            async for event in events:
+                result = answers.result_of(event, observe)
+                if result is not None:
+                    return result
+        raise Unavailable(f"{path} ended without a result; ask again")
+
+    async def events(
+        self, method: str, path: str, *, trace: Trace | None = None, **options: Any
+    ) -> AsyncGenerator[Event, None]:
+        """As ``Client.events``."""
+        trace = trace or Trace()
+        headers = {**transport.SSE, **options.pop("headers", {})}
+        try:
+            async with self._http.stream(method, path, headers=headers, **options) as response:
+                trace.call = answers.call_id(response.headers)
+                if response.is_error:
+                    raise answers.error_from(response.status_code, response.headers, await response.aread())
+                parser = Parser()
+                async for chunk in response.aiter_bytes():
+                    for event in parser.feed(chunk):
+                        yield event
+                        if event.done or event.event == "error":
+                            return
+        except httpx.HTTPError as error:
+            raise transport.failed(self.url, error, trace) from error
+        raise answers.broken_off(trace)
+
+    async def _once(self, method: str, path: str, trace: Trace | None, options: Mapping[str, Any]) -> Any:
+        try:
+            response = await self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise transport.failed(self.url, error) from error
+        if trace is not None:
+            trace.call = answers.call_id(response.headers)
+        return answers.document(response.status_code, response.headers, response.content)
+
+    async def _again(self, once: Callable[[], Awaitable[Any]], *, repeatable: bool) -> Any:
+        attempt = 1
+        while True:
+            try:
+                return await once()
+            except SllmError as error:
+                wait = self._retry.wait(attempt, error, repeatable=repeatable)
+                if wait is None:
+                    raise
+                await asyncio.sleep(wait)
+                attempt += 1

@@ -1,0 +1,162 @@
+"""A function's code as one deterministic zip: source files that the worker imports by name.
+
+Only functions of a notebook or of ``__main__``, which no file names, are cloudpickled (beside the files they import);
+their manifest then states the Python minor version, since byte code runs on no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sllm import ignore, pickled
+from sllm.function import ModelFunction
+from sllm_runtime.protocol.errors import BodyTooLarge, InvalidBundle
+from sllm_runtime.protocol.limits import MAX_BUNDLE
+from sllm_runtime.protocol.manifest import TARGET_ATTRIBUTE, Manifest
+from sllm_runtime.protocol.quantities import show_bytes
+
+PICKLE_NAME: Final = "function.pkl"
+PICKLE_ENTRY: Final = "pickle:"
+MAX_FILES: Final = 10_000
+_EPOCH: Final = (1980, 1, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """``data`` is the zip, ``digest`` its ``sha256:…``, ``files`` its names.
+
+    ``left_out``: links that lead out of the function's directory, which are not followed.
+    """
+
+    manifest: Manifest
+    data: bytes
+    digest: str
+    files: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def build(function: ModelFunction[Any, Any, Any]) -> Bundle:
+    """Bundle ``function``. Raises ``InvalidBundle`` saying what and where, ``BodyTooLarge`` naming large files."""
+    source = function.source_file()
+    if source is None or function.__module__ == "__main__":
+        return _of_main(function, source)
+    root, module = locate(source)
+    manifest = function.manifest(f"{module}:{_attribute(function, source)}")
+    left_out: list[str] = []
+    names = _names(root, source, manifest.model, function.include, left_out)
+    return _finish(manifest, _read(manifest.name, root, names), _told(root, manifest.model, left_out))
+
+
+def locate(source: Path) -> tuple[Path, str]:
+    """The directory to put on ``sys.path`` and the module's dotted name: packages are kept whole."""
+    parts = [source.stem] if source.stem != "__init__" else []
+    root = source.parent
+    while (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    wrong = next((part for part in parts if not part.isidentifier()), None)
+    if wrong is not None:
+        raise InvalidBundle(f"{source}: {wrong!r} can be no module's name, so that it cannot be imported; rename it")
+    return root, ".".join(parts)
+
+
+def _attribute(function: ModelFunction[Any, Any, Any], source: Path) -> str:
+    """The module-level name under which the worker will find it."""
+    name = str(getattr(function.target, "__qualname__", function.__name__))
+    line = function.target.__code__.co_firstlineno if inspect.isfunction(function.target) else 0
+    where = f"{source.name}:{line}" if line else source.name
+    if "<locals>" in name:
+        raise InvalidBundle(
+            f"{where}: {function.__name__} is defined inside another function, where the worker cannot "
+            "import it; define it at the module's top level"
+        )
+    there = vars(sys.modules[function.__module__]) if function.__module__ in sys.modules else {name: function}
+    same = [key for key, value in there.items() if getattr(value, TARGET_ATTRIBUTE, value) is function.target]
+    if not same and "." not in name:
+        raise InvalidBundle(f"{where}: {function.__name__} is not there any more once {source.name} is imported")
+    return name if name in same or not same else same[0]
+
+
+def _names(root: Path, source: Path, model: str | None, include: tuple[str, ...], outside: list[str]) -> list[str]:
+    if root in (Path.home().resolve(), Path(root.anchor)):
+        raise InvalidBundle(
+            f"{source} lies directly in {root}, all of which would be bundled; move it into a directory of its own"
+        )
+    also = tuple(f"!{pattern}" for pattern in include)
+    if model and "://" not in model and Path(model).is_relative_to(root) and Path(model) != root:
+        also = (f"/{Path(model).relative_to(root).as_posix()}/", *also)
+    names = []
+    for name in ignore.files(root, ignore.spec(root, also), outside):
+        names.append(name)
+        if len(names) > MAX_FILES:
+            raise InvalidBundle(f"more than {MAX_FILES} files below {root}; list what is not needed in .sllmignore")
+    own = source.relative_to(root).as_posix()
+    if own not in names:
+        raise InvalidBundle(f"{own} itself is ignored by {root / ignore.IGNORE_FILE}; remove that pattern")
+    return names
+
+
+def _told(root: Path, model: str | None, left_out: list[str]) -> tuple[str, ...]:
+    """Links that a person may miss: not that of the model, which travels by itself."""
+    return tuple(name for name in left_out if model is None or (root / name).resolve() != Path(model))
+
+
+def _read(name: str, root: Path, names: list[str]) -> dict[str, bytes]:
+    """The files' contents. Raises ``BodyTooLarge`` before reading what is too much."""
+    try:
+        _check_size(name, {file: (root / file).stat().st_size for file in names})
+        return {file: (root / file).read_bytes() for file in names}
+    except OSError as error:
+        raise InvalidBundle(
+            f"{error.filename} cannot be read ({error.strerror}); list it in .sllmignore if a call does not need it"
+        ) from error
+
+
+def _check_size(name: str, sizes: dict[str, int]) -> None:
+    total = sum(sizes.values())
+    if total <= MAX_BUNDLE:
+        return
+    largest = sorted(sizes, key=lambda file: -sizes[file])[:3]
+    named = ", ".join(f"{file} ({show_bytes(sizes[file])})" for file in largest)
+    raise BodyTooLarge(
+        f"bundle of {name} is {show_bytes(total)}, the limit is {show_bytes(MAX_BUNDLE)}; "
+        f"largest: {named}. List what a call does not need in {ignore.IGNORE_FILE}; weights belong to model=…"
+    )
+
+
+def _finish(manifest: Manifest, contents: dict[str, bytes], left_out: tuple[str, ...] = ()) -> Bundle:
+    data = pack(contents)
+    _check_size(manifest.name, {"the zip": len(data)})
+    return Bundle(manifest, data, f"sha256:{hashlib.sha256(data).hexdigest()}", tuple(sorted(contents)), left_out)
+
+
+def pack(contents: dict[str, bytes]) -> bytes:
+    """A zip that depends on nothing but names and contents: stored (zlib's output varies), sorted, without dates."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name in sorted(contents):
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidBundle(f"the file name {name!r} is no UTF-8; rename it") from error
+            info = zipfile.ZipInfo(name, _EPOCH)
+            info.external_attr = 0o644 << 16
+            info.create_system = 3
+            archive.writestr(info, contents[name])
+    return buffer.getvalue()
+
+
+def _of_main(function: ModelFunction[Any, Any, Any], source: Path | None) -> Bundle:
+    manifest = function.manifest(PICKLE_ENTRY, python=f"{sys.version_info.major}.{sys.version_info.minor}")
+    root = source.parent if source is not None else Path.cwd()
+    beside = _read(manifest.name, root, pickled.modules_below(root))
+    contents = {**beside, PICKLE_NAME: pickled.dump(function)}
+    _check_size(manifest.name, {name: len(data) for name, data in contents.items()})
+    return _finish(manifest, contents)

@@ -1,0 +1,15 @@
+"""The ``sllm`` command. Results on stdout, everything else on stderr; ``--json`` for programs."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line and exit; Ctrl-C counts from here, also while the rest is imported."""
+    try:
+        from sllm.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)

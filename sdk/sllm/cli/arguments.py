@@ -1,0 +1,59 @@
+"""A call's arguments from words of a command line. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sllm_runtime.protocol.errors import InvalidArgument
+
+
+def document(text: str) -> dict[str, Any]:
+    """A JSON object of arguments. Raises ``InvalidArgument``."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument(f"--args is no JSON: {error}", field="--args") from error
+    if not isinstance(found, dict):
+        raise InvalidArgument("--args must be a JSON object of named arguments", field="--args")
+    return found
+
+
+def split(words: Sequence[str]) -> dict[str, str]:
+    """``key=value`` words. Raises ``InvalidArgument`` naming the word that is none."""
+    found = {}
+    for word in words:
+        key, equals, raw = word.partition("=")
+        if not equals or not key:
+            raise InvalidArgument(f"{word!r} is not key=value", field=word)
+        found[key] = raw
+    return found
+
+
+def ambiguous(raw: str) -> bool:
+    """Whether a word can be meant as JSON or as text: ``12`` or ``true``, but not ``def``."""
+    try:
+        json.loads(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def value(raw: str, schema: Mapping[str, Any] | None) -> Any:
+    """What a word means: text where the parameter takes no other type, else JSON where it is JSON, else text."""
+    if schema is not None and types(schema) - {"null"} == {"string"}:
+        return raw
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw
+
+
+def types(schema: Mapping[str, Any]) -> set[str]:
+    """JSON types that ``schema`` names; ``?`` stands for what it does not say."""
+    named = schema.get("type", [])
+    found = {named} if isinstance(named, str) else set(named)
+    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found |= types(part) or {"?"}
+    return found

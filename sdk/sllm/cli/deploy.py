@@ -1,0 +1,55 @@
+"""``sllm fn deploy``: from a file to a version that has the route."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sllm import bundle, deployment
+from sllm.bundle import Bundle
+from sllm.cli import load, output
+from sllm.cli.context import Json, client
+from sllm.cli.interrupt import naming
+from sllm.client import Client
+from sllm_runtime.protocol.http import DeployResult
+from sllm_runtime.protocol.quantities import show_bytes
+
+
+def deploy(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(help="file.py, file.py::name, or a directory with function.py.")],
+    json: Json = False,
+) -> None:
+    """Deploy the function (or functions) a file describes."""
+    # All are bundled before the first is deployed: what is wrong with one stops all.
+    bundles = [bundle.build(function) for function in load.load(target)]
+    with client(context) as connection:
+        for built in bundles:
+            result = _deploy(built, connection, quiet=json)
+            if json:
+                output.value(result.model_dump(mode="json"))
+            else:
+                same = " (unchanged)" if result.unchanged else ""
+                output.text(
+                    f"{built.manifest.name} v{result.version}{same}: POST {connection.url}{result.function.url}"
+                )
+
+
+def _deploy(built: Bundle, connection: Client, *, quiet: bool) -> DeployResult:
+    name = built.manifest.name
+    asked = False
+    if not quiet:
+        output.note(f"{name}: {len(built.files)} files, {show_bytes(len(built.data))}")
+        for link in built.left_out:
+            output.note(f"{name}: {link} is a link to outside its directory and is left out")
+
+    def fate() -> str:
+        if not asked:
+            return f"{name} is not deployed"
+        return f"the deployment of {name} goes on; `sllm fn describe {name}` says how it ended"
+
+    with naming(fate), output.progress(name, quiet=quiet) as observe:
+        deployment.upload(built, connection, observe)
+        asked = True
+        return deployment.deploy_stored(built, connection, observe)

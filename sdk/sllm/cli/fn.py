@@ -1,0 +1,131 @@
+"""``sllm fn``: the life of functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sllm import project
+from sllm.cli import output, show
+from sllm.cli.context import Json, client
+from sllm.cli.deploy import deploy
+from sllm.cli.interrupt import naming
+from sllm.cli.invoke import invoke
+from sllm.cli.logs import logs
+from sllm_runtime.protocol.errors import FunctionNotFound
+from sllm_runtime.protocol.http import API, FunctionListView, FunctionView
+
+app = typer.Typer(
+    help="Deploy, call and look after functions.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
+)
+Name = Annotated[str, typer.Argument(help="The function's name.")]
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
+    template: Annotated[str, typer.Option(help="One of: " + ", ".join(project.templates()))] = "basic",
+    json: Json = False,
+) -> None:
+    """Begin a function from a template."""
+    written = project.init(directory, template)
+    if json:
+        output.value({"directory": str(directory), "template": template, "files": written})
+        return
+    output.text(f"{directory}: {', '.join(written)}")
+    output.note(f"next: sllm fn deploy {directory / 'function.py'}")
+
+
+app.command()(deploy)
+
+
+@app.command("list")
+def list_(context: typer.Context, json: Json = False) -> None:
+    """All functions."""
+    with client(context) as connection:
+        found = FunctionListView.model_validate(connection.request("GET", f"{API}/functions"))
+    if json:
+        output.value(found.model_dump(mode="json"))
+        return
+    show.functions(found.functions)
+
+
+def _view(context: typer.Context, name: str) -> FunctionView:
+    with client(context) as connection:
+        return FunctionView.model_validate(connection.request("GET", f"{API}/functions/{name}"))
+
+
+@app.command()
+def describe(context: typer.Context, name: Name, json: Json = False) -> None:
+    """One function: manifest, versions, instances."""
+    view = _view(context, name)
+    if json:
+        output.value(view.model_dump(mode="json"))
+    else:
+        show.function(view)
+
+
+app.command()(invoke)
+app.command()(logs)
+
+
+@app.command()
+def history(context: typer.Context, name: Name, json: Json = False) -> None:
+    """A function's versions."""
+    view = _view(context, name)
+    if json:
+        output.value([version.model_dump(mode="json") for version in view.versions])
+    else:
+        show.versions(view.versions)
+
+
+@app.command()
+def rollback(
+    context: typer.Context,
+    name: Name,
+    version: Annotated[int | None, typer.Option(help="To which version; the one before if not given.")] = None,
+    json: Json = False,
+) -> None:
+    """Give the route back to an earlier version, at once."""
+    with client(context) as connection, naming(f"the rollback may be done: `sllm fn history {name}` says so"):
+        answer: Any = connection.request("POST", f"{API}/functions/{name}/rollback", json={"version": version})
+    view = FunctionView.model_validate(answer)
+    if json:
+        output.value(view.model_dump(mode="json"))
+    else:
+        output.text(f"{name}: version {view.active} has the route")
+
+
+@app.command()
+def delete(
+    context: typer.Context,
+    name: Name,
+    force: Annotated[bool, typer.Option("--force", help="Cancel what runs; else running calls finish.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove a function with all its versions; waits until running calls have finished."""
+    going_on = f"{name} takes no more calls and goes once those that run have finished; `--force` cancels them"
+    with client(context) as connection, naming(going_on), output.progress(f"{name}: draining", quiet=json):
+        answer = _delete(connection, name, force)
+    if json:
+        output.value(answer)
+    else:
+        output.text(f"{name}: deleted")
+
+
+def _delete(connection: Any, name: str, force: bool) -> Any:
+    """Asks until it is gone: the gateway answers after a while also where calls still run."""
+    asked = False
+    while True:
+        try:
+            query = {"force": "true"} if force else {}
+            answer = connection.request("DELETE", f"{API}/functions/{name}", params=query)
+        except FunctionNotFound:
+            if not asked:
+                raise
+            return {"function": name, "deleted": True, "note": "deleted"}
+        if not isinstance(answer, dict) or answer.get("deleted", True):
+            return answer
+        asked = True

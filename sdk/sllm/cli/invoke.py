@@ -1,0 +1,99 @@
+"""``sllm fn invoke``: one call from the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sllm.answers import Trace
+from sllm.cli import arguments, output, show
+from sllm.cli.context import Json, client
+from sllm.cli.interrupt import naming
+from sllm.client import Client
+from sllm_runtime.protocol.errors import InvalidArgument
+from sllm_runtime.protocol.http import API, FunctionView, ProgressView
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments.")]
+Args = Annotated[
+    str | None, typer.Option("--args", "--json-args", help="Arguments as a JSON object; @FILE, or - for stdin.")
+]
+
+
+def invoke(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The function's name.")],
+    words: Words = None,
+    args: Args = None,
+    version: Annotated[int | None, typer.Option(help="A version other than the active one.")] = None,
+    stream: Annotated[bool, typer.Option(help="Print values as they come.")] = True,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show where the time went.")] = False,
+    json: Json = False,
+) -> None:
+    """Call a function and print what it answers; Ctrl-C cancels the call."""
+    given, trace = given_words(words, args), Trace()
+    with client(context) as connection:
+        found = {**given[1], **_meant(connection, name, given[0])}
+        with naming(lambda: f"call {trace.call or f'of {name}'} is cancelled"):
+            if stream:
+                _stream(connection, name, found, version, trace, json)
+            else:
+                with output.progress(f"{name}: waiting", quiet=json):
+                    answer = connection.call(name, found, version=version, trace=trace)
+                show_value(answer, json)
+    if verbose:
+        output.note(f"call {trace.call}")
+        show.timeline(trace.timeline)
+
+
+def given_words(words: list[str] | None, args: str | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """The ``key=value`` words, not yet understood, and what ``--args`` says. Raises ``InvalidArgument``."""
+    if args is None:
+        return arguments.split(words or []), {}
+    try:
+        text = sys.stdin.read() if args == "-" else Path(args[1:]).read_text() if args.startswith("@") else args
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"--args {args} cannot be read: {error}", field="--args") from error
+    return arguments.split(words or []), arguments.document(text)
+
+
+def _meant(connection: Client, name: str, words: dict[str, str]) -> dict[str, Any]:
+    """The words as the function's parameters take them; its types are only asked for where it matters."""
+    schemas: dict[str, Any] = {}
+    if any(arguments.ambiguous(raw) for raw in words.values()):
+        view = FunctionView.model_validate(connection.request("GET", f"{API}/functions/{name}"))
+        schemas = (view.manifest.handler.input_schema if view.manifest else {}).get("properties", {})
+    return {key: arguments.value(raw, schemas.get(key)) for key, raw in words.items()}
+
+
+def _stream(
+    connection: Client, name: str, given: dict[str, Any], version: int | None, trace: Trace, as_json: bool
+) -> None:
+    """Print values as they come; before the first, show what the start is doing."""
+    shown = output.Progress(name, quiet=as_json)
+
+    def observe(view: ProgressView) -> None:
+        shown.start()
+        shown(view)
+
+    trace.observe = observe
+    pieces = False
+    try:
+        for value in connection.stream(name, given, version=version, trace=trace):
+            shown.stop()
+            pieces = pieces or isinstance(value, str)
+            show_value(value, as_json, end="" if isinstance(value, str) else "\n")
+    finally:
+        shown.stop()
+        if pieces and not as_json:
+            output.text("")
+
+
+def show_value(value: Any, as_json: bool, end: str = "\n") -> None:
+    """A value for people (text as it is) or programs."""
+    if isinstance(value, str) and not as_json:
+        output.text(value, end=end)
+    else:
+        output.value(value)

@@ -1,0 +1,108 @@
+"""``sllm model``: models by content. What works on a directory comes from loaderd, the rest from the platform."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from sllm.cli import output, show
+from sllm.cli.context import Json, client
+from sllm.cli.interrupt import naming
+from sllm.cli.lazy import LazyGroup, load_contributed
+from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound
+from sllm_runtime.protocol.http import API, ModelListView, ModelView
+
+_DIGEST: Final = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
+app = typer.Typer(
+    cls=LazyGroup.of({}, order=("convert", "register", "list", "describe", "validate", "delete"), prefix="model"),
+    help="Convert, register and look after models.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+Digest = Annotated[str, typer.Argument(help="A registered model's digest, or its first digits.")]
+Target = Annotated[str, typer.Argument(help="A registered model's digest (or its first digits), or a directory.")]
+
+
+@app.command()
+def register(
+    context: typer.Context,
+    uri: Annotated[str, typer.Argument(help="A directory that the nodes can read, hf://…, s3://…")],
+    json: Json = False,
+) -> None:
+    """Have the platform take in a model."""
+    place = uri if "://" in uri else str(Path(uri).expanduser().absolute())
+    going_on = "the platform may go on taking it in; `sllm model list` says whether it is there"
+    with client(context) as connection, naming(going_on), output.progress(uri, quiet=json) as observe:
+        result = connection.operation(f"{API}/models", {"uri": place}, observe)
+    _one(ModelView.model_validate_json(result), json)
+
+
+def _one(view: ModelView, json: bool) -> None:
+    if json:
+        output.value(view.model_dump(mode="json"))
+    else:
+        show.model(view)
+
+
+@app.command("list")
+def list_(context: typer.Context, json: Json = False) -> None:
+    """All registered models."""
+    with client(context) as connection:
+        found = ModelListView.model_validate(connection.request("GET", f"{API}/models"))
+    if json:
+        output.value(found.model_dump(mode="json"))
+    else:
+        show.models(found.models)
+
+
+def _directory(target: str) -> Path | None:
+    """``target`` as a directory here, or ``None`` for a digest. Raises ``ModelNotFound`` for what is neither."""
+    path = Path(target)
+    if path.is_dir():
+        return path
+    if _DIGEST.match(target):
+        return None
+    raise ModelNotFound(f"{target} is neither a directory here nor a model's digest; `sllm model list` shows those")
+
+
+@app.command()
+def describe(context: typer.Context, target: Target, json: Json = False) -> None:
+    """Say what a model is: one that is registered, or a converted one in a directory."""
+    directory = _directory(target)
+    if directory is not None:
+        load_contributed("model", "describe")(directory, json=json)
+        return
+    with client(context) as connection:
+        _one(ModelView.model_validate(connection.request("GET", f"{API}/models/{target}")), json)
+
+
+@app.command()
+def validate(context: typer.Context, target: Target, json: Json = False) -> None:
+    """Compare every byte of a model with its digest."""
+    directory = _directory(target)
+    if directory is not None:
+        load_contributed("model", "validate")(directory, json=json)
+        return
+    with client(context) as connection, output.progress(f"{target}: reading every byte", quiet=json):
+        view = ModelView.model_validate(connection.request("POST", f"{API}/models/{target}/validate", timeout=600.0))
+    if view.problem:
+        raise CorruptCheckpoint(f"{view.digest}: {view.problem}")
+    if json:
+        output.value({"model": view.digest, "valid": True})
+    else:
+        output.text(f"{view.digest}: every byte is right on {', '.join(view.nodes) or 'no node'}")
+
+
+@app.command()
+def delete(context: typer.Context, digest: Digest, json: Json = False) -> None:
+    """Remove a model that no version uses."""
+    with client(context) as connection:
+        answer = connection.request("DELETE", f"{API}/models/{digest}")
+    if json:
+        output.value(answer)
+    else:
+        output.text(f"{digest}: deleted")

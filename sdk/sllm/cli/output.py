@@ -1,0 +1,171 @@
+"""How things are shown: tables and progress for people on a terminal, JSON for programs, notes on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sllm_runtime.protocol.errors import SllmError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sllm_runtime.protocol.http import ProgressView
+
+
+def value(document: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def text(line: str, end: str = "\n") -> None:
+    """A result for people, on stdout."""
+    sys.stdout.write(line + end)
+    sys.stdout.flush()
+
+
+def note(line: str) -> None:
+    """Everything that is no result, on stderr."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) -> None:
+    """A table on stdout, or ``empty`` on stderr. Plain and unwrapped where stdout is no terminal."""
+    cells = [[" ".join(str(cell).split()) for cell in row] for row in rows]
+    if not cells:
+        note(empty)
+        return
+    if not sys.stdout.isatty():
+        for row in (columns, *cells):
+            text("\t".join(row))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        drawn.add_column(column, no_wrap=column in ("NAME", "DIGEST"))
+    for row in cells:
+        drawn.add_row(*(Text(cell) for cell in row))  # no markup: cells hold what users wrote
+    _console(stderr=False).print(drawn)
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, no_color="NO_COLOR" in os.environ or None)
+
+
+def error(problem: SllmError, *, as_json: bool) -> None:
+    """An error on stderr, with the body it has on the wire when ``as_json``."""
+    if as_json:
+        body = problem.body()
+        fields = {"code": body.code, "message": body.message, "retryable": body.retryable}
+        fields |= {key: found for key in ("field", "stage") if (found := getattr(body, key)) is not None}
+        note(json.dumps({"error": fields}, ensure_ascii=False))
+        return
+    stage = f" ({problem.stage})" if problem.stage else ""
+    note(f"{_red('error')}: {problem.message}{stage}  [{problem.code}]")
+
+
+def usage(problem: Any, *, as_json: bool) -> None:
+    """Wrong usage (typer's ``UsageError``), with the way to the right one."""
+    message = problem.format_message()
+    context = getattr(problem, "ctx", None)
+    if as_json:
+        note(json.dumps({"error": {"code": "usage", "message": message, "retryable": False}}, ensure_ascii=False))
+    elif message.startswith("Usage:"):  # a group named without a verb: its help is the answer
+        note(message)
+    elif message:
+        command = context.command_path if context else "sllm"
+        note(f"{_red('error')}: {message}  (see `{command} --help`)")
+
+
+def prepare() -> None:
+    """Text that a terminal's encoding lacks is written as an escape, and no reason to fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def close_stdout() -> None:
+    """The reader of stdout is gone: keep the interpreter from complaining about it at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def coloured(word: str, code: str) -> str:
+    """``word`` in an ANSI colour, where stdout is a terminal that wants colours."""
+    return f"\x1b[{code}m{word}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else word
+
+
+def _red(word: str) -> str:
+    return f"\x1b[31m{word}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else word
+
+
+class Progress:
+    """Shows stages with bytes and rate on a terminal; one line a stage elsewhere."""
+
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
+        self._title = title
+        self._quiet = quiet
+        self._stage = ""
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __call__(self, view: ProgressView) -> None:
+        """Show ``view``."""
+        from sllm_runtime.protocol.quantities import show_bytes
+
+        if self._quiet:
+            return
+        label = f"{self._title}: {view.message or view.stage}"
+        if self._bar is None:
+            if view.stage != self._stage:
+                note(label + (f" ({show_bytes(view.total)})" if view.total and view.unit == "B" else ""))
+        else:
+            size = f"{show_bytes(view.done)}/{show_bytes(view.total)}" if view.total and view.unit == "B" else ""
+            self._bar.update(self._task, description=label, completed=view.done, total=view.total or None, size=size)
+        self._stage = view.stage
+
+    def start(self) -> None:
+        """Take the terminal's last line, if there is a terminal."""
+        if self._quiet or self._bar is not None or not sys.stderr.isatty():
+            return
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[size]}", markup=False),
+            TimeElapsedColumn(),
+        )
+        self._bar = Bar(*columns, console=_console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self._title, total=None, size="")
+        self._bar.start()
+
+    def stop(self) -> None:
+        """Give the terminal back. Repeatable."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+@contextmanager
+def progress(title: str, *, quiet: bool = False) -> Iterator[Progress]:
+    """A progress display for one long operation; silent for programs."""
+    shown = Progress(title, quiet=quiet)
+    shown.start()
+    try:
+        yield shown
+    finally:
+        shown.stop()

@@ -1,0 +1,50 @@
+"""``sllm run``: one call of a function here, without a platform."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from sllm import local, signature
+from sllm.cli import arguments, load, output
+from sllm.cli.context import Json
+from sllm.cli.invoke import Args, Words, given_words, show_value
+from sllm.function import ModelFunction
+from sllm_runtime.protocol.errors import SllmError
+
+
+def run(
+    target: Annotated[str, typer.Argument(help="file.py, file.py::name, or a directory with function.py.")],
+    words: Words = None,
+    args: Args = None,
+    json: Json = False,
+) -> None:
+    """Run one call of a function here, without a platform."""
+    function = load.one(target)
+    texts, given = given_words(words, args)
+    schemas: dict[str, Any] = signature.input_schema(function.target).get("properties", {})
+    given |= {key: arguments.value(raw, schemas.get(key)) for key, raw in texts.items()}
+    try:
+        _call(function, given, json)
+    except (SllmError, BrokenPipeError):
+        raise
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
+        problem = local.user_error(error)
+        if problem.detail:
+            output.note(problem.detail.rstrip())
+        raise problem from error
+
+
+def _call(function: ModelFunction[Any, Any, Any], given: dict[str, Any], as_json: bool) -> None:
+    pieces = False
+    with output.progress(function.name, quiet=as_json) as shown:
+        try:
+            with local.stream_local(function, given, shown) as values:
+                for value in values:
+                    shown.stop()
+                    pieces = pieces or isinstance(value, str)
+                    show_value(value, as_json, end="" if isinstance(value, str) else "\n")
+        finally:
+            if pieces and not as_json:
+                output.text("")

@@ -1,0 +1,113 @@
+"""Views as tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from sllm.cli import output
+from sllm_runtime.protocol.http import FunctionView, ModelView, NodeView, VersionView
+from sllm_runtime.protocol.quantities import show_bytes
+from sllm_runtime.protocol.timeline import Span
+
+_WIDTH = 40
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def functions(found: Sequence[FunctionView]) -> None:
+    """One row a function."""
+    rows = [
+        (view.name, f"v{view.active}" if view.active else "-", str(len(view.instances)), view.url, _model(view))
+        for view in found
+    ]
+    output.table(("NAME", "ACTIVE", "INSTANCES", "URL", "MODEL"), rows, empty="no functions yet; `sllm fn deploy FILE`")
+
+
+def _model(view: FunctionView) -> str:
+    return (view.manifest.model if view.manifest else None) or "-"
+
+
+def function(view: FunctionView) -> None:
+    """Everything about one function."""
+    output.text(f"{view.name}  POST {view.url}" + ("  (also on /v1 of OpenAI)" if view.openai else ""))
+    if view.manifest is not None:
+        default = {"name", "handler", "schema_version", "description"}
+        fields = view.manifest.model_dump(mode="json", exclude_defaults=True, exclude=default)
+        for key, value in fields.items():
+            output.text(f"  {key}: {value}")
+    versions(view.versions)
+    rows = [
+        (each.instance, f"v{each.version}", each.node, each.state, each.error.message if each.error else "")
+        for each in view.instances
+    ]
+    output.table(("INSTANCE", "VERSION", "NODE", "STATE", "ERROR"), rows, empty="no instances (scaled to zero)")
+
+
+def versions(found: Iterable[VersionView]) -> None:
+    """One row a version."""
+    rows = [
+        (
+            f"v{each.version}",
+            each.state + (" *" if each.active else ""),
+            _date(each.created),
+            show_bytes(each.bundle_bytes),
+            (each.model or "-")[:19],
+            each.error.message if each.error else "",
+        )
+        for each in found
+    ]
+    output.table(("VERSION", "STATE", "CREATED", "BUNDLE", "MODEL", "ERROR"), rows, empty="no versions")
+
+
+def models(found: Sequence[ModelView]) -> None:
+    """One row a model."""
+    rows = [
+        (each.digest[7:19], each.architecture, show_bytes(each.bytes), each.dtype, ",".join(each.nodes), each.uri)
+        for each in found
+    ]
+    output.table(("DIGEST", "ARCHITECTURE", "SIZE", "DTYPE", "NODES", "FROM"), rows, empty="no models yet")
+
+
+def model(view: ModelView) -> None:
+    """Everything about one model."""
+    for name, value in (
+        ("model", view.digest),
+        ("from", view.uri),
+        ("architecture", view.architecture),
+        ("size", f"{show_bytes(view.bytes)} in {len(view.partitions)} partition(s), {view.tensors} tensors"),
+        ("dtype", view.dtype),
+        ("nodes", ", ".join(view.nodes) or "-"),
+        ("used by", ", ".join(view.used_by) or "-"),
+        *((("problem", view.problem),) if view.problem else ()),
+    ):
+        output.text(f"{name:<13} {value}")
+
+
+def nodes(found: Sequence[NodeView]) -> None:
+    """One row a node."""
+    rows = [
+        (
+            each.node,
+            "alive" if each.alive else f"silent for {each.age_s:.0f} s",
+            f"{each.free_cpu:g}/{each.cpu:g}",
+            f"{show_bytes(each.free_memory)}/{show_bytes(each.memory)}",
+            ", ".join(gpu.kind for gpu in each.gpus) or "-",
+            str(each.instances),
+            str(each.pool_idle),
+        )
+        for each in found
+    ]
+    columns = ("NAME", "STATE", "CPU FREE", "MEMORY FREE", "GPUS", "INSTANCES", "WARM")
+    output.table(columns, rows, empty="no nodes have joined")
+
+
+def timeline(spans: Sequence[Span]) -> None:
+    """Spans as bars, on stderr."""
+    end = max((span.at + span.ms for span in spans), default=0.0) or 1.0
+    for span in spans:
+        before = round(_WIDTH * span.at / end)
+        bar = max(1, round(_WIDTH * span.ms / end))
+        output.note(f"  {span.name:<12} {span.ms:9.1f} ms  {' ' * before}{'█' * bar}")

@@ -1,0 +1,158 @@
+"""``Client``: a gateway over HTTP, blocking. Raises one exception per wire code. ``AsyncClient`` is its twin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from sllm import answers, transport
+from sllm.answers import Observe, Trace
+from sllm.async_client import AsyncClient
+from sllm.retry import Retry
+from sllm.sse import Event, Parser
+from sllm_runtime.protocol.errors import SllmError, Unavailable
+
+__all__ = ["AsyncClient", "Client"]
+
+
+class Client:
+    """A connection pool to one gateway. Use as a context manager, or ``close`` it.
+
+    ``timeout``: longest silence in seconds before the gateway counts as gone (default: 60 for streams, and as long as
+    a call may last for answers in one piece, whose deadlines are the platform's).
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        profile: str | None = None,
+        timeout: float | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        self.profile = transport.chosen(url, token, profile)
+        self._timeout = timeout
+        secure = transport.secure(self.profile)
+        through = {"all://": httpx.HTTPTransport(socket_options=transport.keepalive(), verify=secure)}
+        self._http = httpx.Client(**transport.options(self.profile, timeout), mounts=through)
+        self._retry = retry or Retry()
+
+    @property
+    def url(self) -> str:
+        """The gateway's."""
+        return self.profile.url
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections. Repeatable."""
+        self._http.close()
+
+    # --- calls ------------------------------------------------------------------------------------
+    def call(
+        self, name: str, arguments: Mapping[str, Any], *, version: int | None = None, trace: Trace | None = None
+    ) -> Any:
+        """Call a function; its whole answer. Sent again only where it certainly did not run."""
+        options: dict[str, Any] = {"content": transport.encoded(arguments), "headers": transport.JSON}
+        options["timeout"] = transport.whole(self._timeout)
+        return self._again(
+            lambda: self._once("POST", transport.function_path(name, version), trace or Trace(), options),
+            repeatable=False,
+        )
+
+    def stream(
+        self, name: str, arguments: Mapping[str, Any], *, version: int | None = None, trace: Trace | None = None
+    ) -> Generator[Any, None, None]:
+        """Call a function; its values as they come. Leaving the loop early cancels the call.
+
+        Sent again only where it certainly did not run.
+        """
+        attempt, trace, body = 1, trace or Trace(), transport.encoded(arguments)
+        while True:
+            begun = False
+            try:
+                with closing(self._values(transport.function_path(name, version), body, trace)) as values:
+                    for value in values:
+                        begun = True
+                        yield value
+                return
+            except SllmError as error:
+                wait = None if begun else self._retry.wait(attempt, error, repeatable=False)
+                if wait is None:
+                    raise
+                time.sleep(wait)
+                attempt += 1
+
+    def _values(self, path: str, body: bytes, trace: Trace) -> Generator[Any, None, None]:
+        with closing(self.events("POST", path, trace=trace, content=body, headers=transport.JSON)) as events:
+            for event in events:
+                found, value = answers.value_of(event, trace)
+                if found:
+                    yield value
+
+    # --- /api/v1 ----------------------------------------------------------------------------------
+    def request(self, method: str, path: str, **options: Any) -> Any:
+        """One request of ``/api/v1``; its JSON. What only reads is sent again. Raises the typed error."""
+        return self._again(lambda: self._once(method, path, None, options), repeatable=method in ("GET", "HEAD"))
+
+    def operation(self, path: str, body: Mapping[str, Any], observe: Observe = answers.ignore) -> str:
+        """A long operation (deployment, registration): the JSON of its result; ``observe`` sees its progress."""
+        with closing(self.events("POST", path, json=dict(body))) as events:
+            for event in events:
+                result = answers.result_of(event, observe)
+                if result is not None:
+                    return result
+        raise Unavailable(f"{path} ended without a result; ask again")
+
+    def events(
+        self, method: str, path: str, *, trace: Trace | None = None, **options: Any
+    ) -> Generator[Event, None, None]:
+        """The events of one SSE response up to and with its ``[DONE]``. Raises the typed error of a refused request,
+        and ``InstanceLost`` where it broke off (an ``error`` event is an end)."""
+        trace = trace or Trace()
+        headers = {**transport.SSE, **options.pop("headers", {})}
+        try:
+            with self._http.stream(method, path, headers=headers, **options) as response:
+                trace.call = answers.call_id(response.headers)
+                if response.is_error:
+                    raise answers.error_from(response.status_code, response.headers, response.read())
+                parser = Parser()
+                for chunk in response.iter_bytes():
+                    for event in parser.feed(chunk):
+                        yield event
+                        if event.done or event.event == "error":
+                            return
+        except httpx.HTTPError as error:
+            raise transport.failed(self.url, error, trace) from error
+        raise answers.broken_off(trace)
+
+    def _once(self, method: str, path: str, trace: Trace | None, options: Mapping[str, Any]) -> Any:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise transport.failed(self.url, error) from error
+        if trace is not None:
+            trace.call = answers.call_id(response.headers)
+        return answers.document(response.status_code, response.headers, response.content)
+
+    def _again(self, once: Callable[[], Any], *, repeatable: bool) -> Any:
+        attempt = 1
+        while True:
+            try:
+                return once()
+            except SllmError as error:
+                wait = self._retry.wait(attempt, error, repeatable=repeatable)
+                if wait is None:
+                    raise
+                time.sleep(wait)
+                attempt += 1

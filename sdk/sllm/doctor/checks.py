@@ -1,0 +1,34 @@
+"""Which checks there are, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sllm.doctor import kernel, machine, nats, software, storage
+from sllm.doctor.finding import Check, Finding
+
+
+def run() -> Iterator[Finding]:
+    """Each check's finding as it comes. What only the platform needs is looked at where it can run."""
+    everywhere: tuple[Check, ...] = (software.python, software.system, software.extras, software.gateway)
+    for check in everywhere:
+        yield check()
+    if not kernel.on_linux():
+        return
+    server = software.installed("server")
+    gpu = machine.has_gpu()
+    here: tuple[Check, ...] = (
+        software.port,
+        storage.space,
+        storage.direct_io,
+        kernel.memory,
+        kernel.memfd,
+        kernel.huge_pages,
+        kernel.open_files,
+        lambda: kernel.locked_memory(gpu),
+        lambda: nats.nats(needed=server),
+        machine.gpu,
+        machine.containers,
+    )
+    for check in here:
+        yield check()

@@ -1,0 +1,101 @@
+"""What the kernel gives: sealed shared memory, huge pages, limits, memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+from sllm.doctor.finding import Finding, failure, ok, warning
+from sllm_runtime.protocol.quantities import show_bytes
+
+SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_F_ADD_SEALS: Final = 1033
+_SEALS: Final = 0x01 | 0x02 | 0x04 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
+MIN_FILES: Final = 4096
+MIN_MEMORY: Final = 2 * 2**30
+
+
+def memfd() -> Finding:
+    """Whether a writable mapping survives seals that forbid everybody else to write (Linux 5.1)."""
+    import fcntl
+
+    try:
+        fd = os.memfd_create("sllm-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (OSError, AttributeError) as error:
+        return failure(
+            "memfd seals", f"memfd_create: {error}", "a Linux kernel from 5.1 on, and a seccomp that lets it"
+        )
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with mmap.mmap(fd, mmap.PAGESIZE) as mapping:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+            mapping[0] = 1
+            try:
+                os.pwrite(fd, b"x", 0)
+            except PermissionError:
+                return ok("memfd seals", "shared weights can be sealed")
+    except OSError as error:
+        return failure("memfd seals", f"F_ADD_SEALS: {error.strerror}", "a Linux kernel from 5.1 on")
+    finally:
+        os.close(fd)
+    return failure("memfd seals", "a sealed memfd could be written", "a Linux kernel from 5.1 on")
+
+
+def huge_pages() -> Finding:
+    """Whether shared memory may have 2 MiB pages: reading weights once costs a third (docs/loaderd.md)."""
+    try:
+        text = SHMEM_ENABLED.read_text()
+    except OSError:
+        return warning("huge pages", "transparent huge pages are not in this kernel", "weights are read by small pages")
+    mode = re.search(r"\[(\w+)\]", text)
+    chosen = mode[1] if mode else text.strip()
+    if chosen in ("advise", "always", "within_size", "force"):
+        return ok("huge pages", f"shmem_enabled={chosen}")
+    return warning(
+        "huge pages",
+        f"shmem_enabled={chosen}: first reads of weights take longer",
+        f"echo advise | sudo tee {SHMEM_ENABLED}",
+    )
+
+
+def open_files() -> Finding:
+    """Chunks of weights and callers each hold a descriptor; daemons raise the soft limit themselves."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    if hard == resource.RLIM_INFINITY or hard >= MIN_FILES:
+        return ok("open files", f"soft {soft}, hard {most}")
+    remedy = "ulimit -Hn 65536 (LimitNOFILE= in systemd, nofile in /etc/security/limits.conf)"
+    return warning("open files", f"hard limit {most}, fewer than {MIN_FILES}", remedy)
+
+
+def locked_memory(has_gpu: bool) -> Finding:
+    """Pinned host memory counts against it where a GPU is loaded from."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = hard == resource.RLIM_INFINITY
+    shown = "unlimited" if unlimited else f"soft {show_bytes(soft)}, hard {show_bytes(hard)}"
+    if unlimited or not has_gpu:
+        return ok("locked memory", shown + ("" if has_gpu else " (matters with a GPU only)"))
+    remedy = "ulimit -Hl unlimited (LimitMEMLOCK=infinity in systemd, memlock in /etc/security/limits.conf)"
+    return warning("locked memory", shown, remedy)
+
+
+def memory() -> Finding:
+    """What is available now."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    available = int(found[1]) * 1024 if found else 0
+    if available >= MIN_MEMORY:
+        return ok("memory", f"{show_bytes(available)} available, {os.cpu_count()} CPUs")
+    remedy = "end what is not needed; a warm sandbox has torch in memory"
+    return warning("memory", f"{show_bytes(available)} available", remedy)
+
+
+def on_linux() -> bool:
+    return sys.platform == "linux"

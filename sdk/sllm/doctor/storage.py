@@ -1,0 +1,57 @@
+"""Disk: space, and reads that pass the page cache by."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from sllm import profiles
+from sllm.doctor.finding import Finding, failure, ok, warning
+from sllm_runtime.protocol.quantities import show_bytes
+
+MIN_FREE: Final = 2 * 2**30
+_BYTES: Final = 8 * 2**20
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def space() -> Finding:
+    """Free bytes where models and bundles are kept."""
+    place = _existing(profiles.home().absolute())
+    if not os.access(place, os.W_OK):
+        return failure("disk space", f"{place} cannot be written", "set SLLM_HOME to a directory of your own")
+    free = shutil.disk_usage(place).free
+    what = f"{show_bytes(free)} free at {place}"
+    return ok("disk space", what) if free >= MIN_FREE else warning("disk space", what, "make room, or set SLLM_HOME")
+
+
+def direct_io() -> Finding:
+    """Writes a file where models are kept and reads it with O_DIRECT."""
+    place = _existing(profiles.home().absolute())
+    remedy = "set SLLM_HOME to a file system with direct I/O (ext4, xfs); reads go through the page cache meanwhile"
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".sllm-doctor-") as file, mmap.mmap(-1, _BYTES) as buffer:
+            file.write(os.urandom(_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+            try:
+                began = time.perf_counter()
+                read = os.preadv(fd, [buffer], 0)
+                seconds = time.perf_counter() - began
+            finally:
+                os.close(fd)
+    except OSError as error:
+        return warning("direct I/O", f"{place}: {error.strerror}", remedy)
+    if read != _BYTES:
+        return warning("direct I/O", f"{place}: read {read} of {_BYTES} bytes", remedy)
+    return ok("direct I/O", f"{place}: one read of 8 MiB at {show_bytes(_BYTES / seconds)}/s")

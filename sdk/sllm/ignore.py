@@ -1,0 +1,79 @@
+"""Which files of a function's directory go into its bundle: everything but these patterns and ``.sllmignore``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from pathspec import GitIgnoreSpec
+
+from sllm_runtime.protocol.errors import InvalidBundle
+
+IGNORE_FILE: Final = ".sllmignore"
+DEFAULTS: Final = (
+    ".*",
+    "__pycache__/",
+    "*.py[co]",
+    "node_modules/",
+    "venv/",
+    "*.egg-info/",
+    "dist/",
+    "*.safetensors",
+    "*.gguf",
+    "*.ckpt",
+    "*.pt",
+    "*.pth",
+    "pytorch_model*.bin",
+    "partition_*.bin",
+    "*.log",
+)
+"""Weights travel as models, not in bundles. ``!pattern`` in ``.sllmignore`` brings a file back."""
+
+
+def spec(root: Path, also: tuple[str, ...] = ()) -> GitIgnoreSpec:
+    """Defaults, then the lines of ``root/.sllmignore`` (gitignore's syntax), then ``also``; later lines win.
+
+    Raises ``InvalidBundle`` for a pattern that is none.
+    """
+    own = root / IGNORE_FILE
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
+        return GitIgnoreSpec.from_lines([*DEFAULTS, *lines, *also])
+    except (ValueError, OSError) as error:
+        raise InvalidBundle(f"{own} cannot be used: {error}") from error
+
+
+def files(root: Path, rules: GitIgnoreSpec, outside: list[str] | None = None) -> Iterator[str]:
+    """Paths below ``root`` (posix, relative, sorted by directory) that no rule ignores.
+
+    A link to a file inside ``root`` counts as that file; one that leads out of it, or to a directory, is not followed
+    and is named in ``outside``.
+    """
+    for directory, below, names in os.walk(root, followlinks=False, onerror=_unreadable):
+        here = Path(directory).relative_to(root)
+        prefix = "" if here == Path(".") else f"{here.as_posix()}/"
+        wanted = sorted(name for name in below if not rules.match_file(f"{prefix}{name}/"))
+        below[:] = [name for name in wanted if not (root / prefix / name).is_symlink()]
+        if outside is not None:
+            outside.extend(f"{prefix}{name}" for name in wanted if name not in below)
+        for name in sorted(names):
+            path = prefix + name
+            if rules.match_file(path):
+                continue
+            if not _inside(root, root / path):
+                if outside is not None:
+                    outside.append(path)
+            elif (root / path).is_file():
+                yield path
+
+
+def _inside(root: Path, path: Path) -> bool:
+    return not path.is_symlink() or path.resolve().is_relative_to(root.resolve())
+
+
+def _unreadable(error: OSError) -> None:
+    raise InvalidBundle(
+        f"{error.filename} cannot be read ({error.strerror}); list it in {IGNORE_FILE} if a call does not need it"
+    ) from error

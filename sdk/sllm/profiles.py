@@ -1,0 +1,145 @@
+"""Which platform to talk to: flag over environment over ``sllm.toml`` over the default profile.
+
+Profiles stand in ``<SLLM_HOME or ~/.sllm>/profiles.toml`` (mode 0600, since they hold tokens).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from sllm_runtime.protocol.errors import InvalidRequest
+
+DEFAULT_URL: Final = "http://127.0.0.1:8600"
+PROJECT_FILE: Final = "sllm.toml"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the gateway is and how to be let in. ``token`` never shows in a ``repr``."""
+
+    url: str
+    token: str | None = None
+    name: str = "default"
+
+    def __repr__(self) -> str:
+        return f"Profile(name={self.name!r}, url={self.url!r}, token={'set' if self.token else None})"
+
+
+def home() -> Path:
+    """The directory of profiles and of the embedded platform."""
+    return Path(os.environ.get("SLLM_HOME") or Path.home() / ".sllm")
+
+
+def profiles_file() -> Path:
+    return home() / "profiles.toml"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}") from error
+
+
+def project_settings() -> dict[str, Any]:
+    """``sllm.toml`` of the current directory or the nearest above."""
+    for directory in (Path.cwd(), *Path.cwd().parents):
+        if (directory / PROJECT_FILE).is_file():
+            return _read(directory / PROJECT_FILE)
+    return {}
+
+
+def stored() -> list[Profile]:
+    """All profiles, by name."""
+    found = _read(profiles_file()).get("profiles", {})
+    return [Profile(str(each.get("url", "")), each.get("token"), name) for name, each in sorted(found.items())]
+
+
+def save(name: str, url: str, token: str | None) -> Path:
+    """Set profile ``name``; others stay. Returns the file, mode 0600. Raises ``InvalidRequest``."""
+    document = _read(profiles_file())
+    document.setdefault("profiles", {})[name] = {"url": _url(url)} | ({"token": _token(token)} if token else {})
+    return _write(document)
+
+
+def remove(name: str) -> None:
+    """Take profile ``name`` away. Raises ``InvalidRequest`` where there is none."""
+    document = _read(profiles_file())
+    if document.get("profiles", {}).pop(name, None) is None:
+        raise InvalidRequest(f"profile {name!r} is not in {profiles_file()}", field="profile")
+    _write(document)
+
+
+def _write(document: dict[str, Any]) -> Path:
+    # JSON's texts, numbers and truths are TOML's too.
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in document.items() if key != "profiles"]
+    for name, fields in document.get("profiles", {}).items():
+        lines += ["", f"[profiles.{json.dumps(name)}]"]
+        lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in fields.items()]
+    path = profiles_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, new = tempfile.mkstemp(dir=path.parent, prefix=".profiles-")  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines).lstrip("\n") + "\n")
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise
+    return path
+
+
+@dataclass(frozen=True)
+class Given:
+    """What arguments, environment and ``sllm.toml`` say; ``None``: nothing."""
+
+    url: str | None
+    token: str | None
+
+
+def given(url: str | None = None, token: str | None = None) -> Given:
+    """Arguments win, then ``SLLM_URL`` and ``SLLM_TOKEN``, then ``url`` of ``sllm.toml``."""
+    found = url or os.environ.get("SLLM_URL") or project_settings().get("url")
+    return Given(_url(found) if found else None, _token(token or os.environ.get("SLLM_TOKEN")))
+
+
+def load(name: str | None = None, *, url: str | None = None, token: str | None = None) -> Profile:
+    """The profile to use. Arguments win, then ``SLLM_URL``, ``SLLM_TOKEN``, ``SLLM_PROFILE``, then the files.
+
+    Raises ``InvalidRequest`` for a profile that was asked for and is not there.
+    """
+    asked = name or os.environ.get("SLLM_PROFILE") or project_settings().get("profile")
+    known = _read(profiles_file()).get("profiles", {})
+    if asked and asked not in known:
+        have = ", ".join(sorted(known)) or "none yet; `sllm up` writes one"
+        raise InvalidRequest(f"profile {asked!r} is not in {profiles_file()} (there: {have})", field="profile")
+    kept = known.get(asked or "default", {})
+    said = given(url, token)
+    # A profile that is named on the command line means its own platform, whatever the environment says.
+    if name and not url:
+        said = Given(None, token)
+    # A stored token belongs to its own URL: it is never sent to another host by accident.
+    own = kept.get("token") if said.url in (None, str(kept.get("url", "")).rstrip("/")) else None
+    return Profile(_url(said.url or kept.get("url") or DEFAULT_URL), said.token or _token(own), asked or "default")
+
+
+def _url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRequest(f"{url!r} is no URL of a gateway; write http://host:port or https://host", field="url")
+    return url.rstrip("/")
+
+
+def _token(token: str | None) -> str | None:
+    if token and not (token.isascii() and token.isprintable()):
+        raise InvalidRequest("the token holds a character that no token has", field="token")
+    return token or None

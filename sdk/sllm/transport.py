@@ -1,0 +1,93 @@
+"""What both clients do alike: settings of the connection, arguments as JSON, and errors of the transport as ours."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic_core import PydanticSerializationError, to_json
+
+from sllm import profiles
+from sllm.answers import Trace, broken_off
+from sllm.profiles import Profile
+from sllm_runtime.protocol.errors import InstanceLost, InvalidArgument, SllmError, Unavailable
+from sllm_runtime.protocol.http import EVENT_STREAM
+
+JSON: Final = {"Content-Type": "application/json"}
+# A proxy that compresses would also collect events before it lets them go.
+SSE: Final = {"Accept": EVENT_STREAM, "Accept-Encoding": "identity"}
+CONNECT_S: Final = 5.0
+SILENCE_S: Final = 60.0
+"""Heartbeats come every 10 s."""
+WHOLE_S: Final = 86_400.0 + 60.0
+"""An answer in one piece is silent until it is there: as long as the longest ``timeout`` of a manifest."""
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+
+
+def options(profile: Profile, timeout: float | None) -> dict[str, Any]:
+    """Keyword arguments of an httpx client for ``profile``, but for its ``mounts``."""
+    headers = {"Authorization": f"Bearer {profile.token}"} if profile.token else {}
+    return {
+        "base_url": profile.url,
+        "headers": headers,
+        "timeout": httpx.Timeout(timeout or SILENCE_S, connect=CONNECT_S),
+        # A proxy of the environment is not asked for this machine: it would see the token.
+        "trust_env": urlsplit(profile.url).hostname not in _LOOPBACK,
+        "verify": secure(profile),
+    }
+
+
+def secure(profile: Profile) -> bool:
+    """Whether certificates are checked: always where there are any. Reading the authorities takes 50 ms."""
+    return urlsplit(profile.url).scheme == "https"
+
+
+def keepalive() -> list[tuple[int, int, int]]:
+    """Socket options by which the kernel finds out that a silent peer has died."""
+    wanted = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+    found = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    for name, value in wanted.items():
+        if hasattr(socket, name):
+            found.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+    return found
+
+
+def chosen(url: str | None, token: str | None, profile: str | None) -> Profile:
+    """The platform to talk to. Raises ``InvalidRequest``."""
+    return profiles.load(profile, url=url, token=token)
+
+
+def whole(timeout: float | None) -> httpx.Timeout:
+    """Deadlines of an answer that comes in one piece."""
+    return httpx.Timeout(SILENCE_S, read=timeout or WHOLE_S, connect=CONNECT_S)
+
+
+def function_path(name: str, version: int | None) -> str:
+    return f"/fn/{name}" if version is None else f"/fn/{name}/v{version}"
+
+
+def encoded(arguments: Mapping[str, Any]) -> bytes:
+    """A call's body; dataclasses, pydantic models, dates and the like become their JSON. Raises ``InvalidArgument``."""
+    parts = [to_json(str(name)) + b":" + _value(str(name), value) for name, value in arguments.items()]
+    return b"{" + b",".join(parts) + b"}"
+
+
+def _value(name: str, value: Any) -> bytes:
+    try:
+        return to_json(value, inf_nan_mode="strings")
+    except (PydanticSerializationError, UnicodeError) as error:
+        raise InvalidArgument(f"{name}: {error}; arguments travel as JSON", field=name) from error
+
+
+def failed(url: str, error: httpx.HTTPError, trace: Trace | None = None) -> SllmError:
+    """The typed error for a request that got no answer, or half of one (``trace``: of a call)."""
+    reason = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
+        start = "; `sllm up` starts one here" if urlsplit(url).hostname in _LOOPBACK else ""
+        return Unavailable(f"no gateway answers at {url} ({reason}){start}")
+    if trace is not None and trace.call is not None:
+        return broken_off(trace)
+    return InstanceLost(f"the connection to {url} broke off before an answer came ({reason}); it may have been done")

@@ -1,0 +1,70 @@
+"""What holds for every test: nothing is left behind, and what cannot run here says why."""
+
+import os
+import shutil
+import signal
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.leaks import (  # noqa: F401 - a fixture or hook is used by being here
+    no_task_left,
+    nothing_left_by_module,
+    nothing_left_by_session,
+    nothing_left_by_test,
+    pytest_collection_modifyitems,
+)
+
+ENGINE_SECONDS = 20
+
+# A shell's background job has SIGINT ignored, and so would everything that it starts: programs whose Ctrl-C is tested.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A time limit per example would measure what else the machine does.
+settings.register_profile("sllm", deadline=None, print_blob=True)
+settings.load_profile("sllm")
+
+
+@cache
+def why_no_gpu() -> str | None:
+    """Why tests marked `gpu` cannot run here, or None where they can."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return "no NVIDIA device in /dev"
+    import torch
+
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} cannot use the GPU of this machine"
+
+
+@cache
+def why_no_container() -> str | None:
+    """Why tests marked `container` cannot run here, or None where they can."""
+    reasons = []
+    for engine in ("docker", "podman"):
+        if shutil.which(engine) is None:
+            reasons.append(f"{engine} is not installed")
+            continue
+        done = subprocess.run([engine, "info"], capture_output=True, text=True, timeout=ENGINE_SECONDS, check=False)
+        if done.returncode == 0:
+            return None
+        reasons.append(f"{engine} info: {done.stderr.strip()[-200:]}")
+    return "; ".join(reasons)
+
+
+NEEDS = {"gpu": why_no_gpu, "container": why_no_container}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, with the reason, what this machine cannot run; SLLM_TEST_REQUIRE=gpu,container fails it instead."""
+    required = os.environ.get("SLLM_TEST_REQUIRE", "").split(",")
+    for need, why_not in NEEDS.items():
+        if item.get_closest_marker(need) is None:
+            continue
+        reason = why_not()
+        if reason and need in required:
+            pytest.fail(f"needs a {need}: {reason}", pytrace=False)
+        if reason:
+            pytest.skip(f"needs a {need}: {reason}")

@@ -1,0 +1,145 @@
+"""The command line against a real platform: what a person types, and what Ctrl-C leaves."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sllm import Client, Function
+from tests.fixtures.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+SLLM = [sys.executable, "-m", "sllm"]
+INTERRUPT_S = 2.0
+SLOW_SETUP = """
+import time
+from sllm import model_function
+
+@model_function(memory="256MiB")
+class Slow:
+    def setup(self) -> None:
+        time.sleep(6)
+
+    def __call__(self) -> str:
+        return "ready"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cli")) as found:
+        yield found
+
+
+def sllm(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SLLM, *words], cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=90, check=False
+    )
+
+
+def document(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def until(cluster: Cluster, name: str, condition: Any, within_s: float = 30.0) -> None:
+    with Client(cluster.url, cluster.token) as client:
+        deadline = time.monotonic() + within_s
+        while not condition(client.request("GET", "/api/v1/functions/" + name)):
+            assert time.monotonic() < deadline, cluster.logs()
+            time.sleep(0.02)
+
+
+def test_the_life_of_a_function(cluster: Cluster) -> None:
+    """Found by the profile that `sllm up` wrote: no URL and no token is given."""
+    assert document(sllm(cluster, "fn", "deploy", "functions/echo", "--json"))["version"] == 1
+    assert document(sllm(cluster, "fn", "deploy", "functions/echo/function.py::echo", "--json"))["unchanged"] is True
+    assert document(sllm(cluster, "fn", "invoke", "echo", "text=12", "times=2", "--json"))["text"] == "12 12"
+    refused = sllm(cluster, "fn", "invoke", "echo", "times=2", "--json")
+    assert (refused.returncode, json.loads(refused.stderr)["error"]["field"]) == (2, "text")
+    assert [each["name"] for each in document(sllm(cluster, "fn", "list", "--json"))["functions"]] == ["echo"]
+    assert document(sllm(cluster, "fn", "history", "echo", "--json"))[0]["active"] is True
+    assert document(sllm(cluster, "node", "list", "--json"))["nodes"][0]["alive"] is True
+    assert document(sllm(cluster, "fn", "delete", "echo", "--json"))["deleted"] is True
+    assert sllm(cluster, "fn", "describe", "echo").returncode == 3
+
+
+def test_what_a_function_raises_is_in_its_log(cluster: Cluster) -> None:
+    file = "tests/fixtures/functions/raises.py"
+    name = document(sllm(cluster, "fn", "deploy", file, "--json"))["function"]["name"]
+    failed = sllm(cluster, "fn", "invoke", name, "text=oh", "-v")
+    assert failed.returncode == 1
+    assert "ValueError: oh" in failed.stderr
+    deadline = time.monotonic() + 20
+    while "Traceback" not in (logged := sllm(cluster, "fn", "logs", name).stdout):
+        assert time.monotonic() < deadline, logged
+    assert "raise ValueError(text)" in logged
+    with started(cluster, "fn", "logs", name, "-f") as process:
+        assert first_byte(process)
+        assert interrupt(process)[0] == 130
+
+
+def interrupt(process: subprocess.Popen[str]) -> tuple[int, str]:
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - began < INTERRUPT_S
+    return process.returncode, errors
+
+
+@contextmanager
+def started(cluster: Cluster, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs; it is dead afterwards."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*SLLM, *words], cwd=ROOT, env=cluster.env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_byte(process: subprocess.Popen[str]) -> bytes:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], 30)[0], "nothing was printed"
+    return os.read(process.stdout.fileno(), 1)
+
+
+def test_ctrl_c_ends_the_work_of_a_call(cluster: Cluster) -> None:
+    document(sllm(cluster, "fn", "deploy", "functions/counter", "--json"))
+    with started(cluster, "fn", "invoke", "counter", "to=100000", "interval=0.05") as process:
+        assert first_byte(process) == b"1"
+        status, errors = interrupt(process)
+    assert status == 130
+    assert "is cancelled" in errors
+    with Client(cluster.url, cluster.token) as client:
+        assert list(Function.lookup("counter", client=client).stream(to=3)) == [1, 2, 3]
+
+
+def test_ctrl_c_of_a_deployment_names_what_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "function.py").write_text(SLOW_SETUP)
+    with started(cluster, "fn", "deploy", str(tmp_path)) as process:
+        # HTTP knows of it once a version is there, whose start takes six seconds.
+        with Client(cluster.url, cluster.token) as client:
+            deadline = time.monotonic() + 30
+            while not any(node["instances"] for node in _starting(client)):
+                assert time.monotonic() < deadline, cluster.logs()
+                time.sleep(0.02)
+        status, errors = interrupt(process)
+    assert status == 130
+    assert "the deployment of slow goes on; `sllm fn describe slow` says how it ended" in errors
+    until(cluster, "slow", lambda view: view["active"] == 1)
+    assert document(sllm(cluster, "fn", "invoke", "slow", "--json")) == "ready"
+
+
+def _starting(client: Client) -> list[dict[str, Any]]:
+    functions = client.request("GET", "/api/v1/functions")["functions"]
+    return [view for view in functions if view["name"] == "slow"]

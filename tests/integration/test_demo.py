@@ -1,0 +1,182 @@
+"""`make demo` as a person runs it: to its end, interrupted, killed, and with a function that is broken."""
+
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sllm_runtime.platform.process import start_time
+from tests.fixtures.command import sllm, sllm_json
+from tests.fixtures.deployed import descendants, wait
+
+ROOT = Path(__file__).parents[2]
+WITHIN_S = 100
+KEEP_ALIVE = re.compile(r'keep_alive="\d+s"')
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with what the demo needs, whose function is let go of soon."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "demo.py", tmp_path / "tools")
+    shutil.copytree(ROOT / "functions" / "coder", tmp_path / "functions" / "coder")
+    function = tmp_path / "functions" / "coder" / "function.py"
+    text, changed = KEEP_ALIVE.subn('keep_alive="1s"', function.read_text())
+    assert changed == 1
+    function.write_text(text)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def environment(tree: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLLM_")}
+    return {**kept, "SLLM_HOME": str(tree / "home"), "SLLM_PORT": "0", "TMPDIR": str(tree / "tmp"), "COLUMNS": "100"}
+
+
+class Demo:
+    """The running program: what it has printed so far, and its family."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.printed = ""
+
+    def until(self, text: str) -> None:
+        """Read on until it has printed ``text``."""
+        deadline = time.monotonic() + WITHIN_S
+        while text not in self.printed:
+            assert self._read(deadline), f"it ended before {text!r}: {self.printed}"
+
+    def end(self) -> int:
+        """Read all it prints; its exit status."""
+        deadline = time.monotonic() + WITHIN_S
+        while self._read(deadline):
+            pass
+        return self.process.wait(WITHIN_S)
+
+    def _read(self, deadline: float) -> bool:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"it says nothing more: {self.printed}"
+        data = os.read(self.process.stdout.fileno(), 65536)
+        self.printed += data.decode(errors="replace")
+        return bool(data)
+
+    def family(self) -> set[int]:
+        return descendants(self.process.pid)
+
+
+@contextmanager
+def demo(tree: Path, *words: str, below: tuple[str, ...] = ()) -> Iterator[Demo]:
+    """``tools/demo.py`` in a process group of its own, as a shell would run it; ``below``: a program that runs it."""
+    argv = [*below, sys.executable, "-u", "tools/demo.py", *words]
+    with subprocess.Popen(
+        argv, cwd=tree, env=environment(tree), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, process_group=0,
+    ) as process:  # fmt: skip
+        try:
+            yield Demo(process)
+        finally:
+            process.kill()
+
+
+def wait_gone(pids: set[int]) -> None:
+    wait(lambda: not [pid for pid in pids if start_time(pid) is not None], 15, "the demo's processes have ended")
+
+
+def nothing_left(tree: Path) -> None:
+    """Neither the platform's directory nor anything else of it."""
+    assert [path.name for path in (tree / "tmp").iterdir() if path.name.startswith("sllm")] == []
+    assert not (tree / "home").exists()
+
+
+def test_the_whole_demo(tree: Path) -> None:
+    with demo(tree) as running:
+        running.until("cold call")
+        family = running.family()
+        assert running.end() == 0, running.printed
+    printed = running.printed
+    assert printed.index("cold call") < printed.index("warm call") < printed.index("Where the time went")
+    row = r"│ {} +│ +([0-9.]+|-) +│ +([0-9.]+|-) +│"
+    for stage in ("queue", "first_token", "tokens", "first token at the client"):
+        found = re.search(row.format(stage), printed)
+        assert found, printed
+        assert "-" not in found.groups(), "both calls have it"
+    for stage in ("sandbox", "import", "weights", "setup"):
+        found = re.search(row.format(stage), printed)
+        assert found, printed
+        assert found.group(1) != "-", "the cold call"
+        assert found.group(2) == "-", "the warm call"
+    assert "curl -N http://127.0.0.1:" in printed
+    assert "from openai import OpenAI" in printed
+    assert printed.rstrip().endswith("everything is stopped")
+    wait_gone(family)
+    nothing_left(tree)
+
+
+def test_it_can_leave_the_platform_up_and_its_lines_work(tree: Path) -> None:
+    env = environment(tree)
+    try:
+        with demo(tree, "--keep") as running:
+            assert running.end() == 0, running.printed
+        assert [function["name"] for function in sllm_json(env, "fn", "list")["functions"]] == ["coder"]
+        start, end = running.printed.index("from openai import"), running.printed.index("the platform is up")
+        snippet = running.printed[start:end]
+        done = subprocess.run(
+            [sys.executable, "-c", snippet], env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout) > 20
+    finally:
+        sllm(env, "down")
+
+
+@pytest.mark.parametrize("moment", ["ready in", "cold call"])
+def test_ctrl_c_leaves_nothing(tree: Path, moment: str) -> None:
+    with demo(tree) as running:
+        running.until(moment)
+        family = running.family()
+        began = time.monotonic()
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.end() == 130, running.printed
+        took = time.monotonic() - began
+    assert "interrupted; everything is stopped" in running.printed
+    wait_gone(family)
+    nothing_left(tree)
+    assert took < 10
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("below", [(), ("sh", "-c", '"$@"; exit $?', "make")], ids=["of itself", "of its parent"])
+def test_kill_9_leaves_no_process(tree: Path, below: tuple[str, ...]) -> None:
+    with demo(tree, below=below) as running:
+        running.until("cold call")
+        family = running.family()
+        assert len(family) >= 6
+        running.process.kill()
+        running.process.wait(10)
+        wait_gone(family)
+
+
+@pytest.mark.parametrize("words", [(), ("--keep",)])
+def test_a_function_that_cannot_be_deployed_fails_it(tree: Path, words: tuple[str, ...]) -> None:
+    function = tree / "functions" / "coder" / "function.py"
+    function.write_text(
+        function.read_text().replace("from sllm import", "import nowhere_to_be_found\nfrom sllm import")
+    )
+    with demo(tree, *words) as running:
+        running.until("ready in")
+        family = running.family()
+        assert running.end() == 1, running.printed
+    assert "nowhere_to_be_found" in running.printed
+    assert "demo failed" in running.printed
+    wait_gone(family)
+    sllm(environment(tree), "down", expect=3)

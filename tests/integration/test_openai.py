@@ -1,0 +1,162 @@
+"""The official OpenAI client against the real platform, used as its documentation says and without a workaround."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.deployed import deploy, wait_cold
+
+CODER = Path(__file__).parents[2] / "functions" / "coder" / "function.py"
+PROMPT = "import os\n\n\ndef "
+ASK: dict[str, Any] = {"model": "coder", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+MESSAGES: Any = [{"role": "system", "content": "import os\n\n\n"}, {"role": "user", "content": "def "}]
+TALK: dict[str, Any] = {"model": "coder", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("openai")) as started:
+        deploy(started, str(CODER), name="coder", keep_alive=1)
+        deploy(started, "kinds::awaited", name="awaited", keep_alive=1)
+        yield started
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=cluster.token) as made:
+        yield made
+
+
+@pytest.fixture
+def expected(cluster: Cluster) -> str:
+    """What the function itself answers to the same prompt."""
+    answer = cluster.http.post("/fn/coder", json={"prompt": PROMPT, "max_tokens": 24})
+    return "".join(answer.json())
+
+
+def test_a_completion(client: openai.OpenAI, expected: str) -> None:
+    answer = client.completions.create(**ASK)
+    assert (answer.object, answer.model) == ("text_completion", "coder")
+    (choice,) = answer.choices
+    assert (choice.text, choice.index, choice.finish_reason) == (expected, 0, "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens > 3
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+
+
+def test_a_streamed_completion_that_began_cold(cluster: Cluster, client: openai.OpenAI, expected: str) -> None:
+    wait_cold(cluster, "coder")
+    chunks = list(client.completions.create(**ASK, stream=True, stream_options={"include_usage": True}))
+    *pieces, last = chunks
+    assert len(pieces) > 5, "it comes in pieces"
+    assert "".join(chunk.choices[0].text for chunk in pieces) == expected
+    assert [chunk.choices[0].finish_reason for chunk in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 24
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_chat(client: openai.OpenAI, expected: str) -> None:
+    answer = client.chat.completions.create(**TALK)
+    (choice,) = answer.choices
+    assert answer.object == "chat.completion"
+    assert (choice.message.role, choice.message.content) == ("assistant", expected)
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+
+
+def test_a_streamed_chat(client: openai.OpenAI, expected: str) -> None:
+    chunks = list(client.chat.completions.create(**TALK, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+
+
+def test_a_stop_string_ends_it_and_is_not_in_it(client: openai.OpenAI, expected: str) -> None:
+    stop = expected[len(expected) // 2 :][:3]
+    answer = client.completions.create(**ASK, stop=[stop, "never that"])
+    assert answer.choices[0].text == expected.partition(stop)[0]
+    assert answer.choices[0].finish_reason == "stop"
+    chunks = list(client.completions.create(**ASK, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.partition(stop)[0]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_seed_repeats_and_several_choices_differ(client: openai.OpenAI) -> None:
+    given = {**ASK, "temperature": 1.0, "n": 2, "seed": 5}
+    first, second = (client.completions.create(**given) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert [choice.index for choice in first.choices] == [0, 1]
+    assert len(set(texts)) == 2
+
+
+def test_logprobs(client: openai.OpenAI, expected: str) -> None:
+    logprobs = client.completions.create(**ASK, logprobs=2).choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(logprobs.tokens or []) == expected
+    assert all(value <= 0 for value in logprobs.token_logprobs or [])
+    assert len(logprobs.token_logprobs or []) == 24
+
+
+def test_models_are_the_functions_with_an_engine(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["coder"]
+    assert client.models.retrieve("coder").id == "coder"
+
+
+@pytest.mark.parametrize("model", ["awaited", "nobody"])
+def test_what_has_no_engine_is_no_model(client: openai.OpenAI, model: str) -> None:
+    for ask in (
+        lambda: client.completions.create(model=model, prompt="a"),
+        lambda: client.chat.completions.create(model=model, messages=MESSAGES),
+        lambda: client.models.retrieve(model),
+    ):
+        with pytest.raises(openai.NotFoundError) as raised:
+            ask()
+        assert isinstance(raised.value.body, dict)
+        assert set(raised.value.body) == {"message", "type", "param", "code"}
+        assert model in raised.value.body["message"]
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    wrong: Any = {"temperature": "hot"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**{**ASK, **wrong})
+    assert (refused.value.param, refused.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError) as empty:
+        client.chat.completions.create(**{**TALK, "max_tokens": 0})
+    assert empty.value.param == "max_tokens"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(**{**ASK, "prompt": "import os\n" * 3000})
+    assert long.value.code == "context_length_exceeded"
+    with (
+        openai.OpenAI(base_url=client.base_url, api_key="wrong") as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_limits_of_max_tokens(client: openai.OpenAI) -> None:
+    nothing = client.completions.create(**{**ASK, "max_tokens": 0})
+    assert nothing.choices[0].text == ""
+    short = client.completions.create(**{**ASK, "prompt": [100] * 2040, "max_tokens": 10**6})
+    assert short.usage is not None
+    assert (short.usage.total_tokens, short.choices[0].finish_reason) == (2048, "length")
+
+
+async def test_many_at_once_by_the_async_client(cluster: Cluster, expected: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=cluster.token) as client:
+
+        async def one() -> str:
+            stream = await client.completions.create(**ASK, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        assert await asyncio.gather(*(one() for _ in range(12))) == [expected] * 12

@@ -1,0 +1,237 @@
+"""Starts that fail: 503 with stage and reason for everybody who waits, few attempts, and a platform that stays well."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sllm_runtime.protocol.errors import OutOfMemory, SllmError, StartFailed, StartTimeout
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.deployed import deploy, events, live, slack, wait, wait_cold, workers
+from tests.fixtures.streams import Stream
+
+MODEL = Path(__file__).parents[2] / "functions" / "coder" / "model"
+WAITERS = 5
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("platform")) as running:
+        wait(lambda: idle_sandboxes(running), 60, "a warm sandbox waits")
+        yield running
+
+
+def idle_sandboxes(cluster: Cluster) -> int:
+    return sum(node["pool_idle"] for node in cluster.http.get("/api/v1/nodes").json()["nodes"])
+
+
+def attempts(cluster: Cluster, name: str) -> int:
+    """Starts that were begun for a function so far, from the controller's events."""
+    return len(events(cluster, name, "instance.pending"))
+
+
+# --- at deployment --------------------------------------------------------------------------------
+AT_DEPLOYMENT = [
+    ("dies_in_setup", StartFailed, "setup", "exit code 9"),
+    ("exit_in_setup", StartFailed, "setup", "SystemExit: 3"),
+    ("hangs_in_setup", StartTimeout, "setup", "within 2 s"),
+    ("oom", OutOfMemory, "setup", "memory"),
+]
+
+
+@pytest.mark.parametrize(("target", "kind", "stage", "says"), AT_DEPLOYMENT)
+def test_a_first_version_that_cannot_start_leaves_nothing(
+    cluster: Cluster, target: str, kind: type[SllmError], stage: str, says: str
+) -> None:
+    name = target.replace("_", "-")
+    with pytest.raises(kind) as caught:
+        deploy(cluster, target)
+    assert (type(caught.value), caught.value.stage) == (kind, stage)
+    assert says in caught.value.message
+    assert attempts(cluster, name) == 1
+    assert cluster.http.post(f"/fn/{name}").status_code == 404
+    assert name not in cluster.http.get("/api/v1/functions").text
+    wait(lambda: not workers(name), 10, "its worker is gone")
+
+
+def test_an_import_that_fails_on_the_node(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is there for who deploys, and not in the bundle."""
+    (tmp_path / "no_such_module_anywhere.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(StartFailed) as caught:
+        deploy(cluster, "import_error")
+    assert caught.value.stage == "import"
+    assert "ModuleNotFoundError: No module named 'no_such_module_anywhere'" in caught.value.message
+    assert attempts(cluster, "import-error") == 1
+    assert cluster.http.post("/fn/import-error").status_code == 404
+
+
+def test_what_it_said_before_it_died_is_in_the_log(cluster: Cluster) -> None:
+    with pytest.raises(StartFailed):
+        deploy(cluster, "dies_in_setup", name="last-words")
+    wait(lambda: "last words" in cluster.http.get("/api/v1/functions/last-words/logs").text, 10, "the log has its end")
+
+
+# --- a version that has the route, and starts no more ---------------------------------------------
+BROKEN = {
+    "import": ("start_failed", "import", "no_such_module_anywhere"),
+    "raise": ("start_failed", "setup", "OSError: the licence server said no"),
+    "exit": ("start_failed", "setup", "SystemExit: 3"),
+    "die": ("start_failed", "setup", "exit code 9"),
+    "hang": ("start_timeout", "setup", "within 2 s"),
+    "memory": ("out_of_memory", "setup", "memory"),
+}
+
+
+@pytest.mark.parametrize("behaviour", sorted(BROKEN))
+def test_all_waiters_get_the_reason_of_one_start(cluster: Cluster, tmp_path: Path, behaviour: str) -> None:
+    """Callers at once: one start. Callers in the back-off: none, and the same answer at once. Then it works again."""
+    code, stage, says = BROKEN[behaviour]
+    name, file = f"turns-{behaviour}", tmp_path / "behaviour"
+    file.write_text("well")
+    deploy(cluster, "turns_bad", name=name, env={"BEHAVIOUR": str(file)})
+    wait_cold(cluster, name)
+    before = attempts(cluster, name)
+    file.write_text(behaviour)
+    began = time.monotonic()
+    with ThreadPoolExecutor(WAITERS) as pool:
+        answers = list(pool.map(lambda _: cluster.http.post(f"/fn/{name}", json={}), range(WAITERS)))
+    assert [answer.status_code for answer in answers] == [503] * WAITERS
+    errors = [answer.json()["error"] for answer in answers]
+    assert {(error["code"], error["stage"]) for error in errors} == {(code, stage)}
+    assert all(says in error["message"] for error in errors)
+    assert len({error["call_id"] for error in errors}) == WAITERS
+    assert attempts(cluster, name) == before + 1
+    answer = cluster.http.post(f"/fn/{name}", json={})
+    assert (answer.status_code, answer.json()["error"]["stage"]) == (503, stage)
+    assert float(answer.headers["Retry-After"]) >= 1
+    # No start within the back-off; on a machine so slow that it was over by then, one.
+    assert attempts(cluster, name) <= before + (1 if time.monotonic() - began < 1.0 else 2)
+    file.write_text("well")
+    wait(lambda: cluster.http.post(f"/fn/{name}", json={}).status_code == 200, 20 * slack(), "it works again")
+    assert attempts(cluster, name) <= before + 3
+
+
+def test_a_stream_gets_a_late_failure_as_an_event(cluster: Cluster, tmp_path: Path) -> None:
+    """The headers have gone after a second; the failure comes after two."""
+    file = tmp_path / "behaviour"
+    file.write_text("well")
+    deploy(cluster, "turns_bad", name="late", env={"BEHAVIOUR": str(file)})
+    wait_cold(cluster, "late")
+    file.write_text("hang")
+    with Stream(cluster, "late") as stream:
+        assert list(stream.values()) == []
+        assert stream.status == 200
+        assert stream.error is not None
+        assert (stream.error["code"], stream.error["stage"]) == ("start_timeout", "setup")
+        assert not stream.done
+
+
+def test_no_start_storm_while_callers_keep_coming(cluster: Cluster, tmp_path: Path) -> None:
+    """Three seconds of callers who never stop: starts at 0, 1 and 3 seconds, no more (the back-off doubles)."""
+    file = tmp_path / "behaviour"
+    file.write_text("well")
+    deploy(cluster, "turns_bad", name="storm", env={"BEHAVIOUR": str(file)})
+    wait_cold(cluster, "storm")
+    before = attempts(cluster, "storm")
+    file.write_text("raise")
+
+    def insist(until: float) -> int:
+        count = 0
+        while time.monotonic() < until:
+            assert cluster.http.post("/fn/storm", json={}).status_code == 503
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(3) as pool:
+        counts = list(pool.map(insist, [time.monotonic() + 2.9] * 3))
+    assert sum(counts) > 20, "callers were answered from the record"
+    assert 1 <= attempts(cluster, "storm") - before <= 3
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+@pytest.fixture
+def completion(cluster: Cluster) -> str:
+    """A function over the demo model, called once and cold again; the text that is right."""
+    deploy(cluster, str(MODEL.parent / "function.py"), name="coder", keep_alive=0)
+    text = complete(cluster).json()
+    wait_cold(cluster, "coder")
+    return "".join(text)
+
+
+def complete(cluster: Cluster) -> httpx.Response:
+    return cluster.http.post("/fn/coder", json={"prompt": "def ", "max_tokens": 16})
+
+
+def stored(cluster: Cluster, name: str) -> Path:
+    """A file of the model in the node's store."""
+    (found,) = cluster.data.glob(f"nodes/n1/loaderd/models/*/{name}")
+    return found
+
+
+def flip(file: Path) -> None:
+    """Change one byte in the middle."""
+    with file.open("r+b") as data:
+        data.seek(file.stat().st_size // 2)
+        (byte,) = data.read(1)
+        data.seek(-1, 1)
+        data.write(bytes([byte ^ 1]))
+
+
+def truncate(file: Path) -> None:
+    with file.open("r+b") as data:
+        data.truncate(file.stat().st_size - 4096)
+
+
+DAMAGE = [
+    (flip, "partition_0.bin", "corrupt_checkpoint"),
+    (truncate, "partition_0.bin", "corrupt_checkpoint"),
+    (flip, "tokenizer.json", "corrupt_checkpoint"),
+    (flip, "index.json", "start_failed"),
+]
+
+
+@pytest.mark.parametrize(("damage", "name", "code"), DAMAGE)
+def test_a_damaged_checkpoint_is_refused_before_a_function_sees_it(
+    cluster: Cluster, completion: str, damage: Callable[[Path], None], name: str, code: str
+) -> None:
+    """Damaged on the node's disk, and no copy in memory (loaderd is another one by then). Repaired, it works again."""
+    whole = stored(cluster, name).read_bytes()
+    old = cluster.kill("loaderd")
+    damage(stored(cluster, name))
+    cluster.wait_restarted("loaderd", old)
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: complete(cluster), range(3)))
+    assert [answer.status_code for answer in answers] == [503] * 3, [answer.text for answer in answers]
+    errors = [answer.json()["error"] for answer in answers]
+    assert {(error["code"], error["stage"]) for error in errors} == {(code, "weights")}, errors
+    assert all(name in error["message"] for error in errors)
+    assert live(cluster, "coder") == []
+    stored(cluster, name).write_bytes(whole)
+    wait(lambda: complete(cluster).status_code == 200, 20 * slack(), "it works again")
+    assert "".join(complete(cluster).json()) == completion
+    wait_cold(cluster, "coder")
+
+
+def test_a_source_that_is_damaged_is_refused_at_deployment(cluster: Cluster, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(MODEL, broken)
+    truncate(broken / "model.safetensors")
+    before = cluster.http.get("/api/v1/models").json()
+    with pytest.raises(SllmError) as caught:
+        deploy(cluster, str(MODEL.parent / "function.py"), name="broken", model=str(broken))
+    assert caught.value.code == "invalid_checkpoint"
+    assert "model.safetensors" in caught.value.message
+    assert cluster.http.get("/api/v1/models").json() == before
+    assert cluster.http.post("/fn/broken").status_code == 404
+
+
+def test_after_all_this_the_platform_is_well(cluster: Cluster) -> None:
+    wait(lambda: not workers("turns"), 10, "no worker of a failed start is left")
+    wait(lambda: idle_sandboxes(cluster), 20, "a warm sandbox waits")
+    for component in ("gateway-g1", "controller", "invoker-n1", "loaderd-n1"):
+        assert "Traceback" not in (cluster.data / "logs" / f"{component}.log").read_text(), component

@@ -1,0 +1,254 @@
+"""``sllm up`` and ``sllm down`` with every real daemon."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.local import Layout
+from sllm_runtime.platform.nats_server import free_port
+from sllm_runtime.platform.process import start_time
+from sllm_runtime.platform.running import read_running
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.protocol.ctl import NodeList, Nothing
+from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
+from sllm_runtime.protocol.subjects import ctl
+from tests.fixtures.cluster import POLL_S, STOP_S, Cluster
+from tests.fixtures.waiting import until
+
+UP = [sys.executable, "-m", "sllm_runtime.platform"]
+WITHIN_S = 15.0
+
+
+def descendants(root: int) -> set[int]:
+    """Every process below ``root`` now."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
+        except OSError:
+            continue
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {root}
+
+
+def wait_gone(pids: set[int], within_s: float = WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
+    while left := {pid for pid in pids if start_time(pid) is not None}:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(POLL_S)
+
+
+def run(*words: str, env: dict[str, str], expect: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*UP, *words], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == expect, (done.stdout, done.stderr)
+    return done
+
+
+def test_everything_is_there_when_up_says_so_and_gone_when_it_ends(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        assert set(cluster.running().pids) == {"nats", "controller", "gateway-g1", "invoker-n1", "loaderd-n1"}
+        assert httpx.get(f"{cluster.url}/readyz").status_code == 200
+        answer = cluster.http.post("/fn/nobody")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "function_not_found")
+        assert httpx.post(f"{cluster.url}/fn/nobody").status_code == 401
+        family = descendants(cluster.document["pid"])
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    wait_gone(family)
+    assert not (tmp_path / "run" / "up.json").exists()
+
+
+def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        profiles = cluster.home / "profiles.toml"
+        files = [profiles, cluster.data / "token", cluster.data / "nats" / "nats.conf"]
+        files += (cluster.data / "nats" / "identities").iterdir()
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+        assert tomllib.loads(profiles.read_text())["profiles"]["default"] == {
+            "url": cluster.url,
+            "token": cluster.token,
+        }
+        for pid in {cluster.document["pid"], *cluster.running().pids.values()}:
+            told = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+            assert cluster.token.encode() not in told
+    assert "default" not in tomllib.loads(profiles.read_text()).get("profiles", {})
+
+
+def test_a_second_up_on_the_same_data_says_what_runs(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        data = ["--data", str(cluster.data), "--port", "0", "--json"]
+        error = json.loads(run("up", *data, env=cluster.env, expect=2).stderr.splitlines()[-1])["error"]
+        assert error["code"] == "conflict"
+        assert cluster.url in error["message"]
+        assert cluster.http.get("/readyz").status_code == 200
+
+
+def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with Cluster(tmp_path / "a") as cluster:
+        port = cluster.url.rpartition(":")[2]
+        env = {**cluster.env, "SLLM_HOME": str(tmp_path / "b")}
+        done = run("up", "--port", port, env=env, expect=2)
+        assert "--port" in done.stderr
+        assert not (tmp_path / "b" / "run" / "logs").exists()
+
+
+def test_detach_and_down(tmp_path: Path) -> None:
+    env = {**os.environ, "SLLM_HOME": str(tmp_path)}
+    document = json.loads(run("up", "--detach", "--port", "0", "--json", env=env).stdout)
+    try:
+        running = read_running(tmp_path / "run")
+        assert running is not None
+        assert running.pid == document["pid"]
+        assert httpx.get(f"{document['url']}/readyz").status_code == 200
+        family = descendants(running.pid) | {running.pid}
+        assert os.getsid(running.pid) == running.pid
+    finally:
+        assert json.loads(run("down", "--json", env=env).stdout)["stopped"] == document["url"]
+    wait_gone(family)
+    assert "no platform runs" in run("down", env=env, expect=3).stderr
+
+
+def test_detach_tells_why_it_failed(tmp_path: Path) -> None:
+    env = {**os.environ, "SLLM_HOME": str(tmp_path), "SLLM_NATS_URL": f"nats://127.0.0.1:{free_port()}"}
+    env["SLLM_NATS_TIMEOUT"] = "1"
+    done = run("up", "--detach", "--port", "0", env=env, expect=5)
+    assert "no NATS server at" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_in_order_and_in_seconds(tmp_path: Path, number: signal.Signals) -> None:
+    cluster = Cluster(tmp_path).start()
+    assert cluster.process is not None
+    family = descendants(cluster.process.pid)
+    began = time.monotonic()
+    cluster.process.send_signal(number)
+    status = cluster.process.wait(STOP_S)
+    assert status == (130 if number == signal.SIGINT else 0)
+    assert time.monotonic() - began < 5
+    wait_gone(family)
+    cluster.stop()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_daemon_that_hangs(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path).start()
+    assert cluster.process is not None
+    family = descendants(cluster.process.pid)
+    os.kill(cluster.pid("gateway"), signal.SIGSTOP)
+    cluster.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        cluster.process.wait(0.5)
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(1) == 130
+    wait_gone(family)
+    cluster.stop()
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    env = {**os.environ, "SLLM_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*UP, "up", "--port", "0"], env=env, stderr=subprocess.PIPE, text=True) as up:
+        assert up.stderr is not None
+        assert "starting" in up.stderr.readline()
+        asyncio.run(until(lambda: len(descendants(up.pid)) >= 3, what="daemons are being started"))
+        family = descendants(up.pid)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(STOP_S) == 130
+    wait_gone(family)
+    assert not (tmp_path / "run" / "up.json").exists()
+
+
+def test_a_data_directory_whose_path_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    with Cluster(tmp_path / ("long" * 20)) as cluster:
+        (far,) = Path(cluster.env["TMPDIR"]).glob("sllm-*")
+        assert stat.S_IMODE(far.stat().st_mode) == 0o700
+        assert (far / "n1.sock").is_socket()
+        wait_alive(cluster, {"n1"})
+    assert not far.exists()
+
+
+@pytest.mark.chaos
+def test_nothing_survives_a_kill_9_of_up(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path).start()
+    assert cluster.process is not None
+    family = descendants(cluster.process.pid)
+    assert len(family) >= 5
+    cluster.process.kill()
+    cluster.process.wait(STOP_S)
+    wait_gone(family)
+    with Cluster(tmp_path):  # and the same data directory works again
+        pass
+    cluster.stop()
+
+
+@pytest.mark.chaos
+def test_nothing_survives_the_death_of_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from tests.fixtures.cluster import Cluster;"
+        f"c = Cluster(Path({str(tmp_path)!r})).start(); print(c.process.pid, flush=True); time.sleep(600)"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        up = int(parent.stdout.readline())
+        family = descendants(up) | {up}
+        parent.kill()
+    wait_gone(family)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("component", ["nats", "controller", "gateway", "invoker", "loaderd"])
+def test_a_component_that_is_killed_is_started_again(tmp_path: Path, component: str) -> None:
+    with Cluster(tmp_path) as cluster:
+        before = cluster.running().pids
+        old = cluster.kill(component)
+        new = cluster.wait_restarted(component, old)
+        after = cluster.running().pids
+        assert {name for name in before if before[name] != after.get(name)} == {
+            name for name in before if before[name] == old
+        }
+        assert after[next(name for name in before if before[name] == old)] == new
+        wait_alive(cluster, {"n1"})
+        asyncio.run(until(lambda: httpx.get(f"{cluster.url}/readyz").status_code == 200, what="readyz"))
+
+
+def wait_alive(cluster: Cluster, nodes: set[str]) -> None:
+    """Wait until the controller counts exactly these nodes as alive."""
+
+    async def ask() -> None:
+        who = {"SLLM_IDENTITY_FILE": str(Layout(cluster.data).identity_file("g1"))}
+        bus = await Bus.connect(
+            Settings.load({"SLLM_NATS_URL": cluster.document["nats_url"], **who}), "g1", name="test"
+        )
+        try:
+            await until(lambda: alive(bus), WITHIN_S, f"nodes {nodes} alive")
+        finally:
+            await bus.close()
+
+    async def alive(bus: Bus) -> bool:
+        try:
+            found = await bus.call(ctl("nodes"), Nothing(), NodeList, timeout_s=1)
+        except (Unavailable, DeadlineExceeded):
+            return False
+        return {info.record.node for info in found.nodes if info.alive} == nodes
+
+    asyncio.run(ask())
+
+
+def test_several_nodes_and_gateways(tmp_path: Path) -> None:
+    with Cluster(tmp_path, nodes=2, gateways=2) as cluster:
+        assert {"invoker-n2", "loaderd-n2", "gateway-g2"} < set(cluster.running().pids)
+        for url in cluster.document["urls"]:
+            assert httpx.get(f"{url}/readyz").status_code == 200
+        wait_alive(cluster, {"n1", "n2"})

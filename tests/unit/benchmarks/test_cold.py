@@ -1,0 +1,88 @@
+"""The parts of ``cold_start`` that need no platform: page cache, synthetic model, what peers print."""
+
+import ast
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import page_cache, synthetic
+from benchmarks.cold_cases import Check, Stages
+from benchmarks.cold_peers import text_of
+from benchmarks.programs import ROOT, ProgramFailed
+from benchmarks.record import Case
+from sllm_runtime.protocol.timeline import Span
+
+
+def test_what_was_written_is_cached_and_what_was_dropped_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * 2**20))
+    if page_cache.cached_bytes(file) < file.stat().st_size:
+        pytest.skip("this filesystem keeps no page cache to look at")
+    page_cache.drop(file)
+    assert page_cache.cached_bytes(file) == 0
+    with file.open("rb") as opened:
+        opened.read(4096)
+    assert page_cache.cached_bytes(file) > 0
+
+
+@pytest.mark.parametrize("size", [4096, 5 * 2**20, 5 * 2**20 + 4096])
+def test_direct_reads_bring_the_whole_file_and_cache_nothing(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(size))
+    page_cache.drop(file)
+    try:
+        took = page_cache.direct_read_s(file, 3, 2**20)
+    except OSError as error:
+        pytest.skip(f"this filesystem has no direct I/O: {error}")
+    assert took > 0
+    assert page_cache.cached_bytes(file) == 0
+
+
+def test_the_synthetic_model_is_safetensors_with_the_digests_it_says(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    model = synthetic.write(tmp_path / "model", 2 * synthetic.TENSOR_BYTES, step=1024)
+    # numpy has no bf16: the same bytes under a type of the same size.
+    file = model.directory / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"BF16"', b'"I16" '))
+    tensors = load_file(file)
+
+    assert model.count == 2
+    flat = [tensors[f"tensors.{number}"].reshape(-1).astype(np.int64) for number in range(2)]
+    assert model.whole == flat[0].sum() + 2 * flat[1].sum()
+    assert model.sampled == flat[0][::1024].sum() + 2 * flat[1][::1024].sum()
+    assert not (flat[0] == flat[1]).all()
+
+
+def test_another_text_is_an_error() -> None:
+    check = Check()
+    check.same("sllm", "abc")
+    check.same("ray serve", "abc")
+    with pytest.raises(ProgramFailed, match="ray serve"):
+        check.same("ray serve", "abd")
+
+
+def test_stages_are_medians_of_what_the_timelines_said() -> None:
+    stages, case = Stages(), Case("c", "sllm", "ms")
+    for ms in (1.0, 5.0, 2.0):
+        stages.add((Span("weights", 0.0, ms), Span("tokens", 0.0, 99.0)))
+    stages.into(case)
+    assert case.extra == {"weights_ms": 2.0}
+
+
+def test_text_of_plain_text_events_and_what_bentoml_calls_events() -> None:
+    assert text_of(b"a b", "text/plain") == "a b"
+    assert text_of(b"data: a\n\ndata:  b\n\n", "text/event-stream") == "a b"
+    assert text_of(b"a b", "text/event-stream") == "a b"
+
+
+def test_ray_makes_its_tokens_by_the_same_code() -> None:
+    def body(path: Path) -> list[str]:
+        tree = ast.parse(path.read_text())
+        found = next(node for node in tree.body if isinstance(node, ast.AsyncFunctionDef) and node.name == "tokens")
+        return [ast.unparse(statement) for statement in found.body[1:]]
+
+    ours = ROOT / "benchmarks" / "functions" / "paced" / "function.py"
+    assert body(ROOT / "benchmarks" / "peers" / "ray_stream.py") == body(ours)

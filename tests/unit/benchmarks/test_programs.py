@@ -1,0 +1,101 @@
+"""Programs of a benchmark: real processes, ended with everything below them."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.programs import Program, ProgramFailed, may_isolate
+from sllm_runtime.platform.process import start_time
+
+WITH_CHILD = """
+import json, subprocess, sys, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN) if "deaf" in sys.argv else None
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("not for us", flush=True)
+print(json.dumps({"child": child.pid}), flush=True)
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def python(code: str, *words: str) -> list[str]:
+    return [sys.executable, "-c", code, *words]
+
+
+def test_it_hears_json_and_logs_the_rest(tmp_path: Path) -> None:
+    with Program(python(WITH_CHILD), tmp_path / "log") as program:
+        assert "child" in program.hear(30)
+        program.say({"echo": 1})
+        assert program.hear(30) == {"echo": 1}
+        assert (tmp_path / "log").read_text() == "not for us\n"
+
+
+def test_its_usage_counts_its_children(tmp_path: Path) -> None:
+    burn = (
+        "import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "print('{}', flush=True)\np.wait()"
+    )
+    with Program(python(burn), tmp_path / "log") as program:
+        program.hear(30)
+        until = time.monotonic() + 30
+        while program.usage().cpu_s < 0.3:
+            assert time.monotonic() < until, "the child's CPU time is not counted"
+        assert program.usage().pss_mib > 1
+
+
+@pytest.mark.parametrize("own_namespace", [False, True])
+def test_stopping_it_ends_a_child_in_a_session_of_its_own(tmp_path: Path, own_namespace: bool) -> None:
+    if own_namespace and not may_isolate():
+        pytest.skip("this user may not make PID namespaces")
+    with Program(python(WITH_CHILD), tmp_path / "log", own_namespace=own_namespace) as program:
+        program.hear(30)
+        tree = program.tree()
+    assert len(tree) >= 2
+    assert [process for process in tree if start_time(process.pid) is not None] == []
+
+
+def test_a_namespace_ends_what_lost_its_parent(tmp_path: Path) -> None:
+    if not may_isolate():
+        pytest.skip("this user may not make PID namespaces")
+    orphan = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
+        "    os._exit(0)\nos.wait()\nprint('{}', flush=True)\ntime.sleep(600)"
+    )
+    with Program(python(orphan), tmp_path / "log", own_namespace=True) as program:
+        program.hear(30)
+        assert len(psutil.Process(program.pid).children(recursive=True)) >= 2
+
+
+def test_what_ended_too_soon_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with (
+        Program(python("import sys; sys.exit('no such port')"), tmp_path / "log") as program,
+        pytest.raises(ProgramFailed, match=r"exit status 1(?s:.*)no such port"),
+    ):
+        program.hear(30)
+
+
+def test_silence_is_a_failure_after_its_time(tmp_path: Path) -> None:
+    with (
+        Program(python("import time; time.sleep(600)"), tmp_path / "log") as program,
+        pytest.raises(ProgramFailed, match="in time"),
+    ):
+        program.hear(0.1)
+
+
+def test_it_dies_with_the_benchmark(tmp_path: Path) -> None:
+    outer = (
+        "import sys, time\nfrom pathlib import Path\nfrom benchmarks.programs import Program\n"
+        f"p = Program([sys.executable, '-c', 'import time; time.sleep(600)'], Path({str(tmp_path)!r}) / 'inner')\n"
+        "print('{\"pid\": %d}' % p.pid, flush=True)\ntime.sleep(600)"
+    )
+    with Program(python(outer), tmp_path / "log", cwd=Path(__file__).parents[3]) as program:
+        inner = int(program.hear(60)["pid"])
+        psutil.Process(program.pid).send_signal(signal.SIGKILL)
+        until = time.monotonic() + 10
+        while start_time(inner) is not None:
+            assert time.monotonic() < until, "it outlived the benchmark"
+            time.sleep(0.01)

@@ -1,0 +1,115 @@
+"""Records, aims, the command line and the report."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import report
+from benchmarks.gateway import note
+from benchmarks.generator import Load, Outcome
+from benchmarks.programs import ProgramFailed, Usage
+from benchmarks.record import Aim, Case, percentile, ratio
+from benchmarks.runner import Run, figure, main
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.floats(0, 100))
+def test_a_percentile_is_a_sample_with_so_many_not_above_it(samples: list[float], percent: float) -> None:
+    found = percentile(samples, percent)
+
+    assert found in samples
+    assert sum(sample <= found for sample in samples) >= len(samples) * percent / 100 - 1e-6
+
+
+def test_percentiles_of_a_hundred() -> None:
+    samples = [float(number) for number in range(1, 101)]
+    assert (percentile(samples, 99), percentile(samples, 50), percentile(samples, 100)) == (99, 50, 100)
+
+
+def test_a_ratio_needs_enough_samples_on_both_sides() -> None:
+    few, many = Case("c", "a", "ms", [2.0] * 3), Case("c", "b", "ms", [4.0] * 7)
+    assert ratio(few, many, least=7) is None
+    assert ratio(few, many, least=3) == 0.5
+    assert ratio(None, many, least=1) is None
+
+
+@pytest.mark.parametrize(
+    ("aim", "met"),
+    [
+        (Aim("a", 1.0, at_least=1.0), True),
+        (Aim("a", 0.9, at_least=1.0), False),
+        (Aim("a", 2.1, at_most=2.0), False),
+        (Aim("a", None, at_most=2.0), None),
+    ],
+)
+def test_an_aim_is_met_missed_or_not_judged(aim: Aim, met: bool | None) -> None:
+    assert aim.met is met
+    assert aim.document()["met"] is met
+
+
+def measured(run: Run, cases: Sequence[str]) -> None:
+    for name in cases:
+        run.case(name, "sllm").samples += [1.0] * run.rounds
+    run.case("one", "peer | other").not_run = "no\nway"
+    run.aims.append(Aim("one: sllm", 1.0, at_most=0.5))
+
+
+def test_the_command_line_writes_a_record_that_the_report_shows(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "machine" / "made.json"
+    assert main("made", ("one", "two"), measured, ["--json", str(file), "--quick", "--only", "one"]) == 0
+    record = json.loads(file.read_text())
+
+    assert [case["case"] for case in record["cases"]] == ["one", "one"]
+    assert record["cases"][0]["samples"] == [1.0] * 3
+    assert record["settings"] == {"quick": True}
+    page = report.render([("machine", record)])
+    assert "| one | sllm | 1 | 1 | 1 | 3 | ms |" in page
+    assert "| one: sllm | ≤ 0.5 | 1 | **no** |" in page
+    assert "no way" in page
+
+
+def test_list_names_the_cases_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("made", ("one", "two"), measured, ["--list"]) == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_figures_have_four_digits_and_no_powers_of_ten() -> None:
+    assert [figure(value) for value in (None, 0.12345, 123.456, 71234.5)] == ["-", "0.1235", "123.5", "71,234"]
+
+
+LOAD = Load(1, "/", {}, "", 2, 10, 0.0)
+
+
+def test_an_outcome_with_wrong_tokens_is_an_error() -> None:
+    with pytest.raises(ProgramFailed, match="wrong tokens"):
+        note(Case("c", "s", "ms"), LOAD, Outcome(wrong=1), Usage(0, 0))
+
+
+def test_an_unfinished_load_counts_what_came_and_says_so() -> None:
+    case = Case("c", "s", "tokens/s")
+    outcome = Outcome(failed=1, tokens=30, seconds=2.0, ttft_ms=[1.0], errors=["broke off"])
+
+    assert not note(case, LOAD, outcome, Usage(0.5, 10))
+    assert case.samples == [15.0]
+    assert "1 of 2 streams" in case.notes
+    assert "broke off" in case.notes
+    assert note(case, LOAD, Outcome(completed=2, tokens=20, seconds=1.0, ttft_ms=[3.0, 5.0]), Usage(1.5, 30))
+    assert (case.cpu_s, case.peak_rss_mib, case.extra["ttft_p50_ms"]) == (1.0, 30, 2.5)
+
+
+def test_a_case_that_breaks_is_recorded_and_the_others_are_measured(tmp_path: Path) -> None:
+    def breaks(run: Run, cases: Sequence[str]) -> None:
+        for name in cases:
+            with run.attempt(name):
+                if name == "one":
+                    raise ProgramFailed("the stream ended")
+                run.case(name, "sllm").samples.append(1.0)
+
+    file = tmp_path / "made.json"
+    assert main("made", ("one", "two"), breaks, ["--json", str(file)]) == 1
+    cases = {case["case"]: case for case in json.loads(file.read_text())["cases"]}
+    assert cases["one"]["not_run"] == "failed: the stream ended"
+    assert cases["two"]["samples"] == [1.0]

@@ -1,0 +1,183 @@
+"""Acquires: one start for all who wait, errors from the back-off record, room made, the dead replaced."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import (
+    ErrorBody,
+    FunctionNotFound,
+    NoCapacity,
+)
+from sllm_runtime.protocol.node import Gpu
+from sllm_runtime.protocol.records import Route
+from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.control.bench import Bench, Gateway, controller_of, has_events, manifest
+from tests.unit.control.scripted_node import ScriptedNode
+
+
+async def cold(bench: Bench, **fields: Any) -> None:
+    """A deployed function without an instance."""
+    await bench.gateway.deploy(manifest(keep_alive=0, **fields))
+    for name in bench.live():
+        bench.node.put(name, InstanceState.READY, idle_s=100.0)
+    await bench.none_left()
+    bench.node.starts.clear()
+
+
+async def test_many_acquires_make_one_start(bench: Bench, nats: Nats) -> None:
+    await cold(bench)
+    bench.node.behave = lambda command: InstanceState.STARTING
+    other = Gateway(await nats.bus("gw2"))
+    asked = [bench.gateway.acquire(waiting=5), other.acquire(waiting=3, gateway="gw2")]
+    acquires = [asyncio.create_task(request) for request in asked]
+    await until(lambda: bench.node.starts)
+    bench.node.put(bench.node.starts[0].instance, InstanceState.READY)
+    answers = await asyncio.gather(*acquires)
+
+    assert {answer.route.entries[0].instance for answer in answers if answer.route} == {bench.node.starts[0].instance}
+    assert all(answer.route is not None and answer.error is None for answer in answers)
+    assert len({command.instance for command in bench.node.starts}) == 1
+
+
+async def test_a_cold_start_is_answered_within_milliseconds(bench: Bench) -> None:
+    await cold(bench)
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        acquired = await bench.gateway.acquire()
+        times.append(time.monotonic() - began)
+        assert acquired.route is not None
+        for name in bench.live():
+            bench.node.put(name, InstanceState.READY, idle_s=100.0)
+        await bench.none_left()
+    assert sorted(times)[2] < 0.1
+
+
+async def test_a_failed_start_is_answered_from_its_record(bench: Bench) -> None:
+    await cold(bench)
+    error = ErrorBody(code="function_error", message="ValueError: bad setup", status=500, stage="setup")
+    bench.node.behave = lambda command: error
+
+    first = await bench.gateway.acquire()
+    again = await bench.gateway.acquire()
+
+    for answer in (first, again):
+        assert answer.error is not None
+        assert (answer.error.code, answer.error.status, answer.error.stage) == ("start_failed", 503, "setup")
+        assert "bad setup" in answer.error.message
+        assert answer.error.retry_after_s
+    assert len({command.instance for command in bench.node.starts}) == 1
+    bench.node.behave = lambda command: InstanceState.READY
+    await until(lambda: not _held_back(bench), what="the back-off is over")
+    better = await bench.gateway.acquire()
+    assert better.route is not None
+    assert better.route.entries
+
+
+def _held_back(bench: Bench) -> bool:
+    failure = bench.controller.loop.view.failures.get(("chat", 1))
+    return failure is not None and failure.until > time.monotonic()
+
+
+async def test_a_full_node_is_said_in_words_and_asked_again(bench: Bench) -> None:
+    await cold(bench)
+    bench.node.refuse = NoCapacity("0 of 8 CPUs are free")
+    waiting = await bench.gateway.acquire(wait_s=0.5)
+    assert waiting.error is None
+    assert "0 of 8 CPUs are free" in waiting.pending
+    bench.node.refuse = None
+    acquired = await bench.gateway.acquire(wait_s=4.0)
+    assert acquired.route is not None
+    assert acquired.route.entries
+
+
+async def test_an_idle_function_makes_room(nats: Nats, node: ScriptedNode) -> None:
+    node.gpus = (Gpu(index=0, kind="L4", memory=24 * 2**30),)
+    async with controller_of(nats) as controller:
+        gateway = Gateway(await nats.bus("gw"))
+        await gateway.deploy(manifest("first", gpu="L4"))
+        (first,) = controller.loop.view.instances
+        node.put(first, InstanceState.READY, idle_s=5.0)
+        await gateway.deploy(manifest("second", gpu="l4"))
+        assert [stop.instance for stop in node.stops][:1] == [first]
+        assert "second" in node.stops[0].reason
+
+
+async def test_an_instance_a_gateway_cannot_use_is_offered_again_only_after_a_new_report(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    (name,) = bench.live()
+    acquired = await bench.gateway.acquire(gone=(name,))
+    assert acquired.route is not None
+    assert [entry.instance for entry in acquired.route.entries] == [name]
+    assert bench.live() == [name]
+
+
+async def test_a_dead_instance_leaves_the_route_and_the_next_call_starts_another(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    (name,) = bench.live()
+    error = ErrorBody(code="instance_lost", message="worker died by SIGKILL", status=502, retryable=True)
+    bench.node.put(name, InstanceState.LOST, error=error)
+    await bench.none_left()
+    await until(lambda: _no_entries(bench), what="the route is empty")
+    acquired = await bench.gateway.acquire()
+    assert acquired.route is not None
+    assert acquired.route.entries[0].instance != name
+
+
+async def _no_entries(bench: Bench) -> bool:
+    route = await bench.stored(subjects.route_key("chat", 1), Route)
+    return not route.entries
+
+
+async def test_a_node_that_was_restarted_has_lost_its_instances(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    (name,) = bench.live()
+    bench.node.restart()
+    await until(lambda: name not in bench.live())
+    acquired = await bench.gateway.acquire()
+    assert acquired.route is not None
+    assert acquired.route.entries[0].instance != name
+
+
+async def test_a_silent_node_has_lost_its_instances(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    (name,) = bench.live()
+    bench.node.silent = True
+    await until(lambda: name not in bench.live(), 10.0)
+    await until(lambda: has_events(bench, {"node.alive", "node.lost", "instance.lost"}), what="the events are stored")
+    bench.node.silent = False
+    await until(lambda: [s.instance for s in bench.node.stops] == [name], what="the stray is ended")
+
+
+async def test_acquire_of_what_is_not_there(bench: Bench) -> None:
+    with pytest.raises(FunctionNotFound, match="'nope'"):
+        await bench.gateway.acquire("nope")
+
+
+async def test_scale_out_follows_the_waiting_calls(bench: Bench) -> None:
+    await cold(bench, max_instances=3, concurrency=2)
+    acquired = await bench.gateway.acquire(waiting=5)
+    assert acquired.route is not None
+    await until(lambda: len(bench.live()) == 3)
+
+
+async def test_a_node_cannot_report_for_another_one(bench: Bench, nats: Nats) -> None:
+    await bench.gateway.deploy(manifest(keep_alive=60))
+    (instance,) = bench.live()
+    honest = bench.controller.loop.view.nodes[bench.node.name].status
+    assert honest is not None
+    liar = await nats.bus("n2")
+    forged = msgspec.structs.replace(honest, boot="another life", sequence=1, instances=())
+    liar.publish_now(subjects.status("n2"), forged)
+    liar.publish_now(subjects.status("n2"), msgspec.structs.replace(forged, node="n2"))
+    await until(lambda: "n2" in bench.controller.loop.view.nodes, what="its own report was heard, after the forged one")
+    view = bench.controller.loop.view
+    assert view.nodes[bench.node.name].status.boot == honest.boot  # type: ignore[union-attr]
+    assert view.instances[instance].ready

@@ -1,0 +1,108 @@
+"""The controller itself: election, taking over, NATS restarts, events, the process."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sllm_runtime.control.daemon import lead
+from sllm_runtime.control.service import Service
+from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol.errors import (
+    StaleTerm,
+)
+from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.control.bench import Bench, Gateway, controller_of, has_events, manifest
+from tests.unit.control.scripted_node import ScriptedNode
+
+
+async def test_a_new_controller_keeps_ready_functions_and_deposes_the_old(nats: Nats, node: ScriptedNode) -> None:
+    gateway = Gateway(await nats.bus("gw"))
+    async with lead(nats.settings("ctl"), "ctl") as old:
+        stop = asyncio.Event()
+        running = asyncio.create_task(old.run(stop))
+        await gateway.deploy(manifest(min_instances=1))
+        (name,) = old.loop.view.instances
+        async with controller_of(nats, "ctl2") as new:
+            await until(lambda: new.loop.view.instances[name].seen, what="the instance is heard of")
+            assert new.term == old.term + 1
+            assert new.loop.view.instances[name].ready
+            assert len({command.instance for command in node.starts}) == 1
+            node.put(name, InstanceState.LOST)
+            with pytest.raises(StaleTerm):
+                await asyncio.wait_for(running, 10.0)
+            await until(lambda: len({command.instance for command in node.starts}) == 2, what="it is started anew")
+
+
+async def test_a_deployment_that_was_broken_off_is_forgotten(nats: Nats, node: ScriptedNode) -> None:
+    gateway = Gateway(await nats.bus("gw"))
+    node.behave = lambda command: InstanceState.STARTING
+    async with controller_of(nats) as first:
+        digest = await gateway.upload(b"bundle")
+        deploy = ctl.Deploy(request="r", manifest=manifest(), bundle=digest, bundle_bytes=6, wait_s=0.2)
+        await gateway.ask("deploy", deploy)
+        await until(lambda: first.loop.view.versions)
+        await first.loop._ledger.settled(5.0)
+    async with controller_of(nats) as second:
+        assert not second.loop.view.functions
+        await until(lambda: node.stops, what="its instance is ended")
+        node.behave = lambda command: InstanceState.READY
+        done: ctl.Deployed = await gateway.ask("deploy", msgspec.structs.replace(deploy, wait_s=5.0))
+        assert done.version is not None
+        assert done.version.version == 1
+
+
+async def test_nats_restarts_and_nothing_is_lost(bench: Bench, nats: Nats) -> None:
+    await bench.gateway.deploy(manifest())
+    (name,) = bench.live()
+    await nats.kill()
+    await nats.start()
+    await until(lambda: bench.controller.loop._bus.connected and bench.gateway.bus.connected)
+    acquired = await bench.gateway.acquire()
+    assert acquired.route is not None
+    assert [entry.instance for entry in acquired.route.entries] == [name]
+    await bench.gateway.deploy(manifest(), b"other")
+    assert len({command.instance for command in bench.node.starts}) == 2
+
+
+async def test_state_changes_are_events(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    wanted = {"node.joined", "function.created", "version.preparing", "instance.ready", "version.active"}
+    await until(lambda: has_events(bench, wanted), what=f"{wanted} are stored")
+
+
+async def test_the_daemon_serves_and_ends(nats: Nats, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    env = {**os.environ, **nats.env("ctl"), "SLLM_READY_FD": str(write)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "sllm_runtime.control", env=env, pass_fds=[write]
+    )
+    os.close(write)
+    try:
+        said = await asyncio.wait_for(asyncio.to_thread(os.read, read, 16), 15.0)
+        assert said == b"READY\n"
+        gateway = Gateway(await nats.bus("gw"))
+        assert (await gateway.ask("ping", ctl.Nothing())).note == "leading"
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 10.0) == 0
+    finally:
+        os.close(read)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def test_every_verb_has_a_handler() -> None:
+    service = Service(*[object()] * 3, *[_Any()] * 3)  # type: ignore[arg-type]
+    assert service.handlers.keys() == ctl.VERBS.keys()
+
+
+class _Any:
+    def __getattr__(self, name: str) -> object:
+        return name

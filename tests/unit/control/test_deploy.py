@@ -1,0 +1,181 @@
+"""Deployments: a version takes the route once it has started, and a failure leaves nothing half done."""
+
+import asyncio
+import hashlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from sllm_runtime.platform import bundles
+from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    ErrorBody,
+    InvalidBundle,
+    PythonMismatch,
+    SllmError,
+    StartFailed,
+    Unsatisfiable,
+    UnsupportedModel,
+    VersionNotFound,
+)
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, Route, VersionRecord
+from sllm_runtime.protocol.states import InstanceState, VersionState
+from tests.fixtures.waiting import until
+from tests.unit.control.bench import Bench, manifest
+from tests.unit.control.scripted_node import digest_of
+
+
+async def test_a_deployed_function_has_a_route_and_an_instance(bench: Bench) -> None:
+    deployed = await bench.gateway.deploy(manifest(model="/models/tiny"))
+
+    assert deployed.version is not None
+    assert deployed.version.state is VersionState.ACTIVE
+    assert deployed.version.model == digest_of("/models/tiny")
+    (start,) = {command.instance: command for command in bench.node.starts}.values()
+    assert start.model is not None
+    assert start.model.digest == deployed.version.model
+    acquired = await bench.gateway.acquire()
+    assert acquired.route is not None
+    (entry,) = acquired.route.entries
+    assert (entry.instance, entry.node, entry.fingerprint) == (start.instance, "n1", "cpu")
+    assert [span.name for span in entry.spans] == ["sandbox", "weights"]
+    route = await bench.stored(subjects.route_key("chat", 1), Route)
+    assert route.active
+    assert route.manifest == manifest(model="/models/tiny")
+    instance = await bench.stored(subjects.instance_key(start.instance), InstanceRecord)
+    assert instance.state is InstanceState.READY
+
+
+async def test_the_same_content_makes_no_new_version(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    again = await bench.gateway.deploy(manifest())
+
+    assert again.unchanged
+    assert again.version is not None
+    assert again.version.version == 1
+
+
+async def test_a_new_version_takes_the_route_after_it_started_and_an_equal_old_one_at_once(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    second = await bench.gateway.deploy(manifest(), b"other")
+
+    assert second.version is not None
+    assert second.version.version == 2
+    assert not (await bench.stored(subjects.route_key("chat", 1), Route)).active
+    assert (await bench.stored(subjects.route_key("chat", 2), Route)).active
+    assert (await bench.stored(subjects.version_key("chat", 1), VersionRecord)).state is VersionState.RETIRED
+    starts = len(bench.node.starts)
+    back = await bench.gateway.deploy(manifest())
+    assert back.unchanged
+    assert back.version is not None
+    assert back.version.version == 1
+    assert (await bench.stored(subjects.function_key("chat"), FunctionRecord)).active == 1
+    assert len(bench.node.starts) == starts
+
+
+async def test_a_first_version_that_fails_leaves_nothing(bench: Bench) -> None:
+    error = ErrorBody(code="start_failed", message="ImportError: no module named nope", status=503, stage="import")
+    bench.node.behave = lambda command: error
+
+    with pytest.raises(StartFailed, match="no module named nope") as raised:
+        await bench.gateway.deploy(manifest())
+
+    assert raised.value.stage == "import"
+    assert await bench.stored(subjects.function_key("chat"), FunctionRecord) is None
+    assert await bench.stored(subjects.version_key("chat", 1), VersionRecord) is None
+    assert await bench.stored(subjects.route_key("chat", 1), Route) is None
+    digest = f"sha256:{hashlib.sha256(b'bundle').hexdigest()}"
+    await until(lambda: _absent(bench, digest), what="the bundle is removed")
+    await bench.none_left()
+    assert len({command.instance for command in bench.node.starts}) == 1
+
+
+async def _absent(bench: Bench, digest: str) -> bool:
+    return not await bundles.exists(bench.gateway.bus, digest)
+
+
+async def test_a_later_version_that_fails_keeps_the_route_of_the_one_before(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    error = ErrorBody(code="out_of_memory", message="setup took 3 GiB", status=503, stage="setup")
+    bench.node.behave = lambda command: error
+
+    with pytest.raises(StartFailed, match="setup took 3 GiB"):
+        await bench.gateway.deploy(manifest(), b"other")
+
+    failed = await bench.stored(subjects.version_key("chat", 2), VersionRecord)
+    assert failed.state is VersionState.FAILED
+    assert failed.error == error
+    assert (await bench.stored(subjects.route_key("chat", 1), Route)).active
+    assert await bench.stored(subjects.route_key("chat", 2), Route) is None
+    with pytest.raises(VersionNotFound, match="v1"):
+        await bench.gateway.acquire(version=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"gpu": "H100"}, Unsatisfiable, "n1, lacks 1 x H100"),
+        ({"memory": "1TB"}, Unsatisfiable, "of memory"),
+        ({"cpu": 99}, Unsatisfiable, "99 CPUs"),
+        ({"labels": {"zone": "moon"}}, Unsatisfiable, "label zone=moon"),
+        ({"requirements": ["flask"]}, Unsatisfiable, "container driver for requirements flask"),
+        ({"secrets": ("TOKEN",)}, Unsatisfiable, "no secret store"),
+        ({"parallelism": {"tensor": 2}}, Unsatisfiable, "one rank so far"),
+        ({"handler": {"python": "3.9"}}, PythonMismatch, "pickled by Python 3.9, the nodes run 3.11"),
+    ],
+)
+async def test_what_no_node_can_ever_run_is_refused(
+    bench: Bench, fields: dict[str, Any], error: type[SllmError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        await bench.gateway.deploy(manifest(**fields))
+
+    assert bench.node.starts == []
+    assert bench.controller.loop.view.functions == {}
+
+
+async def test_a_bundle_that_is_not_there_is_refused(bench: Bench) -> None:
+    deploy = ctl.Deploy(request="r", manifest=manifest(), bundle=digest_of("nothing"), bundle_bytes=3)
+    with pytest.raises(InvalidBundle, match="not stored"):
+        await bench.gateway.ask("deploy", deploy)
+
+
+async def test_a_model_that_cannot_run_is_refused_by_name(bench: Bench) -> None:
+    bench.node.problem = UnsupportedModel("architecture RwkvForCausalLM cannot run here")
+    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM"):
+        await bench.gateway.deploy(manifest(model="/models/rwkv"))
+    assert bench.controller.loop.view.functions == {}
+
+
+async def test_a_deployment_is_joined_by_its_request(bench: Bench) -> None:
+    bench.node.behave = lambda command: InstanceState.STARTING
+    digest = await bench.gateway.upload(b"bundle")
+    deploy = ctl.Deploy(request="one", manifest=manifest(), bundle=digest, bundle_bytes=6, wait_s=0.3)
+
+    first: ctl.Deployed = await bench.gateway.ask("deploy", deploy)
+    assert first.progress is not None
+    waiting = asyncio.create_task(bench.gateway.ask("deploy", msgspec.structs.replace(deploy, wait_s=5.0)))
+    await until(lambda: bench.node.starts)
+    bench.node.put(bench.node.starts[0].instance, InstanceState.READY)
+    second: ctl.Deployed = await waiting
+
+    assert second.version is not None
+    assert second.version.version == 1
+    third: ctl.Deployed = await bench.gateway.ask("deploy", deploy)
+    assert third == second
+    other = msgspec.structs.replace(deploy, manifest=manifest(description="other"))
+    with pytest.raises(Conflict, match="another content"):
+        await bench.gateway.ask("deploy", other)
+
+
+async def test_two_deployments_of_one_function_take_turns(bench: Bench) -> None:
+    first, second = await asyncio.gather(
+        bench.gateway.deploy(manifest(), b"first"), bench.gateway.deploy(manifest(), b"second")
+    )
+    assert first.version is not None
+    assert second.version is not None
+    assert {first.version.version, second.version.version} == {1, 2}
+    active = await bench.stored(subjects.function_key("chat"), FunctionRecord)
+    assert active.active == 2

@@ -1,0 +1,220 @@
+"""The plan, example by example: starts, back-off, keep-alive, room, losses. No I/O."""
+
+import itertools
+
+import pytest
+
+from sllm_runtime.control import instances, registry
+from sllm_runtime.control.loop import refused
+from sllm_runtime.control.plan import TAKE_S, SendStart, SendStop
+from sllm_runtime.protocol.errors import NoCapacity, ProtocolError
+from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.states import InstanceState
+from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest, version
+
+CHAT = ("chat", 1)
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(FakeNode("n1", cpu=4.0, gpus=1), FakeNode("n2", cpu=4.0, gpus=0))
+    world.hear_all()
+    return world
+
+
+def test_nothing_runs_until_somebody_calls(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    assert world.plan() == ()
+    world.wait_for(CHAT, 7)
+    assert [type(action) for action in world.plan()] == [SendStart]
+    assert world.plan() == ()
+
+
+def test_a_start_is_repeated_until_the_node_shows_it(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    first = world.plan(deliver=False)
+    world.now += 1.0
+    world.hear_all()
+    assert world.plan() == first
+    world.hear_all()
+    world.now += 1.0
+    world.hear_all()
+    assert world.plan() == ()
+
+
+def test_an_instance_that_its_node_does_not_take_fails(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    deadline = world.now + TAKE_S + 1
+    while world.now < deadline:
+        world.now += 0.5
+        world.hear_all()
+        world.plan(deliver=False)
+    assert "did not begin" in world.view.failures[CHAT].error.message
+
+
+def test_a_failed_start_is_left_alone_twice_as_long_each_time(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    for _ in range(4):
+        world.plan()
+        while not world.live(CHAT):
+            world.turn(0.25)
+        world.hear_all()
+        world.finish(world.live(CHAT)[0], InstanceState.FAILED, ERROR)
+    times = [when for when, _ in world.started]
+    gaps = [round(later - earlier) for earlier, later in itertools.pairwise(times)]
+    assert gaps == [1, 2, 4]
+
+
+def test_ready_ends_the_back_off_and_a_crash_does_not_hold_back_a_caller(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    (name,) = world.live(CHAT)
+    world.hear_all()
+    world.finish(name, InstanceState.READY)
+    world.finish(name, InstanceState.LOST)
+    assert not world.view.failures[CHAT].blocking
+    assert [type(action) for action in world.plan()] == [SendStart]
+
+
+def test_a_crash_holds_back_the_restart_that_nobody_asked_for(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", min_instances=1))
+    world.plan()
+    (name,) = world.live(CHAT)
+    world.hear_all()
+    world.finish(name, InstanceState.READY)
+    world.finish(name, InstanceState.LOST)
+    assert world.plan() == ()
+    world.turn(1.5)
+    assert len(world.live(CHAT)) == 1
+
+
+def test_idle_past_keep_alive_is_stopped_and_not_before(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", keep_alive=10))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    world.finish(world.live(CHAT)[0], InstanceState.READY)
+    world.wait_for(CHAT, 0)
+    world.turn(9.0)
+    assert len(world.live(CHAT)) == 1
+    world.turn(2.0)
+    assert world.live(CHAT) == []
+    assert world.nodes["n1"].holds == world.nodes["n2"].holds == {}
+
+
+def test_the_minimum_stays_however_idle(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", keep_alive=2, min_instances=1, max_instances=2))
+    world.wait_for(CHAT, 2)
+    world.plan()
+    world.hear_all()
+    for name in world.live(CHAT):
+        world.finish(name, InstanceState.READY)
+    assert len(world.live(CHAT)) == 2
+    world.wait_for(CHAT, 0)
+    world.turn(10.0)
+    assert len(world.live(CHAT)) == 1
+    assert len(world.started) == 2, "it is the one that was there, not a new one"
+
+
+def test_a_retired_version_keeps_no_minimum(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", min_instances=1, keep_alive=2))
+    world.plan()
+    world.hear_all()
+    world.finish(world.live(CHAT)[0], InstanceState.READY)
+    world.view = deployed(world.view, manifest("chat", keep_alive=2), 2)
+    world.turn(3.0)
+    assert world.live(CHAT) == []
+
+
+def test_a_deployment_takes_the_place_of_the_version_before_it(world: World) -> None:
+    """One GPU, held by the idle active version: the new one's trial must not wait for ever."""
+    world.view = deployed(world.view, manifest("chat", gpu="L4", min_instances=1))
+    world.plan()
+    world.hear_all()
+    world.finish(world.live(CHAT)[0], InstanceState.READY)
+    world.turn(2.0)
+    record = manifest("chat", gpu="L4", min_instances=1)
+    world.view = registry.create(world.view, version(record, 2), None)
+    world.turn(1.0)
+    assert world.live(CHAT) == []
+    assert len(world.live(("chat", 2))) == 1
+    world.turn(3.0)
+    assert world.live(CHAT) == [], "the one that made room does not take it back"
+
+
+def test_a_busy_instance_is_never_moved_for_another(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", gpu="L4"))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.nodes["n1"].set(name, InstanceState.READY, running=1)
+    world.wait_for(CHAT, 0)
+    world.view = deployed(world.view, manifest("other", gpu="L4"))
+    world.wait_for(("other", 1), 1)
+    world.turn(5.0)
+    assert world.live(CHAT) == [name]
+    assert world.view.pending["other", 1] == "all capacity is in use: needs 1 x L4 (has none) on n1"
+
+
+def test_the_words_for_what_no_node_has(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", gpu="H100:2"))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    assert world.view.pending[CHAT] == "no node can run it; the nearest, n1, lacks 2 x H100 (has 1 x L4)"
+
+
+def test_a_refusal_is_no_failure_and_another_node_is_asked(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    (action,) = world.plan(deliver=False)
+    node = world.view.instances[action.instance].record.node
+    world.view = refused(world.view, action, NoCapacity("full"), world.now)
+    (again,) = world.plan()
+    assert world.view.instances[again.instance].record.node != node
+    assert world.view.failures == {}
+
+
+def test_another_error_of_the_node_is_a_failed_start(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    (action,) = world.plan(deliver=False)
+    world.view = refused(world.view, action, ProtocolError("what is this"), world.now)
+    assert world.view.failures[CHAT].error.code == "protocol_error"
+    assert world.plan() == ()
+
+
+def test_a_silent_node_loses_its_instances_only_if_we_listened(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.finish(name, InstanceState.READY)
+    world.now += LOST_AFTER_S + 1
+    world.reset_listening()
+    world.plan()
+    assert world.live(CHAT) == [name]
+    world.now += LOST_AFTER_S + 1
+    world.plan()
+    assert name not in world.live(CHAT)
+
+
+def test_what_a_node_does_and_nobody_knows_is_ended(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.view = registry.remove(world.view, "chat")
+    world.view = instances.withdraw(world.view, world.view.instances[name])
+    (action,) = world.plan()
+    assert isinstance(action, SendStop)
+    assert action.instance == name
+    world.hear_all()
+    assert world.plan() == ()
+    assert world.view.orphans == {}

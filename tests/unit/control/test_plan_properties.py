@@ -1,0 +1,160 @@
+"""What must hold whatever happens: a Hypothesis state machine over calls, failures, losses and lost commands."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sllm_runtime.control import backoff
+from sllm_runtime.control.deletion import leaving
+from sllm_runtime.control.view import Key
+from sllm_runtime.protocol.states import INSTANCE, InstanceState, final
+from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest
+
+FUNCTIONS = ("a", "b", "c")
+names = st.sampled_from(FUNCTIONS)
+
+
+class Cluster(RuleBasedStateMachine):
+    """Two nodes, three functions."""
+
+    @initialize(
+        most=st.integers(1, 3),
+        least=st.integers(0, 1),
+        keep_alive=st.sampled_from([0.0, 3.0]),
+        gpu=st.booleans(),
+    )
+    def begin(self, most: int, least: int, keep_alive: float, gpu: bool) -> None:
+        self.world = World(FakeNode("n1", cpu=3.0, gpus=2), FakeNode("n2", cpu=2.0, gpus=1))
+        self.world.hear_all()
+        fields = {"max_instances": most, "keep_alive": keep_alive, "concurrency": 2}
+        self.world.view = deployed(self.world.view, manifest("a", **fields, min_instances=least))
+        self.world.view = deployed(self.world.view, manifest("b", **fields, gpu="L4" if gpu else None))
+        self.world.view = deployed(self.world.view, manifest("c"))
+
+    # --- what happens -------------------------------------------------------------------------------
+    @rule(name=names, calls=st.integers(0, 9))
+    def calls_wait(self, name: str, calls: int) -> None:
+        if name in self.world.view.functions:
+            self.world.wait_for((name, 1), calls)
+
+    @rule(deliver=st.booleans())
+    def step(self, deliver: bool) -> None:
+        before = dict(self.world.view.failures)
+        known = set(self.world.view.instances)
+        self.world.plan(deliver=deliver)
+        for instance in self.world.view.instances.values():
+            if instance.record.instance in known:
+                continue
+            failure = before.get(instance.key)
+            blocked = failure is not None and failure.blocking and self.world.now < failure.until
+            assert not blocked, "a start was made before the back-off was over"
+
+    @rule(seconds=st.sampled_from([0.3, 1.0, 4.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.turn(seconds)
+
+    @rule(data=st.data(), outcome=st.sampled_from(["ready", "failed", "lost", "busy", "idle"]))
+    def an_instance_changes(self, data: st.DataObject, outcome: str) -> None:
+        there = [
+            (node, status)
+            for node in self.world.nodes.values()
+            for status in node.instances.values()
+            if not final(INSTANCE, status.state)
+        ]
+        if not there:
+            return
+        node, status = data.draw(st.sampled_from(there))
+        name, starting = status.instance, status.state is InstanceState.STARTING
+        if outcome == "ready" and starting:
+            node.set(name, InstanceState.READY)
+        elif outcome == "failed" and starting:
+            node.set(name, InstanceState.FAILED, ERROR)
+        elif outcome == "lost" and not starting:
+            node.set(name, InstanceState.LOST)
+        elif outcome in ("busy", "idle") and status.state is InstanceState.READY:
+            node.set(name, InstanceState.READY, running=int(outcome == "busy"), idle_s=0.0)
+        self.world.hear(node.name)
+
+    @rule(name=st.sampled_from(["n1", "n2"]))
+    def a_node_restarts(self, name: str) -> None:
+        self.world.nodes[name].restart()
+        self.world.hear(name)
+
+    @rule(name=st.sampled_from(["n1", "n2"]), alive=st.booleans())
+    def a_node_falls_silent_or_speaks(self, name: str, alive: bool) -> None:
+        self.world.nodes[name].alive = alive
+
+    @rule(name=names, force=st.booleans())
+    @precondition(lambda self: len(self.world.view.functions) > 1)
+    def a_function_is_deleted(self, name: str, force: bool) -> None:
+        if name in self.world.view.functions:
+            self.world.view = leaving(self.world.view, name, force=force)
+
+    # --- what holds ---------------------------------------------------------------------------------
+    @invariant()
+    def never_more_than_max_instances(self) -> None:
+        for key, record in self.world.view.versions.items():
+            assert len(self.world.live(key)) <= record.manifest.max_instances
+
+    @invariant()
+    def no_node_is_overcommitted(self) -> None:
+        for name, node in self.world.nodes.items():
+            placed = [i for i in self.world.view.instances.values() if i.record.node == name and i.live]
+            gpus = [index for instance in placed for index in instance.gpus]
+            assert len(gpus) == len(set(gpus)), "an accelerator was given twice"
+            assert sum(instance.manifest.cpu for instance in placed) <= node.cpu
+
+    @invariant()
+    def deleted_functions_have_no_live_instance_and_no_route(self) -> None:
+        for name, record in self.world.view.functions.items():
+            if record.deleting:
+                assert self.world.live((name, 1)) == []
+                assert not self.world.view.routable((name, 1))
+
+    @invariant()
+    def a_failure_is_over_within_the_longest_back_off(self) -> None:
+        for failure in self.world.view.failures.values():
+            assert failure.until - self.world.now <= backoff.LONGEST_S
+
+    def teardown(self) -> None:
+        """Left in peace, the cluster comes to rest: the minimum runs, nothing else does, every command has worked."""
+        if not hasattr(self, "world"):
+            return
+        for name in FUNCTIONS:
+            self.world.wait_for((name, 1), 0)
+        for _ in range(40):
+            for node in self.world.nodes.values():
+                node.alive = True
+                _let_end(node)
+            self.world.turn(2.0)
+        for name, record in self.world.view.functions.items():
+            self._at_rest((name, 1), deleting=record.deleting)
+
+    def _at_rest(self, key: Key, *, deleting: bool) -> None:
+        record = self.world.view.versions[key]
+        there = [
+            status
+            for node in self.world.nodes.values()
+            for status in node.instances.values()
+            if status.function == key[0] and not final(INSTANCE, status.state)
+        ]
+        if record.manifest.keep_alive > 10 and not deleting:
+            return
+        wanted = 0 if deleting else record.manifest.min_instances
+        assert len(there) == wanted, f"{key} has {there}"
+        assert len(self.world.view.of(key)) == wanted
+
+
+def _let_end(node: FakeNode) -> None:
+    """Calls end, starts succeed, drained instances stop."""
+    for name, status in tuple(node.instances.items()):
+        if status.running:
+            node.set(name, status.state, running=0, idle_s=0.0)
+        if status.state is InstanceState.STARTING:
+            node.set(name, InstanceState.READY)
+        if status.state is InstanceState.DRAINING:
+            node.set(name, InstanceState.STOPPED)
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,84 @@
+"""Rollback, deletion, models and lists, over the bus."""
+
+import asyncio
+import hashlib
+
+import pytest
+
+from sllm_runtime.platform import bundles
+from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    CorruptCheckpoint,
+    FunctionNotFound,
+    VersionNotFound,
+)
+from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
+from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.waiting import until
+from tests.unit.control.bench import Bench, manifest
+
+
+async def test_rollback_moves_the_route_at_once(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    await bench.gateway.deploy(manifest(), b"other")
+    info: ctl.FunctionInfo = await bench.gateway.ask("rollback", ctl.Rollback(function="chat"))
+    assert info.record.active == 1
+    assert (await bench.stored(subjects.route_key("chat", 1), Route)).active
+    assert not (await bench.stored(subjects.route_key("chat", 2), Route)).active
+    with pytest.raises(Conflict, match="no version to go back to"):
+        await bench.gateway.ask("rollback", ctl.Rollback(function="chat"))
+    with pytest.raises(VersionNotFound, match="version 7"):
+        await bench.gateway.ask("rollback", ctl.Rollback(function="chat", version=7))
+
+
+async def test_delete_drains_and_force_cancels(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    (name,) = bench.live()
+    bench.node.put(name, InstanceState.READY, running=1)
+    drained = asyncio.create_task(bench.gateway.ask("delete", ctl.Delete(function="chat")))
+    await until(lambda: bench.node.stops)
+    assert bench.node.stops[0].grace_s == 300.0
+    assert await bench.stored(subjects.route_key("chat", 1), Route) is None
+    with pytest.raises(FunctionNotFound):
+        await bench.gateway.acquire()
+    with pytest.raises(Conflict, match="being deleted"):
+        await bench.gateway.deploy(manifest(), b"other")
+    forced = await bench.gateway.ask("delete", ctl.Delete(function="chat", force=True))
+    assert forced.note == "deleted"
+    assert (await drained).note == "deleted"
+    assert bench.node.stops[-1].grace_s == 0
+    assert await bench.stored(subjects.function_key("chat"), FunctionRecord) is None
+    assert await bench.stored(subjects.version_key("chat", 1), VersionRecord) is None
+    assert not await bundles.exists(bench.gateway.bus, f"sha256:{hashlib.sha256(b'bundle').hexdigest()}")
+    with pytest.raises(FunctionNotFound):
+        await bench.gateway.ask("delete", ctl.Delete(function="chat"))
+
+
+async def test_a_model_is_kept_while_a_version_needs_it(bench: Bench) -> None:
+    registered: ctl.Registered = await bench.gateway.ask("register", ctl.RegisterModel(uri="/models/tiny"))
+    assert registered.model is not None
+    digest = registered.model.digest
+    await bench.gateway.deploy(manifest(model=digest[:20]))
+    info: ctl.ModelInfo = await bench.gateway.ask("model", ctl.ModelRef(digest=digest[7:15]))
+    assert (info.nodes, info.used_by) == (("n1",), ("chat:v1",))
+    with pytest.raises(Conflict, match="chat:v1"):
+        await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="delete"))
+    bench.node.problem = CorruptCheckpoint("chunk 3 differs")
+    checked: ctl.ModelInfo = await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="validate"))
+    assert checked.problem == "n1: chunk 3 differs"
+    bench.node.problem = None
+    await bench.gateway.ask("delete", ctl.Delete(function="chat", force=True))
+    await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="delete"))
+    assert (await bench.gateway.ask("models", ctl.Nothing())).models == ()
+    assert [command.verb for command in bench.node.commands] == ["validate", "delete"]
+
+
+async def test_lists(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    functions: ctl.FunctionList = await bench.gateway.ask("functions", ctl.Nothing())
+    assert [info.record.function for info in functions.functions] == ["chat"]
+    assert len(functions.functions[0].instances) == 1
+    nodes: ctl.NodeList = await bench.gateway.ask("nodes", ctl.Nothing())
+    assert [(node.record.node, node.alive) for node in nodes.nodes] == [("n1", True)]
+    assert (await bench.gateway.ask("ping", ctl.Nothing())).note == "leading"

@@ -1,0 +1,162 @@
+"""A cluster for the pure part: nodes that obey commands when they get them, and a clock that the test turns."""
+
+import random
+from dataclasses import replace
+
+import msgspec
+
+from sllm_runtime.control import registry
+from sllm_runtime.control.loop import accepted
+from sllm_runtime.control.placement import Simple
+from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
+from sllm_runtime.control.reports import observe
+from sllm_runtime.control.view import Key, View
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import Gpu, InstanceStatus, NodeStatus
+from sllm_runtime.protocol.records import VersionRecord
+from sllm_runtime.protocol.states import INSTANCE, InstanceState, final
+
+ERROR = ErrorBody(code="start_failed", message="it does not import", status=503, stage="import")
+GIB = 2**30
+
+
+def manifest(name: str, **fields: object) -> Manifest:
+    handler = {"entry": "app:f", "kind": "function", "streams": False}
+    return Manifest.model_validate({"name": name, "handler": handler, "memory": GIB, **fields})
+
+
+def version(what: Manifest, number: int = 1) -> VersionRecord:
+    return VersionRecord(
+        function=what.name, version=number, manifest=what, bundle="sha256:b", bundle_bytes=1, content=f"c{number}"
+    )
+
+
+def deployed(view: View, what: Manifest, number: int = 1) -> View:
+    """``view`` with an active version, without the trial that a deployment makes first."""
+    view = registry.create(view, version(what, number), None)
+    return registry.activate(view, (what.name, number))
+
+
+class FakeNode:
+    """A node's side: what it holds, and the reports it would send."""
+
+    def __init__(self, name: str, cpu: float, gpus: int) -> None:
+        self.name, self.cpu = name, cpu
+        self.gpus = tuple(Gpu(index=index, kind="L4", memory=24 * GIB) for index in range(gpus))
+        self.instances: dict[str, InstanceStatus] = {}
+        self.holds: dict[str, tuple[float, tuple[int, ...]]] = {}
+        self.sequence, self.life, self.alive = 0, 0, True
+
+    def restart(self) -> None:
+        self.life, self.sequence = self.life + 1, 0
+        self.instances, self.holds = {}, {}
+
+    def set(self, name: str, state: InstanceState, error: ErrorBody | None = None, **fields: float) -> None:
+        changes = {"state": state, "error": error, **fields}
+        self.instances[name] = msgspec.structs.replace(self.instances[name], **changes)
+        if final(INSTANCE, state):
+            self.holds.pop(name, None)
+
+    def report(self) -> NodeStatus:
+        self.sequence += 1
+        taken = {index: name for name, (_, gpus) in self.holds.items() for index in gpus}
+        return NodeStatus(
+            node=self.name,
+            boot=f"{self.name}/{self.life}",
+            sequence=self.sequence,
+            term=1,
+            cpu=self.cpu,
+            memory=64 * GIB,
+            free_cpu=self.cpu - sum(cpu for cpu, _ in self.holds.values()),
+            free_memory=(64 - len(self.holds)) * GIB,
+            gpus=tuple(msgspec.structs.replace(gpu, used_by=taken.get(gpu.index)) for gpu in self.gpus),
+            instances=tuple(self.instances.values()),
+        )
+
+
+class World:
+    """The controller's pure part with the nodes it commands."""
+
+    def __init__(self, *nodes: FakeNode) -> None:
+        self.nodes = {node.name: node for node in nodes}
+        self.view = View()
+        self.now = 1000.0
+        self.rng = random.Random(1)
+        self.started: list[tuple[float, str]] = []
+        """When which instance got its first start command."""
+
+    def hear(self, name: str) -> None:
+        node = self.nodes[name]
+        if node.alive:
+            self.view = observe(self.view, node.report(), self.now, 0.0)
+
+    def hear_all(self) -> None:
+        for name in self.nodes:
+            self.hear(name)
+
+    def plan(self, *, deliver: bool = True) -> tuple[Action, ...]:
+        """One step; ``deliver=False`` loses the commands on their way."""
+        made = plan(self.view, Context(now=self.now, wall=0.0, policy=Simple(), rng=self.rng))
+        self.view = made.view
+        for action in made.actions:
+            if isinstance(action, SendStart) and action.instance not in [name for _, name in self.started]:
+                self.started.append((self.now, action.instance))
+            if deliver:
+                self.deliver(action)
+        return made.actions
+
+    def deliver(self, action: Action) -> None:
+        if isinstance(action, SendStop):
+            self._stop(self.nodes[action.node], action)
+            return
+        instance = self.view.instances[action.instance]
+        node = self.nodes[instance.record.node]
+        if not node.alive:
+            return
+        if action.instance not in node.instances:
+            node.holds[action.instance] = (instance.manifest.cpu, instance.gpus)
+            node.instances[action.instance] = InstanceStatus(
+                instance=action.instance,
+                function=instance.key[0],
+                version=instance.key[1],
+                state=InstanceState.STARTING,
+            )
+        self.view = accepted(self.view, action)
+
+    def _stop(self, node: FakeNode, action: SendStop) -> None:
+        if not node.alive:
+            return
+        there = node.instances.get(action.instance)
+        if there is not None and not final(INSTANCE, there.state):
+            busy = there.running and action.grace_s > 0
+            node.set(action.instance, InstanceState.DRAINING if busy else InstanceState.STOPPED)
+        self.view = accepted(self.view, action)
+
+    def turn(self, seconds: float) -> None:
+        """Time passes; idle instances grow older, and everybody reports as often as they should."""
+        while seconds > 0:
+            step = min(seconds, 0.5)
+            seconds -= step
+            self.now += step
+            for node in self.nodes.values():
+                for name, status in tuple(node.instances.items()):
+                    if status.state is InstanceState.READY and not status.running:
+                        node.instances[name] = msgspec.structs.replace(status, idle_s=status.idle_s + step)
+            self.hear_all()
+            self.plan()
+
+    def live(self, key: Key) -> list[str]:
+        return [instance.record.instance for instance in self.view.of(key) if instance.live]
+
+    def finish(self, name: str, state: InstanceState, error: ErrorBody | None = None) -> None:
+        """An instance reaches ``state`` on its node, which reports it."""
+        node = self.nodes[self.view.instances[name].record.node]
+        node.set(name, state, error)
+        self.hear(node.name)
+
+    def wait_for(self, key: Key, calls: int) -> None:
+        self.view = self.view.put_waiting(key, "gw", calls)
+
+    def reset_listening(self) -> None:
+        self.view = replace(self.view, listening_since=self.now)

@@ -1,0 +1,300 @@
+"""``/api/v1`` with a scripted controller and the real stores."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from sllm.sse import Event, Parser
+from sllm_gateway.openapi import OPERATIONS, document
+from sllm_runtime.platform import bundles
+from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, StartFailed, Unsatisfiable
+from sllm_runtime.protocol.events import Event as Happened
+from sllm_runtime.protocol.events import LogRecord
+from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.node import Gpu, NodeRecord, NodeStatus, Ok, Progress
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
+from sllm_runtime.protocol.states import InstanceState, VersionState
+from tests.fixtures.nats import NODE, Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import World, manifest, world
+
+SSE = {"accept": "text/event-stream"}
+BUNDLE = b"PK" + bytes(range(256)) * 4000
+DIGEST = f"sha256:{hashlib.sha256(BUNDLE).hexdigest()}"
+DEPLOY = {"manifest": manifest("f").model_dump(mode="json"), "bundle": DIGEST, "bundle_bytes": len(BUNDLE)}
+
+
+def version(number: int = 1, state: VersionState = VersionState.ACTIVE) -> VersionRecord:
+    return VersionRecord(
+        function="f", version=number, manifest=manifest("f"), bundle=DIGEST, bundle_bytes=9, content="c", state=state
+    )
+
+
+INFO = ctl.FunctionInfo(
+    record=FunctionRecord(function="f", active=2, last_version=2),
+    versions=(version(1, VersionState.RETIRED), version(2)),
+    instances=(InstanceRecord(instance="i1", function="f", version=2, node="n1", state=InstanceState.READY),),
+)
+MODEL = ctl.ModelInfo(
+    record=ModelRecord(digest="sha256:ab", uri="/m", nbytes=10, partitions=(10,)), nodes=("n1",), used_by=("f.1",)
+)
+
+
+def events(text: str) -> list[Event]:
+    return [event for event in Parser().feed(text.encode()) if event.comment is None]
+
+
+async def test_a_bundle_is_put_once_and_checked(nats: Nats) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(BUNDLE), 100_000):
+            yield BUNDLE[start : start + 100_000]
+
+    path = f"{API}/bundles/{DIGEST.removeprefix('sha256:')}"
+    async with world(nats) as w:
+        assert (await w.http.head(path)).status_code == 404
+        wrong = await w.http.put(path, content=b"something else")
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (422, "digest_mismatch")
+        assert (await w.http.head(path)).status_code == 404
+        put = await w.http.put(path, content=pieces())
+        assert (put.status_code, put.json()) == (201, {"digest": DIGEST, "bytes": len(BUNDLE)})
+        assert (await w.http.head(path)).status_code == 200
+        assert await bundles.fetch(w.controller.bus, DIGEST, len(BUNDLE)) == BUNDLE
+        assert (await w.http.put(f"{API}/bundles/xyz", content=b"")).status_code == 400
+
+
+async def test_a_bundle_above_the_limit_is_413(nats: Nats) -> None:
+    async with world(nats, max_bundle=1000) as w:
+        response = await w.http.put(f"{API}/bundles/{'0' * 64}", content=BUNDLE)
+    assert response.status_code == 413
+
+
+async def test_a_deployment_tells_its_progress_and_its_result(nats: Nats) -> None:
+    asked: list[ctl.Deploy] = []
+
+    async def deploy(request: ctl.Deploy) -> ctl.Deployed:
+        asked.append(request)
+        if len(asked) < 3:
+            return ctl.Deployed(progress=Progress(stage="model", done=len(asked), total=3))
+        return ctl.Deployed(version=version(2))
+
+    async with world(nats) as w:
+        await w.controller.serve("deploy", ctl.Deploy, deploy)
+        await w.controller.serve("function", ctl.FunctionRef, _info)
+        response = await w.http.post(f"{API}/functions", json=DEPLOY, headers=SSE)
+        plain = await w.http.post(f"{API}/functions", json=DEPLOY)
+    found = events(response.text)
+    assert [event.event for event in found] == ["progress", "progress", "done", "message"]
+    assert json.loads(found[0].data)["done"] == 1
+    assert json.loads(found[2].data)["function"]["active"] == 2
+    assert found[3].done
+    assert len({request.request for request in asked[:3]}) == 1
+    assert plain.json()["version"] == 2
+
+
+async def _info(request: ctl.FunctionRef) -> ctl.FunctionInfo:
+    if request.function != "f":
+        raise FunctionNotFound(f"no function is named {request.function!r}")
+    return INFO
+
+
+async def test_a_refused_deployment_has_its_status_and_a_late_one_an_event(nats: Nats) -> None:
+    async def refuse(request: ctl.Deploy) -> ctl.Deployed:
+        raise Unsatisfiable("needs 1 x H100; n1 has none", field="gpu")
+
+    async def fail_late(request: Any) -> ctl.Registered:
+        await asyncio.sleep(0.3)
+        raise StartFailed("boom", stage="import")
+
+    async with world(nats, headers_wait=0.1) as w:
+        await w.controller.serve("deploy", ctl.Deploy, refuse)
+        await w.controller.serve("register", ctl.RegisterModel, fail_late)
+        refused = await w.http.post(f"{API}/functions", json=DEPLOY, headers=SSE)
+        late = await w.http.post(f"{API}/models", json={"uri": "/m"}, headers=SSE)
+        wrong = await w.http.post(f"{API}/functions", json={**DEPLOY, "bundle": "x"}, headers=SSE)
+        garbage = await w.http.post(f"{API}/functions", content=b"{", headers=SSE)
+    assert (refused.status_code, refused.json()["error"]["field"]) == (422, "gpu")
+    assert late.status_code == 200
+    assert events(late.text)[0].event == "error"
+    assert json.loads(events(late.text)[0].data)["error"]["stage"] == "import"
+    assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "bundle")
+    assert garbage.json()["error"]["code"] == "malformed_json"
+
+
+async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
+    deletes: list[ctl.Delete] = []
+    rollbacks: list[ctl.Rollback] = []
+
+    async def functions(_: ctl.Nothing) -> ctl.FunctionList:
+        return ctl.FunctionList(functions=(INFO,))
+
+    async def rollback(request: ctl.Rollback) -> ctl.FunctionInfo:
+        rollbacks.append(request)
+        return INFO
+
+    async def delete(request: ctl.Delete) -> Ok:
+        deletes.append(request)
+        return Ok(note="deleted" if len(deletes) > 1 else "draining: 1 call")
+
+    async with world(nats) as w:
+        await w.controller.serve("functions", ctl.Nothing, functions)
+        await w.controller.serve("function", ctl.FunctionRef, _info)
+        await w.controller.serve("rollback", ctl.Rollback, rollback)
+        await w.controller.serve("delete", ctl.Delete, delete)
+        assert [f["name"] for f in (await w.http.get(f"{API}/functions")).json()["functions"]] == ["f"]
+        view = (await w.http.get(f"{API}/functions/f")).json()
+        assert [(v["version"], v["active"], v["state"]) for v in view["versions"]] == [
+            (1, False, "RETIRED"),
+            (2, True, "ACTIVE"),
+        ]
+        assert view["instances"][0]["node"] == "n1"
+        assert (await w.http.get(f"{API}/functions/g")).status_code == 404
+        assert (await w.http.get(f"{API}/functions/G$")).status_code == 404
+        assert (await w.http.post(f"{API}/functions/f/rollback", json={"version": 1})).json()["active"] == 2
+        assert (await w.http.post(f"{API}/functions/f/rollback")).status_code == 200
+        assert [r.version for r in rollbacks] == [1, None]
+        assert (await w.http.delete(f"{API}/functions/f?force=true")).json()["deleted"] is True
+        assert [d.force for d in deletes] == [True, True]
+
+
+async def test_models_and_nodes_and_status(nats: Nats) -> None:
+    verbs: list[str] = []
+
+    async def models(_: ctl.Nothing) -> ctl.ModelList:
+        return ctl.ModelList(models=(MODEL,))
+
+    async def model(request: ctl.ModelRef) -> ctl.ModelInfo:
+        verbs.append(request.verb)
+        if request.digest != "abcd":
+            raise ModelNotFound("no such model")
+        return MODEL
+
+    async def nodes(_: ctl.Nothing) -> ctl.NodeList:
+        status = NodeStatus(
+            node="n1", boot="b", sequence=1, term=1, cpu=2, memory=4, free_cpu=1, free_memory=3,
+            gpus=(Gpu(index=0, kind="L4", memory=24),),
+        )  # fmt: skip
+        known = ctl.NodeInfo(record=NodeRecord(node="n1"), status=status, alive=True)
+        return ctl.NodeList(nodes=(known, ctl.NodeInfo(record=NodeRecord(node="n2"))))
+
+    async with world(nats) as w:
+        down = (await w.http.get(f"{API}/status")).json()
+        await w.controller.serve("models", ctl.Nothing, models)
+        await w.controller.serve("model", ctl.ModelRef, model)
+        await w.controller.serve("nodes", ctl.Nothing, nodes)
+        assert (await w.http.get(f"{API}/models")).json()["models"][0]["used_by"] == ["f.1"]
+        assert (await w.http.get(f"{API}/models/abcd")).json()["bytes"] == 10
+        assert (await w.http.post(f"{API}/models/abcd/validate")).status_code == 200
+        assert (await w.http.delete(f"{API}/models/ABCD")).status_code == 200
+        assert (await w.http.get(f"{API}/models/0123")).status_code == 404
+        assert (await w.http.get(f"{API}/models/zz")).status_code == 400
+        assert verbs == ["describe", "validate", "delete", "describe"]
+        found = (await w.http.get(f"{API}/nodes")).json()["nodes"]
+        assert [(n["node"], n["alive"], n["free_cpu"]) for n in found] == [("n1", True, 1), ("n2", False, 0)]
+        assert found[0]["gpus"][0]["kind"] == "L4"
+        up = (await w.http.get(f"{API}/status")).json()
+    assert (down["controller"], up["controller"], up["nodes"]) == (False, True, 2)
+
+
+async def test_without_a_controller_the_answer_is_503(nats: Nats) -> None:
+    async with world(nats) as w:
+        response = await w.http.get(f"{API}/functions")
+    assert response.status_code == 503
+    assert response.json()["error"]["retryable"] is True
+
+
+def line(text: str, call: str | None = None) -> LogRecord:
+    return LogRecord(at=1.0, function="f", version=1, instance="i1", node=NODE, stream="stdout", text=text, call=call)
+
+
+async def _texts(w: World, **query: Any) -> list[str]:
+    response = await w.http.get(f"{API}/functions/f/logs", params=query)
+    found = events(response.text)
+    assert found[-1].done
+    return [json.loads(event.data)["text"] for event in found[:-1]]
+
+
+async def test_logs_are_kept_filtered_and_followed(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.controller.serve("function", ctl.FunctionRef, _info)
+        assert await _texts(w) == []
+        for number in range(10):
+            w.node.bus.publish_now(subjects.logs(NODE, "f"), line(f"line {number}", f"call-{number % 2}"))
+        w.node.bus.publish_now(subjects.logs(NODE, "other"), line("not mine"))
+        await w.node.bus.flush()
+        assert await _texts(w) == [f"line {n}" for n in range(10)]
+        assert await _texts(w, limit=3, call="call-1") == ["line 5", "line 7", "line 9"]
+        assert await _texts(w, since=4e9) == []
+        async with w.http.stream("GET", f"{API}/functions/f/logs", params={"follow": "true", "limit": 1}) as response:
+            parser, seen = Parser(), []
+            async for piece in response.aiter_bytes():
+                seen += [json.loads(event.data)["text"] for event in parser.feed(piece) if event.comment is None]
+                if len(seen) == 1:
+                    w.node.bus.publish_now(subjects.logs(NODE, "f"), line("news"))
+                if seen[-1:] == ["news"]:
+                    break
+        assert seen == ["line 9", "news"]
+
+
+async def test_following_goes_on_over_a_restart_of_nats(nats: Nats) -> None:
+    seen: list[str] = []
+
+    async def read() -> None:
+        parser = Parser()
+        async with w.http.stream("GET", f"{API}/functions/f/logs", params={"follow": "true"}) as response:
+            async for piece in response.aiter_bytes():
+                seen.extend(json.loads(e.data)["text"] for e in parser.feed(piece) if e.comment is None)
+
+    async with world(nats) as w:
+        reading = asyncio.create_task(read())
+        w.node.bus.publish_now(subjects.logs(NODE, "f"), line("before"))
+        await until(lambda: seen == ["before"])
+        await nats.kill()
+        await nats.start()
+        await until(lambda: w.node.bus.connected and w.gateway.problem() == "")
+        w.node.bus.publish_now(subjects.logs(NODE, "f"), line("after"))
+        await until(lambda: seen == ["before", "after"], within_s=15)
+        reading.cancel()
+        await asyncio.wait([reading])
+
+
+async def test_logs_of_nothing_and_wrong_queries(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.controller.serve("function", ctl.FunctionRef, _info)
+        assert (await w.http.get(f"{API}/functions/g/logs")).status_code == 404
+        wrong = await w.http.get(f"{API}/functions/f/logs?limit=x")
+        assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "limit")
+        assert (await w.http.get(f"{API}/functions/f/logs?limit=99999")).status_code == 400
+
+
+async def test_events_are_read(nats: Nats) -> None:
+    async with world(nats) as w:
+        event = Happened(kind="instance.ready", at=1.0, component="node", function="f")
+        w.node.bus.publish_now(subjects.event("node", NODE), event)
+        await w.node.bus.flush()
+        found = events((await w.http.get(f"{API}/events", params={"function": "f"})).text)
+    assert json.loads(found[0].data)["kind"] == "instance.ready"
+
+
+async def test_the_openapi_document_names_every_route(nats: Nats) -> None:
+    async with world(nats) as w:
+        served = (await w.http.get(f"{API}/openapi.json")).json()
+        routes = w.gateway._front._router.routes
+    assert served == json.loads(json.dumps(document()))
+    described = {(operation.method.upper(), operation.path) for operation in OPERATIONS}
+    real = {
+        (method, route.path)  # type: ignore[attr-defined]
+        for route in routes
+        for method in route.methods  # type: ignore[attr-defined]
+    }
+    assert described == {(m, p) for m, p in real if m != "HEAD" or p.endswith("bundles/{digest}")}
+
+
+@pytest.mark.parametrize("reference", sorted(set(json.dumps(document()).split('"#/components/schemas/')[1:])))
+def test_every_schema_that_is_named_is_there(reference: str) -> None:
+    name = reference.split('"')[0]
+    assert name in document()["components"]["schemas"]

@@ -1,0 +1,460 @@
+"""``/fn`` from a real HTTP client to a scripted node over a real NATS server."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import httpx
+import pytest
+
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.ctl import Acquired
+from sllm_runtime.protocol.errors import Cancelled, ErrorBody, FunctionError
+from sllm_runtime.protocol.frames import End, FrameKind, Opened
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.timeline import Span, parse_comment
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, entry, manifest, starting, world
+
+SSE = {"accept": "text/event-stream"}
+
+
+async def count(run: Run) -> None:
+    for number in range(run.arguments["n"]):
+        run.out({"number": number})
+    run.end()
+
+
+async def echo(run: Run) -> None:
+    run.out(run.arguments)
+    run.end()
+
+
+async def fail(run: Run) -> None:
+    run.end(FunctionError("ValueError: no"))
+
+
+async def hang(run: Run) -> None:
+    run.out("begun")
+    await run.cancelled.wait()
+    run.end()
+
+
+async def test_values_of_a_generator_come_as_events(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        response = await w.http.post("/fn/count", json={"n": 3}, headers=SSE)
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-store"
+    assert response.headers["sllm-call-id"].startswith("call-")
+    assert "queue;dur=" in response.headers["server-timing"]
+    *events, end = response.text.split("\n\n")[:-1]
+    assert events == [f'id: {n}\ndata: {{"number":{n}}}' for n in range(3)]
+    timeline, done = end.split("\n")
+    assert [span.name for span in parse_comment(timeline.removeprefix(": "))] == ["queue", "first_token", "tokens"]
+    assert done == "data: [DONE]"
+
+
+async def test_without_sse_a_generators_values_are_an_array_and_a_functions_value_is_bare(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        await w.deploy(manifest("echo", streams=False), entry("i2"), script=echo)
+        values = await w.http.post("/fn/count", json={"n": 3})
+        value = await w.http.post("/fn/echo/v1", json={"a": [1, None, "ü"]})
+        nothing = await w.http.post("/fn/echo")
+    assert values.json() == [{"number": 0}, {"number": 1}, {"number": 2}]
+    assert value.json() == {"a": [1, None, "ü"]}
+    assert nothing.json() == {}
+    assert values.headers["content-type"] == "application/json"
+
+
+async def test_bodies_and_values_of_many_parts_arrive_whole(nats: Nats) -> None:
+    text = "0123456789abcdef" * 2**17  # 2 MiB: more than a window each way
+    async with world(nats) as w:
+        await w.deploy(manifest("echo", streams=False), entry(), script=echo)
+        whole = await w.http.post("/fn/echo", json={"text": text})
+        stream = await w.http.post("/fn/echo", json={"text": text}, headers=SSE)
+    assert whole.json() == {"text": text}
+    first, end = stream.text.split("\n\n", 1)
+    assert json.loads(first.split("data: ", 1)[1]) == {"text": text}
+    assert end.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "field"),
+    [
+        ("/fn/nothing", b"{}", 404, "function_not_found", None),
+        ("/fn/typed/v9", b"{}", 404, "version_not_found", None),
+        ("/fn/typed/nine", b"{}", 404, "version_not_found", None),
+        ("/fn/typed", b"{", 400, "malformed_json", None),
+        ("/fn/typed", b"\xff", 400, "malformed_json", None),
+        ("/fn/typed", b"[" * 100_000, 400, "malformed_json", None),
+        ("/fn/typed", b"[1]", 422, "invalid_argument", None),
+        ("/fn/typed", b"", 422, "invalid_argument", "text"),
+        ("/fn/typed", b'{"text": 1}', 422, "invalid_argument", "text"),
+        ("/fn/typed", b'{"text": "a", "many": [{"x": "b"}]}', 422, "invalid_argument", "many[0].x"),
+        ("/fn/typed", b'{"text": "a", "other": 1}', 422, "invalid_argument", "other"),
+        ("/nowhere", b"", 404, "not_found", None),
+    ],
+)
+async def test_a_wrong_request_is_answered_by_name(
+    nats: Nats, path: str, body: bytes, status: int, code: str, field: str | None
+) -> None:
+    item = {"type": "object", "properties": {"x": {"type": "number"}}}
+    schema = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "many": {"type": "array", "items": item}},
+        "required": ["text"],
+        "additionalProperties": False,
+    }
+    async with world(nats) as w:
+        await w.deploy(manifest("typed", input_schema=schema), entry(), script=echo)
+        response = await w.http.post(path, content=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error.get("field")) == (status, code, field)
+        assert error["retryable"] is False
+        assert response.headers["x-should-retry"] == "false"
+        if path.startswith("/fn"):
+            assert error["call_id"] == response.headers["sllm-call-id"]
+        assert not w.node.opened
+
+
+async def test_another_method_is_refused_with_what_is_allowed(nats: Nats) -> None:
+    async with world(nats) as w:
+        response = await w.http.get("/fn/x")
+    assert response.status_code == 405
+    assert response.json()["error"]["code"] == "method_not_allowed"
+    assert "POST" in response.json()["error"]["message"]
+
+
+async def test_a_declared_body_above_the_limit_is_refused_before_it_is_read(nats: Nats) -> None:
+    async with world(nats, max_body=1000) as w:
+        await w.deploy(manifest("echo"), entry(), script=echo)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(w.url.rpartition(":")[2]))
+        writer.write(b"POST /fn/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 2)).startswith(b"HTTP/1.1 413")
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(nats: Nats) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    async with world(nats, max_body=1_000_000) as w:
+        await w.deploy(manifest("echo"), entry(), script=echo)
+        response = await w.http.post("/fn/echo", content=endless())
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"
+        assert (await w.http.post("/fn/echo", json={})).status_code == 200
+
+
+async def test_a_function_that_raises_is_a_500_with_type_and_message(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("fail"), entry(), script=fail)
+        for headers in ({}, SSE):
+            response = await w.http.post("/fn/fail", headers=headers)
+            assert response.status_code == 500
+            assert response.headers["x-should-retry"] == "false"
+            assert response.json()["error"]["code"] == "function_error"
+            assert response.json()["error"]["message"] == "ValueError: no"
+
+
+async def test_an_error_in_mid_stream_is_the_last_event(nats: Nats) -> None:
+    async def script(run: Run) -> None:
+        run.out(1)
+        run.end(FunctionError("ValueError: late"))
+
+    async with world(nats) as w:
+        await w.deploy(manifest("late"), entry(), script=script)
+        response = await w.http.post("/fn/late", headers=SSE)
+        first, error, rest = response.text.split("\n\n")
+        assert (first, rest) == ("id: 0\ndata: 1", "")
+        assert error.startswith("event: error\ndata: ")
+        body = json.loads(error.partition("data: ")[2])["error"]
+        assert body["code"] == "function_error"
+        assert body["call_id"] == response.headers["sllm-call-id"]
+
+
+async def test_retries_begin_again_only_before_the_first_byte(nats: Nats) -> None:
+    async def second(run: Run) -> None:
+        if run.head.epoch == 1:
+            run.end(FunctionError("ValueError: once"))
+        else:
+            await count(run)
+
+    async def after_a_value(run: Run) -> None:
+        run.out("x")
+        await until(lambda: run.outbox.acked == 1)
+        run.end(FunctionError("ValueError: always"))
+
+    async with world(nats) as w:
+        await w.deploy(manifest("second", retries=1), entry(), script=second)
+        await w.deploy(manifest("after", retries=5), entry("i2"), script=after_a_value)
+        assert (await w.http.post("/fn/second", json={"n": 1}, headers=SSE)).text.startswith(
+            'id: 0\ndata: {"number":0}'
+        )
+        assert "event: error" in (await w.http.post("/fn/after", headers=SSE)).text
+        assert [opened.head.epoch for opened in w.node.opened] == [1, 2, 1]
+
+
+async def test_a_call_waits_for_the_start_and_sees_its_progress(nats: Nats) -> None:
+    spans = (Span("sandbox", 0, 5), Span("weights", 1, 90), Span("setup", 95, 5))
+    go = asyncio.Event()
+
+    async def acquire(request: object) -> Acquired:
+        w.node.report(starting("count", Progress(stage="weights", done=5, total=10)))
+        await go.wait()
+        route = await w.controller.route(manifest("count"), entry(spans=spans))
+        return Acquired(route=route)
+
+    async with world(nats, headers_wait=0.1) as w:
+        w.controller.on_acquire = acquire
+        await w.deploy(manifest("count"), script=count)
+        async with w.http.stream("POST", "/fn/count", json={"n": 2}, headers=SSE) as response:
+            assert response.status_code == 200
+            text = ""
+            async for piece in response.aiter_text():
+                text += piece
+                if "event: progress" in text:
+                    go.set()
+            progress, *values, end = text.split("\n\n")[:-1]
+        assert progress.startswith('event: progress\ndata: {"stage":"weights","done":5,"total":10')
+        assert values == ['id: 0\ndata: {"number":0}', 'id: 1\ndata: {"number":1}']
+        names = [span.name for span in parse_comment(end.split("\n")[0].removeprefix(": "))]
+        assert names == ["queue", "sandbox", "weights", "setup", "first_token", "tokens"]
+
+
+async def test_one_acquire_serves_many_callers(nats: Nats) -> None:
+    async def acquire(request: object) -> Acquired:
+        await until(lambda: len(w.gateway.calls) == 20)
+        return Acquired(route=await w.controller.route(manifest("count"), entry()))
+
+    async with world(nats) as w:
+        w.controller.on_acquire = acquire
+        await w.deploy(manifest("count"), script=count)
+        answers = await asyncio.gather(*[w.http.post("/fn/count", json={"n": n}) for n in range(20)])
+        assert [len(answer.json()) for answer in answers] == list(range(20))
+        assert len(w.controller.acquires) <= 6  # one, and one for each doubling of the queue
+        assert len({(a.function, a.version) for a in w.controller.acquires}) == 1
+
+
+async def test_a_start_that_failed_is_told_to_all_waiters(nats: Nats) -> None:
+    body = ErrorBody("start_failed", "boom", 503, stage="import", retry_after_s=2.5)
+
+    async def acquire(request: object) -> Acquired:
+        await until(lambda: len(w.gateway.calls) == 5)
+        return Acquired(error=body)
+
+    async with world(nats) as w:
+        w.controller.on_acquire = acquire
+        await w.deploy(manifest("count"), script=count)
+        answers = await asyncio.gather(*[w.http.post("/fn/count", json={"n": 1}, headers=SSE) for _ in range(5)])
+    for answer in answers:
+        assert answer.status_code == 503
+        assert answer.json()["error"]["stage"] == "import"
+        assert answer.headers["retry-after"] == "3"
+        assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_full_queue_is_429_with_retry_after(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("hang", max_queue=2), entry(concurrency=1), script=hang)
+        async with w.http.stream("POST", "/fn/hang", headers=SSE):
+            waiting = [asyncio.create_task(w.http.post("/fn/hang")) for _ in range(2)]
+            await until(lambda: w.gateway.calls.dispatcher.waiting("hang") == 2)
+            refused = await w.http.post("/fn/hang")
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+        await until(lambda: not len(w.gateway.calls))
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert refused.json()["error"]["retryable"] is True
+    assert int(refused.headers["retry-after"]) >= 1
+
+
+async def test_busy_goes_back_to_the_head_and_gone_drops_the_instance(nats: Nats) -> None:
+    answers: list[Literal["busy", "accepted"]] = ["busy", "busy", "accepted"]
+    async with world(nats) as w:
+        w.node.judge = lambda o: Opened(status="gone" if o.head.instance == "dead" else answers.pop(0))
+        await w.deploy(manifest("count"), entry("dead", concurrency=99), entry("i2"), script=count)
+        assert (await w.http.post("/fn/count", json={"n": 1})).json() == [{"number": 0}]
+        assert [opened.head.instance for opened in w.node.opened] == ["dead", "i2", "i2", "i2"]
+        await until(lambda: w.controller.acquires)
+        assert w.controller.acquires[0].gone == ("dead",)
+
+
+async def test_an_instance_whose_node_is_not_there_is_dropped_at_once(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry("dead", node="n9", concurrency=99), entry("i2"), script=count)
+        began = time.monotonic()
+        assert (await w.http.post("/fn/count", json={"n": 1})).status_code == 200
+        assert time.monotonic() - began < 1
+
+
+async def test_deadlines_before_the_headers_have_their_status(nats: Nats) -> None:
+    async def never(run: Run) -> None:
+        await run.cancelled.wait()
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(manifest("slow", timeout=0.2), entry(), script=never)
+        await w.deploy(manifest("idle", idle_timeout=0.2), entry("i2"), script=never)
+        await w.deploy(manifest("full", queue_timeout=0.2), script=never)
+        for name, status, code in [
+            ("slow", 504, "deadline_exceeded"),
+            ("idle", 504, "idle_timeout"),
+            ("full", 503, "queue_timeout"),
+        ]:
+            response = await w.http.post(f"/fn/{name}", headers=SSE)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        await until(lambda: {cancel.code for cancel in w.node.cancels} == {"deadline_exceeded", "idle_timeout"})
+        await until(lambda: not len(w.gateway.calls), what="every call ended on its node")
+
+
+async def test_a_deadline_after_the_headers_is_an_event(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("hang", timeout=0.3), entry(), script=hang)
+        response = await w.http.post("/fn/hang", headers=SSE)
+    assert response.status_code == 200
+    assert response.text.startswith('id: 0\ndata: "begun"\n\nevent: error\n')
+    assert '"deadline_exceeded"' in response.text
+    assert "[DONE]" not in response.text
+
+
+async def test_a_caller_that_goes_away_cancels_its_work(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("hang"), entry(), script=hang)
+        async with w.http.stream("POST", "/fn/hang", headers=SSE) as response:
+            await anext(response.aiter_text())
+        await until(lambda: w.node.cancels, within_s=1)
+        await until(lambda: not len(w.gateway.calls))
+        assert w.node.cancels[0].code == "cancelled"
+
+
+async def test_heartbeats_are_comments_without_a_blank_line(nats: Nats) -> None:
+    async def late(run: Run) -> None:
+        await asyncio.sleep(0.5)
+        run.out(1)
+        run.end()
+
+    async with world(nats, headers_wait=0.05, heartbeat=0.1) as w:
+        await w.deploy(manifest("late"), entry(), script=late)
+        response = await w.http.post("/fn/late", headers=SSE)
+    assert response.text.startswith(": heartbeat\n: heartbeat\n")
+    assert ": heartbeat\n\n" not in response.text
+
+
+async def test_a_client_that_does_not_read_ends_in_slow_consumer_and_others_go_on(nats: Nats) -> None:
+    async def flood(run: Run) -> None:
+        while not run.cancelled.is_set():
+            run.out("x" * 100_000)
+            await run.room()
+        run.end()
+
+    async with world(nats, slow_consumer=0.5) as w:
+        await w.deploy(manifest("flood"), entry(), script=flood)
+        await w.deploy(manifest("count"), entry("i2"), script=count)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(w.url.rpartition(":")[2]), limit=1000)
+        writer.write(b"POST /fn/flood HTTP/1.1\r\nhost: x\r\naccept: text/event-stream\r\n\r\n")
+        await until(lambda: w.node.cancels, within_s=10)
+        assert w.node.cancels[0].code == "slow_consumer"
+        assert (await w.http.post("/fn/count", json={"n": 1})).status_code == 200
+        sent = next(iter(w.node.runs.values())).outbox.pushed_bytes
+        assert sent < 16 * 2**20, "no more than windows and socket buffers"
+        text = b""
+        async with asyncio.timeout(5):
+            while b"slow_consumer" not in text:
+                text = text[-100:] + await reader.read(2**16)
+        writer.close()
+        await writer.wait_closed()
+        await until(lambda: not len(w.gateway.calls))
+
+
+async def test_two_callers_of_one_connection_pool_share_nothing(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count", concurrency=4), entry(concurrency=4), script=count)
+        answers = await asyncio.gather(
+            *[w.http.post("/fn/count", json={"n": n % 7}, headers=SSE if n % 2 else {}) for n in range(100)]
+        )
+    for n, answer in enumerate(answers):
+        assert answer.text.count('"number"') == n % 7
+
+
+async def test_a_version_that_is_deleted_ends_its_waiters(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), script=count)
+        waiting = asyncio.create_task(w.http.post("/fn/count", json={"n": 1}))
+        await until(lambda: w.gateway.calls.dispatcher.waiting("count") == 1)
+        await w.controller.unroute("count")
+        assert (await waiting).json()["error"]["code"] == "function_not_found"
+
+
+async def test_http_of_a_stopping_gateway(nats: Nats) -> None:
+    async with world(nats, drain=0.1) as w:
+        await w.deploy(manifest("hang"), entry(), script=hang)
+
+        async def read() -> str:
+            async with httpx.AsyncClient(base_url=w.url) as http:
+                return (await http.post("/fn/hang", headers=SSE)).text
+
+        reading = asyncio.create_task(read())
+        await until(lambda: w.node.runs)
+        await w.gateway.drain()
+        text = await reading
+        assert '"draining"' in text
+        assert "[DONE]" not in text
+        assert (await w.http.post("/fn/hang")).status_code == 503
+
+
+async def test_what_a_sandbox_calls_its_spans_cannot_end_a_header(nats: Nats) -> None:
+    async def split(run: Run) -> None:
+        run.out(1)
+        end = End(spans=(Span("x\r\nset-cookie: a=b\r\n\r\n<html>", 0.0, 1.0),))
+        run.outbox.push(FrameKind.END, codec.pack(end))
+        run.node.flush(run)
+
+    async with world(nats) as w:
+        await w.deploy(manifest("split", streams=False), entry(), script=split)
+        response = await w.http.post("/fn/split")
+    assert response.json() == 1
+    assert "set-cookie" not in response.headers
+    assert "x__set-cookie" in response.headers["server-timing"]
+
+
+async def test_an_endless_array_of_tiny_values_is_too_large_before_it_fills_the_memory(nats: Nats) -> None:
+    async def tiny(run: Run) -> None:
+        while not run.cancelled.is_set():
+            for _ in range(1000):
+                run.outbox.push(FrameKind.OUTPUT, b"1")
+            run.node.flush(run)
+            await run.room()
+            await asyncio.sleep(0)
+        run.end()
+
+    async with world(nats, max_output=2**20) as w:
+        await w.deploy(manifest("tiny"), entry(), script=tiny)
+        response = await w.http.post("/fn/tiny")
+        pushed = next(iter(w.node.runs.values())).outbox.next_index
+    assert response.json()["error"]["code"] == "output_too_large"
+    assert pushed < 100_000, "values of a byte each"
+
+
+async def test_a_call_that_its_node_cancels_ends_with_an_error_that_its_caller_sees(nats: Nats) -> None:
+    async def stopped(run: Run) -> None:
+        run.out("begun")
+        await asyncio.sleep(0.05)
+        run.end(Cancelled("instance i1 was stopped: the function is deleted"))
+
+    async with world(nats) as w:
+        await w.deploy(manifest("stopped"), entry(), script=stopped)
+        response = await w.http.post("/fn/stopped", headers=SSE)
+    assert 'data: "begun"' in response.text
+    assert "event: error" in response.text
+    assert "the function is deleted" in response.text

@@ -1,0 +1,244 @@
+"""The official client against ``/v1``, without a workaround."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidArgument
+from sllm_runtime.protocol.frames import TokenLogprob, Usage
+from sllm_runtime.protocol.node import Progress
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, World, entry, manifest, starting, world
+
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+async def say(run: Run) -> None:
+    """``def f()`` in three pieces, for each choice."""
+    for choice in range(run.arguments.get("n") or 1):
+        run.delta("def", choice=choice)
+        run.delta(" f\n", choice=choice)
+        run.delta("()", choice=choice, finish="stop")
+    run.end(usage=Usage(prompt=3, completion=5, cached=1))
+
+
+def client(w: World, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{w.url}/v1", api_key="none", max_retries=0, **options)
+
+
+async def model(w: World, script: Any = say, **fields: Any) -> None:
+    await w.deploy(manifest("coder", engine=True, model="/m", **fields), entry(), script=script)
+
+
+async def test_chat(nats: Nats) -> None:
+    async with world(nats) as w, client(w) as api:
+        await model(w)
+        answer = await api.chat.completions.create(model="coder", messages=MESSAGES, n=2)
+        assert w.node.opened[0].head.kind == "chat"
+    assert [choice.message.content for choice in answer.choices] == ["def f\n()"] * 2
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 5, 8)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+async def test_chat_streamed_with_usage_after_comments(nats: Nats) -> None:
+    """Heartbeats and progress come as comments, also between chunks, and the client does not stumble over them."""
+
+    async def slowly(run: Run) -> None:
+        run.delta("def")
+        await asyncio.sleep(0.3)
+        run.delta("", finish="length")
+        run.end(usage=Usage(3, 1))
+
+    async with world(nats, headers_wait=0.05, heartbeat=0.1) as w, client(w) as api:
+        w.controller.on_acquire = _after_progress(w)
+        w.node.scripts["coder"] = slowly
+        await w.deploy(manifest("coder", engine=True, model="/m"), script=slowly)
+        stream = await api.chat.completions.create(
+            model="coder:v1", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert stream.response.headers["sllm-call-id"]
+    assert [chunk.choices[0].delta.role for chunk in chunks[:-1]] == ["assistant", None, None]
+    assert [chunk.choices[0].delta.content for chunk in chunks[:-1]] == ["", "def", None]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, "length"]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 4
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def _after_progress(w: World) -> Any:
+    async def acquire(request: Any) -> Any:
+        from sllm_runtime.protocol.ctl import Acquired
+
+        w.node.report(starting("coder", Progress(stage="weights", done=1, total=2)))
+        key = ("coder", 1)
+        await until(lambda: w.gateway.calls.dispatcher.waiting_calls(key)[0].state == "STARTING")
+        await asyncio.sleep(0.2)
+        return Acquired(route=await w.controller.route(manifest("coder", engine=True, model="/m"), entry()))
+
+    return acquire
+
+
+async def test_the_streams_bytes(nats: Nats) -> None:
+    async with world(nats) as w:
+        await model(w)
+        body = {"model": "coder", "messages": MESSAGES, "stream": True}
+        text = (await w.http.post("/v1/chat/completions", json=body)).text
+    ids = [line for line in text.split("\n") if line.startswith("id: ")]
+    assert ids == [f"id: {n}" for n in range(5)], "role, three texts, finish"
+    assert text.endswith("\ndata: [DONE]\n\n")
+    assert "\n: timeline " in text
+    assert "event:" not in text
+
+
+async def test_completions(nats: Nats) -> None:
+    async with world(nats) as w, client(w) as api:
+        await model(w)
+        answer = await api.completions.create(model="coder", prompt="def ")
+        stream = await api.completions.create(model="coder", prompt=["def "], stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert w.node.opened[0].head.kind == "completion"
+    assert answer.choices[0].text == "def f\n()"
+    assert answer.object == "text_completion"
+    assert [chunk.choices[0].text for chunk in chunks] == ["def", " f\n", "()"]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_no_token_is_an_empty_completion(nats: Nats) -> None:
+    async def nothing(run: Run) -> None:
+        run.end(usage=Usage(prompt=1))
+
+    async with world(nats) as w, client(w) as api:
+        await model(w, nothing)
+        answer = await api.completions.create(model="coder", prompt="x", max_tokens=0)
+    assert answer.choices[0].text == ""
+
+
+async def test_logprobs(nats: Nats) -> None:
+    async def script(run: Run) -> None:
+        run.delta("ab", logprobs=(TokenLogprob("a", -0.5, (("a", -0.5), ("z", -2.0))), TokenLogprob("b", -1.0)))
+        run.delta("c", finish="stop", logprobs=(TokenLogprob("c", -1.5),))
+        run.end()
+
+    async with world(nats) as w, client(w) as api:
+        await model(w, script)
+        chat = await api.chat.completions.create(model="coder", messages=MESSAGES, logprobs=True, top_logprobs=2)
+        text = await api.completions.create(model="coder", prompt="x", logprobs=2)
+        stream = await api.completions.create(model="coder", prompt="x", logprobs=2, stream=True)
+        offsets = [chunk.choices[0].logprobs.text_offset async for chunk in stream if chunk.choices[0].logprobs]
+    content = chat.choices[0].logprobs.content if chat.choices[0].logprobs else None
+    assert content is not None
+    assert [entry.token for entry in content] == ["a", "b", "c"]
+    assert [other.token for other in content[0].top_logprobs] == ["a", "z"]
+    assert text.choices[0].logprobs is not None
+    assert text.choices[0].logprobs.token_logprobs == [-0.5, -1.0, -1.5]
+    assert offsets == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": [1]}, "stop"),
+        ({"n": True}, "n"),
+        ({"model": 5}, "model"),
+    ],
+)
+async def test_a_wrong_parameter_is_400_and_named(nats: Nats, body: dict[str, Any], param: str) -> None:
+    async with world(nats) as w:
+        response = await w.http.post("/v1/chat/completions", json={"model": "coder", "messages": MESSAGES, **body})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+async def test_the_clients_exceptions(nats: Nats) -> None:
+    async def refuse(run: Run) -> None:
+        match run.arguments["user"]:
+            case "context":
+                run.end(ContextLengthExceeded("2049 tokens, the model takes 2048"))
+            case "argument":
+                run.end(InvalidArgument("top_k: no", field="top_k"))
+            case _:
+                run.end(FunctionError("ValueError: no"))
+
+    async with world(nats) as w, client(w) as api:
+        await model(w, refuse)
+        await w.deploy(manifest("plain"), entry("i2"))
+        with pytest.raises(openai.BadRequestError) as context:
+            await api.chat.completions.create(model="coder", messages=MESSAGES, user="context")
+        assert context.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError) as argument:
+            await api.chat.completions.create(model="coder", messages=MESSAGES, user="argument")
+        assert argument.value.param == "top_k"
+        with pytest.raises(openai.InternalServerError):
+            await api.completions.create(model="coder", prompt="x", user="function")
+        with pytest.raises(openai.NotFoundError):
+            await api.chat.completions.create(model="nothing", messages=MESSAGES)
+        with pytest.raises(openai.NotFoundError, match="/fn/plain"):
+            await api.chat.completions.create(model="plain", messages=MESSAGES)
+        malformed = await w.http.post("/v1/completions", content=b"{")
+        assert malformed.status_code == 400
+        assert malformed.json()["error"]["code"] == "malformed_json"
+
+
+async def test_an_error_in_mid_stream_reaches_the_client(nats: Nats) -> None:
+    async def script(run: Run) -> None:
+        run.delta("def")
+        run.end(FunctionError("ValueError: late"))
+
+    async with world(nats) as w, client(w) as api:
+        await model(w, script)
+        stream = await api.completions.create(model="coder", prompt="x", stream=True)
+        chunks = aiter(stream)
+        assert (await anext(chunks)).choices[0].text == "def"
+        with pytest.raises(openai.APIError, match="late"):
+            await anext(chunks)
+        body = {"model": "coder", "prompt": "x", "stream": True}
+        text = (await w.http.post("/v1/completions", json=body)).text
+    assert "[DONE]" not in text
+    assert text.split("\n\n")[1].startswith('data: {"error":')
+
+
+async def test_models_and_unknown_fields(nats: Nats, caplog: pytest.LogCaptureFixture) -> None:
+    async with world(nats) as w, client(w) as api:
+        await model(w)
+        await w.deploy(manifest("plain"), entry("i2"))
+        assert [found.id async for found in api.models.list()] == ["coder"]
+        assert (await api.models.retrieve("coder")).owned_by == "sllm"
+        with caplog.at_level("INFO"):
+            answer = await api.completions.create(model="coder", prompt="x", extra_body={"zzz": 1, "top_k": 5})
+        assert answer.choices[0].text
+    warnings = [record.warnings for record in caplog.records if hasattr(record, "warnings")]
+    assert warnings == [["unknown field 'zzz' is ignored"]]
+
+
+async def test_the_client_retries_what_can_be_retried_only(nats: Nats) -> None:
+    async with world(nats) as w, openai.AsyncOpenAI(base_url=f"{w.url}/v1", api_key="x", max_retries=2) as api:
+        calls = 0
+
+        async def script(run: Run) -> None:
+            nonlocal calls
+            calls += 1
+            run.end(FunctionError("ValueError: no"))
+
+        await model(w, script)
+        with pytest.raises(openai.InternalServerError):
+            await api.completions.create(model="coder", prompt="x", timeout=10)
+    assert calls == 1

@@ -1,0 +1,184 @@
+"""The parts without I/O: deadlines, encoders, arguments, timelines, progress, authorization."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm.sse import Parser
+from sllm_gateway import errors, sse
+from sllm_gateway.arguments import Arguments, path_text
+from sllm_gateway.auth import Auth
+from sllm_gateway.deadlines import Allowed, Seen, next_look, verdict
+from sllm_gateway.outputs import FunctionBody, FunctionStream
+from sllm_gateway.starts import Starts
+from sllm_runtime.protocol import errors as tree
+from sllm_runtime.protocol.frames import End, Frame, FrameKind
+from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, Progress
+from sllm_runtime.protocol.states import InstanceState
+
+ALLOWED = Allowed(timeout=100, queue=20, idle=10, slow=30)
+TIMES = st.none() | st.floats(0, 200)
+
+
+@given(accepted=st.floats(0, 200), waited=TIMES, frame=TIMES, heard=TIMES, writing=TIMES, now=st.floats(0, 200))
+def test_nothing_is_due_before_the_next_look(
+    accepted: float, waited: float | None, frame: float | None, heard: float | None, writing: float | None, now: float
+) -> None:
+    """Between two looks no verdict can change, but for waiting, which is counted at each look."""
+    seen = Seen(accepted=accepted, waited=waited, frame=frame, heard=heard, writing=writing)
+    look = next_look(seen, ALLOWED, now)
+    if verdict(seen, ALLOWED, now) is None and waited is None:
+        assert look > now or look == pytest.approx(now)
+        assert verdict(seen, ALLOWED, now + (look - now) * 0.999) is None
+        assert verdict(seen, ALLOWED, look + 1e-6) is not None
+    if waited is not None:
+        assert look <= now + 0.25 or look <= accepted + 100
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        (Seen(0, None, None, None, None), "deadline_exceeded"),
+        (Seen(90, 20.0, None, None, None), "queue_timeout"),
+        (Seen(90, None, 90.0, None, None), "idle_timeout"),
+        (Seen(90, None, None, 95.0, None), "instance_lost"),
+        (Seen(50, None, None, None, 70.0), "slow_consumer"),
+    ],
+)
+def test_each_deadline_has_its_error(seen: Seen, code: str) -> None:
+    error = verdict(seen, ALLOWED, 100.0, pending="no node has room")
+    assert error is not None
+    assert error.code == code
+    assert ("no node has room" in error.message) == (code == "queue_timeout")
+
+
+values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v), max_leaves=8)
+
+
+@given(values=st.lists(values), cut=st.integers(1, 20), at_once=st.integers(1, 5))
+def test_events_carry_the_values_whatever_their_parts(values: list[Any], cut: int, at_once: int) -> None:
+    frames: list[Frame] = []
+    for value in values:
+        data = json.dumps(value, indent=1).encode()
+        pieces = [data[start : start + cut] for start in range(0, len(data), cut)]
+        for place, piece in enumerate(pieces):
+            frames.append(Frame(len(frames), FrameKind.OUTPUT, piece, place + 1 < len(pieces)))
+    frames.append(Frame(len(frames), FrameKind.IDS, b"\x93", False))
+    stream, parser = FunctionStream("call-1"), Parser()
+    found = []
+    for start in range(0, len(frames), at_once):
+        found += parser.feed(stream.frames(frames[start : start + at_once]))
+    assert [json.loads(event.data) for event in found] == values
+    assert [event.id for event in found] == [str(n) for n in range(len(values))]
+    assert not stream.inside
+    assert json.loads(FunctionBody(streams=True).body(frames, End())) == values
+
+
+def test_an_error_within_a_value_writes_nothing_more() -> None:
+    stream = FunctionStream("call-1")
+    assert stream.frames([Frame(0, FrameKind.OUTPUT, b'"a', True)]) == b'id: 0\ndata: "a'
+    assert stream.inside
+    assert stream.error(tree.InstanceLost("gone")) == b""
+
+
+def test_a_comment_is_one_line() -> None:
+    assert sse.comment("a\nb\r\nc") == b": a b c\n"
+
+
+@pytest.mark.parametrize("cls", sorted(set(tree.BY_CODE.values()), key=str))
+def test_every_error_has_both_shapes(cls: type[tree.SllmError]) -> None:
+    error = cls("what, where, what next", field="x")
+    ours = json.loads(errors.body(error, "call-1", openai=False))["error"]
+    theirs = json.loads(errors.body(error, "call-1", openai=True))["error"]
+    assert ours["code"] == theirs["code"] == error.code
+    assert ours["call_id"] == "call-1"
+    assert theirs["param"] == "x"
+    assert errors.status(error, openai=True) != 422
+    headers = dict(errors.headers(error, None))
+    assert (headers.get(b"x-should-retry") == b"false") == (not error.retryable)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "rest": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
+
+async def test_arguments() -> None:
+    arguments = Arguments(SCHEMA)
+    assert await arguments.check(b'{"text": "a"}') == b'{"text": "a"}'
+    large = json.dumps({"text": "a", "rest": list(range(100_000))}).encode()
+    assert await arguments.check(large) is large
+    with pytest.raises(tree.InvalidArgument) as wrong:
+        await arguments.check(large[:-2] + b', "x"]}')
+    assert wrong.value.field == "rest[100000]"
+    assert await Arguments({"type": "object"}).check(b" \n") == b"{}"
+    with pytest.raises(tree.InvalidManifest):
+        Arguments({"type": "nonsense"})
+
+
+def test_paths() -> None:
+    assert path_text(["a", 0, "b", "c", 1, 2]) == "a[0].b.c[1][2]"
+    assert path_text([]) == ""
+
+
+def status(*instances: InstanceStatus, boot: str = "b") -> NodeStatus:
+    return NodeStatus(
+        node="n1", boot=boot, sequence=1, term=1, cpu=1, memory=1, free_cpu=1, free_memory=1, instances=instances
+    )
+
+
+def start(instance: str, stage: str, state: InstanceState = InstanceState.STARTING, done: int = 0) -> InstanceStatus:
+    progress = Progress(stage=stage, done=done, total=10)
+    return InstanceStatus(instance=instance, function="f", version=1, state=state, progress=progress)
+
+
+def test_the_furthest_start_is_shown_while_its_node_speaks() -> None:
+    starts, key = Starts(), ("f", 1)
+    assert starts.on_status(status(start("i1", "sandbox"), start("i2", "weights", done=5)), 0.0) == {key}
+    found = starts.of(key, 1.0)
+    assert found is not None
+    assert found.stage == "weights"
+    assert starts.of(key, 6.0) is None
+    assert starts.on_status(status(start("i2", "", InstanceState.READY)), 1.0) == {key}
+    assert starts.of(key, 1.0) is None
+    assert not starts.restarted(status())
+    assert not starts.restarted(status())
+    assert starts.restarted(status(boot="c"))
+
+
+@pytest.mark.parametrize(
+    ("header", "allowed"),
+    [
+        (b"Bearer secret", True),
+        (b"bearer  secret ", True),
+        (b"Bearer secre", False),
+        (b"Basic secret", False),
+        (b"", False),
+        (b"Bearer \xff", False),
+    ],
+)
+def test_the_token(header: bytes, allowed: bool) -> None:
+    scope = {"path": "/fn/x", "headers": [(b"authorization", header)]}
+    if allowed:
+        Auth("secret").check(scope)
+    else:
+        with pytest.raises(tree.Unauthorized):
+            Auth("secret").check(scope)
+    Auth(None).check({"path": "/fn/x", "headers": []})
+    Auth("secret").check({"path": "/metrics", "headers": []})
+
+
+def test_the_docs_table_of_codes_is_the_code() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
+    rows = {line for line in text.split("\n") if line.startswith("| `") and line.count("|") == 5}
+    assert rows == {
+        f"| `{code}` | {cls.status} | {'yes' if cls.retryable else 'no'} | {cls.exit_code} |"
+        for code, cls in tree.BY_CODE.items()
+    }

@@ -1,0 +1,145 @@
+"""The queue of slots: Hypothesis drives it with everything that can happen to it."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sllm_gateway.queue import SlotQueue
+from sllm_runtime.protocol.records import RouteEntry
+
+INSTANCES = ("a", "b", "c")
+
+
+class Machine(RuleBasedStateMachine):
+    """``placed`` is what a fair observer knows: which call is where, and the order in which they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: SlotQueue[int] = SlotQueue()
+        self.now = 0.0
+        self.next = 0
+        self.waiting: list[int] = []
+        self.placed: dict[int, str] = {}
+        self.refused_until: dict[str, float] = {}
+
+    @rule(sizes=st.dictionaries(st.sampled_from(INSTANCES), st.integers(1, 3)))
+    def route(self, sizes: dict[str, int]) -> None:
+        self.queue.on_route(
+            RouteEntry(instance=name, node="n", version=1, concurrency=size) for name, size in sizes.items()
+        )
+        self.refused_until = {name: until for name, until in self.refused_until.items() if name in sizes}
+        self.match()
+
+    @rule()
+    def arrive(self) -> None:
+        self.queue.push(self.next)
+        self.waiting.append(self.next)
+        self.next += 1
+        self.match()
+
+    @rule(seconds=st.floats(0.001, 1))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.match()
+
+    @precondition(lambda self: self.placed)
+    @rule(data=st.data(), how=st.sampled_from(["end", "busy", "gone"]))
+    def leaves(self, data: st.DataObject, how: str) -> None:
+        call = data.draw(st.sampled_from(sorted(self.placed)))
+        instance = self.placed.pop(call)
+        if how == "end":
+            self.queue.accepted(instance)
+            self.queue.release(instance)
+            self.refused_until.pop(instance, None)
+        else:
+            (self.queue.busy if how == "busy" else self.queue.gone)(instance, self.now)
+            if instance in self.queue.entries:
+                self.refused_until[instance] = self.now + 0.0199
+            self.queue.push_front(call)
+            self.waiting.insert(0, call)
+        self.match()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        call = data.draw(st.sampled_from(self.waiting))
+        assert self.queue.remove(call)
+        assert not self.queue.remove(call)
+        self.waiting.remove(call)
+
+    def match(self) -> None:
+        for call, entry in self.queue.match(self.now):
+            assert call == self.waiting.pop(0), "first come, first served"
+            assert self.refused_until.get(entry.instance, -1) <= self.now, "asked again too early"
+            self.placed[call] = entry.instance
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert list(self.queue.waiting) == self.waiting
+
+    @invariant()
+    def the_running_are_counted(self) -> None:
+        counts: dict[str, int] = {}
+        for instance in self.placed.values():
+            counts[instance] = counts.get(instance, 0) + 1
+        assert self.queue.running == counts
+
+    @invariant()
+    def nobody_waits_beside_a_free_slot_without_a_time_to_try(self) -> None:
+        if not self.waiting:
+            return
+        free = [
+            name for name, entry in self.queue.entries.items() if self.queue.running.get(name, 0) < entry.concurrency
+        ]
+        if free:
+            again = self.queue.next_try(self.now)
+            assert again is not None
+            assert again > self.now
+
+
+TestQueue = Machine.TestCase
+TestQueue.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def entry(name: str, size: int = 1) -> RouteEntry:
+    return RouteEntry(instance=name, node="n", version=1, concurrency=size)
+
+
+def test_the_least_loaded_instance_is_taken() -> None:
+    queue: SlotQueue[str] = SlotQueue()
+    queue.on_route([entry("a", 1), entry("b", 3)])
+    for call in "wxyz":
+        queue.push(call)
+    assert [(call, to.instance) for call, to in queue.match(0.0)] == [("w", "b"), ("x", "b"), ("y", "a"), ("z", "b")]
+
+
+def test_holds_grow_and_an_accepted_call_or_a_report_ends_them() -> None:
+    queue: SlotQueue[str] = SlotQueue()
+    queue.on_route([entry("a")])
+    now, waits = 0.0, []
+    for _ in range(8):
+        queue.push_front("x")
+        assert queue.match(now)
+        queue.busy("a", now)
+        queue.push_front("x")
+        again = queue.next_try(now)
+        assert again is not None
+        waits.append(round(again - now, 3))
+        queue.remove("x")
+        now = again
+    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5]
+    assert queue.has_room("a")
+    assert not queue.has_room("a")
+
+
+def test_gone_instances_are_reported_until_the_route_drops_them() -> None:
+    queue: SlotQueue[str] = SlotQueue()
+    queue.on_route([entry("a"), entry("b")])
+    queue.gone("a", 0.0)
+    assert queue.gone_instances == ("a",)
+    assert queue.live
+    queue.gone("b", 0.0)
+    assert not queue.live
+    assert not queue.has_room("a"), "a report in flight does not bring it back"
+    queue.on_route([])
+    assert queue.gone_instances == ()

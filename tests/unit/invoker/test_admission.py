@@ -1,0 +1,83 @@
+"""A node never promises more than it has, whatever comes and goes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_invoker.admission import Claim, Ledger, claim_of
+from sllm_invoker.machine import cores, memory, parse_gpus, parse_labels
+from sllm_runtime.protocol.errors import Conflict, InvalidRequest, NoCapacity
+from sllm_runtime.protocol.node import Gpu
+from sllm_runtime.protocol.records import ModelRecord
+from tests.fixtures.invoker import order
+
+GPUS = tuple(Gpu(index=index, kind="L4", memory=24 * 2**30) for index in range(3))
+LEDGER = Ledger(cpu=2.0, memory=1000, gpus=GPUS, cpu_overcommit=2.0)
+claims = st.builds(
+    Claim,
+    cpu=st.floats(0.1, 3.0),
+    memory=st.integers(1, 600),
+    gpus=st.lists(st.integers(0, 3), max_size=2).map(tuple),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.none() | claims), max_size=30))
+def test_nothing_is_promised_twice(steps: list[tuple[str, Claim | None]]) -> None:
+    ledger = LEDGER
+    for name, claim in steps:
+        if claim is None:
+            ledger = ledger.release(name)
+            assert name not in ledger.claims
+            continue
+        before = ledger
+        try:
+            ledger = ledger.admit(name, claim)
+        except (NoCapacity, Conflict):
+            assert ledger == before
+        assert ledger.free_memory >= 0
+        assert ledger.free_cpu >= -1e-6
+        held = [index for one in ledger.claims.values() for index in one.gpus]
+        assert len(held) == len(set(held))
+        assert {gpu.index for gpu in ledger.held_gpus if gpu.used_by} == set(held)
+    for name in "abcdef":
+        ledger = ledger.release(name)
+    assert ledger == LEDGER
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        (Claim(5.0, 1), "needs 5 CPUs, this node has 4 free"),
+        (Claim(1.0, 2000), "needs 2.0 KiB of memory, this node has 1000 B free"),
+        (Claim(1.0, 1, (1,)), "needs GPU 1, which instance a holds"),
+        (Claim(1.0, 1, (7,)), "needs GPU 7, this node has 3"),
+    ],
+)
+def test_what_is_short_is_named(claim: Claim, words: str) -> None:
+    ledger = Ledger(cpu=4.0, memory=1000, gpus=GPUS).admit("a", Claim(0.0, 0, (1,)))
+    with pytest.raises(NoCapacity, match=words):
+        ledger.admit("b", claim)
+
+
+def test_the_weights_count_as_memory() -> None:
+    model = ModelRecord(digest="sha256:0", uri="/m", nbytes=1000, partitions=(1000,))
+    assert claim_of(order(model=model)).memory == 64 * 2**20 + 1000
+    assert claim_of(order()).memory == 64 * 2**20
+
+
+def test_overrides_are_parsed_or_refused_by_name() -> None:
+    assert parse_gpus("L4:24GiB, H100:80GB") == (
+        Gpu(index=0, kind="L4", memory=24 * 2**30),
+        Gpu(index=1, kind="H100", memory=80 * 10**9),
+    )
+    assert parse_gpus("") == ()
+    assert parse_labels("zone=a, disk=nvme") == {"zone": "a", "disk": "nvme"}
+    with pytest.raises(InvalidRequest, match="'L4' is no GPU"):
+        parse_gpus("L4")
+    with pytest.raises(InvalidRequest, match="'zone' is no label"):
+        parse_labels("zone")
+
+
+def test_this_machine_has_something() -> None:
+    assert cores() > 0
+    assert memory() > 2**20

@@ -1,0 +1,96 @@
+"""Bundles on a node: fetched once, checked, kept within a limit, handed over so that nobody can change them."""
+
+import asyncio
+import hashlib
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker.bundles import BundleCache, sealed
+from sllm_runtime.protocol.errors import DigestMismatch, Unavailable
+
+
+def digest(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+class Source:
+    """A store that counts."""
+
+    def __init__(self, *bundles: bytes) -> None:
+        self.bundles = {digest(data): data for data in bundles}
+        self.asked: list[str] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def fetch(self, wanted: str, nbytes: int) -> bytes:
+        self.asked.append(wanted)
+        await self.open.wait()
+        if wanted not in self.bundles:
+            raise Unavailable("not now")
+        return self.bundles[wanted]
+
+
+def content(fd: int) -> bytes:
+    data = os.read(fd, 10**6)
+    os.close(fd)
+    return data
+
+
+async def test_a_bundle_is_fetched_once_also_by_starts_at_the_same_time(tmp_path: Path) -> None:
+    source = Source(b"one")
+    source.open.clear()
+    cache = BundleCache(tmp_path / "bundles", source.fetch)
+    opening = [asyncio.create_task(cache.open(digest(b"one"), 3)) for _ in range(3)]
+    await asyncio.sleep(0)
+    opening[0].cancel()  # one that gives up takes nothing from the others
+    source.open.set()
+    assert [content(fd) for fd in await asyncio.gather(*opening[1:])] == [b"one", b"one"]
+    assert content(await cache.open(digest(b"one"), 3)) == b"one"
+    assert len(source.asked) == 1
+    again = BundleCache(tmp_path / "bundles", source.fetch)
+    assert content(await again.open(digest(b"one"), 3)) == b"one"
+    assert len(source.asked) == 1
+
+
+async def test_a_damaged_copy_is_fetched_again_and_a_wrong_one_refused(tmp_path: Path) -> None:
+    source = Source(b"one")
+    cache = BundleCache(tmp_path, source.fetch)
+    os.close(await cache.open(digest(b"one"), 3))
+    (tmp_path / digest(b"one").removeprefix("sha256:")).write_bytes(b"two")
+    assert content(await cache.open(digest(b"one"), 3)) == b"one"
+    source.bundles[digest(b"three")] = b"four"
+    with pytest.raises(DigestMismatch, match="deploy the function again"):
+        await cache.open(digest(b"three"), 5)
+    with pytest.raises(Unavailable):
+        await cache.open(digest(b"five"), 4)
+    source.bundles[digest(b"five")] = b"five"
+    assert content(await cache.open(digest(b"five"), 4)) == b"five"
+
+
+async def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    bundles = [bytes([number]) * 100 for number in range(4)]
+    source = Source(*bundles)
+    cache = BundleCache(tmp_path, source.fetch, limit=300)
+    for step, number in enumerate([0, 1, 2, 0, 3]):
+        os.close(await cache.open(digest(bundles[number]), 100))
+        path = tmp_path / digest(bundles[number]).removeprefix("sha256:")
+        os.utime(path, (step, step))  # no decision of this test hangs on how fine the clock of files is
+    kept = set(os.listdir(tmp_path))
+    assert kept == {digest(bundles[number]).removeprefix("sha256:") for number in (0, 2, 3)}
+
+
+def test_a_sealed_bundle_cannot_be_changed() -> None:
+    fd = sealed(b"bundle", "b")
+    try:
+        with pytest.raises(OSError, match="not permitted"):
+            os.write(fd, b"x")
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(fd, 0)
+        with pytest.raises(OSError, match="not permitted"):
+            mmap.mmap(fd, 6, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        assert os.pread(fd, 10, 0) == b"bundle"
+    finally:
+        os.close(fd)

@@ -1,0 +1,101 @@
+"""What goes to a gateway: small enough messages, every frame once and in order, no call kept from its turn."""
+
+import asyncio
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sllm_invoker.call import Call
+from sllm_invoker.gateway_link import GatewayLink
+from sllm_runtime.protocol import codec, limits
+from sllm_runtime.protocol.frames import Beat, CallHead, Frame, FrameKind, Segment, ToGateway
+
+
+def a_call(number: int, credit: int = 64 * limits.MIB) -> Call:
+    head = CallHead(
+        call=f"call-{number:032d}", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True,
+        body_bytes=0, timeout_s=60.0, idle_timeout_s=60.0, seed=0, credit=credit,
+    )  # fmt: skip
+    return Call(number, "gw", head, 0.0)
+
+
+async def never(_message: ToGateway) -> None:
+    raise AssertionError("nothing is sent here")
+
+
+sizes = st.lists(st.sampled_from([0, 1, 30, 5000, limits.MAX_PART - 1, limits.MAX_PART]), max_size=12)
+
+
+@settings(deadline=None, max_examples=50)
+@given(outputs=st.lists(sizes, min_size=1, max_size=6), beats=st.integers(0, 3000))
+def test_messages_are_below_the_limit_and_lose_nothing(outputs: list[list[int]], beats: int) -> None:
+    link = GatewayLink("gw", never, lambda: 0.0)
+    calls = [a_call(number) for number in range(len(outputs))]
+    for call, lengths in zip(calls, outputs, strict=True):
+        call.push([Frame(index, FrameKind.OUTPUT, bytes(size)) for index, size in enumerate(lengths)], 0.0)
+        link.dirty(call)
+    for number in range(beats):
+        link.note(Beat(f"beat-{number:032d}", 1, number))
+    got: dict[str, list[Frame]] = defaultdict(list)
+    heard = 0
+    while (message := link.collect()) is not None:
+        assert len(codec.pack(message)) <= limits.MAX_MESSAGE
+        for item in message.items:
+            if isinstance(item, Segment):
+                got[item.call] += item.frames
+            else:
+                heard += 1
+    assert heard == beats
+    for call, lengths in zip(calls, outputs, strict=True):
+        assert [(frame.index, len(frame.data)) for frame in got[call.head.call]] == list(enumerate(lengths))
+
+
+def test_a_small_call_does_not_wait_for_a_large_one() -> None:
+    link = GatewayLink("gw", never, lambda: 0.0)
+    large, small = a_call(1), a_call(2)
+    large.push([Frame(index, FrameKind.OUTPUT, bytes(limits.MAX_PART)) for index in range(8)], 0.0)
+    small.push([Frame(0, FrameKind.OUTPUT, b"x")], 0.0)
+    link.dirty(large)
+    link.dirty(small)
+    first, second = link.collect(), link.collect()
+    assert first is not None
+    assert second is not None
+    calls = [item.call for message in (first, second) for item in message.items]
+    assert small.head.call in calls
+
+
+def test_what_credit_holds_back_is_sent_when_it_comes() -> None:
+    link = GatewayLink("gw", never, lambda: 0.0)
+    call = a_call(1, credit=10)
+    call.push([Frame(0, FrameKind.OUTPUT, bytes(8)), Frame(1, FrameKind.OUTPUT, bytes(8))], 0.0)
+    link.dirty(call)
+    message = link.collect()
+    assert message is not None
+    assert link.collect() is None
+    assert call.on_ack(1, 100, 0.0)
+    link.dirty(call)
+    message = link.collect()
+    assert message is not None
+    (segment,) = message.items
+    assert isinstance(segment, Segment)
+    assert [frame.index for frame in segment.frames] == [1]
+
+
+async def test_all_that_is_ready_in_one_tick_is_one_message() -> None:
+    sent: list[ToGateway] = []
+
+    async def send(message: ToGateway) -> None:
+        sent.append(message)
+
+    link = GatewayLink("gw", send, lambda: 0.0)
+    task = asyncio.create_task(link.run())
+    for number in range(10):
+        call = a_call(number)
+        call.push([Frame(0, FrameKind.OUTPUT, b"token")], 0.0)
+        link.dirty(call)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [len(message.items) for message in sent] == [10]

@@ -1,0 +1,79 @@
+"""Models of one node over a real loaderd: joined, polled, validated, removed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker.loader import Loader
+from sllm_invoker.models import Models
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidRequest, SllmError
+from sllm_runtime.protocol.limits import CHUNK_BYTES
+from sllm_runtime.protocol.node import ModelCommand, PrepareModel
+from tests.fixtures.loaderd import LoaderProcess, loaderd, numbers_model
+from tests.fixtures.waiting import until
+
+
+@pytest.fixture
+async def storage(tmp_path: Path) -> AsyncIterator[LoaderProcess]:
+    async with loaderd(tmp_path, chunk_bytes=CHUNK_BYTES, pool_bytes=4 * CHUNK_BYTES, prefault_bytes=0) as process:
+        yield process
+
+
+@pytest.fixture
+async def loader(storage: LoaderProcess) -> AsyncIterator[Loader]:
+    made = Loader(storage.socket)
+    tasks = Tasks("test")
+    tasks.start(made.run(), "loader")
+    yield made
+    await made.close()
+    await tasks.close()
+
+
+@pytest.fixture
+async def models(loader: Loader) -> AsyncIterator[Models]:
+    made = Models(loader, lambda: 1.0)
+    yield made
+    await made.close()
+
+
+async def test_a_model_is_prepared_once_for_all_who_ask(models: Models, loader: Loader, tmp_path: Path) -> None:
+    numbers_model(tmp_path / "source")
+    request = PrepareModel(term=1, uri=str(tmp_path / "source"), wait_s=30.0)
+    quick = await models.prepare(PrepareModel(term=1, uri=request.uri, wait_s=0.0))
+    assert quick.model is None
+    assert quick.progress is not None
+    one, two = await asyncio.gather(models.prepare(request), models.prepare(request))
+    assert one.model is not None
+    assert one.model == two.model
+    assert one.model.uri == request.uri
+    assert sum(one.model.partitions) == one.model.nbytes
+    await until(lambda: loader.status and one.model and loader.status.models == (one.model.digest,), what="it is there")
+    again = await models.prepare(request)
+    assert again.model == one.model
+
+    digest = one.model.digest
+    assert (await models.command(ModelCommand(term=1, verb="validate", digest=digest))).note == "validated"
+    assert (await models.command(ModelCommand(term=1, verb="delete", digest=digest))).note == "deleted"
+    await until(lambda: loader.status and not loader.status.models, what="it is gone")
+
+
+async def test_what_fails_is_told_and_tried_again_when_asked_again(
+    models: Models, storage: LoaderProcess, tmp_path: Path
+) -> None:
+    request = PrepareModel(term=1, uri=str(tmp_path / "source"), wait_s=30.0)
+    with pytest.raises(SllmError, match="source"):
+        await models.prepare(request)
+    numbers_model(tmp_path / "source")
+    reply = await models.prepare(request)
+    assert reply.model is not None
+    (partition,) = storage.model_directory(reply.model.digest).glob("partition_*.bin")
+    with partition.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(CorruptCheckpoint):
+        await models.command(ModelCommand(term=1, verb="validate", digest=reply.model.digest))
+    with pytest.raises(InvalidRequest, match="'polish'"):
+        await models.command(ModelCommand(term=1, verb="polish", digest=reply.model.digest))

@@ -1,0 +1,284 @@
+"""A real node: workers as processes, the real bus, the real frame protocol; only the workers' code is a script."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import NoCapacity, StaleTerm
+from sllm_runtime.protocol.frames import Cancel, Open
+from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.invoker import BUNDLE, NodeUnderTest, node_under_test, order
+from tests.fixtures.nats import Nats, nats  # noqa: F401 - a fixture is used by being here
+from tests.fixtures.waiting import until
+
+
+@pytest.fixture
+async def node(nats: Nats, tmp_path: Path) -> AsyncIterator[NodeUnderTest]:  # noqa: F811
+    async with node_under_test(nats, tmp_path) as under:
+        yield under
+
+
+async def test_a_call_goes_through_a_warm_sandbox_and_its_frames_come_back(node: NodeUnderTest) -> None:
+    instance = await node.start("count=500")
+    status = node.instance(instance)
+    assert status is not None
+    assert status.fingerprint == "scripted"
+    assert [span.name for span in status.spans] == ["sandbox", "import"]
+    opened, call = await node.gateway.open(instance)
+    assert opened.status == "accepted"
+    assert (await node.gateway.ended(call)).error is None
+    assert call.values == [b"%d" % number for number in range(500)]
+    await until(lambda: (now := node.instance(instance)) and now.running == 0, what="its slot is free")
+
+
+async def test_the_bundle_comes_as_a_sealed_file_and_no_secret_with_it(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = await node.start("env", env={"MINE": "yes"})
+    log = node.data / "logs" / "fn.jsonl"
+    await until(log.exists, what="its log is written")
+    (line,) = (json.loads(text) for text in log.read_text().splitlines() if "bundle" in text)
+    facts = json.loads(line["text"])
+    assert (line["instance"], line["stream"]) == (instance, "stderr")
+    assert facts["bundle"] == BUNDLE.decode()
+    assert facts["memory"] == 64 * 2**20
+    assert facts["env"]["MINE"] == "yes"
+    assert not {key for key in facts["env"] if key.startswith("SLLM_")} - {"SLLM_NODE", "SLLM_PARENT_PID"}
+
+
+async def test_slots_are_judged_by_the_node_and_an_open_is_accepted_once(node: NodeUnderTest) -> None:
+    instance = await node.start("wait", concurrency=2)
+    (one, first), (two, _second) = [await node.gateway.open(instance) for _ in range(2)]
+    assert (one.status, two.status) == ("accepted", "accepted")
+    assert (await node.gateway.open(instance))[0].status == "busy"
+    again, _ = await node.gateway.open(instance, call=first.head.call)
+    assert again.status == "accepted"
+    await until(lambda: (now := node.instance(instance)) and now.running == 2, what="two run, not three")
+    assert (await node.gateway.open("i-nowhere"))[0].status == "gone"
+
+
+async def test_an_open_whose_answer_was_lost_does_not_run_the_call_twice(node: NodeUnderTest) -> None:
+    instance = await node.start("count=3")
+    opened, call = await node.gateway.open(instance)
+    await node.gateway.ended(call)
+    await until(lambda: call.acked_end, what="the gateway has told that it has all of it")
+    await node.gateway.bus.flush()
+    again = await node.gateway.ask(Open(head=call.head))
+    assert (opened.status, again.status, again.note) == ("accepted", "accepted", "again")
+
+
+async def test_a_large_body_and_a_large_answer_travel_in_parts_under_credit(node: NodeUnderTest) -> None:
+    instance = await node.start("echo")
+    body = os.urandom(3 * limits.MIB)
+    _, call = await node.gateway.open(instance, body)
+    assert (await node.gateway.ended(call, 30.0)).error is None
+    assert b"".join(call.values) == body
+
+
+async def test_lost_messages_cost_no_frame(node: NodeUnderTest) -> None:
+    instance = await node.start("count=2000")
+    node.gateway.lose = 5
+    _, call = await node.gateway.open(instance)
+    assert (await node.gateway.ended(call)).error is None
+    assert call.values == [b"%d" % number for number in range(2000)]
+
+
+async def test_the_bus_is_killed_in_mid_stream_and_no_frame_is_lost_or_repeated(
+    node: NodeUnderTest,
+    nats: Nats,  # noqa: F811
+) -> None:
+    instance = await node.start("count=6000")
+    _, call = await node.gateway.open(instance, credit=8 * 1024)
+    await until(lambda: len(call.frames) > 50, what="it streams")
+    await nats.kill()
+    await nats.start()
+    assert (await node.gateway.ended(call, 30.0)).error is None
+    assert call.values == [b"%d" % number for number in range(6000)]
+
+
+async def test_a_cancelled_call_ends_and_frees_its_slot(node: NodeUnderTest) -> None:
+    instance = await node.start("wait")
+    _, call = await node.gateway.open(instance)
+    node.gateway.cancel(call)
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "cancelled"
+    assert (await node.gateway.open(instance))[0].status == "accepted"
+
+
+async def test_a_cancel_that_overtakes_its_call_is_not_forgotten(node: NodeUnderTest) -> None:
+    instance = await node.start("wait")
+    node.gateway.say(Cancel("early", 1))
+    await node.gateway.bus.flush()
+    await until(lambda: node.gateway.messages, what="the node has said that it does not know it")
+    opened, _ = await node.gateway.open(instance, call="early")
+    assert opened.status == "busy"
+
+
+async def test_a_worker_that_dies_ends_its_calls_at_once(node: NodeUnderTest) -> None:
+    instance = await node.start("die")
+    _, call = await node.gateway.open(instance)
+    end = await node.gateway.ended(call, within_s=1.0)
+    assert call.values == [b"1", b"2", b"3"]
+    assert end.error is not None
+    assert end.error.code == "instance_lost"
+    assert "SIGKILL" in end.error.message
+    await node.reaches(instance, InstanceState.LOST)
+    await until(lambda: not list((node.data / "work").iterdir()), what="its directory is gone")
+    assert (await node.gateway.open(instance))[0].status == "gone"
+
+
+@pytest.mark.parametrize("script", ["garbage", "foreign", "skip", "flood"])
+async def test_a_worker_that_breaks_the_protocol_is_killed_and_its_calls_told(node: NodeUnderTest, script: str) -> None:
+    instance = await node.start(script)
+    node.gateway.reading = False  # a reader that keeps up gives credit for any flood
+    _, call = await node.gateway.open(instance)
+    await node.reaches(instance, InstanceState.LOST)
+    node.gateway.reading = True
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "protocol_error"
+
+
+async def test_a_worker_deaf_to_cancel_is_killed(node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1.5)
+    instance = await node.start("deaf", concurrency=2)
+    (_, cancelled), (_, other) = [await node.gateway.open(instance) for _ in range(2)]
+    node.gateway.cancel(cancelled, "deadline_exceeded")
+    ends = [await node.gateway.ended(call) for call in (cancelled, other)]
+    assert [end.error.code for end in ends if end.error] == ["deadline_exceeded", "instance_lost"]
+    await node.reaches(instance, InstanceState.LOST)
+
+
+async def test_a_worker_that_is_silent_is_killed(node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 2.0)
+    instance = await node.start("freeze")
+    _, call = await node.gateway.open(instance)
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "instance_lost"
+    assert "no sign of life" in end.error.message
+    await node.reaches(instance, InstanceState.LOST)
+
+
+async def test_a_gateway_that_acknowledges_nothing_loses_its_call(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1.5)
+    instance = await node.start("count=6000")
+    node.gateway.reading = False
+    await node.gateway.open(instance, credit=4096)
+    await until(lambda: (now := node.instance(instance)) and now.running == 1, what="it runs")
+    await until(lambda: (now := node.instance(instance)) and now.running == 0, what="it was cancelled")
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "stage", "words"),
+    [
+        ("fail", "start_failed", "import", "no module named nowhere"),
+        ("exit", "start_failed", "import", "exit code 3; its last lines: ValueError: no such luck"),
+        ("oom", "out_of_memory", "import", "Raise `memory`"),
+        ("hang", "start_timeout", "setup", "not ready within 1 s: it hangs in stage setup"),
+    ],
+)
+async def test_a_start_that_fails_says_in_which_stage_and_why(
+    node: NodeUnderTest, script: str, code: str, stage: str, words: str
+) -> None:
+    instance = await node.begin(script, startup_timeout=1.0 if script == "hang" else 20.0)
+    status = await node.reaches(instance, InstanceState.FAILED)
+    assert status.error is not None
+    assert (status.error.code, status.error.stage) == (code, stage)
+    assert words in status.error.message
+    await until(lambda: node.status.free_memory == node.status.memory, what="what it held is free")
+
+
+async def test_commands_are_idempotent_and_of_one_term(node: NodeUnderTest) -> None:
+    wanted = order("wait", term=3)
+    assert (await node.command("start", wanted)).note == "begun"
+    assert (await node.command("start", wanted)).note == "it was begun before"
+    with pytest.raises(StaleTerm, match="obeys term 3"):
+        await node.command("start", order(term=2))
+    await node.reaches(wanted.instance, InstanceState.READY)
+    with pytest.raises(NoCapacity, match=r"needs 1024.0 TiB of memory"):
+        await node.command("start", order(memory=2**50, term=3))
+    assert len(node.status.instances) == 1
+
+
+async def test_an_instance_that_is_stopped_lets_its_calls_end_first(node: NodeUnderTest) -> None:
+    instance = await node.start("count=3000")
+    _, call = await node.gateway.open(instance, credit=4 * 1024)
+    await node.stop(instance, grace_s=20.0)
+    assert (await node.gateway.open(instance))[0].status == "gone"
+    assert (await node.gateway.ended(call)).error is None
+    assert len(call.values) == 3000
+    await node.reaches(instance, InstanceState.STOPPED)
+
+
+async def test_an_instance_that_is_stopped_at_once_cancels_its_calls(node: NodeUnderTest) -> None:
+    instance = await node.start("wait deafstop")
+    _, call = await node.gateway.open(instance)
+    await node.stop(instance)
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "cancelled"
+    assert "the test is over" in end.error.message
+    await node.reaches(instance, InstanceState.STOPPED)
+
+
+async def test_a_worker_that_dies_as_it_drains_was_not_stopped_but_lost(node: NodeUnderTest) -> None:
+    instance = await node.start("pace=1000 diestop")
+    _, call = await node.gateway.open(instance)
+    await until(lambda: call.frames, what="the call runs")
+    await node.stop(instance, grace_s=20.0)
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "instance_lost"
+    await node.reaches(instance, InstanceState.LOST)
+
+
+async def test_what_a_worker_starts_does_not_outlive_it(node: NodeUnderTest) -> None:
+    """A child that keeps the worker's descriptors open, and one that left its process group."""
+    instance = await node.start("fork wait")
+    _, call = await node.gateway.open(instance)
+    await node.stop(instance)
+    await node.gateway.ended(call, within_s=5.0)
+    await node.reaches(instance, InstanceState.STOPPED)
+    await node.stop(await node.start("daemon"))
+
+
+async def test_output_is_rate_limited_and_says_how_much_was_dropped(node: NodeUnderTest) -> None:
+    instance = await node.start("shout")
+    await node.stop(instance)
+    await until(lambda: node.status.free_memory == node.status.memory, what="its pipes were read to their end")
+    log = node.data / "logs" / "fn.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = [record for record in records if record["stream"] == "stdout"]
+    dropped = sum(record.get("dropped", 0) for record in records)
+    assert 1000 < len(lines) < 19_000
+    assert len(lines) + dropped >= 20_000
+
+
+async def test_log_lines_name_their_call(node: NodeUnderTest) -> None:
+    instance = await node.start("echo")
+    _, call = await node.gateway.open(instance, b"1")
+    await node.gateway.ended(call)
+    log = node.data / "logs" / "fn.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["call"] for record in records if record["text"] == "working"] == [call.head.call]
+
+
+async def test_many_starts_at_once_all_become_ready(node: NodeUnderTest) -> None:
+    instances = [await node.begin("echo") for _ in range(8)]
+    for instance in instances:
+        await node.reaches(instance, InstanceState.READY)
+    ends = []
+    for instance in instances:
+        _, call = await node.gateway.open(instance, b"[1]")
+        ends.append((await node.gateway.ended(call)).error)
+    assert ends == [None] * 8
+    await asyncio.gather(*(node.stop(instance) for instance in instances))

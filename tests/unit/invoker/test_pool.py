@@ -1,0 +1,99 @@
+"""The warm pool over real processes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from sllm_invoker.pool import WarmPool
+from sllm_invoker.process_driver import ProcessDriver
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import Unavailable
+from tests.fixtures.invoker import SCRIPTED
+from tests.fixtures.waiting import until
+
+
+@asynccontextmanager
+async def pool_of(size: int, **options: Any) -> AsyncIterator[WarmPool]:
+    driver = ProcessDriver(dict(os.environ), argv=SCRIPTED, isolate=False)
+    await driver.start()
+    tasks = Tasks("test")
+    pool = WarmPool(driver, size, **{"refill_delay_s": 0.0, **options})
+    tasks.start(pool.run(), "pool")
+    try:
+        yield pool
+    finally:
+        await pool.close()
+        await tasks.close()
+        await driver.close()
+
+
+async def test_it_fills_itself_and_each_is_used_once() -> None:
+    async with pool_of(2) as pool:
+        await until(lambda: pool.idle == 2, what="it is full")
+        taken = [await pool.acquire() for _ in range(3)]
+        assert len({sandbox.pid for sandbox in taken}) == 3
+        await until(lambda: pool.idle == 2, what="it is full again")
+        for sandbox in taken:
+            await sandbox.close()
+
+
+async def test_without_warm_ones_a_start_waits_for_the_one_being_made() -> None:
+    async with pool_of(0) as pool:
+        taken = await asyncio.gather(*(pool.acquire() for _ in range(6)))
+        assert len({sandbox.pid for sandbox in taken}) == 6
+        assert pool.idle == 0
+        await asyncio.gather(*(sandbox.close() for sandbox in taken))
+
+
+async def test_one_that_died_while_it_waited_is_replaced() -> None:
+    async with pool_of(1) as pool:
+        await until(lambda: pool.idle == 1, what="it is full")
+        dead = await pool.acquire()
+        await dead.close()
+        await until(lambda: pool.idle == 1, what="it is full again")
+        waiting = pool._idle[0]
+        os.kill(waiting.pid, signal.SIGKILL)
+        await until(lambda: pool.idle == 1 and pool._idle[0] is not waiting, what="there is another one")
+        sandbox = await pool.acquire()
+        assert not sandbox.exited.done()
+        await sandbox.close()
+
+
+async def test_a_start_that_gives_up_loses_no_sandbox() -> None:
+    async with pool_of(0) as pool:
+        acquiring = asyncio.create_task(pool.acquire())
+        await until(lambda: pool._making, what="one is being made")
+        acquiring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await acquiring
+        async with asyncio.timeout(5.0):
+            sandbox = await pool.acquire()
+        await sandbox.close()
+
+
+async def test_refilling_leaves_a_start_alone_for_a_moment() -> None:
+    async with pool_of(1, refill_delay_s=0.5) as pool:
+        await until(lambda: pool.idle == 1, what="it is full")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        sandbox = await pool.acquire()
+        await until(lambda: pool.idle == 1, what="it is full again")
+        assert loop.time() - began >= 0.5
+        await sandbox.close()
+
+
+async def test_those_who_wait_are_told_when_it_closes() -> None:
+    driver = ProcessDriver(dict(os.environ), argv=("sleep", "100"), isolate=False)
+    pool = WarmPool(driver, 1)
+    acquiring = asyncio.create_task(pool.acquire())
+    await asyncio.sleep(0)
+    await pool.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await acquiring
+    with pytest.raises(Unavailable, match="shutting down"):
+        await pool.acquire()

@@ -1,0 +1,102 @@
+"""Sandboxes as real processes: warm, killed, dead by themselves, and nothing of theirs left behind."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker import process_driver
+from sllm_invoker.fork_server import namespace_command
+from sllm_invoker.process_driver import ProcessDriver
+from sllm_runtime.protocol.errors import Unavailable
+from tests.fixtures.waiting import until
+
+ZYGOTE = (sys.executable, str(Path(__file__).parents[2] / "fixtures" / "scripted_zygote.py"))
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(params=["namespace", "subreaper"])
+async def driver(request: pytest.FixtureRequest) -> AsyncIterator[ProcessDriver]:
+    isolate = request.param == "namespace"
+    if isolate and not await namespace_command():
+        pytest.skip("this kernel permits no PID namespace to this user")
+    made = ProcessDriver(dict(os.environ), argv=ZYGOTE, isolate=isolate)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def test_a_sandbox_is_warm_when_it_is_handed_over(driver: ProcessDriver) -> None:
+    sandbox = await driver.create("a")
+    assert sandbox.python == sys.version.split()[0]
+    os.kill(sandbox.pid, 0)
+    assert not sandbox.exited.done()
+    end = await sandbox.close()
+    assert (end.signal, end.asked) == (signal.SIGKILL, True)
+    assert sandbox.pid == 0
+
+
+async def test_a_worker_that_is_killed_is_noticed_at_once_with_its_signal(driver: ProcessDriver) -> None:
+    sandbox = await driver.create("a")
+    os.kill(sandbox.pid, signal.SIGTERM)
+    async with asyncio.timeout(1.0):
+        end = await sandbox.exited
+    assert (end.signal, end.code, end.asked) == (signal.SIGTERM, 0, False)
+    assert str(end) == "signal 15 (SIGTERM)"
+    await sandbox.close()
+
+
+async def test_the_fork_server_is_started_again_and_its_workers_died_with_it(driver: ProcessDriver) -> None:
+    sandbox = await driver.create("a")
+    first = driver.fork_server_pid
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE_S):
+        end = await sandbox.exited
+    assert end.code is None or end.signal == signal.SIGKILL
+    await sandbox.close()
+    async with asyncio.timeout(DEADLINE_S):
+        second = await driver.create("b")
+    assert driver.fork_server_pid not in (0, first)
+    await second.close()
+
+
+async def test_many_are_made_at_once(driver: ProcessDriver) -> None:
+    made = await asyncio.gather(*(driver.create(f"s{number}") for number in range(8)))
+    assert len({sandbox.pid for sandbox in made}) == 8
+    await asyncio.gather(*(sandbox.close() for sandbox in made))
+
+
+async def test_a_fork_server_that_cannot_run_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sllm_invoker.fork_server.READY_S", 0.5)
+    driver = ProcessDriver(dict(os.environ), argv=("/bin/false",), isolate=False)
+    await driver.start()
+    try:
+        with pytest.raises(Unavailable, match="fork server was not ready within"):
+            await driver.create("a")
+    finally:
+        await driver.close()
+
+
+async def test_closing_while_one_is_being_made_leaves_nothing(driver: ProcessDriver) -> None:
+    making = [asyncio.create_task(driver.create(f"s{number}")) for number in range(4)]
+    await until(lambda: driver._living, what="a worker is being made")
+    for task in making:
+        task.cancel()
+    for made in await asyncio.gather(*making, return_exceptions=True):
+        if not isinstance(made, BaseException):  # it was quicker than we
+            await made.close()
+    await until(lambda: not driver._living, what="all of them ended")
+
+
+def test_the_pid_behind_a_pidfd() -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        assert process_driver.host_pid(pidfd) == os.getpid()
+    finally:
+        os.close(pidfd)

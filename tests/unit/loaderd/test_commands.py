@@ -1,0 +1,95 @@
+"""`sllm model convert | describe | validate` as a person types them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.loaderd import numbers_model
+from tests.fixtures.models import save_model
+
+WAIT = 60
+
+
+def sllm(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sllm", "model", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+
+
+def test_convert_describe_validate(tmp_path: Path) -> None:
+    save_model("tied_llama", tmp_path / "source")
+    done = sllm("convert", tmp_path / "source", tmp_path / "checkpoint", "--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["architecture"] == "LlamaForCausalLM"
+    assert made["blocks"][1]["layers"] == [0, 2]
+    described = sllm("describe", tmp_path / "checkpoint", "--json")
+    assert json.loads(described.stdout) == made
+    shown = sllm("describe", tmp_path / "checkpoint")
+    for text in (made["model"], "LlamaForCausalLM", "model.embed_tokens.weight", "as a forward pass uses them"):
+        assert text in shown.stdout
+    valid = sllm("validate", tmp_path / "checkpoint", "--json")
+    assert json.loads(valid.stdout) == {"model": made["model"], "valid": True}
+
+
+def test_a_damaged_checkpoint_is_told_by_exit_status_and_json(tmp_path: Path) -> None:
+    numbers_model(tmp_path / "source")
+    assert sllm("convert", tmp_path / "source", tmp_path / "checkpoint").returncode == 0
+    path = tmp_path / "checkpoint" / "partition_0.bin"
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    done = sllm("validate", tmp_path / "checkpoint", "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    error = json.loads(done.stderr)["error"]
+    assert error["code"] == "corrupt_checkpoint"
+    assert "chunk 0" in error["message"]
+
+
+@pytest.mark.parametrize("verb", ["describe", "validate"])
+def test_what_is_no_checkpoint_is_refused(verb: str, tmp_path: Path) -> None:
+    done = sllm(verb, tmp_path)
+    assert done.returncode == 2
+    assert "is a converted model" not in done.stdout
+    assert "index.json cannot be read" in done.stderr
+
+
+def test_sources_that_are_not_there_leave_nothing(tmp_path: Path) -> None:
+    for source in (tmp_path / "none", "ftp://x/y"):
+        done = sllm("convert", source, tmp_path / "checkpoint")
+        assert done.returncode in (2, 3)
+        assert "error" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_in_130_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    write_sparse(tmp_path / "source" / "model.safetensors", 2**31)
+    command = [sys.executable, "-m", "sllm", "model", "convert", str(tmp_path / "source"), str(tmp_path / "checkpoint")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + WAIT
+        while not list(tmp_path.glob(".checkpoint.*.tmp/partition_0.bin")):  # it is in the middle of its work
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(number)
+        process.communicate(timeout=WAIT)
+    assert process.returncode == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def write_sparse(path: Path, nbytes: int) -> None:
+    """A valid safetensors file of zeros that takes no space."""
+    header = json.dumps({"a": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    path.parent.mkdir()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + nbytes)

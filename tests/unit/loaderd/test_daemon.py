@@ -1,0 +1,578 @@
+"""The real daemon over its real sockets: loads, sharing, rights, faults, and that it frees what it gave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from sllm_loaderd.client import LoaderControl, LoaderSession
+from sllm_loaderd.convert import ConvertOptions, convert_directory
+from sllm_loaderd.daemon.usage import used_inodes
+from sllm_loaderd.devices.cpu import CpuDevice
+from sllm_runtime.protocol.checkpoint import partition_name
+from sllm_runtime.protocol.codec import pack
+from sllm_runtime.protocol.errors import (
+    Cancelled,
+    Conflict,
+    CorruptCheckpoint,
+    DigestMismatch,
+    InvalidCheckpoint,
+    ModelNotFound,
+    PoolExhausted,
+    ProtocolError,
+    Unavailable,
+)
+from sllm_runtime.protocol.loader import Hello, Load
+from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.models import save_byte_tokenizer, save_model
+
+WAIT = 20.0
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[LoaderProcess]:
+    async with loaderd(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return small_checkpoint(tmp_path / "model")[0]
+
+
+async def until(condition: Callable[[], Any], what: str) -> None:
+    """Wait for something that is not ours to signal (another process's state)."""
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def session(daemon: LoaderProcess, model: str, holder: str = "w") -> AsyncIterator[LoaderSession]:
+    fd = await daemon.control.grant(holder, model)
+    opened = await asyncio.to_thread(LoaderSession, fd)
+    try:
+        yield opened
+    finally:
+        await asyncio.to_thread(opened.close)
+
+
+def mapped(address: int, size: int) -> dict[str, int]:
+    """Sums of smaps (KiB) over the mappings inside a range."""
+    sums: dict[str, int] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            start, end = (int(part, 16) for part in head.split("-"))
+            inside = address <= start and end <= address + size
+        elif inside and line.endswith(" kB"):
+            key = head[:-1]
+            sums[key] = sums.get(key, 0) + int(line.split()[1])
+    return sums
+
+
+# --- the way of a model ------------------------------------------------------------------------------
+async def test_a_hugging_face_directory_becomes_tensors_in_a_sandbox(tmp_path: Path) -> None:
+    import torch
+
+    model = save_model("tied_llama", tmp_path / "source", dtype=torch.bfloat16)
+    save_byte_tokenizer(tmp_path / "source")
+    stages = []
+    async with loaderd(tmp_path, chunk_bytes=16 * 2**20, pool_bytes=64 * 2**20) as daemon:
+        info = await daemon.control.register(str(tmp_path / "source"), report=lambda *seen: stages.append(seen))
+        assert (info.architecture, info.dtype, info.order) == ("LlamaForCausalLM", "bfloat16", "traced")
+        assert info.sources == (str(tmp_path / "source"),)
+        assert stages[-1] == ("convert", stages[-1][2], stages[-1][2])
+        async with session(daemon, info.model) as opened:
+            assert opened.model == info.model
+            load = opened.load()
+            tensors = await asyncio.to_thread(CpuDevice().bind, load)
+            await asyncio.to_thread(load.wait_all)
+            files = load.files()
+            assert files["tokenizer.json"] == (tmp_path / "source" / "tokenizer.json").read_bytes()
+            assert set(files) == set(info.files)
+            for name, value in model.state_dict().items():
+                assert torch.equal(tensors[name], value)
+            assert tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]
+            load.detach()
+        assert torch.equal(tensors["model.norm.weight"], model.model.norm.weight)  # outlives session and load
+
+
+async def test_registering_twice_does_the_work_once_and_a_change_is_seen(
+    daemon: LoaderProcess, checkpoint: Path
+) -> None:
+    uri = str(checkpoint)
+    one, two = await asyncio.gather(daemon.control.register(uri), daemon.control.register(uri))
+    assert one.model == two.model
+    assert await daemon.control.models() == (one.model,)
+    assert (await daemon.control.register(uri, digest=one.model)).model == one.model
+    other, _ = small_checkpoint(checkpoint.parent / "other", seed=1)
+    for path in other.iterdir():
+        os.replace(path, checkpoint / path.name)
+    assert (await daemon.control.register(uri)).model != one.model
+    with pytest.raises(DigestMismatch):
+        await daemon.control.register(uri, digest=one.model)
+    assert len(await daemon.control.models()) == 2
+
+
+async def test_blocks_become_ready_and_the_second_load_reads_nothing(daemon: LoaderProcess, checkpoint: Path) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    async with session(daemon, info.model) as opened:
+        load = opened.load()
+        for block in range(len(info.blocks)):
+            await asyncio.to_thread(load.wait, block)
+        await asyncio.to_thread(load.wait_all)
+        assert load.progress == (info.nbytes, info.nbytes)
+        (daemon.model_directory(info.model) / partition_name(0)).unlink()
+        again = opened.load()
+        await asyncio.to_thread(again.wait_all)
+        load.detach()
+        again.detach()
+    status = await daemon.control.status()
+    assert [(r.model, r.nbytes, r.holders) for r in status.resident] == [(info.model, info.nbytes, ("w",))]
+    assert status.paths[0].bandwidth > 0
+
+
+async def test_reading_makes_no_page_private_and_writing_is_seen_by_nobody_else(
+    daemon: LoaderProcess, checkpoint: Path
+) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    async with session(daemon, info.model, "a") as one, session(daemon, info.model, "b") as two:
+        loads = [one.load(), two.load()]
+        tensors = [await asyncio.to_thread(CpuDevice().bind, load) for load in loads]
+        for load in loads:
+            await asyncio.to_thread(load.wait_all)
+        name = "layers.2.weight"
+        assert tensors[0][name].data_ptr() != tensors[1][name].data_ptr()
+        total = sum(float(tensor.double().sum()) for tensor in tensors[0].values())
+        assert total == sum(float(tensor.double().sum()) for tensor in tensors[1].values())
+        mapping = loads[0].attach()
+        used = mapped(mapping.address, info.nbytes + SMALL_CHUNK)
+        assert used["Rss"] * 1024 >= info.nbytes
+        assert used["Private_Dirty"] == 0
+        assert used["Anonymous"] == 0
+        before = tensors[1][name].clone()
+        tensors[0][name].fill_(7.0)
+        assert bool((tensors[1][name] == before).all())
+        assert mapped(mapping.address, info.nbytes + SMALL_CHUNK)["Anonymous"] * 1024 >= before.nbytes
+        for load in loads:
+            load.detach()
+    async with session(daemon, info.model, "c") as three:
+        load = three.load()
+        fresh = await asyncio.to_thread(CpuDevice().bind, load)
+        await asyncio.to_thread(load.wait_all)
+        assert bool((fresh[name] == before).all())
+        load.detach()
+
+
+async def test_some_blocks_in_another_order(daemon: LoaderProcess, checkpoint: Path) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    arrays = numbers_model(checkpoint.parent / "same")
+    async with session(daemon, info.model) as opened:
+        load = opened.load(blocks=[(3, 3), (1, 1)])
+        tensors = await asyncio.to_thread(CpuDevice().bind, load)
+        await asyncio.to_thread(load.wait, 3)
+        await asyncio.to_thread(load.wait_all)
+        for layer in (0, 2):
+            np.testing.assert_array_equal(tensors[f"layers.{layer}.weight"].numpy(), arrays[f"layers.{layer}.weight"])
+        status = await daemon.control.status()
+        assert 0 < status.resident[0].nbytes < info.nbytes
+        rest = opened.load()
+        await asyncio.to_thread(rest.wait_all)
+        for partial in (load, rest):
+            partial.detach()
+        with pytest.raises(InvalidCheckpoint, match="blocks"):
+            opened.load(blocks=[(0, 99)]).wait_all(WAIT)
+        with pytest.raises(InvalidCheckpoint, match="no partition 5"):
+            opened.load(partition=5).wait_all(WAIT)
+        with pytest.raises(Conflict, match="cuda"):
+            opened.load(device="cuda:0").wait_all(WAIT)
+
+
+# --- faults ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("place", [0, 2 * SMALL_CHUNK + 100, -1])
+async def test_a_corrupt_byte_reaches_no_function(daemon: LoaderProcess, checkpoint: Path, place: int) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    path = daemon.model_directory(info.model) / partition_name(0)
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[place] ^= 0x10
+    path.write_bytes(bad)
+    async with session(daemon, info.model) as opened:
+        load = opened.load()
+        with pytest.raises(CorruptCheckpoint, match=r"partition_0\.bin: chunk \d+ .*convert the model again"):
+            await asyncio.to_thread(load.wait_all, WAIT)
+        load.detach()
+        with pytest.raises(CorruptCheckpoint, match=r"layers|embed|head|padding"):
+            await daemon.control.validate(info.model)
+        path.write_bytes(good)
+        again = opened.load()
+        await asyncio.to_thread(again.wait_all, WAIT)
+        again.detach()
+    await daemon.control.validate(info.model)
+
+
+async def test_a_truncated_partition_and_a_broken_index_are_refused(daemon: LoaderProcess, checkpoint: Path) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    directory = daemon.model_directory(info.model)
+    async with session(daemon, info.model) as opened:
+        os.truncate(directory / partition_name(0), SMALL_CHUNK)
+        with pytest.raises(CorruptCheckpoint, match="65536 bytes where its index says"):
+            await asyncio.to_thread(opened.load().wait_all, WAIT)
+
+
+async def test_an_index_that_is_not_the_one_it_is_called_is_refused(tmp_path: Path, checkpoint: Path) -> None:
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(str(checkpoint))
+        index = daemon.model_directory(info.model) / "index.json"
+        index.write_bytes(index.read_bytes() + b" ")
+    async with loaderd(tmp_path) as daemon:
+        for ask in (daemon.control.describe, daemon.control.prefetch):
+            with pytest.raises(DigestMismatch, match="is the index of"):
+                await ask(info.model)
+        with pytest.raises(DigestMismatch):
+            await daemon.control.grant("w", info.model)
+        assert (await daemon.control.status()).pool.used == 0
+
+
+async def test_a_source_that_cannot_be_converted_leaves_nothing(daemon: LoaderProcess, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"garbage")
+    cases = {
+        str(tmp_path / "broken"): InvalidCheckpoint,
+        str(tmp_path / "none"): ModelNotFound,
+        "ftp://x": InvalidCheckpoint,
+    }
+    for uri, kind in cases.items():
+        with pytest.raises(kind):
+            await daemon.control.register(uri)
+    assert list(daemon.models.iterdir()) == []
+    with pytest.raises(ModelNotFound, match="register its source first"):
+        await daemon.control.describe("sha256:" + "0" * 64)
+    with pytest.raises(InvalidCheckpoint):
+        await daemon.control.grant("w", "../../etc")
+
+
+async def test_a_pool_that_is_too_small_says_what_holds_it_and_evicts_the_oldest(tmp_path: Path) -> None:
+    models = [small_checkpoint(tmp_path / f"m{seed}", seed=seed)[0] for seed in range(3)]
+    async with loaderd(tmp_path, pool_bytes=12 * SMALL_CHUNK) as daemon:  # each model has 5 chunks
+        one, two, three = [(await daemon.control.register(str(path))).model for path in models]
+        await daemon.control.prefetch(one)
+        await daemon.control.prefetch(two)
+        await daemon.control.prefetch(one)  # now two is the oldest
+        await daemon.control.prefetch(three)
+        resident = [status.model for status in (await daemon.control.status()).resident]
+        assert resident == [one, three]
+        await daemon.control.pin(one)
+        async with session(daemon, three) as opened:
+            load = opened.load()
+            await asyncio.to_thread(load.wait_all)
+            load.detach()
+        with pytest.raises(PoolExhausted, match=r"pinned.*held by 1") as caught:
+            await daemon.control.prefetch(two)
+        assert f"needs {5 * SMALL_CHUNK} bytes" in caught.value.message
+        await daemon.control.gone("w")
+        await daemon.control.prefetch(two)
+        await daemon.control.pin(one, False)
+        await daemon.control.reserve(three, 5 * SMALL_CHUNK)
+        assert [status.model for status in (await daemon.control.status()).resident] == [two]
+        with pytest.raises(PoolExhausted, match="reserved"):
+            await daemon.control.reserve(one, 12 * SMALL_CHUNK)
+        await daemon.control.prefetch(three)
+        await daemon.control.evict(three)
+        await daemon.control.reserve(three, 0)
+        await daemon.control.prefetch(one)
+
+
+async def test_evicted_chunks_retire_until_their_sandbox_is_dead(daemon: LoaderProcess, checkpoint: Path) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    sleeper = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    pidfd = os.pidfd_open(sleeper.pid)
+    fd = await daemon.control.grant("w", info.model, pidfd=pidfd)
+    os.close(pidfd)
+    opened = await asyncio.to_thread(LoaderSession, fd)
+    load = opened.load()
+    await asyncio.to_thread(load.wait_all)
+    load.detach()
+    await asyncio.to_thread(opened.close)
+    await daemon.control.evict(info.model)
+    retiring = (await daemon.control.status()).pool.retiring
+    assert retiring == 5 * SMALL_CHUNK
+    await asyncio.wait_for(sleeper.communicate(b"\n"), WAIT)
+    deadline = time.monotonic() + WAIT
+    while (await daemon.control.status()).pool.retiring:
+        assert time.monotonic() < deadline
+    status = await daemon.control.status()
+    assert (status.pool.used, status.pool.held, status.pool.free) == (0, 0, status.pool.limit)
+
+
+SANDBOX = """
+import sys
+from sllm_loaderd.client import LoaderSession
+session = LoaderSession(int(sys.argv[1]))
+load = session.load()
+load.wait_all()
+mapping = load.attach()
+session.close()
+print("mapped", flush=True)
+input()
+"""
+
+
+async def test_a_sandbox_left_by_its_invoker_is_freed_when_no_process_has_its_chunks(
+    daemon: LoaderProcess, checkpoint: Path
+) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    async with LoaderControl(daemon.socket) as invoker:
+        fd = await invoker.grant("w", info.model)
+        sandbox = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SANDBOX, str(fd), pass_fds=[fd], stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        os.close(fd)
+        assert sandbox.stdout is not None
+        assert await asyncio.wait_for(sandbox.stdout.readline(), WAIT) == b"mapped\n"
+    await daemon.control.evict(info.model)
+    used = used_inodes()
+    assert used is not None
+    assert len(used) >= 5
+    assert (await daemon.control.status()).pool.retiring == 5 * SMALL_CHUNK
+    await asyncio.wait_for(sandbox.communicate(b"\n"), WAIT)
+    deadline = time.monotonic() + WAIT
+    while (await daemon.control.status()).pool.retiring:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_a_model_without_a_byte(daemon: LoaderProcess, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "empty").mkdir()
+    save_file({"a": torch.empty(0, 3), "b": torch.empty(0)}, tmp_path / "empty" / "model.safetensors")
+    convert_directory(tmp_path / "empty", tmp_path / "c", options=ConvertOptions(chunk_bytes=SMALL_CHUNK))
+    info = await daemon.control.register(str(tmp_path / "c"))
+    async with session(daemon, info.model) as opened:
+        load = opened.load()
+        tensors = await asyncio.to_thread(CpuDevice().bind, load)
+        await asyncio.to_thread(load.wait_all)
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"a": (0, 3), "b": (0,)}
+        load.detach()
+
+
+async def test_deleting_a_model_frees_disk_and_memory(daemon: LoaderProcess, checkpoint: Path) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    await daemon.control.prefetch(info.model)
+    await daemon.control.delete(info.model)
+    assert list(daemon.models.iterdir()) == []
+    assert (await daemon.control.status()).resident == ()
+    with pytest.raises(ModelNotFound):
+        await daemon.control.delete(info.model)
+    assert (await daemon.control.register(str(checkpoint))).model == info.model
+
+
+async def test_a_cancelled_registration_ends_its_process_and_leaves_nothing(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "source")
+    async with loaderd(tmp_path) as daemon:
+        running = psutil.Process(daemon.process.pid)
+        asked = asyncio.create_task(daemon.control.register(str(tmp_path / "source")))
+        await until(running.children, "no conversion was started")
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await until(lambda: not running.children(), "the conversion goes on")
+        assert list(daemon.models.iterdir()) == []
+        daemon.control.lost.clear()
+        assert await daemon.control.models() == ()
+
+
+async def test_a_client_that_dies_in_mid_load_harms_nobody(tmp_path: Path) -> None:
+    directory, _ = small_checkpoint(tmp_path / "model", layers=40)
+    async with loaderd(tmp_path, pool_bytes=96 * SMALL_CHUNK, io_threads=1) as daemon:
+        info = await daemon.control.register(str(directory))
+        for number in range(5):
+            fd = await daemon.control.grant(f"w{number}", info.model)
+            with socket.socket(fileno=fd) as raw:
+                for message in (Hello(), Load(request=1)):
+                    payload = pack(message)
+                    raw.sendall(struct.pack(">I", len(payload)) + payload)
+            await daemon.control.gone(f"w{number}")
+        async with session(daemon, info.model) as opened:
+            load = opened.load()
+            await asyncio.to_thread(load.wait_all, WAIT)
+            load.detach()
+        await daemon.control.gone("w")
+        await daemon.control.evict(info.model)
+        assert (await daemon.control.status()).pool.free == 96 * SMALL_CHUNK
+
+
+async def test_cancelling_a_load_tells_who_waits(daemon: LoaderProcess, checkpoint: Path) -> None:
+    info = await daemon.control.register(str(checkpoint))
+    async with session(daemon, info.model) as opened:
+        load = opened.load()
+        load.cancel()
+        with contextlib.suppress(Cancelled):  # it may have been quicker
+            await asyncio.to_thread(load.wait_all, WAIT)
+        load.detach()
+        given_up = opened.load()
+        given_up.detach()
+        with pytest.raises(Cancelled):
+            given_up.wait(99, WAIT)
+        assert not load.ready or load.progress[0] == load.progress[1]
+
+
+# --- rights and rubbish --------------------------------------------------------------------------------
+async def test_a_sandbox_gets_its_own_model_and_partitions_only(daemon: LoaderProcess, checkpoint: Path) -> None:
+    mine = await daemon.control.register(str(checkpoint))
+    other = await daemon.control.register(str(small_checkpoint(checkpoint.parent / "o", seed=5)[0]))
+    fd = await daemon.control.grant("w", mine.model, (0,))
+    with socket.socket(fileno=fd) as raw:
+        raw.settimeout(WAIT)
+        for message in (Hello(), Load(request=1, model=other.model), Load(request=2, partition=1)):
+            payload = pack(message)
+            raw.sendall(struct.pack(">I", len(payload)) + payload)
+        heard = b""
+        while heard.count(b"forbidden") < 2:
+            part = raw.recv(4096)
+            assert part
+            heard += part
+    fd = await daemon.control.grant("w", mine.model)
+    with socket.socket(fileno=fd) as raw:
+        raw.settimeout(WAIT)
+        payload = pack({"type": "Delete", "request": 1, "model": mine.model})
+        for encoded in (pack(Hello()), payload):
+            raw.sendall(struct.pack(">I", len(encoded)) + encoded)
+        while raw.recv(4096):
+            pass
+    assert mine.model in await daemon.control.models()
+
+
+RUBBISH = {
+    "a huge length": b"\xff\xff\xff\xff",
+    "no msgpack": b"\x00\x00\x00\x03\xc1\xc1\xc1",
+    "another version": (lambda p: struct.pack(">I", len(p)) + p)(pack(Hello(version=99))),
+    "no hello": (lambda p: struct.pack(">I", len(p)) + p)(pack(Load(request=1))),
+    "nothing": b"",
+    "half a message": b"\x00\x00\x00\x09\x81",
+}
+
+
+async def test_rubbish_ends_its_own_connection_only(daemon: LoaderProcess) -> None:
+    loop = asyncio.get_running_loop()
+    for data in RUBBISH.values():
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.setblocking(False)
+            await loop.sock_connect(raw, str(daemon.socket))
+            await loop.sock_sendall(raw, data)
+            raw.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(WAIT):
+                while await loop.sock_recv(raw, 4096):
+                    pass
+    assert await daemon.control.models() == ()
+    assert daemon.socket.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_client_of_another_version_is_told(daemon: LoaderProcess) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.setblocking(False)
+        await loop.sock_connect(raw, str(daemon.socket))
+        payload = pack(Hello(version=99))
+        await loop.sock_sendall(raw, struct.pack(">I", len(payload)) + payload)
+        assert b"version 99 is not served" in await loop.sock_recv(raw, 4096)
+
+
+# --- life and death ------------------------------------------------------------------------------------
+@pytest.mark.chaos
+async def test_kill_9_in_mid_use(tmp_path: Path, checkpoint: Path) -> None:
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(str(checkpoint))
+        async with session(daemon, info.model) as opened:
+            load = opened.load()
+            tensors = await asyncio.to_thread(CpuDevice().bind, load)
+            await asyncio.to_thread(load.wait_all)
+            (daemon.models / ".staging-left").mkdir()
+            before = {name: tensor.clone() for name, tensor in tensors.items()}
+            daemon.process.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(WAIT):
+                await daemon.control.lost.wait()
+            with pytest.raises(Unavailable):
+                await daemon.control.models()
+            for name, tensor in tensors.items():  # what is mapped stays
+                assert bool((tensor == before[name]).all())
+            load.wait_all(0.1)
+            with pytest.raises(Unavailable):
+                await asyncio.to_thread(opened.load().wait_all, WAIT)
+            load.detach()
+    async with loaderd(tmp_path) as again:
+        assert await again.control.models() == (info.model,)
+        assert [path.name for path in again.models.iterdir()] == [info.model.removeprefix("sha256:")]
+
+
+async def test_two_daemons_do_not_share_a_directory(daemon: LoaderProcess, tmp_path: Path) -> None:
+    arguments = ["--node", "x", "--data", str(daemon.data), "--socket", str(tmp_path / "other.sock")]
+    done = await asyncio.to_thread(run_loaderd, *arguments)
+    assert done.returncode == 1
+    assert "another loaderd uses" in done.stderr
+    done = await asyncio.to_thread(run_loaderd, *arguments, "--pool-bytes", "-1")
+    assert done.returncode == 2
+    assert "POOL_BYTES" in done.stderr
+
+
+def run_loaderd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sllm_loaderd", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+
+
+@pytest.mark.chaos
+async def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'sllm_loaderd', *sys.argv[1:]], pass_fds=[])\n"
+        "print(child.pid, flush=True)\n"
+        "input()\n"
+    )
+    arguments = ["--node", "x", "--data", tmp_path / "data", "--socket", tmp_path / "s", "--pool-bytes", "1048576"]
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        *map(str, arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(await asyncio.wait_for(parent.stdout.readline(), WAIT)))
+    await until((tmp_path / "s").exists, "it did not start")
+    assert child.cmdline()[0].startswith("sllm-loaderd x")
+    parent.kill()
+    await parent.communicate()
+    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "it lives on")
+
+
+async def test_waits_have_deadlines(daemon: LoaderProcess, checkpoint: Path) -> None:
+    from sllm_runtime.protocol.errors import DeadlineExceeded
+
+    with pytest.raises(DeadlineExceeded):
+        await daemon.control.register(str(checkpoint), deadline_s=0.0001)
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await LoaderControl(daemon.data / "no.sock").open()
+    ours, theirs = socket.socketpair()
+    with ours, pytest.raises((Unavailable, ProtocolError)):
+        await asyncio.to_thread(lambda: LoaderSession(theirs.detach(), timeout=0.05))

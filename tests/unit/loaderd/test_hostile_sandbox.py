@@ -1,0 +1,173 @@
+"""A sandbox that says what no right sandbox says harms itself alone: the daemon serves the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sllm_loaderd.pool import ChunkPool
+from sllm_runtime.protocol.codec import pack
+from sllm_runtime.protocol.loader import Cancel, Hello, Load
+from tests.fixtures.loaderd import LoaderProcess, loaderd, small_checkpoint
+from tests.fixtures.waiting import until
+
+WAIT = 20.0
+HELLO = pack(Hello())
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[LoaderProcess]:
+    async with loaderd(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+async def model(daemon: LoaderProcess, tmp_path: Path) -> str:
+    return (await daemon.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+
+
+@contextlib.contextmanager
+def raw(fd: int) -> Iterator[socket.socket]:
+    """A sandbox's end of its connection, greeted."""
+    with socket.socket(fileno=fd) as sock:
+        sock.settimeout(WAIT)
+        sock.sendall(framed(HELLO))
+        assert sock.recv(4096)
+        yield sock
+
+
+def framed(payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload)) + payload
+
+
+def to_the_end(sock: socket.socket) -> bytes:
+    heard = b""
+    while part := sock.recv(65536):
+        heard += part
+    return heard
+
+
+def descriptors(daemon: LoaderProcess) -> int:
+    return psutil.Process(daemon.process.pid).num_fds()
+
+
+async def test_a_message_nested_too_deeply_does_not_end_the_daemon(daemon: LoaderProcess, model: str) -> None:
+    with raw(await daemon.control.grant("w", model)) as sock:
+        nested = b"\x83\xa4type\xa6Cancel\xa7request\x01\xa1z" + b"\x91" * 400_000 + b"\xc0"
+        sock.sendall(framed(nested))
+        assert b"protocol_error" in await asyncio.to_thread(to_the_end, sock)
+    assert await daemon.control.models() == (model,)
+
+
+async def test_descriptors_from_a_sandbox_do_not_stay_open(daemon: LoaderProcess, model: str) -> None:
+    with raw(await daemon.control.grant("w", model)) as sock:
+        await daemon.control.status()
+        before = descriptors(daemon)
+        null = os.open(os.devnull, os.O_RDONLY)
+        message = framed(pack(Cancel(request=1)))
+        for _ in range(5):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(sock, [message], [null] * 200)
+        os.close(null)
+        await until(lambda: descriptors(daemon) < before, WAIT, "the connection was closed with all that came")
+    assert await daemon.control.models() == (model,)
+
+
+async def test_answers_that_a_sandbox_does_not_take_hold_few_descriptors(daemon: LoaderProcess, model: str) -> None:
+    with raw(await daemon.control.grant("w", model)) as sock:
+        before, most = descriptors(daemon), 0
+        asking = threading.Thread(target=_ask, args=(sock, 20_000), daemon=True)
+        asking.start()
+        until_ = time.monotonic() + 2.0
+        while time.monotonic() < until_:
+            await daemon.control.status()
+            most = max(most, descriptors(daemon))
+            await asyncio.sleep(0.02)
+        assert most - before < 100
+        sock.shutdown(socket.SHUT_RDWR)
+        await asyncio.to_thread(asking.join, WAIT)
+    assert await daemon.control.models() == (model,)
+
+
+def _ask(sock: socket.socket, times: int) -> None:
+    with contextlib.suppress(OSError):
+        for number in range(times):
+            sock.sendall(framed(pack(Load(request=number + 1))))
+
+
+FLOOD = """
+import socket, sys
+sock = socket.socket(fileno=int(sys.argv[1]))
+data = bytes.fromhex(sys.argv[2]) * 2000
+for _ in range(20):
+    sock.sendall(data)
+print("talking", flush=True)
+while True:
+    sock.sendall(data)
+"""
+
+
+async def test_a_sandbox_that_never_stops_talking_holds_up_nobody(daemon: LoaderProcess, model: str) -> None:
+    with raw(await daemon.control.grant("w", model)) as sock:
+        sock.setblocking(True)
+        words = (sys.executable, "-c", FLOOD, str(sock.fileno()), framed(pack(Cancel(request=7))).hex())
+        talker = await asyncio.create_subprocess_exec(*words, pass_fds=[sock.fileno()], stdout=subprocess.PIPE)
+        try:
+            assert talker.stdout is not None
+            async with asyncio.timeout(WAIT):
+                await talker.stdout.readline()
+            async with asyncio.timeout(5.0):
+                for _ in range(5):
+                    await daemon.control.status()
+        finally:
+            talker.kill()
+            await talker.wait()
+
+
+async def test_a_load_that_names_blocks_again_and_again_is_refused(daemon: LoaderProcess, model: str) -> None:
+    with raw(await daemon.control.grant("w", model)) as sock:
+        sock.sendall(framed(pack(Load(request=1, blocks=((0, 3),) * 100_000))))
+        heard = b""
+        while b"name each once" not in heard:
+            part = await asyncio.to_thread(sock.recv, 65536)
+            assert part
+            heard += part
+    assert await daemon.control.models() == (model,)
+
+
+def test_a_pool_outlives_a_moment_without_descriptors() -> None:
+    size, soft, hard = 16384, *resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        pool = ChunkPool(size, 4 * size, 2 * size)
+        with pytest.raises(OSError, match="Too many open files"):
+            pool.allocate(1)
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        assert pool.status().free == 4 * size
+        pool.free(pool.allocate(1))
+        assert len(pool.allocate(2)) == 2  # wakes the thread that makes chunks ahead
+        assert pool.wait_prefaulted(2 * size, WAIT)
+    finally:
+        pool.close()

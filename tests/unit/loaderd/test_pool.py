@@ -1,0 +1,180 @@
+"""The chunk pool with real memfds: limits, seals, and that nothing of one model is seen in another."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from sllm_loaderd.pool import Chunk, ChunkPool, ChunkState
+from sllm_runtime.protocol.errors import PoolExhausted, ProtocolError
+
+SIZE = 16384
+WAIT = 10.0
+
+
+@contextlib.contextmanager
+def pool_of(chunks: int, prefault: int = 0) -> Iterator[ChunkPool]:
+    pool = ChunkPool(SIZE, chunks * SIZE, prefault * SIZE)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def test_a_chunk_is_sealed_against_every_way_of_writing_but_ours() -> None:
+    with pool_of(1) as pool:
+        (chunk,) = pool.allocate(1)
+        chunk.view[:4] = b"ours"
+        with pytest.raises(PermissionError):
+            mmap.mmap(chunk.fd, SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            os.pwrite(chunk.fd, b"theirs", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(chunk.fd, 0)
+        reopened = os.open(f"/proc/self/fd/{chunk.fd}", os.O_RDWR)
+        with pytest.raises(PermissionError):
+            os.pwrite(reopened, b"theirs", 0)
+        os.close(reopened)
+        chunk.view[4:8] = b"more"
+        assert os.pread(chunk.fd, 8, 0) == b"oursmore"
+
+
+def test_a_private_mapping_may_be_written_and_only_its_owner_sees_it() -> None:
+    with pool_of(1) as pool:
+        (chunk,) = pool.allocate(1)
+        chunk.view[:4] = b"ours"
+        with mmap.mmap(chunk.fd, SIZE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as private:
+            private[:4] = b"mine"
+            assert bytes(chunk.view[:4]) == b"ours"
+
+
+def test_no_more_than_the_limit_and_all_or_nothing() -> None:
+    with pool_of(3) as pool:
+        taken = pool.allocate(2)
+        with pytest.raises(PoolExhausted, match="1 more than are free"):
+            pool.allocate(2)
+        assert pool.status().used == 2 * SIZE
+        pool.free(taken)
+        assert len(pool.allocate(3)) == 3
+
+
+def test_what_a_sandbox_had_is_used_again_only_when_it_is_dead() -> None:
+    with pool_of(2) as pool:
+        chunks = pool.allocate(2)
+        pool.hold(chunks[:1], "a")
+        pool.hold(chunks[:1], "b")
+        pool.free(chunks)
+        assert [chunk.state for chunk in chunks] == [ChunkState.RETIRING, ChunkState.FREE]
+        assert pool.shortage(2) == 1
+        assert pool.status().retiring == SIZE
+        assert pool.forget("a") == 0
+        assert pool.forget("b") == 1
+        assert pool.forget("b") == 0
+        assert pool.shortage(2) == 0
+
+
+def test_a_chunk_is_not_freed_twice() -> None:
+    with pool_of(1) as pool:
+        chunks = pool.allocate(1)
+        pool.free(chunks)
+        with pytest.raises(ProtocolError):
+            chunks[0].move(ChunkState.RETIRING)
+
+
+def test_the_tail_of_a_used_chunk_is_zeroed() -> None:
+    with pool_of(1) as pool:
+        (chunk,) = pool.allocate(1)
+        chunk.zero_tail(SIZE)
+        chunk.view[:] = b"s" * SIZE
+        pool.free([chunk])
+        assert pool.allocate(1) == [chunk]
+        chunk.zero_tail(100)
+        assert bytes(chunk.view[100:]) == bytes(SIZE - 100)
+
+
+def test_free_chunks_get_their_pages_in_the_background_and_go_out_first() -> None:
+    with pool_of(4, prefault=2) as pool:
+        assert pool.wait_prefaulted(2 * SIZE, WAIT)
+        chunks = pool.allocate(2)
+        assert all(chunk.prefaulted for chunk in chunks)
+        assert os.fstat(chunks[0].fd).st_blocks * 512 == SIZE
+        assert pool.wait_prefaulted(2 * SIZE, WAIT)
+        status = pool.status()
+        assert (status.used, status.free, status.prefaulted) == (2 * SIZE, 2 * SIZE, 2 * SIZE)
+
+
+def test_closing_gives_back_every_descriptor_and_mapping() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pool_of(8, prefault=8) as pool:
+            pool.hold(pool.allocate(3), "x")
+    assert len(os.listdir("/proc/self/fd")) == before
+    with open("/proc/self/maps") as maps:
+        assert "sllm-chunk" not in maps.read()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of allocating, giving out, freeing and dying keeps the books right."""
+
+    taken = Bundle("taken")
+
+    @initialize()
+    def begin(self) -> None:
+        self.pool = ChunkPool(4096, 6 * 4096, 2 * 4096)
+        self.used: set[Chunk] = set()
+        self.retired: set[Chunk] = set()
+
+    @rule(target=taken, count=st.integers(0, 4))
+    def allocate(self, count: int) -> object:
+        room = 6 - len(self.used) - len(self.retired)
+        if count > room:
+            with pytest.raises(PoolExhausted):
+                self.pool.allocate(count)
+            return multiple()
+        chunks = self.pool.allocate(count)
+        assert len(set(chunks)) == count
+        assert not set(chunks) & (self.used | self.retired)
+        self.used.update(chunks)
+        return multiple(*chunks)
+
+    @rule(chunk=taken, holder=st.sampled_from("ab"))
+    def hold(self, chunk: Chunk, holder: str) -> None:
+        self.pool.hold([chunk], holder)
+
+    @rule(chunk=consumes(taken))
+    def free(self, chunk: Chunk) -> None:
+        self.pool.free([chunk])
+        self.used.discard(chunk)
+        if chunk.holders:
+            self.retired.add(chunk)
+
+    @rule(holder=st.sampled_from("ab"))
+    def die(self, holder: str) -> None:
+        self.pool.forget(holder)
+        self.retired = {chunk for chunk in self.retired if chunk.holders}
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        status = self.pool.status()
+        assert status.used == len(self.used) * 4096
+        assert status.retiring == len(self.retired) * 4096
+        assert status.free == status.limit - status.used - status.retiring
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+
+PoolMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestPoolMachine = PoolMachine.TestCase

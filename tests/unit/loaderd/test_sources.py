@@ -1,0 +1,169 @@
+"""Model sources against real servers: a hub on loopback, an object store that checks signatures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sllm_loaderd.sources import open_source, resolve
+from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
+from tests.fixtures.loaderd import loaderd, numbers_model
+from tests.fixtures.sources import COMMIT, TOKEN, hub, object_store, s3_settings
+
+WAIT = 30.0
+
+
+def fetch(uri: str, cache: Path, **environment: str) -> dict[str, object]:
+    """`resolve` in a process of its own, as loaderd does it: the hub's library reads its environment once."""
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from sllm_loaderd.sources import open_source, resolve\n"
+        "from sllm_runtime.protocol.errors import SllmError\n"
+        "seen = []\n"
+        "try:\n"
+        "    source = open_source(sys.argv[1])\n"
+        "    found = {'fingerprint': source.fingerprint()}\n"
+        "    found['path'] = str(source.fetch(Path(sys.argv[2]), lambda done, total: seen.append((done, total))))\n"
+        "    found['progress'] = seen\n"
+        "except SllmError as error:\n"
+        "    found = {'code': error.code, 'message': error.message}\n"
+        "print(json.dumps(found))\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "AWS_"))}
+    home = cache / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    settings = {**clean, "HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code, uri, str(cache)], env=settings, capture_output=True, text=True, timeout=WAIT * 2,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    numbers_model(directory)
+    (directory / "config.json").write_text('{"architectures": ["Numbers"]}')
+    (directory / "modeling.py").write_text("raise SystemExit('code of a stranger')")
+    (directory / "pytorch_model.bin").write_bytes(b"never fetched")
+    return directory
+
+
+def test_a_model_of_a_hub_is_fetched_once_without_its_code(model: Path, tmp_path: Path) -> None:
+    with hub(model) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        found = fetch("hf://org/tiny", tmp_path / "cache", HF_ENDPOINT=endpoint)
+        assert found["fingerprint"] == f"commit:{COMMIT}"
+        path = Path(str(found["path"]))
+        assert {file.name for file in path.iterdir()} == {"config.json", "model.safetensors"}
+        assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+        progress = found["progress"]
+        assert isinstance(progress, list)
+        assert progress[-1][0] == progress[-1][1]
+        server.gets.clear()
+        again = fetch(f"hf://org/tiny@{COMMIT}", tmp_path / "cache", HF_ENDPOINT=endpoint)
+        assert again["path"] == str(path)
+        assert not [get for get in server.gets if "/resolve/" in get]
+    offline = fetch("hf://org/tiny@main", tmp_path / "other", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
+    assert offline["code"] == "model_not_found"
+    gone = fetch("hf://org/tiny", tmp_path / "other", HF_ENDPOINT=endpoint)
+    assert gone["code"] == "unavailable"
+
+
+def test_offline_mode_uses_what_was_fetched(model: Path, tmp_path: Path) -> None:
+    with hub(model) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        found = fetch(f"hf://org/tiny@{COMMIT}", tmp_path / "cache", HF_ENDPOINT=endpoint)
+    offline = fetch(f"hf://org/tiny@{COMMIT}", tmp_path / "cache", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
+    assert offline["path"] == found["path"]
+
+
+def test_a_private_model_wants_its_token(model: Path, tmp_path: Path) -> None:
+    with hub(model, private=True) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        refused = fetch("hf://org/tiny", tmp_path / "cache", HF_ENDPOINT=endpoint)
+        assert refused["code"] == "forbidden"
+        assert "HF_TOKEN" in str(refused["message"])
+        found = fetch("hf://org/tiny", tmp_path / "cache", HF_ENDPOINT=endpoint, HF_TOKEN=TOKEN)
+        assert "path" in found
+
+
+def test_a_model_or_revision_that_a_hub_has_not(model: Path, tmp_path: Path) -> None:
+    with hub(model) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        for uri in ("hf://org/none", "hf://org/tiny@none"):
+            assert fetch(uri, tmp_path / "cache", HF_ENDPOINT=endpoint)["code"] == "model_not_found"
+        (model / "model.safetensors").unlink()
+        refused = fetch("hf://org/tiny", tmp_path / "cache", HF_ENDPOINT=endpoint)
+        assert refused["code"] == "unsupported_model"
+        assert "no safetensors" in str(refused["message"])
+
+
+# --- object store ---------------------------------------------------------------------------------
+def test_a_prefix_of_an_object_store(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "store" / "bucket" / "models" / "tiny")
+    with object_store(tmp_path / "store") as endpoint:
+        found = fetch("s3://bucket/models/tiny", tmp_path / "cache", **s3_settings(endpoint))
+        path = Path(str(found["path"]))
+        assert {file.name for file in path.iterdir()} == {"config.json", "model.safetensors", "pytorch_model.bin"}
+        assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+        again = fetch("s3://bucket/models/tiny/", tmp_path / "cache", **s3_settings(endpoint))
+        assert again["path"] == str(path)
+        numbers_model(tmp_path / "store" / "bucket" / "models" / "tiny", seed=9)
+        changed = fetch("s3://bucket/models/tiny", tmp_path / "cache", **s3_settings(endpoint))
+        assert changed["fingerprint"] != found["fingerprint"]
+        assert changed["path"] != found["path"]
+        for uri in ("s3://bucket/none", "s3://none/models"):
+            assert fetch(uri, tmp_path / "cache", **s3_settings(endpoint))["code"] == "model_not_found"
+        wrong = s3_settings(endpoint, AWS_SECRET_ACCESS_KEY="WRONG")
+        assert fetch("s3://bucket/models/tiny", tmp_path / "cache", **wrong)["code"] == "forbidden"
+    dead = fetch("s3://bucket/models/tiny", tmp_path / "cache", **s3_settings(endpoint, AWS_MAX_ATTEMPTS="1"))
+    assert dead["code"] == "unavailable"
+
+
+async def test_loaderd_registers_from_an_object_store(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(model, tmp_path / "store" / "bucket" / "tiny")
+    with object_store(tmp_path / "store") as endpoint:
+        for name, value in s3_settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        async with loaderd(tmp_path, chunk_bytes=16 * 2**20, pool_bytes=2**26) as daemon:
+            stages: list[str] = []
+            info = await daemon.control.register("s3://bucket/tiny", report=lambda stage, *_: stages.append(stage))
+            again = await daemon.control.register("s3://bucket/tiny")
+            assert again.model == info.model
+            assert again.sources == ("s3://bucket/tiny",)
+            assert stages[0] == "fetch"
+            assert stages[-1] == "convert"
+
+
+# --- the rest --------------------------------------------------------------------------------------
+def test_a_directory_is_taken_where_it_stands_and_its_fingerprint_changes_with_it(model: Path, tmp_path: Path) -> None:
+    assert resolve(str(model), tmp_path) == model
+    assert resolve(f"file://{model}", tmp_path) == model
+    source = open_source(str(model))
+    before = source.fingerprint()
+    assert before == source.fingerprint()
+    (model / "config.json").write_text("{ }")
+    assert source.fingerprint() != before
+    with pytest.raises(ModelNotFound, match="is not there on this node"):
+        open_source(str(tmp_path / "none")).fingerprint()
+
+
+@pytest.mark.parametrize("uri", ["ftp://x", "hf://", "hf://a/b/c", "s3://", "gs://bucket/x"])
+def test_what_is_no_source_is_refused_with_what_would_be_one(uri: str) -> None:
+    with pytest.raises(InvalidCheckpoint, match="give"):
+        open_source(uri)
+    assert issubclass(Forbidden, SllmError)
+    assert issubclass(Unavailable, SllmError)

@@ -1,0 +1,3 @@
+from tests.fixtures.nats import nats
+
+__all__ = ["nats"]

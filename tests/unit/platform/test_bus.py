@@ -1,0 +1,292 @@
+"""The bus against a real nats-server: requests, order, losses that are told, rights."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.streams import ensure_streams
+from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol.errors import (
+    DeadlineExceeded,
+    FunctionNotFound,
+    InternalError,
+    InvalidRequest,
+    ProtocolError,
+    Unauthorized,
+    Unavailable,
+)
+from sllm_runtime.protocol.limits import MAX_MESSAGE
+from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats
+from tests.fixtures.waiting import until
+
+
+class Ping(msgspec.Struct, frozen=True):
+    n: int = 0
+    data: bytes = b""
+
+
+async def _pair(nats: Nats) -> tuple[Bus, Bus]:
+    return await nats.bus(GATEWAY), await nats.bus(NODE)
+
+
+async def test_messages_arrive_typed_and_in_order(nats: Nats) -> None:
+    gateway, node = await _pair(nats)
+    got: list[tuple[int, str]] = []
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, s: got.append((m.n, s)))
+    for n in range(500):
+        if n % 2:
+            node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n))
+        else:
+            await node.publish(subjects.frames(GATEWAY, NODE), Ping(n))
+    await until(lambda: len(got) == 500)
+    assert got == [(n, f"sllm.frames.{GATEWAY}.{NODE}") for n in range(500)]
+
+
+async def test_publish_now_of_more_than_the_connection_buffers_keeps_the_order(nats: Nats) -> None:
+    gateway, node = await _pair(nats)
+    got: list[int] = []
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: got.append(m.n))
+    for n in range(100):
+        node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n, bytes(200_000)))
+    await until(lambda: len(got) == 100)
+    assert got == list(range(100))
+
+
+async def test_a_failing_handler_and_a_bad_message_do_not_end_the_subscription(nats: Nats) -> None:
+    gateway, node = await _pair(nats)
+    got: list[int] = []
+
+    def handle(message: Ping, _subject: str) -> None:
+        if message.n == 1:
+            raise ValueError("one")
+        got.append(message.n)
+
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, handle)
+    node.publish_now(subjects.frames(GATEWAY, NODE), "not a Ping")
+    for n in range(3):
+        node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n))
+    await until(lambda: got == [0, 2])
+
+
+async def test_call_returns_the_answer_and_the_typed_error(nats: Nats) -> None:
+    gateway, controller = await nats.bus(GATEWAY), await nats.bus(CONTROLLER)
+
+    async def answer(request: Ping) -> Ping:
+        if request.n == 1:
+            raise FunctionNotFound("there is no function x", field="function")
+        if request.n == 2:
+            raise ZeroDivisionError("by zero")
+        if request.n == 3:
+            return Ping(3, bytes(MAX_MESSAGE))
+        return Ping(request.n + 1)
+
+    serving = await controller.serve(subjects.ctl("ping"), Ping, answer, queue=subjects.CTL_QUEUE)
+    await controller.flush()
+    assert await gateway.call(subjects.ctl("ping"), Ping(7), Ping, timeout_s=5) == Ping(8)
+    with pytest.raises(FunctionNotFound) as caught:
+        await gateway.call(subjects.ctl("ping"), Ping(1), Ping, timeout_s=5)
+    assert caught.value.field == "function"
+    with pytest.raises(InternalError, match="by zero"):
+        await gateway.call(subjects.ctl("ping"), Ping(2), Ping, timeout_s=5)
+    with pytest.raises(InternalError, match="above the limit"):
+        await gateway.call(subjects.ctl("ping"), Ping(3), Ping, timeout_s=5)
+    await serving.unsubscribe()
+    await controller.flush()
+    with pytest.raises(Unavailable, match="nobody serves"):
+        await gateway.call(subjects.ctl("ping"), Ping(), Ping, timeout_s=5)
+
+
+async def test_requests_run_side_by_side_up_to_the_limit_then_are_refused(nats: Nats) -> None:
+    gateway, controller = await nats.bus(GATEWAY), await nats.bus(CONTROLLER)
+    go, running = asyncio.Event(), 0
+
+    async def answer(request: Ping) -> Ping:
+        nonlocal running
+        running += 1
+        await go.wait()
+        return request
+
+    await controller.serve(subjects.ctl("ping"), Ping, answer, concurrency=3)
+    calls = [asyncio.ensure_future(gateway.call(subjects.ctl("ping"), Ping(n), Ping, timeout_s=10)) for n in range(3)]
+    await until(lambda: running == 3)
+    with pytest.raises(Unavailable, match="3 requests"):
+        await gateway.call(subjects.ctl("ping"), Ping(3), Ping, timeout_s=10)
+    go.set()
+    assert await asyncio.gather(*calls) == [Ping(0), Ping(1), Ping(2)]
+
+
+async def test_no_answer_in_time_is_deadline_exceeded_and_the_handler_is_ended_with_the_bus(nats: Nats) -> None:
+    gateway, controller = await nats.bus(GATEWAY), await nats.bus(CONTROLLER)
+    ended = asyncio.Event()
+
+    async def answer(request: Ping) -> Ping:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return request
+
+    await controller.serve(subjects.ctl("ping"), Ping, answer)
+    with pytest.raises(DeadlineExceeded):
+        await gateway.call(subjects.ctl("ping"), Ping(), Ping, timeout_s=0.2)
+    await controller.close()
+    assert ended.is_set()
+
+
+async def test_too_large_a_message_is_refused_at_once(nats: Nats) -> None:
+    node = await nats.bus(NODE)
+    with pytest.raises(ProtocolError, match="above the limit"):
+        node.publish_now(subjects.frames(GATEWAY, NODE), Ping(0, bytes(MAX_MESSAGE)))
+
+
+async def test_after_a_kill_of_the_server_everything_works_again_and_is_told(nats: Nats) -> None:
+    gateway, node = await _pair(nats)
+    got: list[int] = []
+    told: list[str] = []
+    gateway.on_disconnect(lambda: told.append("gone"))
+    off = gateway.on_reconnect(lambda: told.append("again"))
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: got.append(m.n))
+    await nats.kill()
+    await until(lambda: told == ["gone"])
+    assert not gateway.connected
+    await nats.start()
+    await until(lambda: told == ["gone", "again"] and node.connected, within_s=3)
+    node.publish_now(subjects.frames(GATEWAY, NODE), Ping(1))
+    await until(lambda: got == [1])
+    off()
+
+
+def _publish(bus: Bus, numbers: range, data: bytes) -> None:
+    for n in numbers:
+        bus.publish_now(subjects.frames(GATEWAY, NODE), Ping(n, data))
+
+
+async def test_publishing_while_the_server_is_away_is_bounded_and_nothing_is_repeated(nats: Nats) -> None:
+    gateway, node = await _pair(nats)
+    got: list[int] = []
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: got.append(m.n))
+    await nats.kill()
+    await until(lambda: not node.connected and not gateway.connected)
+    for n in range(10):
+        node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n))
+    with pytest.raises(Unavailable, match="NATS takes nothing"):
+        _publish(node, range(10, 1000), bytes(400_000))
+    await nats.start()
+    # Whose turn to reconnect comes first is chance: what was kept is heard or not, but in order and once.
+    await until(lambda: node.connected and gateway.connected)
+    await gateway.flush()
+    node.publish_now(subjects.frames(GATEWAY, NODE), Ping(1000))
+    await until(lambda: bool(got) and got[-1] == 1000)
+    assert got == sorted(set(got))
+
+
+async def test_a_slow_subscriber_is_told_once_it_has_caught_up(nats: Nats) -> None:
+    gateway, node = await _pair(nats)
+    go, got, told = asyncio.Event(), [], asyncio.Event()
+
+    async def handle(message: Ping, _subject: str) -> None:
+        await go.wait()
+        got.append(message.n)
+
+    gateway.on_reconnect(told.set)
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, handle, pending_messages=10)
+    for n in range(100):
+        node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n))
+    await node.flush()
+    await gateway.flush()
+    assert not told.is_set()
+    go.set()
+    await asyncio.wait_for(told.wait(), 5)
+    assert len(got) < 100
+    assert got == list(range(len(got)))
+
+
+# --- who may what ---------------------------------------------------------------------------------
+async def test_no_access_without_or_with_a_wrong_password(nats: Nats) -> None:
+    plain = Settings.load({"SLLM_NATS_URL": nats.url})
+    with pytest.raises(Unauthorized, match="refuses n1"):
+        await Bus.connect(plain, NODE, name="test")
+    with pytest.raises(InvalidRequest, match="is for n1"):
+        await Bus.connect(nats.settings(NODE), NODE_2, name="test")
+
+
+async def _denied(bus: Bus, listener: Bus, subject: str) -> bool:
+    """Whether what ``bus`` publishes to ``subject`` fails to reach the right listener there."""
+    got: list[object] = []
+    subscription = await listener.subscribe(subject, Ping, lambda m, _: got.append(m))
+    await listener.flush()
+    bus.publish_now(subject, Ping())
+    await bus.flush()
+    await listener.flush()
+    await subscription.unsubscribe()
+    return not got
+
+
+async def test_a_node_speaks_only_for_itself(nats: Nats) -> None:
+    gateway, node, controller = await nats.bus(GATEWAY), await nats.bus(NODE), await nats.bus(CONTROLLER)
+    assert not await _denied(node, gateway, subjects.frames(GATEWAY, NODE))
+    assert await _denied(node, gateway, subjects.frames(GATEWAY, NODE_2))
+    assert not await _denied(node, controller, subjects.status(NODE))
+    assert await _denied(node, controller, subjects.status(NODE_2))
+    assert await _denied(node, controller, subjects.ctl("delete"))
+    other = await nats.bus(NODE_2)
+    assert await _denied(node, other, subjects.node_command(NODE_2, "stop"))
+    assert await _denied(node, other, subjects.node_open(NODE_2, GATEWAY))
+
+
+async def test_a_gateway_speaks_only_for_itself_and_cannot_command_nodes(nats: Nats) -> None:
+    gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
+    assert not await _denied(gateway, node, subjects.node_calls(NODE, GATEWAY))
+    assert await _denied(gateway, node, subjects.node_calls(NODE, GATEWAY_2))
+    assert await _denied(gateway, node, subjects.node_command(NODE, "stop"))
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        f"{subjects.inbox(GATEWAY)}.>",
+        subjects.frames(GATEWAY, NODE),
+        subjects.node_command(NODE_2, "start"),
+        "sllm.>",
+        ">",
+    ],
+)
+async def test_a_node_hears_nothing_that_is_not_for_it(nats: Nats, subject: str) -> None:
+    gateway, node, other = await nats.bus(GATEWAY), await nats.bus(NODE), await nats.bus(NODE_2)
+    controller = await nats.bus(CONTROLLER)
+    heard: list[str] = []
+    await node.subscribe(subject, Ping, lambda _, s: heard.append(s))
+
+    async def answer(request: Ping) -> Ping:
+        return request
+
+    await other.serve(subjects.node_command(NODE_2, "start"), Ping, answer)
+    await other.serve(subjects.node_open(NODE_2, GATEWAY), Ping, answer)
+    await controller.call(subjects.node_command(NODE_2, "start"), Ping(), Ping, timeout_s=5)
+    await gateway.call(subjects.node_open(NODE_2, GATEWAY), Ping(), Ping, timeout_s=5)
+    other.publish_now(subjects.frames(GATEWAY, NODE_2), Ping())
+    await other.flush()
+    await node.flush()
+    assert heard == []
+
+
+async def test_logs_of_a_node_are_kept_and_read_by_a_gateway(nats: Nats) -> None:
+    controller, gateway, node = await nats.bus(CONTROLLER), await nats.bus(GATEWAY), await nats.bus(NODE)
+    await ensure_streams(controller)
+    await ensure_streams(controller)
+    for n in range(3):
+        node.publish_now(subjects.logs(NODE, "chat"), Ping(n))
+        node.publish_now(subjects.logs(NODE, "other"), Ping(n))
+        node.publish_now(subjects.event("node", NODE), Ping(n))
+    await node.flush()
+    reading = await gateway.jetstream.subscribe(
+        subjects.logs_of("chat"), stream=subjects.LOGS_STREAM, ordered_consumer=True
+    )
+    lines = [codec.unpack(Ping, (await reading.next_msg(5)).data).n for _ in range(3)]
+    assert lines == [0, 1, 2]
+    await reading.unsubscribe()
+    info = await controller.jetstream.stream_info(subjects.EVENTS_STREAM)
+    assert info.state.messages == 3

@@ -1,0 +1,202 @@
+"""An existing NATS cluster instead of the embedded server: TLS, client certificates, no JetStream, nobody there."""
+
+import base64
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import nkeys
+import pytest
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.nats_server import EmbeddedNats, find_binary, free_port, new_identity
+from sllm_runtime.platform.process import Child
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized, Unavailable
+
+
+def openssl(directory: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, and server.pem and client.pem signed by it, each with its key."""
+    directory = tmp_path_factory.mktemp("tls")
+    new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for name in ("ca", "stranger"):
+        openssl(
+            directory,
+            *new,
+            "-x509",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+        )
+    (directory / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    for name in ("server", "client"):
+        openssl(directory, *new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        sign = ["x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
+        openssl(directory, *sign, "-days", "2", "-extfile", "ext", "-out", f"{name}.pem")
+    return directory
+
+
+@pytest.fixture
+async def tls_server(certificates: Path, tmp_path: Path) -> AsyncIterator[EmbeddedNats]:
+    tls = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    server = EmbeddedNats(
+        directory=tmp_path / "nats",
+        identities=(new_identity("controller", "ctl"),),
+        tls={**{key: str(certificates / name) for key, name in tls.items()}, "verify": True},
+    )
+    server.prepare()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+def settings(server: EmbeddedNats, certificates: Path, **names: str) -> Settings:
+    files = {f"SLLM_NATS_{key.upper()}": str(certificates / name) for key, name in names.items()}
+    return Settings.load({"SLLM_NATS_URL": server.url, "SLLM_IDENTITY_FILE": str(server.identity_file("ctl")), **files})
+
+
+async def test_tls_with_a_client_certificate(tls_server: EmbeddedNats, certificates: Path) -> None:
+    assert tls_server.url.startswith("tls://")
+    good = settings(tls_server, certificates, ca="ca.pem", cert="client.pem", key="client.key")
+    bus = await Bus.connect(good, "ctl", name="test")
+    store = await StateStore.open(bus, create=True)
+    assert await store.elect("ctl") == 1
+    await bus.close()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"ca": "stranger.pem", "cert": "client.pem", "key": "client.key"},
+        {"cert": "client.pem", "key": "client.key"},
+        {"ca": "ca.pem"},
+        {"ca": "ca.pem", "cert": "stranger.pem", "key": "stranger.key"},
+    ],
+    ids=["unknown server", "no ca", "no client certificate", "unknown client"],
+)
+async def test_tls_that_does_not_fit_is_one_clear_error(
+    tls_server: EmbeddedNats, certificates: Path, names: dict[str, str]
+) -> None:
+    with pytest.raises((Unauthorized, Unavailable), match=tls_server.url):
+        await Bus.connect(settings(tls_server, certificates, **names), "ctl", name="test")
+
+
+async def test_a_certificate_file_that_is_none(tls_server: EmbeddedNats, certificates: Path) -> None:
+    with pytest.raises(InvalidRequest, match="SLLM_NATS_CA"):
+        await Bus.connect(settings(tls_server, certificates, ca="ext"), "ctl", name="test")
+
+
+def jwt(issuer: nkeys.KeyPair, subject: str, name: str, kind: str, **claims: object) -> str:
+    """A NATS JWT (version 2) as ``nsc`` makes them."""
+
+    def part(document: object) -> str:
+        return base64.urlsafe_b64encode(json.dumps(document).encode()).rstrip(b"=").decode()
+
+    body = {"iss": issuer.public_key.decode(), "sub": subject, "name": name, "iat": 1, "jti": name}
+    head = {"typ": "JWT", "alg": "ed25519-nkey"}
+    signed = f"{part(head)}.{part({**body, 'nats': {'type': kind, 'version': 2, **claims}})}"
+    return f"{signed}.{base64.urlsafe_b64encode(issuer.sign(signed.encode())).rstrip(b'=').decode()}"
+
+
+def new_key(prefix: int) -> nkeys.KeyPair:
+    return nkeys.from_seed(nkeys.encode_seed(os.urandom(32), prefix))
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["signed by the account", "signed by another"])
+async def test_a_credentials_file(tmp_path: Path, ours: bool) -> None:
+    operator, account, stranger, system, user = (
+        new_key(prefix)
+        for prefix in (
+            nkeys.PREFIX_BYTE_OPERATOR,
+            *3 * [nkeys.PREFIX_BYTE_ACCOUNT],
+            nkeys.PREFIX_BYTE_USER,
+        )
+    )
+    me, it, sys_it, you = (key.public_key.decode() for key in (operator, account, system, user))
+    plain = {"subs": -1, "conn": -1, "data": -1, "payload": -1, "leaf": -1, "imports": -1, "exports": -1}
+    stored = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
+    account_jwt = jwt(operator, it, "sllm", "account", limits={**plain, **stored})
+    system_jwt = jwt(operator, sys_it, "SYS", "account", limits=plain)
+    user_jwt = jwt(account if ours else stranger, you, "controller", "user", subs=-1, data=-1, payload=-1)
+    creds = tmp_path / "user.creds"
+    creds.write_text(
+        f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
+    )
+    port, config, log = free_port(), tmp_path / "nats.conf", tmp_path / "nats.log"
+    document = {
+        "listen": f"127.0.0.1:{port}",
+        "operator": jwt(operator, me, "operator", "operator"),
+        "resolver": "MEMORY",
+        "resolver_preload": {it: account_jwt, sys_it: system_jwt},
+        "system_account": sys_it,
+        "jetstream": {"store_dir": str(tmp_path / "store")},
+    }
+    config.write_text(json.dumps(document))
+    child = Child(name="nats", argv=[str(find_binary()), "-c", str(config)], env={}, output=log)
+    await child.start()
+    try:
+        given = {"SLLM_NATS_URL": f"nats://127.0.0.1:{port}", "SLLM_NATS_CREDS": str(creds)}
+        if not ours:
+            with pytest.raises(Unauthorized, match="SLLM_NATS_CREDS"):
+                await Bus.connect(Settings.load(given), "ctl", name="test")
+            return
+        bus = await Bus.connect(Settings.load(given), "ctl", name="test")
+        store = await StateStore.open(bus, create=True)
+        assert await store.elect("ctl") == 1
+        await bus.close()
+    finally:
+        await child.stop(5)
+
+
+async def _refusal(directory: Path, *, jetstream: bool, kind: str = "controller") -> SllmError:
+    server = EmbeddedNats(directory=directory, identities=(new_identity(kind, "ctl"),), jetstream=jetstream)
+    server.prepare()
+    await server.start()
+    try:
+        given = {"SLLM_NATS_URL": server.url, "SLLM_IDENTITY_FILE": str(server.identity_file("ctl"))}
+        with pytest.raises(SllmError) as caught:
+            await Bus.connect(Settings.load(given), "ctl", name="test")
+    finally:
+        await server.stop()
+    return caught.value
+
+
+async def test_no_jetstream_is_one_clear_error(tmp_path: Path) -> None:
+    error = await _refusal(tmp_path / "nats", jetstream=False)
+    assert isinstance(error, Unavailable)
+    assert "has no JetStream for ctl" in error.message
+    assert "-js" in error.message
+
+
+async def test_nobody_there_is_one_clear_error() -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+    with pytest.raises(Unavailable, match=f"no NATS server at {url} .*check SLLM_NATS_URL"):
+        await Bus.connect(Settings.load({"SLLM_NATS_URL": url, "SLLM_NATS_TIMEOUT": "0.5"}), "n1", name="test")
+
+
+async def test_no_url_says_what_to_do() -> None:
+    with pytest.raises(InvalidRequest, match="sllm up"):
+        await Bus.connect(Settings.load({}), "n1", name="test")
+
+
+async def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+    server = EmbeddedNats(directory=tmp_path / "nats", identities=(new_identity("node", "n1"),))
+    server.prepare()
+    os.truncate(server.config_file, 40)
+    with pytest.raises(Unavailable, match="Parse error on line 3"):
+        await server.start()
+    await server.stop()

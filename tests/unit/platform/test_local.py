@@ -1,0 +1,100 @@
+"""The platform of one machine as data."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_runtime.platform.local import Layout, Options, prepare, specs
+from sllm_runtime.platform.supervise import ChildSpec
+from sllm_runtime.protocol import subjects
+
+
+def options(data: Path, nodes: int = 1, gateways: int = 1, **others: str) -> Options:
+    ports = tuple(range(9000, 9000 + gateways))
+    return Options(home=data.parent / "home", data=data, nodes=nodes, ports=ports, **others)
+
+
+def made(given: Options, environment: dict[str, str] | None = None) -> dict[str, ChildSpec]:
+    layout = Layout(given.data)
+    server = prepare(given, layout, "the-token")
+    return {spec.name: spec for spec in specs(given, layout, server, environment or {})}
+
+
+def test_nodes_share_no_path_and_no_identity(tmp_path: Path) -> None:
+    found = made(options(tmp_path / "run", nodes=3))
+    own = ("SLLM_DATA", "SLLM_DATA_DIR", "SLLM_SOCKET", "SLLM_NODE", "SLLM_IDENTITY_FILE", "SLLM_LOADERD_SOCKET")
+    values = {
+        name: {
+            value for kind in ("invoker", "loaderd") for key, value in found[f"{kind}-{name}"].env.items() if key in own
+        }
+        for name in ("n1", "n2", "n3")
+    }
+    assert not values["n1"] & values["n2"] | values["n2"] & values["n3"] | values["n1"] & values["n3"]
+    memory = [int(found[f"invoker-{name}"].env["SLLM_MEMORY"]) for name in values]
+    assert sum(memory) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_an_invoker_finds_the_socket_of_its_own_loader(tmp_path: Path) -> None:
+    found = made(options(tmp_path / "run", nodes=2))
+    for name in ("n1", "n2"):
+        assert found[f"invoker-{name}"].env["SLLM_LOADERD_SOCKET"] == found[f"loaderd-{name}"].env["SLLM_SOCKET"]
+
+
+def test_no_secret_stands_in_an_environment_or_a_command_line(tmp_path: Path) -> None:
+    given = options(tmp_path / "run", gateways=2)
+    found = made(given, {"SLLM_TOKEN": "the-token", "SLLM_URL": "x", "PATH": "/bin"})
+    config = json.loads((tmp_path / "run" / "nats" / "nats.conf").read_text())
+    secrets = {user["password"] for user in config["authorization"]["users"]} | {"the-token"}
+    for spec in found.values():
+        text = json.dumps([*spec.argv(), *spec.env.values()])
+        assert not any(secret in text for secret in secrets)
+        assert spec.env["PATH"] == "/bin" or spec.name == "nats"
+
+
+def test_gateways_stop_first_and_nats_last(tmp_path: Path) -> None:
+    found = made(options(tmp_path / "run"))
+    order = sorted(found, key=lambda name: -found[name].stop_order)
+    assert order == ["gateway-g1", "controller", "invoker-n1", "loaderd-n1", "nats"]
+    assert [name for name in found if found[name].stage == 0] == ["nats"]
+
+
+def test_an_existing_cluster_gets_no_server_and_identities_without_passwords(tmp_path: Path) -> None:
+    found = made(options(tmp_path / "run", nats_url="tls://a:1,tls://b:2"), {"SLLM_NATS_CA": "/ca.pem"})
+    assert "nats" not in found
+    for spec in found.values():
+        assert spec.env["SLLM_NATS_URL"] == "tls://a:1,tls://b:2"
+        assert spec.env["SLLM_NATS_CA"] == "/ca.pem"
+    identity = json.loads(Path(found["invoker-n1"].env["SLLM_IDENTITY_FILE"]).read_text())
+    assert identity == {"identity": "n1", "kind": "node"}
+
+
+def test_every_user_of_the_configuration_has_its_own_rights(tmp_path: Path) -> None:
+    made(options(tmp_path / "run", nodes=2))
+    file = tmp_path / "run" / "nats" / "nats.conf"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    users = {user["user"]: user["permissions"] for user in json.loads(file.read_text())["authorization"]["users"]}
+    assert set(users) == {"controller", "g1", "n1", "n2"}
+    assert users["n1"]["publish"] == list(subjects.node_rights("n1").publish)
+
+
+@given(length=st.integers(1, 200))
+def test_a_socket_s_path_is_never_too_long(length: int) -> None:
+    assert len(str(Layout(Path("/" + "d" * length)).socket("n64"))) <= 100
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:9000"),
+        ("0.0.0.0", "http://127.0.0.1:9000"),
+        ("::1", "http://[::1]:9000"),
+        ("::", "http://[::1]:9000"),
+    ],
+)
+def test_the_url_is_one_that_can_be_called(tmp_path: Path, host: str, url: str) -> None:
+    assert options(tmp_path, host=host).url == url

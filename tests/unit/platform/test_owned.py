@@ -1,0 +1,68 @@
+"""Tasks with an owner."""
+
+import asyncio
+
+import pytest
+
+from sllm_runtime.platform.owned import Tasks
+
+
+async def test_close_cancels_and_waits() -> None:
+    tasks, ended = Tasks("x"), []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(1)
+
+    for n in range(3):
+        tasks.start(work(), str(n))
+    await asyncio.sleep(0)
+    assert len(tasks) == 3
+    await tasks.close()
+    assert ended == [1, 1, 1]
+    assert len(tasks) == 0
+
+
+async def test_a_failure_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[BaseException] = []
+    tasks = Tasks("x", failures.append)
+
+    async def fail() -> None:
+        raise ValueError("boom")
+
+    task = tasks.start(fail(), "worker")
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    assert [str(error) for error in failures] == ["boom"]
+    assert "x: worker" in caplog.text
+    await tasks.close()
+
+
+async def test_nothing_starts_after_close() -> None:
+    tasks = Tasks("x")
+    await tasks.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        tasks.start(asyncio.sleep(0), "late")
+
+
+async def test_one_that_swallows_its_first_cancellation_is_ended_too() -> None:
+    tasks = Tasks("x")
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+    tasks.start(stubborn(), "stubborn")
+    await asyncio.sleep(0)
+    await asyncio.wait_for(tasks.close(), 5)
+
+
+async def test_an_owned_task_may_close_its_owner() -> None:
+    tasks = Tasks("x")
+    task = tasks.start(tasks.close(), "closer")
+    await asyncio.wait_for(task, 5)

@@ -1,0 +1,120 @@
+"""Processes: their end with the parent, orphans, logs, the frame around daemons."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sllm_runtime.platform.process import Child, children, start_time, tail
+from tests.fixtures.waiting import until
+
+SLEEPS = "import time; time.sleep(600)"
+ABANDONS = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {SLEEPS!r}])"
+
+
+def test_the_start_time_of_nobody_and_of_a_zombie_is_none() -> None:
+    assert start_time(os.getpid()) is not None
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert start_time(child.pid) is None
+        assert child.pid in children()
+    assert child.pid not in children()
+
+
+async def test_a_subreaper_ends_orphans_and_spares_its_own(tmp_path: Path) -> None:
+    code = f"""
+import os, subprocess, sys, time
+from sllm_runtime.platform.process import become_subreaper, children, end_orphans
+become_subreaper()
+own = subprocess.Popen([sys.executable, "-S", "-c", {SLEEPS!r}])
+subprocess.run([sys.executable, "-S", "-c", {ABANDONS!r}])
+orphans = children() - {{own.pid}}
+assert len(orphans) == 1, orphans
+deadline = time.monotonic() + 10
+while children() != {{own.pid}}:
+    end_orphans({{own.pid}})
+    assert time.monotonic() < deadline
+assert own.poll() is None
+own.kill()
+own.wait()
+print("good")
+"""
+    child = Child(name="reaper", argv=[sys.executable, "-c", code], env=dict(os.environ), output=tmp_path / "log")
+    await child.start()
+    status = await child.wait()
+    assert (status, tail(child.output)) == (0, "good")
+
+
+async def test_a_log_that_is_long_is_put_aside_at_the_next_start(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "x.log"
+    log.parent.mkdir()
+    with log.open("wb") as file:
+        file.truncate(17 * 2**20)
+    child = Child(name="x", argv=["echo", "fresh"], env={}, output=log)
+    await child.start()
+    await child.wait()
+    assert log.read_text() == "fresh\n"
+    assert log.with_name("x.log.1").stat().st_size == 17 * 2**20
+
+
+DAEMON = """
+import asyncio, os, sys
+from sllm_runtime.platform.daemon import ready, run_daemon
+from sllm_runtime.protocol.errors import Unavailable
+
+async def main(stop):
+    print("up", type(asyncio.get_running_loop()).__module__, flush=True)
+    ready()
+    await stop.wait()
+    {end}
+
+sys.exit(run_daemon(main, title="sllm-test one"))
+"""
+
+
+def title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
+
+
+async def daemon(tmp_path: Path, end: str) -> Child:
+    argv = [sys.executable, "-c", DAEMON.format(end=end)]
+    child = Child(name="x", argv=argv, env=dict(os.environ), output=tmp_path / "log")
+    await child.start()
+    await until(lambda: tail(tmp_path / "log").startswith("up uvloop"))
+    return child
+
+
+async def test_a_daemon_has_a_name_and_ends_well_on_sigterm(tmp_path: Path) -> None:
+    child = await daemon(tmp_path, "pass")
+    assert title(child.pid) == "sllm-test one"
+    assert await child.stop(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [('raise Unavailable("no NATS server")', "sllm-test one: no NATS server"), ("1 / 0", "ZeroDivisionError")],
+)
+async def test_an_error_is_said_and_is_status_1(tmp_path: Path, end: str, text: str) -> None:
+    child = await daemon(tmp_path, end)
+    assert await child.stop(10) == 1
+    assert text in tail(tmp_path / "log")
+
+
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    child = await daemon(tmp_path, "print('stopping', flush=True); await asyncio.Event().wait()")
+    os.kill(child.pid, signal.SIGINT)
+    await until(lambda: "stopping" in tail(tmp_path / "log"))
+    os.kill(child.pid, signal.SIGINT)
+    assert await child.wait() == 130
+
+
+def test_daemons_are_started_without_torch() -> None:
+    code = (
+        "import sys, sllm_runtime.platform.up, sllm_runtime.platform.commands, sllm_runtime.platform.state;"
+        "sys.exit(', '.join({'torch', 'numpy', 'httpx', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "\n"

@@ -1,0 +1,99 @@
+"""Who runs on a data directory, and profiles."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_runtime.platform.process import start_time
+from sllm_runtime.platform.profile import _toml, remove_token, write_profile
+from sllm_runtime.platform.running import Lock, Running, read_running, stop_running
+from sllm_runtime.protocol.errors import Conflict
+
+
+def running(pid: int, data: Path, started: int | None = None) -> Running:
+    return Running(
+        pid=pid,
+        started=started if started is not None else start_time(pid),
+        url="http://127.0.0.1:1",
+        urls=("http://127.0.0.1:1",),
+        profile="default",
+        nats_url="",
+        data=str(data),
+    )
+
+
+def test_one_lock_for_one_directory(tmp_path: Path) -> None:
+    with Lock(tmp_path) as lock:
+        lock.write(running(os.getpid(), tmp_path))
+        assert read_running(tmp_path) is not None
+        with pytest.raises(Conflict, match=r"already runs .* at http://127.0.0.1:1 \(pid"), Lock(tmp_path):
+            pass
+    assert read_running(tmp_path) is None
+    with Lock(tmp_path):
+        pass
+
+
+def test_what_a_killed_platform_left_is_no_platform(tmp_path: Path) -> None:
+    with Lock(tmp_path) as lock:
+        own = start_time(os.getpid())
+        assert own is not None
+        lock.write(running(os.getpid(), tmp_path, started=own - 1))  # the id was given to another process since
+        assert read_running(tmp_path) is None
+        (tmp_path / "up.json").write_text("{")
+        assert read_running(tmp_path) is None
+
+
+@pytest.mark.parametrize(("deaf", "status"), [("", -signal.SIGTERM), ("SIG_IGN", -signal.SIGKILL)])
+def test_stop_asks_first(tmp_path: Path, deaf: str, status: int) -> None:
+    code = "import signal, time;" + (f"signal.signal(signal.SIGTERM, signal.{deaf});" if deaf else "")
+    code += "print(1, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        stop_running(running(child.pid, tmp_path, started=1), 0.1)  # another process now has this id
+        assert child.poll() is None
+        stop_running(running(child.pid, tmp_path), 0.3)
+        assert child.wait(5) == status
+    stop_running(running(child.pid, tmp_path, started=1), 0.1)
+
+
+def test_a_profile_is_written_among_others_and_taken_away(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.toml"
+    path.write_text('[profiles.other]\nurl = "https://x"\ntoken = "t"\ncustom = 3\n')
+    assert write_profile(tmp_path, "default", "http://a", "secret") == path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert tomllib.loads(path.read_text())["profiles"] == {
+        "other": {"url": "https://x", "token": "t", "custom": 3},
+        "default": {"url": "http://a", "token": "secret"},
+    }
+    remove_token(tmp_path, "default", "http://another")
+    assert "default" in tomllib.loads(path.read_text())["profiles"]
+    remove_token(tmp_path, "default", "http://a")
+    assert list(tomllib.loads(path.read_text())["profiles"]) == ["other"]
+
+
+def test_a_profile_file_that_is_none_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "profiles.toml").write_text("[profiles")
+    with pytest.raises(Conflict, match="correct or remove it"):
+        write_profile(tmp_path, "default", "http://a", "secret")
+    assert (tmp_path / "profiles.toml").read_text() == "[profiles"
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+values = st.one_of(texts, st.integers(-(2**53), 2**53), st.booleans(), st.lists(texts, max_size=3))
+tables = st.recursive(
+    st.dictionaries(texts, values, max_size=4), lambda inner: st.dictionaries(texts, inner, max_size=3), max_leaves=8
+)
+
+
+@given(document=tables)
+def test_what_is_written_is_read_again(document: dict[str, object]) -> None:
+    assert tomllib.loads(_toml(document)) == document

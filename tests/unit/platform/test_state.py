@@ -1,0 +1,151 @@
+"""The state store against a real nats-server: the fence, watches through outages, who may write."""
+
+import asyncio
+
+import pytest
+from nats.errors import Error as NatsError
+from nats.js.api import ConsumerConfig
+
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.platform.streams import STATE_STREAM
+from sllm_runtime.protocol.errors import ProtocolError, StaleTerm
+from sllm_runtime.protocol.node import NodeRecord
+from sllm_runtime.protocol.records import FunctionRecord, Term
+from sllm_runtime.protocol.subjects import TERM_KEY, function_key, node_key
+from tests.fixtures.nats import CONTROLLER, CONTROLLER_2, GATEWAY, NODE, Nats
+from tests.fixtures.waiting import until
+
+
+def _node(name: str, seen: float = 0.0) -> NodeRecord:
+    return NodeRecord(node=name, first_seen=seen)
+
+
+async def _leader(nats: Nats, identity: str = CONTROLLER) -> StateStore:
+    store = await StateStore.open(await nats.bus(identity), create=True)
+    await store.elect(identity)
+    return store
+
+
+async def test_put_get_list_delete(nats: Nats) -> None:
+    store = await _leader(nats)
+    assert store.term == 1
+    assert await store.get(node_key("n1"), NodeRecord) is None
+    await store.put(node_key("n1"), _node("n1"))
+    await store.put(node_key("n2"), _node("n2"))
+    await store.put(function_key("f"), FunctionRecord(function="f", active=None, last_version=0))
+    assert await store.get(node_key("n1"), NodeRecord) == _node("n1")
+    assert await store.list("nodes.", NodeRecord) == {"nodes.n1": _node("n1"), "nodes.n2": _node("n2")}
+    await store.delete(node_key("n1"))
+    await store.delete(node_key("n1"))
+    assert await store.get(node_key("n1"), NodeRecord) is None
+    assert list(await store.list("nodes", NodeRecord)) == ["nodes.n2"]
+    assert await store.list("models.", NodeRecord) == {}
+
+
+async def test_a_deposed_leader_writes_nothing(nats: Nats) -> None:
+    old, new = await _leader(nats), await _leader(nats, CONTROLLER_2)
+    await new.put(node_key("n1"), _node("n1", 2.0))
+    with pytest.raises(StaleTerm, match="term 2 leads"):
+        await old.put(node_key("n1"), _node("n1", 1.0))
+    with pytest.raises(StaleTerm):
+        await old.delete(node_key("n1"))
+    assert await new.get(node_key("n1"), NodeRecord) == _node("n1", 2.0)
+    assert await old.elect(CONTROLLER) == 3
+    await old.put(node_key("n1"), _node("n1", 3.0))
+    with pytest.raises(StaleTerm, match="term 3 leads"):
+        await new.put(node_key("n1"), _node("n1", 4.0))
+    assert await new.get(TERM_KEY, Term) == Term(term=3, controller=CONTROLLER)
+
+
+async def test_elections_at_the_same_time_get_different_terms(nats: Nats) -> None:
+    stores = [await StateStore.open(await nats.bus(name), create=True) for name in (CONTROLLER, CONTROLLER_2)]
+    terms = await asyncio.gather(*(store.elect(str(n)) for n, store in enumerate(stores) for _ in range(5)))
+    assert sorted(terms) == list(range(1, 11))
+
+
+async def test_many_writes_at_once_are_all_written(nats: Nats) -> None:
+    store = await _leader(nats)
+    await asyncio.gather(*(store.put(node_key(f"n{n}"), _node(f"n{n}")) for n in range(100)))
+    assert len(await store.list("nodes.", NodeRecord)) == 100
+
+
+async def test_nobody_writes_without_an_election(nats: Nats) -> None:
+    store = await StateStore.open(await nats.bus(CONTROLLER), create=True)
+    with pytest.raises(StaleTerm, match="does not lead"):
+        await store.put(node_key("n1"), _node("n1"))
+
+
+async def test_a_record_of_another_shape_is_a_protocol_error(nats: Nats) -> None:
+    store = await _leader(nats)
+    await store.put(node_key("n1"), _node("n1"))
+    with pytest.raises(ProtocolError, match="FunctionRecord"):
+        await store.get(node_key("n1"), FunctionRecord)
+
+
+async def test_a_watch_tells_the_present_then_every_change(nats: Nats) -> None:
+    leader = await _leader(nats)
+    await leader.put(node_key("n1"), _node("n1"))
+    await leader.put(node_key("gone"), _node("gone"))
+    await leader.delete(node_key("gone"))
+    reader = await StateStore.open(await nats.bus(GATEWAY), create=False)
+    told: list[tuple[str, NodeRecord | None]] = []
+    watch = await reader.watch("nodes.>", NodeRecord, lambda key, record: told.append((key, record)))
+    assert told == [("nodes.n1", _node("n1"))]
+    await leader.put(node_key("n2"), _node("n2"))
+    await leader.put(node_key("n1"), _node("n1", 5.0))
+    await leader.delete(node_key("n1"))
+    await until(lambda: len(told) == 4)
+    assert told[1:] == [("nodes.n2", _node("n2")), ("nodes.n1", _node("n1", 5.0)), ("nodes.n1", None)]
+    await watch.close()
+
+
+async def test_a_watch_of_nothing_is_ready_at_once(nats: Nats) -> None:
+    await _leader(nats)
+    reader = await StateStore.open(await nats.bus(GATEWAY), create=False)
+    watch = await asyncio.wait_for(reader.watch("routes.>", NodeRecord, lambda *_: None), 3)
+    assert watch.synced.is_set()
+    await watch.close()
+
+
+async def test_a_watch_through_an_outage_tells_only_what_changed_deletions_too(nats: Nats) -> None:
+    leader = await _leader(nats)
+    for name in ("same", "changed", "deleted"):
+        await leader.put(node_key(name), _node(name))
+    gateway = await nats.bus(GATEWAY)
+    reader = await StateStore.open(gateway, create=False)
+    told: list[tuple[str, NodeRecord | None]] = []
+    watch = await reader.watch("nodes.>", NodeRecord, lambda key, record: told.append((key, record)))
+    told.clear()
+    await nats.kill()
+    await until(lambda: not gateway.connected)
+    await nats.start()
+    await leader.put(node_key("changed"), _node("changed", 1.0))
+    await leader.delete(node_key("deleted"))
+    await until(lambda: len(told) == 2 and watch.synced.is_set(), within_s=5)
+    assert set(told) == {("nodes.changed", _node("changed", 1.0)), ("nodes.deleted", None)}
+    await leader.put(node_key("later"), _node("later"))
+    await until(lambda: told[-1] == ("nodes.later", _node("later")))
+    await watch.close()
+
+
+async def test_a_write_during_an_outage_is_written_when_the_server_is_back(nats: Nats) -> None:
+    leader = await _leader(nats)
+    await nats.kill()
+    writing = asyncio.ensure_future(leader.put(node_key("n1"), _node("n1")))
+    await nats.start()
+    await asyncio.wait_for(writing, 8)
+    assert await leader.get(node_key("n1"), NodeRecord) == _node("n1")
+
+
+async def test_gateways_and_nodes_cannot_write_state_and_nodes_cannot_make_consumers(nats: Nats) -> None:
+    leader = await _leader(nats)
+    gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
+    for bus in (gateway, node):
+        with pytest.raises(NatsError):
+            await bus.jetstream.publish(f"$KV.sllm_state.{TERM_KEY}", b"{}", timeout=0.3)
+    with pytest.raises(NatsError):
+        await node.jetstream.add_consumer(STATE_STREAM, ConsumerConfig(deliver_subject=node.new_inbox()), timeout=0.3)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await node.jetstream.get_last_msg(STATE_STREAM, f"$KV.sllm_state.{TERM_KEY}", direct=True)
+    assert await leader.get(TERM_KEY, Term) == Term(term=1, controller=CONTROLLER)

@@ -1,0 +1,205 @@
+"""The supervisor with small real processes."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_runtime.platform.process import Child, start_time
+from sllm_runtime.platform.supervise import CHILD, ChildSpec, ChildState, Restarts, Supervisor
+from sllm_runtime.protocol.errors import StartFailed
+from tests.fixtures.waiting import until
+
+READY = "import os, time; os.write(int(os.environ['SLLM_READY_FD']), b'READY\\n'); "
+SERVES = READY + "time.sleep(600)"
+QUICK = Restarts(first_s=0.01, longest_s=0.05, most=3, within_s=60)
+
+
+def spec(
+    name: str,
+    code: str,
+    tmp_path: Path,
+    stage: int = 0,
+    stop_order: int = 0,
+    ready_s: float = 20.0,
+    grace_s: float = 5.0,
+) -> ChildSpec:
+    return ChildSpec(
+        name=name,
+        argv=lambda: [sys.executable, "-S", "-c", code],
+        env={"PATH": os.environ["PATH"], "DIR": str(tmp_path)},
+        log=tmp_path / f"{name}.log",
+        stage=stage,
+        stop_order=stop_order,
+        ready_s=ready_s,
+        grace_s=grace_s,
+    )
+
+
+async def test_children_are_ready_when_start_returns_and_gone_when_stop_returns(tmp_path: Path) -> None:
+    supervisor = Supervisor([spec("a", SERVES, tmp_path), spec("b", SERVES, tmp_path)])
+    await supervisor.start()
+    pids = supervisor.pids()
+    assert set(pids) == {"a", "b"}
+    assert all(start_time(pid) for pid in pids.values())
+    await supervisor.stop()
+    assert supervisor.pids() == {}
+    assert not any(start_time(pid) for pid in pids.values())
+
+
+async def test_one_that_is_killed_is_started_again_and_the_other_is_left_alone(tmp_path: Path) -> None:
+    supervisor = Supervisor([spec("a", SERVES, tmp_path), spec("b", SERVES, tmp_path)], restarts=QUICK)
+    await supervisor.start()
+    before = supervisor.pids()
+    os.kill(before["a"], signal.SIGKILL)
+    await until(lambda: supervisor.pids().get("a") not in (None, before["a"]))
+    assert supervisor.pids()["b"] == before["b"]
+    assert supervisor.restarts() == {"a": 1, "b": 0}
+    await supervisor.stop()
+
+
+async def test_one_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
+    dies = READY + "print('out of luck', flush=True); raise SystemExit(3)"
+    supervisor = Supervisor([spec("a", dies, tmp_path)], restarts=QUICK)
+    await supervisor.start()
+    error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 20)
+    assert isinstance(error, StartFailed)
+    assert "a ended 4 times within 60 s" in error.message
+    assert "out of luck" in error.message
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("print('no port', flush=True); raise SystemExit(3)", "ended with status 3 before it was ready"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with signal 9 before it was ready"),
+        ("import time; print('no port', flush=True); time.sleep(600)", "was not ready after 1 s"),
+    ],
+)
+async def test_a_first_start_that_fails_says_why_with_the_log(tmp_path: Path, code: str, what: str) -> None:
+    supervisor = Supervisor([spec("good", SERVES, tmp_path), spec("bad", code, tmp_path, ready_s=1.0)])
+    with pytest.raises(StartFailed, match=what) as caught:
+        await supervisor.start()
+    assert ("no port" in caught.value.message) == ("no port" in code)
+    await supervisor.stop()
+    assert supervisor.pids() == {}
+
+
+async def test_a_program_that_is_not_there_is_start_failed(tmp_path: Path) -> None:
+    missing = ChildSpec(name="a", argv=lambda: ["/nowhere/at/all"], log=tmp_path / "a.log")
+    supervisor = Supervisor([missing])
+    with pytest.raises(StartFailed, match="/nowhere/at/all"):
+        await supervisor.start()
+    await supervisor.stop()
+
+
+WRITES = (
+    "import os, signal, sys, time; from pathlib import Path; log = Path(os.environ['DIR']) / 'order';"
+    "note = lambda word: log.open('a').write(word + '\\n');"
+    "signal.signal(signal.SIGTERM, lambda *_: (note('stop {0}'), sys.exit(0)));"
+    "note('start {0}');" + SERVES
+)
+
+
+async def test_stages_start_and_stop_in_their_orders(tmp_path: Path) -> None:
+    supervisor = Supervisor(
+        [
+            spec("late", WRITES.format("late"), tmp_path, stage=1, stop_order=0),
+            spec("early", WRITES.format("early"), tmp_path, stage=0, stop_order=1),
+        ]
+    )
+    await supervisor.start()
+    await supervisor.stop()
+    assert (tmp_path / "order").read_text().split("\n") == ["start early", "start late", "stop early", "stop late", ""]
+
+
+async def test_a_deaf_child_and_its_own_children_are_killed_after_the_grace(tmp_path: Path) -> None:
+    deaf = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
+        "print(child.pid, flush=True);" + SERVES
+    )
+    supervisor = Supervisor([spec("a", deaf, tmp_path, grace_s=0.2)])
+    await supervisor.start()
+    grandchild = int((tmp_path / "a.log").read_text())
+    await supervisor.stop()
+    await until(lambda: start_time(grandchild) is None)
+
+
+async def test_stop_during_a_start_leaves_nothing(tmp_path: Path) -> None:
+    supervisor = Supervisor([spec("a", "import time; time.sleep(600)", tmp_path)])
+    starting = asyncio.ensure_future(supervisor.start())
+    await until(lambda: "a" in supervisor.pids())
+    pid = supervisor.pids()["a"]
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await supervisor.stop()
+    assert start_time(pid) is None
+
+
+async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, sys
+from pathlib import Path
+from sllm_runtime.platform.supervise import ChildSpec, Supervisor
+from sllm_runtime.platform.daemon import ready
+
+async def main():
+    child = ChildSpec(name="a", argv=lambda: [sys.executable, "-S", "-c", {SERVES!r}], log=Path("a.log"))
+    supervisor = Supervisor([child])
+    await supervisor.start()
+    Path("pid").write_text(str(supervisor.pids()["a"]))
+    ready()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    outer = Supervisor(
+        [
+            ChildSpec(
+                name="outer",
+                argv=lambda: [sys.executable, "-c", code],
+                env=dict(os.environ),
+                cwd=tmp_path,
+                log=tmp_path / "outer.log",
+            )
+        ],
+        restarts=Restarts(first_s=60),
+    )
+    await outer.start()
+    inner = int((tmp_path / "pid").read_text())
+    assert start_time(inner)
+    os.kill(outer.pids()["outer"], signal.SIGKILL)
+    await until(lambda: start_time(inner) is None)
+    await outer.stop()
+
+
+@given(recent=st.integers(1, 100), most=st.integers(0, 50), first=st.floats(0.001, 1), longest=st.floats(1, 60))
+def test_back_off_grows_up_to_its_limit_then_gives_up(recent: int, most: int, first: float, longest: float) -> None:
+    restarts = Restarts(first_s=first, longest_s=longest, most=most)
+    delay, next_delay = restarts.delay(recent), restarts.delay(recent + 1)
+    assert (delay is None) == (recent > most)
+    if delay is not None:
+        assert first <= delay <= longest
+    if delay is not None and next_delay is not None:
+        assert next_delay == min(longest, 2 * delay)
+
+
+def test_the_table_names_every_state() -> None:
+    assert set(CHILD) == set(ChildState)
+    assert not CHILD[ChildState.ENDED]
+
+
+async def test_a_child_leads_a_session_of_its_own() -> None:
+    child = Child(name="x", argv=[sys.executable, "-S", "-c", "import time; time.sleep(600)"], env=dict(os.environ))
+    await child.start()
+    session = os.getsid(child.pid)
+    assert await child.stop(5) == -signal.SIGTERM
+    assert session == child.pid

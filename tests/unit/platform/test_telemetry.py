@@ -1,0 +1,50 @@
+"""Log lines."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.telemetry import configure_logging
+
+
+@pytest.fixture(autouse=True)
+def root_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def speak(capsys: pytest.CaptureFixture[str], **given: object) -> str:
+    configure_logging("invoker", "n1", Settings.load({}, **given))
+    log = logging.getLogger("sllm_invoker.x")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        log.warning("instance %s failed", "i1", exc_info=True, extra={"call": "c1"})
+    log.debug("not shown")
+    return capsys.readouterr().err
+
+
+def test_text_has_identity_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = speak(capsys).splitlines()
+    assert "WARNING n1 instance i1 failed" in lines[0]
+    assert all(line.startswith("    ") for line in lines[1:])  # so that a record begins where a line does not
+    assert lines[-1].endswith("lines call=c1")
+
+
+def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = speak(capsys, log_json=True).splitlines()
+    found = json.loads(line)
+    assert {key: found[key] for key in ("level", "component", "identity", "logger", "call")} == {
+        "level": "warning",
+        "component": "invoker",
+        "identity": "n1",
+        "logger": "sllm_invoker.x",
+        "call": "c1",
+    }
+    assert found["message"].endswith("ValueError: two\nlines")

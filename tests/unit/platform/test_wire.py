@@ -1,0 +1,190 @@
+"""Framing over unix sockets, with descriptors; sans-I/O parts by Hypothesis, the rest on real socket pairs."""
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_runtime.platform.wire import HEADER, AsyncWire, BlockingWire, Descriptors, Splitter
+from sllm_runtime.protocol.errors import ProtocolError, Unavailable
+from sllm_runtime.protocol.limits import MAX_FDS, MAX_MESSAGE
+
+
+def framed(payload: bytes) -> bytes:
+    return HEADER.pack(len(payload)) + payload
+
+
+@given(payloads=st.lists(st.binary(max_size=200), max_size=10), cuts=st.lists(st.integers(1, 50), min_size=1))
+def test_payloads_come_out_whole_however_the_bytes_are_cut(payloads: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(framed(payload) for payload in payloads)
+    splitter, found, at = Splitter(), [], 0
+    for turn in range(len(stream) + 1):
+        size = cuts[turn % len(cuts)]
+        found += splitter.feed(stream[at : at + size])
+        at += size
+        if at >= len(stream):
+            break
+    assert found == payloads
+
+
+def test_a_length_above_the_limit_is_refused_before_its_bytes_come() -> None:
+    with pytest.raises(ProtocolError, match="above the limit"):
+        Splitter(100).feed(HEADER.pack(101))
+
+
+def test_descriptors_that_did_not_come_cannot_be_taken() -> None:
+    with pytest.raises(ProtocolError, match="names 1 descriptors, 0 arrived"):
+        Descriptors().take(1)
+
+
+def test_a_flood_of_descriptors_is_closed_and_refused() -> None:
+    fds = Descriptors()
+    read, write = os.pipe()
+    with pytest.raises(ProtocolError, match="more descriptors"):
+        fds.add(os.dup(read) for _ in range(4 * MAX_FDS + 1))
+    os.close(read)
+    os.close(write)  # the leak check of every test sees to the rest
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    yield left, right
+    left.close()
+    right.close()
+
+
+def inode(fd: int) -> int:
+    return os.fstat(fd).st_ino
+
+
+def test_blocking_wires_exchange_messages_and_descriptors(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = BlockingWire(pair[0]), BlockingWire(pair[1])
+    pipes = [os.pipe() for _ in range(100)]
+    fds = [fd for pipe in pipes for fd in pipe]
+    left.send(b"fds", fds)
+    left.send(b"")
+    left.send(b"plain")
+    assert right.receive() == b"fds"
+    got = right.fds.take(len(fds))
+    assert [inode(fd) for fd in got] == [inode(fd) for fd in fds]
+    assert not any(os.get_inheritable(fd) for fd in got)
+    assert (right.receive(), right.receive()) == (b"", b"plain")
+    left.close()
+    assert right.receive() is None
+    right.close()
+    for fd in fds + got:
+        os.close(fd)
+
+
+def test_a_blocking_wire_sends_more_than_the_kernel_buffers(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = BlockingWire(pair[0]), BlockingWire(pair[1])
+    data = os.urandom(MAX_MESSAGE)
+    read, write = os.pipe()
+
+    def send() -> None:
+        for _ in range(4):
+            left.send(data, [read])
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    got = [right.receive() for _ in range(4)]
+    sender.join(10)
+    assert got == [data] * 4
+    for fd in [*right.fds.take(4), read, write]:
+        os.close(fd)
+
+
+def test_what_nobody_took_is_closed_with_the_wire(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = BlockingWire(pair[0]), BlockingWire(pair[1])
+    read, write = os.pipe()
+    left.send(b"x", [write])
+    assert right.receive() == b"x"
+    os.close(write)
+    right.close()
+    assert os.read(read, 1) == b""  # the last copy of the other end is closed
+    os.close(read)
+
+
+async def test_async_wires_keep_the_order_and_hand_over_descriptors(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = AsyncWire(pair[0]), AsyncWire(pair[1])
+    read, write = os.pipe()
+    messages = [os.urandom(size) for size in (0, 1, 100_000, 300_000, 5)]
+    for message in messages:
+        left.send(message, [read])
+    os.close(read)  # the wire has its own
+    for message in messages:
+        assert await asyncio.wait_for(right.receive(), 5) == message
+        (fd,) = right.fds.take(1)
+        os.close(fd)
+    await asyncio.wait_for(left.drain(), 5)
+    left.close()
+    assert await asyncio.wait_for(right.receive(), 5) is None
+    right.close()
+    os.close(write)
+
+
+def send(wire: AsyncWire, payload: bytes, times: int) -> None:
+    for _ in range(times):
+        wire.send(payload)
+
+
+async def test_a_peer_that_takes_nothing_ends_in_unavailable_not_in_memory(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    left = AsyncWire(pair[0])
+    with pytest.raises(Unavailable, match="takes nothing"):
+        send(left, bytes(MAX_MESSAGE), 100)
+    left.close()
+
+
+async def test_sending_to_a_peer_that_is_gone(pair: tuple[socket.socket, socket.socket]) -> None:
+    left = AsyncWire(pair[0])
+    pair[1].close()
+    with pytest.raises(Unavailable, match="is gone"):
+        send(left, b"x", 3)
+    await asyncio.wait_for(left.drain(), 5)
+    assert await left.receive() is None
+
+
+async def test_what_a_peer_had_sent_before_it_went_is_received(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = AsyncWire(pair[0]), BlockingWire(pair[1])
+    for number in range(3):
+        right.send(b"%d" % number)
+    right.close()
+    left.send(b"too late")
+    assert left.peer_gone
+    assert [await left.receive() for _ in range(4)] == [b"0", b"1", b"2", None]
+    left.close()
+
+
+async def test_close_wakes_a_receiver(pair: tuple[socket.socket, socket.socket]) -> None:
+    wire = AsyncWire(pair[0])
+    receiving = asyncio.ensure_future(wire.receive())
+    await asyncio.sleep(0)
+    wire.close()
+    wire.close()
+    assert await asyncio.wait_for(receiving, 5) is None
+
+
+async def test_a_cancelled_receive_can_be_repeated(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = AsyncWire(pair[0]), AsyncWire(pair[1])
+    receiving = asyncio.ensure_future(right.receive())
+    await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    left.send(b"later")
+    assert await asyncio.wait_for(right.receive(), 5) == b"later"
+    left.close()
+    right.close()
+
+
+def test_too_large_a_message_is_refused_by_the_sender(pair: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(ProtocolError, match="above the limit"):
+        BlockingWire(pair[0]).send(bytes(MAX_MESSAGE + 1))

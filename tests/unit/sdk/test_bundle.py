@@ -1,0 +1,236 @@
+"""What goes into a bundle, and that nothing else decides its digest."""
+
+import io
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sllm import bundle, ignore
+from sllm.cli import load
+from sllm_runtime.protocol.errors import BodyTooLarge, InvalidBundle
+from sllm_runtime.worker import bundle as workers
+
+FUNCTION = "from sllm import model_function\n\n@model_function\ndef hello(text: str) -> str:\n    return text\n"
+PICKLES = """
+import sys
+from sllm import bundle, model_function
+import beside
+
+WORD = "hi"
+
+@model_function
+def hello(text: str) -> str:
+    return f"{WORD} {beside.shout(text)}"
+
+built = bundle.build(hello)
+sys.stdout.buffer.write(built.manifest.handler.entry.encode() + b"\\n" + built.data)
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[None]:
+    """Each test's modules are its own, though all are called `function`."""
+    before, path = set(sys.modules), list(sys.path)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+    sys.path[:] = path
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def build(root: Path, file: str = "function.py") -> bundle.Bundle:
+    return bundle.build(load.one(str(root / file)))
+
+
+def test_files_beside_the_function_travel_and_rubbish_does_not(tmp_path: Path) -> None:
+    write(tmp_path, {"function.py": FUNCTION, "prompts/a.txt": "a", "lib/__init__.py": "", "lib/x.py": "x = 1"})
+    write(
+        tmp_path, {".env": "secret", ".git/config": "", "__pycache__/a.pyc": "", "model.safetensors": "w", "a.log": ""}
+    )
+    built = build(tmp_path)
+    assert built.files == ("function.py", "lib/__init__.py", "lib/x.py", "prompts/a.txt")
+    assert built.manifest.handler.entry == "function:hello"
+    assert zipfile.ZipFile(io.BytesIO(built.data)).read("prompts/a.txt") == b"a"
+
+
+def test_patterns(tmp_path: Path) -> None:
+    write(tmp_path, {"function.py": FUNCTION, "data/big.csv": "1", "data/small.csv": "2", "w.pt": "3", "notes.md": "4"})
+    write(tmp_path, {".sllmignore": "# comment\ndata/\n*.md\n!w.pt\n"})
+    assert build(tmp_path).files == ("function.py", "w.pt")
+
+
+def test_include_wins(tmp_path: Path) -> None:
+    text = FUNCTION.replace("@model_function\n", '@model_function(include=["w.pt", "notes.md"])\n')
+    write(tmp_path, {"function.py": text, "w.pt": "3", "notes.md": "4", ".sllmignore": "*.md"})
+    assert build(tmp_path).files == ("function.py", "notes.md", "w.pt")
+
+
+def test_a_package_is_kept_whole(tmp_path: Path) -> None:
+    write(tmp_path, {"pkg/__init__.py": "", "pkg/sub/__init__.py": "", "pkg/sub/serve.py": FUNCTION, "pkg/x.py": ""})
+    built = build(tmp_path, "pkg/sub/serve.py")
+    assert built.manifest.handler.entry == "pkg.sub.serve:hello"
+    assert set(built.files) == {"pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/serve.py", "pkg/x.py"}
+
+
+def test_the_model_beside_it_travels_by_itself(tmp_path: Path) -> None:
+    text = FUNCTION.replace("@model_function\n", '@model_function(model="weights")\n')
+    write(tmp_path, {"function.py": text, "weights/config.json": "{}", "weights/tokenizer.json": "{}"})
+    assert build(tmp_path).files == ("function.py",)
+
+
+def test_links_are_not_followed_out_of_the_directory(tmp_path: Path) -> None:
+    outside = write(tmp_path / "outside", {"secret.txt": "s", "dir/x.txt": "x", "model/config.json": "{}"})
+    text = FUNCTION.replace("@model_function\n", '@model_function(model="model")\n')
+    root = write(tmp_path / "fn", {"function.py": text, "real.txt": "r"})
+    (root / "leak.txt").symlink_to(outside / "secret.txt")
+    (root / "dir").symlink_to(outside / "dir")
+    (root / "model").symlink_to(outside / "model")
+    (root / "alias.txt").symlink_to("real.txt")
+    (root / "loop").symlink_to(".")
+    built = build(root)
+    assert built.files == ("alias.txt", "function.py", "real.txt")
+    assert sorted(built.left_out) == ["dir", "leak.txt", "loop"]
+
+
+def test_the_limit_names_the_largest(tmp_path: Path) -> None:
+    write(tmp_path, {"function.py": FUNCTION, "small.txt": "x"})
+    for name, mib in (("huge.bin", 3000), ("large.bin", 90)):  # sparse: nothing may read them
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(mib * 2**20)
+    with pytest.raises(BodyTooLarge, match=r"limit is 100\.0 MiB; largest: huge\.bin \(2\.9 GiB\), large\.bin"):
+        build(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"function.py": FUNCTION})
+    function = load.one(str(tmp_path / "function.py"))
+    (tmp_path / "gone.txt").symlink_to("nowhere.txt")
+    assert bundle.build(function).files == ("function.py",)
+    os.mkfifo(tmp_path / "pipe")
+    assert bundle.build(function).files == ("function.py",)
+
+
+def test_a_home_directory_is_never_bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, {"function.py": FUNCTION, "letters.txt": "private"})
+    with pytest.raises(InvalidBundle, match="a directory of its own"):
+        build(tmp_path)
+
+
+def test_a_function_inside_a_function_is_refused(tmp_path: Path) -> None:
+    nested = "\n".join("    " + line for line in FUNCTION.splitlines()[1:])
+    write(
+        tmp_path,
+        {"function.py": f"from sllm import model_function\ndef make():\n{nested}\n    return hello\nx = make()"},
+    )
+    with pytest.raises(InvalidBundle, match=r"function\.py:\d+: hello is defined inside another function"):
+        build(tmp_path)
+
+
+def test_the_ignore_file_cannot_leave_out_the_function(tmp_path: Path) -> None:
+    write(tmp_path, {"function.py": FUNCTION, ".sllmignore": "*.py"})
+    with pytest.raises(InvalidBundle, match=r"function\.py itself is ignored"):
+        build(tmp_path)
+
+
+NAMES = st.text("abc.é ", min_size=1, max_size=6).filter(lambda name: name.strip(". ") == name)
+
+
+@given(st.dictionaries(NAMES, st.binary(max_size=20), max_size=5), st.randoms())
+def test_only_names_and_contents_count(contents: dict[str, bytes], random: Any) -> None:
+    shuffled = list(contents.items())
+    random.shuffle(shuffled)
+    assert bundle.pack(dict(shuffled)) == bundle.pack(contents)
+    archive = zipfile.ZipFile(io.BytesIO(bundle.pack(contents)))
+    assert {name: archive.read(name) for name in archive.namelist()} == contents
+    changed = {**contents, "new": b""}
+    assert bundle.pack(changed) != bundle.pack(contents)
+
+
+@given(
+    st.sets(st.text("ab/", min_size=1, max_size=6), max_size=8),
+    st.lists(st.sampled_from(["a", "b/", "!a", "/a/b", "*"])),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_what_is_walked_is_what_the_patterns_leave(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str], patterns: list[str]
+) -> None:
+    root = tmp_path_factory.mktemp("walk")
+    for name in sorted(names):
+        path = root / name.strip("/") if name.strip("/") else root / "x"
+        if not path.exists() and all(parent.is_dir() or not parent.exists() for parent in path.parents):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+    rules = ignore.spec(root, tuple(patterns))
+    found = list(ignore.files(root, rules))
+    everything = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+
+    def kept(name: str) -> bool:
+        parts = name.split("/")
+        parents = ["/".join(parts[:depth]) + "/" for depth in range(1, len(parts))]
+        return not rules.match_file(name) and not any(rules.match_file(parent) for parent in parents)
+
+    assert sorted(found) == sorted(name for name in everything if kept(name))
+
+
+def test_times_and_order_on_disk_do_not_count(tmp_path: Path) -> None:
+    first = build(write(tmp_path / "a", {"function.py": FUNCTION, "x.txt": "1", "y.txt": "2"}))
+    second = write(tmp_path / "b", {"y.txt": "2", "x.txt": "1", "function.py": FUNCTION})
+    os.utime(second / "x.txt", (1, 1))
+    os.chmod(second / "y.txt", 0o600)
+    del sys.modules["function"]
+    sys.path.remove(str(tmp_path / "a"))
+    assert build(second).digest == first.digest
+
+
+def test_a_function_of_main_travels_with_what_it_imports(tmp_path: Path) -> None:
+    """Bundled by a program of its own, run by the worker's code."""
+    write(tmp_path, {"main.py": PICKLES, "beside.py": "def shout(text):\n    return text.upper()\n", "unused.py": ""})
+    done = subprocess.run([sys.executable, tmp_path / "main.py"], capture_output=True, timeout=60, check=True)
+    entry, _, data = done.stdout.partition(b"\n")
+    assert entry == b"pickle:"
+    assert sorted(zipfile.ZipFile(io.BytesIO(data)).namelist()) == ["beside.py", "function.pkl"]
+    code = tmp_path / "worker"
+    zipfile.ZipFile(io.BytesIO(data)).extractall(code)
+    from sllm_runtime.protocol.manifest import Handler
+
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    handler = Handler(entry="pickle:", kind="function", streams=False, python=minor)
+    target, _ = workers.import_target(handler, code)
+    assert target(text="you") == "hi YOU"
+
+
+def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    program = """
+import threading
+from sllm import bundle, model_function
+lock = threading.Lock()
+
+@model_function
+def hello(text: str) -> str:
+    with lock:
+        return text
+
+bundle.build(hello)
+"""
+    write(tmp_path, {"main.py": program})
+    done = subprocess.run(
+        [sys.executable, tmp_path / "main.py"], capture_output=True, text=True, timeout=60, check=False
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert "InvalidBundle: hello (main.py:6) cannot be pickled: it uses 'lock' (_thread.lock)" in last
+    assert "create it inside the function" in last

@@ -1,0 +1,355 @@
+"""The command line as a program of its own: what is on stdout, what on stderr, and the exit status."""
+
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sllm import profiles
+from sllm.cli.main import main
+from sllm_runtime.protocol.errors import (
+    BY_CODE,
+    FunctionNotFound,
+    InvalidArgument,
+    NoCapacity,
+    QueueFull,
+    StartFailed,
+    Unauthorized,
+)
+from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
+
+SLLM = [sys.executable, "-m", "sllm"]
+TEXT = (
+    "from sllm import model_function\n\n@model_function(name='chat')\ndef hello(text: str) -> str:\n    return text\n"
+)
+INTERRUPT_S = 2.0
+PIECES = (sse("de", id=0), sse("f é", id=1), TIMELINE, DONE)
+
+
+def sllm(*words: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SLLM, *words],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONUTF8": "1", **env},
+        timeout=60,
+        check=False,
+    )
+
+
+def here(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which saves the start of a program: for what depends on no signal and no terminal."""
+    out, errors = io.StringIO(), io.StringIO()
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+            main(words)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert isinstance(stop.value.code, int)
+    return subprocess.CompletedProcess(list(words), stop.value.code, out.getvalue(), errors.getvalue())
+
+
+def document(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The one JSON object on stderr."""
+    assert done.stdout == ""
+    found: dict[str, Any] = json.loads(done.stderr)["error"]
+    return found
+
+
+# --- calls ----------------------------------------------------------------------------------------
+def test_text_is_printed_as_it_comes(gateway: Gateway) -> None:
+    gateway.will(Answer((progress("sandbox"), *PIECES)))
+    done = sllm("fn", "invoke", "chat", "text=x", "-v")
+    assert (done.returncode, done.stdout) == (0, "def é\n")
+    assert "chat: sandbox" in done.stderr
+    assert f"call {CALL}" in done.stderr
+    assert re.search(r"first_token +20\.0 ms", done.stderr)
+
+
+def test_json_is_one_value_a_line(gateway: Gateway) -> None:
+    gateway.will(Answer(PIECES))
+    done = sllm("fn", "invoke", "chat", "text=x", "--json")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == ["de", "f é"]
+    assert (done.returncode, done.stderr) == (0, "")
+    gateway.will(Answer(json={"a": [1]}))
+    assert document(sllm("fn", "invoke", "chat", "--no-stream", "--json")) == {"a": [1]}
+
+
+def test_arguments_by_word_file_and_stdin(gateway: Gateway, tmp_path: Path) -> None:
+    gateway.will(Answer(PIECES))
+    (tmp_path / "args.json").write_text('{"a": 1, "text": "below"}')
+    sllm("fn", "invoke", "chat", "text=12", "n=12", "other=12", "--args", "@args.json")
+    assert gateway.asked[-1][2] == {"a": 1, "text": "12", "n": 12, "other": 12}
+    sllm("fn", "invoke", "chat", "--json-args", "-", stdin='{"text": "from stdin"}')
+    assert gateway.asked[-1][2] == {"text": "from stdin"}
+    assert [path for method, path, *_ in gateway.asked if method == "GET"] == ["/api/v1/functions/chat"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["text"], "'text' is not key=value"),
+        (["--args", "{"], "--args is no JSON"),
+        (["--args", "@nowhere"], "--args @nowhere cannot be read"),
+    ],
+)
+def test_wrong_arguments(gateway: Gateway, words: list[str], said: str) -> None:
+    done = here("fn", "invoke", "chat", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert gateway.asked == []
+
+
+# --- exit status ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "problem",
+    [
+        InvalidArgument("no", field="text"),
+        FunctionNotFound("no"),
+        Unauthorized("no"),
+        StartFailed("no", stage="import"),
+    ],
+)
+def test_an_errors_own_status(gateway: Gateway, problem: Any) -> None:
+    gateway.will(Answer(problem=problem))
+    done = sllm("fn", "invoke", "chat", "--json")
+    assert done.returncode == problem.exit_code == BY_CODE[problem.code].exit_code
+    found = refused(done)
+    assert (found["code"], found["message"]) == (problem.code, "no")
+    assert (found.get("field"), found.get("stage")) == (problem.field, problem.stage)
+    shown = here("fn", "invoke", "chat")
+    assert (shown.returncode, shown.stdout) == (done.returncode, "")
+    assert shown.stderr.startswith("error: no")
+
+
+def test_an_error_in_mid_stream(gateway: Gateway) -> None:
+    gateway.will(Answer((sse("de", id=0), error(StartFailed("weights are broken", stage="weights")))))
+    done = sllm("fn", "invoke", "chat")
+    assert (done.returncode, done.stdout) == (5, "de\n")
+    assert "weights are broken (weights)  [start_failed]" in done.stderr
+
+
+def test_wrong_usage() -> None:
+    for words in (["fn", "nothing"], ["fn", "deploy"], ["--nothing"], ["fn", "logs", "x", "--limit", "many"]):
+        done = here(*words)
+        assert (done.returncode, done.stdout) == (2, ""), words
+        assert "--help" in done.stderr
+        assert refused(here(*words, "--json"))["code"] == "usage"
+    assert "Usage: sllm fn" in here("fn").stderr
+
+
+def test_nobody_there() -> None:
+    done = here("--url", "http://127.0.0.1:9", "fn", "list", "--json")
+    assert done.returncode == 5
+    assert refused(done)["code"] == "unavailable"
+
+
+def test_a_reader_that_goes_away(gateway: Gateway) -> None:
+    gateway.will(Answer((*(sse("x" * 1000, id=index) for index in range(500)), DONE)))
+    with subprocess.Popen([*SLLM, "fn", "invoke", "chat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        os.read(process.stdout.fileno(), 10)
+        process.stdout.close()
+        assert process.wait(30) == 1
+        assert process.stderr.read() == b""
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+def interrupted(gateway: Gateway, *words: str) -> tuple[int, str]:
+    """Exit status and stderr of a command that is interrupted once the gateway's answer has begun."""
+    gateway.reached.clear()
+    with subprocess.Popen([*SLLM, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert gateway.reached.wait(30)
+        time.sleep(0.3)  # the answer's first bytes are on their way: nothing tells when they are read
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert time.monotonic() - began < INTERRUPT_S
+    return process.returncode, errors
+
+
+def test_ctrl_c_cancels_the_call(gateway: Gateway) -> None:
+    gateway.will(Answer((sse("de", id=0),), hangs=True))
+    status, errors = interrupted(gateway, "fn", "invoke", "chat")
+    assert status == 130
+    assert f"call {CALL} is cancelled" in errors
+    assert gateway.left.wait(5)
+
+
+def test_ctrl_c_of_a_deployment_names_what_goes_on(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "function.py").write_text(TEXT)
+    gateway.will(Answer((progress("sandbox"),), hangs=True))
+    status, errors = interrupted(gateway, "fn", "deploy", "function.py", "--json")
+    assert status == 130
+    problem = json.loads(errors)["error"]
+    assert problem["code"] == "interrupted"
+    assert "the deployment of chat goes on; `sllm fn describe chat`" in problem["message"]
+
+
+def test_ctrl_c_of_logs(gateway: Gateway) -> None:
+    gateway.will(Answer(hangs=True))
+    assert interrupted(gateway, "fn", "logs", "chat", "-f")[0] == 130
+
+
+def test_ctrl_c_at_any_moment_of_the_start() -> None:
+    """Also while modules are imported: no traceback."""
+    for after in (0.08, 0.16, 0.32):
+        with subprocess.Popen([*SLLM, "doctor"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            time.sleep(after)  # the moments are the point
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        assert process.returncode in (130, -signal.SIGINT)
+        assert process.returncode == -signal.SIGINT or b"Traceback" not in errors
+
+
+# --- deployment -----------------------------------------------------------------------------------
+def test_deploy(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "function.py").write_text(TEXT)
+    done = sllm("fn", "deploy", ".")
+    assert (done.returncode, done.stdout) == (0, f"chat v1: POST {gateway.url}/fn/chat\n")
+    assert re.search(r"chat: 1 files, \d+ B", done.stderr)
+    found = document(sllm("fn", "deploy", "function.py::hello", "--json"))
+    assert (found["version"], found["function"]["name"]) == (1, "chat")
+
+
+def test_nothing_is_deployed_where_one_is_wrong(gateway: Gateway, tmp_path: Path) -> None:
+    second = "\n@model_function(memory='much')\ndef second(text: str) -> str:\n    return text\n"
+    (tmp_path / "function.py").write_text(TEXT + second)
+    done = sllm("fn", "deploy", "function.py", "--json")
+    assert (done.returncode, refused(done)["code"]) == (2, "invalid_manifest")
+    assert (gateway.deployed, gateway.bundles) == ([], {})
+
+
+def test_a_deployment_that_fails(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "function.py").write_text(TEXT)
+    gateway.will(Answer((progress("sandbox"), error(NoCapacity("needs an H100; node n1 has none")))))
+    done = sllm("fn", "deploy", "function.py")
+    assert done.returncode == 5
+    assert "needs an H100; node n1 has none" in done.stderr
+
+
+# --- the rest -------------------------------------------------------------------------------------
+def test_init_begins_a_function_that_can_be_deployed(gateway: Gateway, tmp_path: Path) -> None:
+    found = document(sllm("fn", "init", "hello", "--json"))
+    assert "function.py" in found["files"]
+    assert document(sllm("fn", "deploy", "hello", "--json"))["function"]["name"] == "hello"
+    again = sllm("fn", "init", "hello")
+    assert (again.returncode, "is there already" in again.stderr) == (2, True)
+    assert "there are: basic, class, llm" in sllm("fn", "init", "x", "--template", "none").stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_lists(gateway: Gateway) -> None:
+    assert document(here("fn", "list", "--json"))["functions"][0]["name"] == "chat"
+    rows = here("fn", "list").stdout.splitlines()
+    assert [row.split("\t")[:2] for row in rows] == [["NAME", "ACTIVE"], ["chat", "v1"]]
+    assert document(here("fn", "describe", "chat", "--json"))["active"] == 1
+    assert document(here("fn", "history", "chat", "--json"))[0]["version"] == 1
+    gateway.will(Answer(json={"nodes": []}))
+    assert document(here("node", "list", "--json")) == {"nodes": []}
+    assert "no nodes have joined" in here("node", "list").stderr
+
+
+def test_logs(gateway: Gateway) -> None:
+    line = {"at": 0.0, "version": 1, "instance": "i", "node": "n", "stream": "stdout", "text": "hello", "call": CALL}
+    gateway.will(Answer((sse(line), ": heartbeat\n", DONE)))
+    done = here("fn", "logs", "chat", "--call", CALL)
+    assert done.stdout.endswith(f"v1 i {CALL} stdout: hello\n")
+    assert document(here("fn", "logs", "chat", "--json"))["text"] == "hello"
+    gateway.will(Answer((sse(line), error(FunctionNotFound("no function chat")))))
+    assert here("fn", "logs", "chat").returncode == 3
+
+
+def test_models_and_directories(gateway: Gateway, tmp_path: Path) -> None:
+    view = {"digest": "sha256:" + "a" * 64, "uri": "/m", "bytes": 5, "partitions": [5], "architecture": "X"}
+    gateway.will(Answer(json={**view, "tensors": 1, "dtype": "float32"}))
+    assert document(here("model", "describe", "aaaa", "--json"))["architecture"] == "X"
+    assert document(here("model", "validate", "sha256:aaaa", "--json")) == {"model": view["digest"], "valid": True}
+    gateway.will(Answer(json={**view, "tensors": 1, "dtype": "float32", "problem": "chunk 3 of rank 0 is wrong"}))
+    done = here("model", "validate", "aaaa")
+    assert (done.returncode, "chunk 3 of rank 0" in done.stderr) == (2, True)
+    assert refused(here("model", "describe", "no-such", "--json"))["code"] == "model_not_found"
+    assert refused(here("model", "validate", str(tmp_path), "--json"))["code"] == "invalid_checkpoint"
+
+
+def test_profiles_by_command(gateway: Gateway, home: Path) -> None:
+    assert here("profile", "set", "mine").returncode == 0  # what the environment says
+    assert document(here("profile", "list", "--json"))["profiles"] == [
+        {"name": "mine", "url": gateway.url, "token": True}
+    ]
+    assert here("--url", "http://127.0.0.1:9", "profile", "set", "gone").returncode == 0
+    assert here("--profile", "gone", "fn", "list").returncode == 5  # the flag wins over the environment
+    assert here("fn", "list", SLLM_URL="", SLLM_PROFILE="mine").returncode == 0
+    assert here("profile", "delete", "gone").returncode == 0
+    assert [each.name for each in profiles.stored()] == ["mine"]
+    assert "no-such" in here("--profile", "no-such", "fn", "list").stderr
+
+
+def test_sllm_toml_of_the_project(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLLM_URL")
+    (tmp_path / "sllm.toml").write_text(f'url = "{gateway.url}"\n')
+    assert here("fn", "list").returncode == 0
+
+
+def test_doctor() -> None:
+    found = document(sllm("doctor", "--json"))
+    assert found["healthy"] is True
+    assert {"check", "level", "what", "remedy"} == set(found["checks"][0])
+    broken = sllm("doctor", "--json", SLLM_NATS_URL="nats://127.0.0.1:9")
+    assert broken.returncode == 1
+    assert [each["check"] for each in json.loads(broken.stdout)["checks"] if each["level"] == "failure"] == ["nats"]
+
+
+def test_retries_are_not_seen(gateway: Gateway) -> None:
+    gateway.will(Answer(problem=QueueFull("full")), Answer(PIECES))
+    done = sllm("fn", "invoke", "chat")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "def é\n", "")
+
+
+def test_completion() -> None:
+    done = sllm(_SLLM_COMPLETE="complete_bash", COMP_WORDS="sllm fn de", COMP_CWORD="2")
+    assert done.stdout.split() == ["deploy", "describe", "delete"]
+    assert "--install-completion" in sllm("--help").stdout
+    assert "--install-completion" not in sllm("fn", "--help").stdout
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_a_table_and_colours_if_it_wants_them(gateway: Gateway, no_color: str) -> None:
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100", **({"NO_COLOR": no_color} if no_color else {})}
+    leader, follower = pty.openpty()
+    try:
+        gateway.will(Answer(problem=FunctionNotFound("[red]no[/red]")))
+        done = subprocess.run([*SLLM, "fn", "list"], stdout=follower, stderr=follower, env=env, timeout=60, check=False)
+        assert done.returncode == 0
+        text = os.read(leader, 65536).decode()
+        assert "\t" not in text
+        assert "\x1b[1m" in text  # bold is no colour
+        done = subprocess.run(
+            [*SLLM, "fn", "invoke", "chat"], stdout=follower, stderr=follower, env=env, timeout=60, check=False
+        )
+        text = os.read(leader, 65536).decode()
+        assert "[red]no[/red]" in text
+        assert ("\x1b[31m" in text) is not bool(no_color)
+    finally:
+        os.close(leader)
+        os.close(follower)

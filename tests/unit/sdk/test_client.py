@@ -1,0 +1,301 @@
+"""Both clients against a real server: values, errors, retries, broken connections."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, closing
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import pytest
+
+from sllm import AsyncClient, AsyncFunction, Client, Function
+from sllm.answers import Trace
+from sllm.remote import Remote
+from sllm.retry import Retry
+from sllm_runtime.protocol.errors import (
+    BY_CODE,
+    FunctionError,
+    FunctionNotFound,
+    InstanceLost,
+    InternalError,
+    InvalidArgument,
+    QueueFull,
+    SllmError,
+    StartFailed,
+    Unavailable,
+    VersionNotFound,
+)
+from sllm_runtime.protocol.http import ProgressView
+from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, TOKEN, Answer, Gateway, error, progress, sse
+
+QUICK = Retry(base_s=0.001, rand=lambda: 0.0)
+VALUES = (sse("a", id=0), ": heartbeat\n", sse({"b": [1]}, id=1), sse(None, id=2), TIMELINE, DONE)
+Streams = Callable[..., list[Any]]
+Calls = Callable[..., Any]
+
+
+def _stream_blocking(name: str, trace: Trace | None = None, **arguments: Any) -> list[Any]:
+    with Client(retry=QUICK) as client:
+        return list(client.stream(name, arguments, trace=trace))
+
+
+def _stream_async(name: str, trace: Trace | None = None, **arguments: Any) -> list[Any]:
+    async def main() -> list[Any]:
+        async with AsyncClient(retry=QUICK) as client:
+            return [value async for value in client.stream(name, arguments, trace=trace)]
+
+    return asyncio.run(main())
+
+
+def _call_blocking(name: str, **arguments: Any) -> Any:
+    with Client(retry=QUICK) as client:
+        return client.call(name, arguments)
+
+
+def _call_async(name: str, **arguments: Any) -> Any:
+    async def main() -> Any:
+        async with AsyncClient(retry=QUICK) as client:
+            return await client.call(name, arguments)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(params=[_stream_blocking, _stream_async])
+def stream(request: pytest.FixtureRequest) -> Streams:
+    found: Streams = request.param
+    return found
+
+
+@pytest.fixture(params=[_call_blocking, _call_async])
+def call(request: pytest.FixtureRequest) -> Calls:
+    found: Calls = request.param
+    return found
+
+
+def test_values_progress_and_timeline(gateway: Gateway, stream: Streams) -> None:
+    gateway.will(Answer((progress("sandbox"), progress("weights", 5, 10), *VALUES)))
+    seen: list[ProgressView] = []
+    trace = Trace(observe=seen.append)
+    assert stream("chat", trace, text="x") == ["a", {"b": [1]}, None]
+    assert trace.call == CALL
+    assert [span.name for span in trace.timeline] == ["queue", "first_token"]
+    assert [(view.stage, view.done, view.total) for view in seen] == [("sandbox", 0, 0), ("weights", 5, 10)]
+    ((method, path, body, headers),) = gateway.asked
+    assert (method, path, body) == ("POST", "/fn/chat", {"text": "x"})
+    assert headers["authorization"] == f"Bearer {TOKEN}"
+    assert headers["accept"] == "text/event-stream"
+
+
+def test_a_whole_answer(gateway: Gateway, call: Calls) -> None:
+    gateway.will(Answer(json=[1, "zwei", None]))
+    assert call("chat") == [1, "zwei", None]
+    assert gateway.asked[0][2] == {}
+
+
+@pytest.mark.parametrize("code", sorted(BY_CODE))
+def test_one_exception_per_wire_code(gateway: Gateway, code: str) -> None:
+    """As a response, and in mid-stream."""
+    problem = BY_CODE[code]("it says why", field="text", stage="weights")
+    gateway.will(Answer(problem=problem))
+    for attempt in (lambda: _call_blocking("chat"), lambda: _stream_blocking("chat")):
+        with pytest.raises(BY_CODE[code]) as found:
+            attempt()
+        assert (found.value.code, found.value.message) == (code, "it says why")
+        assert (found.value.field, found.value.stage) == ("text", "weights")
+    gateway.will(Answer((sse("a", id=0), error(problem))))
+    values: list[Any] = []
+    with Client(retry=QUICK) as client, pytest.raises(BY_CODE[code], match="it says why"):  # noqa: PT012
+        for value in client.stream("chat", {}):
+            values.append(value)
+    assert values == ["a"]
+
+
+def test_what_never_ran_is_sent_again(gateway: Gateway, call: Calls, stream: Streams) -> None:
+    full = Answer(problem=QueueFull("full"), retry_after="0")
+    gateway.will(full, full, Answer(json="done"))
+    assert call("chat") == "done"
+    gateway.will(Answer((error(QueueFull("full")),)), full, Answer(VALUES))
+    assert stream("chat") == ["a", {"b": [1]}, None]
+    assert len(gateway.asked) == 6
+
+
+@pytest.mark.parametrize("problem", [InstanceLost("x"), StartFailed("x"), FunctionError("x"), InternalError("x")])
+def test_what_may_have_run_is_not(gateway: Gateway, call: Calls, stream: Streams, problem: SllmError) -> None:
+    gateway.will(Answer(problem=problem))
+    for attempt in (call, stream):
+        with pytest.raises(type(problem)):
+            attempt("chat")
+    assert len(gateway.asked) == 2
+
+
+def test_nothing_is_sent_again_after_the_first_value(gateway: Gateway, stream: Streams) -> None:
+    gateway.will(Answer((sse("a", id=0), error(QueueFull("full")))))
+    with pytest.raises(QueueFull):
+        stream("chat")
+    assert len(gateway.asked) == 1
+
+
+def test_a_stream_that_breaks_off(gateway: Gateway, stream: Streams) -> None:
+    for answer in (Answer((sse("a", id=0),), breaks=True), Answer((sse("a", id=0),)), Answer(breaks=True)):
+        gateway.will(answer)
+        with pytest.raises(InstanceLost, match=f"stream of call {CALL} broke off"):
+            stream("chat")
+    assert len(gateway.asked) == 3
+
+
+@pytest.fixture
+def rude() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that reads a request and hangs up."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    heard.append(connection.recv(65536))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", heard
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(5)
+
+
+def test_a_request_that_was_heard_is_not_sent_again(
+    rude: tuple[str, list[bytes]], call: Calls, stream: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, heard = rude
+    monkeypatch.setenv("SLLM_URL", url)
+    for attempt in (call, stream):
+        with pytest.raises(InstanceLost, match="broke off before an answer came"):
+            attempt("chat")
+    assert len(heard) == 2
+
+
+def test_nobody_there(call: Calls, stream: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("SLLM_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    for attempt in (call, stream):
+        with pytest.raises(Unavailable, match=r"no gateway answers at .*; `sllm up` starts one here"):
+            attempt("chat")
+
+
+def test_somebody_else_is_there(gateway: Gateway, call: Calls) -> None:
+    gateway.will(Answer(raw=b"<html>hello"))
+    with pytest.raises(SllmError, match="the answer is no JSON"):
+        call("chat")
+
+
+def test_leaving_early_cancels_the_call(gateway: Gateway) -> None:
+    gateway.will(Answer((sse("a", id=0),), hangs=True))
+    with Client() as client, closing(client.stream("chat", {})) as values:
+        assert next(values) == "a"
+    assert gateway.left.wait(5)
+
+
+async def test_leaving_early_cancels_the_call_in_asyncio(gateway: Gateway) -> None:
+    gateway.will(Answer((sse("a", id=0),), hangs=True))
+    async with AsyncClient() as client, aclosing(client.stream("chat", {})) as values:
+        assert await anext(values) == "a"
+    assert await asyncio.to_thread(gateway.left.wait, 5)
+
+
+async def test_a_cancelled_task_cancels_its_call(gateway: Gateway) -> None:
+    gateway.will(Answer((sse("a", id=0),), hangs=True))
+
+    async def consume() -> None:
+        async with AsyncClient() as client:
+            async for _ in client.stream("chat", {}):
+                pass
+
+    task = asyncio.create_task(consume())
+    assert await asyncio.to_thread(gateway.reached.wait, 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(gateway.left.wait, 5)
+
+
+@pytest.mark.parametrize("path", ["call", "stream"])
+def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, never answers
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        began = time.monotonic()
+        with Client(url, timeout=0.2) as client, pytest.raises(InstanceLost, match="ReadTimeout"):
+            list(client.stream("chat", {})) if path == "stream" else client.call("chat", {})
+        assert time.monotonic() - began < 5
+
+
+@dataclass
+class Point:
+    x: int
+    day: date
+
+
+def test_arguments_become_json(gateway: Gateway) -> None:
+    gateway.will(Answer(json=1))
+    _call_blocking("chat", point=Point(1, date(2026, 1, 2)), words=("é", "b"), nothing=None)
+    assert gateway.asked[0][2] == {"point": {"x": 1, "day": "2026-01-02"}, "words": ["é", "b"], "nothing": None}
+    with pytest.raises(InvalidArgument, match=r"lock: .*arguments travel as JSON") as found:
+        _call_blocking("chat", lock=threading.Lock())
+    assert found.value.field == "lock"
+
+
+def test_functions_by_name(gateway: Gateway) -> None:
+    gateway.will(Answer(json="whole"))
+    function = Function.lookup("chat")
+    assert function.view.manifest is not None
+    assert function.remote(text="x", self=1, name=2) == "whole"
+    assert gateway.asked[-1][:3] == ("POST", "/fn/chat", {"text": "x", "self": 1, "name": 2})
+    gateway.will(Answer(VALUES))
+    assert list(Function.lookup("chat", version=1).stream(text="x")) == ["a", {"b": [1]}, None]
+    assert gateway.asked[-1][1] == "/fn/chat/v1"
+    with pytest.raises(VersionNotFound, match="chat has no version 7; there: 1"):
+        Function.lookup("chat", version=7)
+
+
+async def test_functions_by_name_in_asyncio(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway.will(Answer(VALUES))
+    function = await AsyncFunction.lookup("chat")
+    assert [value async for value in function.stream(text="x")] == ["a", {"b": [1]}, None]
+    gateway.will(Answer(json=2))
+    assert await Remote("chat").aio.remote() == 2
+    url = gateway.url
+    with Client(url, TOKEN) as client:
+        monkeypatch.delenv("SLLM_URL")
+        assert await Remote("chat", client=client).aio.remote() == 2  # the platform of the client beside it
+
+
+def test_what_only_reads_is_sent_again(gateway: Gateway) -> None:
+    gateway.will(Answer(problem=InstanceLost("x")), Answer(json={"nodes": []}))
+    with Client(retry=QUICK) as client:
+        assert client.request("GET", "/api/v1/nodes") == {"nodes": []}
+    gateway.will(Answer(problem=FunctionNotFound("x")))
+    with Client(retry=QUICK) as client, pytest.raises(FunctionNotFound):
+        client.request("GET", "/api/v1/nodes")
+    assert len(gateway.asked) == 3
+
+
+def test_no_proxy_sees_what_is_for_this_machine(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    gateway.will(Answer(json=1))
+    assert _call_blocking("chat") == 1
+
+
+def test_connections_notice_a_dead_peer(gateway: Gateway) -> None:
+    gateway.will(Answer((sse("a", id=0),), hangs=True))
+    with Client() as client, closing(client.stream("chat", {})) as values:
+        next(values)
+        pool: Any = next(iter(client._http._mounts.values()))
+        (connection,) = pool._pool.connections
+        raw = connection._connection._network_stream.get_extra_info("socket")
+        assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert gateway.left.wait(5)

@@ -1,0 +1,62 @@
+"""From a file to a version, over HTTP."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sllm import Client, bundle, deployment
+from sllm.cli import load
+from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, Unavailable
+from sllm_runtime.protocol.http import ProgressView
+from tests.unit.sdk.gateway import DONE, Answer, Gateway, error, progress
+
+TEXT = (
+    "from sllm import model_function\n\n@model_function(name='chat')\ndef hello(text: str) -> str:\n    return text\n"
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    before, path = set(sys.modules), list(sys.path)
+    (tmp_path / "function.py").write_text(TEXT)
+    (tmp_path / "data.bin").write_bytes(b"x" * 600_000)
+    yield tmp_path / "function.py"
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+    sys.path[:] = path
+
+
+def test_the_bundle_is_sent_once(gateway: Gateway, file: Path) -> None:
+    seen: list[ProgressView] = []
+    function = load.one(str(file))
+    with Client() as client:
+        result = deployment.deploy(function, client, seen.append)
+        assert (result.version, result.function.name) == (1, "chat")
+        uploads = [view.done for view in seen if view.stage == "upload"]
+        assert uploads == sorted(uploads)
+        assert len(uploads) >= 3
+        assert uploads[-1] == len(bundle.build(function).data)
+        assert seen[-1].stage == "sandbox"
+        seen.clear()
+        assert function.deploy(client=client, observe=seen.append).version == 1
+        assert [view.stage for view in seen] == ["sandbox"]
+    assert len(gateway.bundles) == 1
+    assert [manifest.name for manifest in gateway.deployed] == ["chat", "chat"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised", "said"),
+    [
+        (Answer((progress("sandbox"), error(NoCapacity("needs an H100")))), NoCapacity, "needs an H100"),
+        (Answer(problem=InvalidManifest("gpu: none such")), InvalidManifest, "none such"),
+        (Answer((progress("sandbox"),), breaks=True), InstanceLost, "broke off"),
+        (Answer((progress("sandbox"), DONE)), Unavailable, "ended without a result"),
+    ],
+)
+def test_how_it_can_fail(gateway: Gateway, file: Path, answer: Answer, raised: type[Exception], said: str) -> None:
+    gateway.will(answer)
+    with pytest.raises(raised, match=said):
+        load.one(str(file)).deploy()
+    assert len(gateway.deployed) == 1

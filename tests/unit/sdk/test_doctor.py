@@ -1,0 +1,138 @@
+"""Each check finds what is there, and names what is not."""
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sllm import profiles
+from sllm.doctor import checks, kernel, machine, nats, software, storage
+from sllm.doctor.finding import Level
+
+
+def test_here() -> None:
+    """This machine runs the platform's tests, so that nothing can be a failure; and each check has its say."""
+    found = list(checks.run())
+    assert [each for each in found if each.level is Level.FAILURE] == []
+    assert all(bool(each.remedy) == (each.level is not Level.OK) for each in found)
+    names = [each.check for each in found]
+    assert len(set(names)) == len(names)
+    assert {"python", "port", "direct I/O", "memfd seals", "huge pages", "open files", "locked memory"} <= set(names)
+    assert {"nats", "gpu", "containers", "disk space"} <= set(names)
+
+
+def test_nats_without_jetstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        info = {"version": "9.9.9", "jetstream": False}
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _address = listener.accept()
+                with connection:
+                    connection.sendall(b"INFO " + json.dumps(info).encode() + b"\r\n")
+                info["jetstream"] = True
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        monkeypatch.setenv("SLLM_NATS_URL", f"nats://127.0.0.1:{port}")
+        without, having = nats.nats(needed=True), nats.nats(needed=True)
+        thread.join(5)
+    assert (without.level, without.check) == (Level.FAILURE, "nats")
+    assert "9.9.9, without JetStream" in without.what
+    assert having.level is Level.OK
+    gone = nats.nats(needed=True)
+    assert gone.level is Level.FAILURE
+    assert "SLLM_NATS_URL" in gone.remedy
+
+
+def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=lambda: _greet(listener), daemon=True)
+        thread.start()
+        monkeypatch.setenv("SLLM_NATS_URL", f"127.0.0.1:{port}")
+        assert "no NATS server answers there (b'+OK Redis" in nats.nats(needed=True).what
+        thread.join(5)
+
+
+def _greet(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.sendall(b"+OK Redis\r\n")
+
+
+def test_a_server_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "nats-server"
+    broken.write_text("#!/bin/sh\necho 'no space left'; exit 7\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found = nats.nats(needed=True)
+    assert found.level is Level.FAILURE
+    assert "ended with status 7 no space left" in found.what
+
+
+def test_no_server_matters_only_to_who_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nats.nats(needed=True).level is Level.FAILURE
+    assert nats.nats(needed=False).level is Level.WARNING
+
+
+@pytest.mark.parametrize(("text", "level"), [("always [advise] never", Level.OK), ("always [never]", Level.WARNING)])
+def test_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, level: Level) -> None:
+    (tmp_path / "shmem_enabled").write_text(text)
+    monkeypatch.setattr(kernel, "SHMEM_ENABLED", tmp_path / "shmem_enabled")
+    assert kernel.huge_pages().level is level
+    monkeypatch.setattr(kernel, "SHMEM_ENABLED", tmp_path / "nowhere")
+    assert kernel.huge_pages().level is Level.WARNING
+
+
+def test_limits_of_a_process_that_has_few() -> None:
+    code = (
+        "import resource\nfrom sllm.doctor import kernel\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+        "print(kernel.open_files().level, kernel.locked_memory(True).level, kernel.locked_memory(False).level)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["warning", "warning", "ok"]
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(profiles, "DEFAULT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr(software, "_is_ours", lambda: False)
+        assert software.port().level is Level.WARNING
+    assert software.port().level is Level.OK
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLLM_HOME", str(tmp_path / "not" / "yet"))
+    assert storage.space().level in (Level.OK, Level.WARNING)
+    assert storage.direct_io().check == "direct I/O"
+    assert list(tmp_path.iterdir()) == []
+    if os.access("/proc", os.W_OK):
+        monkeypatch.setenv("SLLM_HOME", "/proc/self/nothing")
+        assert storage.direct_io().level is Level.WARNING
+
+
+def test_no_engine_and_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = machine.containers()
+    assert (found.level, found.what) == (Level.WARNING, "docker is not installed; podman is not installed")
+    for name in ("docker", "nvidia-smi"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 1.2.3\n")
+        (tmp_path / name).chmod(0o755)
+    assert machine.containers().what == "docker 1.2.3"
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    assert machine.gpu().what == "1.2.3"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'driver/library version mismatch' >&2\nexit 9\n")
+    assert (machine.gpu().level, machine.gpu().what) == (Level.FAILURE, "driver/library version mismatch")

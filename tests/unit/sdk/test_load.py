@@ -1,0 +1,78 @@
+"""What a file describes, and what is wrong with a file that describes nothing."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sllm.cli import load
+from sllm_runtime.protocol.errors import InvalidBundle, InvalidManifest
+
+HEAD = "from sllm import model_function\n"
+ONE = HEAD + "@model_function\ndef one(text: str) -> str:\n    return text\n"
+TWO = ONE + "@model_function\ndef two(text: str) -> str:\n    return text\n"
+
+
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[None]:
+    before, path = set(sys.modules), list(sys.path)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+    sys.path[:] = path
+
+
+def test_all_functions_of_a_file_or_the_one_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "function.py").write_text(TWO)
+    assert [each.name for each in load.load(str(tmp_path / "function.py"))] == ["one", "two"]
+    assert load.one(f"{tmp_path}/function.py::two").name == "two"
+    assert [each.name for each in load.load(str(tmp_path))] == ["one", "two"]
+    assert [each.name for each in load.load("function::one")] == ["one"]
+    with pytest.raises(InvalidBundle, match=r"describes 2 functions; name one: .*::one, .*::two"):
+        load.one(str(tmp_path / "function.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "said"),
+    [
+        ("x = 1", "", "describes no function; put @model_function above one"),
+        (ONE, "::other", "has no other; there: one"),
+        (ONE + "def plain(): ...", "::plain", "plain in .* is a function without @model_function; there: one"),
+        ("import nothing_like_it", "", r"f\.py:1: ModuleNotFoundError: .*; install it here, or import it inside"),
+        ("def f(:", "", r"f\.py:1: SyntaxError"),
+        ("\n\n1 / 0", "", r"f\.py:3: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(3)", "", r"f\.py:2: SystemExit: 3"),
+        (HEAD + "model_function(3)", "", "stands on int 3"),
+        (ONE + "@model_function(name='one')\ndef three(): ...", "", "describes 'one' twice"),
+    ],
+)
+def test_garbage_is_named(tmp_path: Path, text: str, target: str, said: str) -> None:
+    (tmp_path / "f.py").write_text(text)
+    with pytest.raises((InvalidBundle, InvalidManifest), match=said) as found:
+        load.load(f"{tmp_path}/f.py{target}")
+    assert "f.py" in found.value.message
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nowhere.py", r"nowhere\.py is not there"),
+        ("notes.txt", "is no Python file"),
+        ("empty", r"empty has no function\.py"),
+        ("two-words.py", "'two-words' can be no module's name"),
+        ("json.py", "imported as 'json', but so is another module here"),
+    ],
+)
+def test_paths_that_cannot_be_imported(tmp_path: Path, target: str, said: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("notes.txt", "two-words.py", "json.py"):
+        (tmp_path / name).write_text(ONE)
+    with pytest.raises(InvalidBundle, match=said):
+        load.load(str(tmp_path / target))
+
+
+def test_what_a_module_prints_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "function.py").write_text("print('loading')\n" + ONE)
+    load.load(str(tmp_path))
+    assert capsys.readouterr() == ("", "loading\n")

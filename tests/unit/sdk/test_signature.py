@@ -1,0 +1,145 @@
+"""From hints to a call's JSON Schema and kind."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jsonschema_rs
+import pytest
+from pydantic import BaseModel, Field
+
+from sllm import signature
+from sllm.model import Model
+from sllm_runtime.protocol.errors import InvalidManifest
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Options(BaseModel):
+    words: list[str] = []
+
+
+def plain(text: str, n: Annotated[int, Field(ge=1)] = 1, *, rest: list[Point] | None = None) -> str:
+    return text * n
+
+
+def untyped(a, b=2):  # type: ignore[no-untyped-def]
+    return a, b
+
+
+def open_ended(text: str, **more: Any) -> str:
+    return text
+
+
+def with_model(model: Model, prompt: str) -> Iterator[str]:
+    yield prompt
+
+
+async def awaited(options: Options) -> None: ...
+
+
+async def yields(model_dump: int = 1, copy: str = "") -> AsyncIterator[int]:
+    yield model_dump
+
+
+def hands_on() -> Iterator[int]:
+    return iter([1])
+
+
+class Stateful:
+    def setup(self, model: Model) -> None: ...
+
+    def __call__(self, text: str) -> Iterator[str]:
+        yield text
+
+
+class Plain:
+    def __call__(self, text: str) -> str:
+        return text
+
+
+KINDS = [
+    (plain, "function", False),
+    (untyped, "function", False),
+    (open_ended, "function", False),
+    (with_model, "generator", True),
+    (awaited, "async_function", False),
+    (yields, "async_generator", True),
+    (hands_on, "function", True),
+    (Stateful, "class", True),
+    (Plain, "class", False),
+]
+
+
+@pytest.mark.parametrize(("target", "kind", "streams"), KINDS, ids=lambda value: getattr(value, "__name__", None))
+def test_kinds(target: Any, kind: str, streams: bool) -> None:
+    assert (signature.handler_kind(target), signature.streams(target)) == (kind, streams)
+
+
+@pytest.mark.parametrize(
+    ("target", "right", "wrong"),
+    [
+        (plain, {"text": "a", "rest": [{"x": 1}]}, {"text": "a", "n": 0}),
+        (plain, {"text": "a", "rest": None}, {"text": "a", "rest": [{"y": 1}]}),
+        (plain, {"text": "a"}, {}),
+        (plain, {"text": "a"}, {"text": "a", "other": 1}),
+        (untyped, {"a": {"any": [1]}}, {"b": 1}),
+        (open_ended, {"text": "a", "other": 1}, {"other": 1}),
+        (with_model, {"prompt": "a"}, {"prompt": "a", "model": "m"}),
+        (awaited, {"options": {"words": ["a"]}}, {"options": {"words": [1]}}),
+        (yields, {"model_dump": 1, "copy": "a"}, {"model_dump": "a"}),
+        (Stateful, {"text": "a"}, {"text": "a", "self": 1}),
+        (hands_on, {}, {"a": 1}),
+    ],
+)
+def test_the_schema_takes_what_the_function_takes(target: Any, right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    schema = jsonschema_rs.validator_for(signature.input_schema(target))
+    assert schema.is_valid(right)
+    assert not schema.is_valid(wrong)
+
+
+def positional(a: int, /) -> None: ...
+
+
+def many(*values: int) -> None: ...
+
+
+def takes_a_function(f: Callable[[], object]) -> None: ...
+
+
+def unresolved(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+class Silent:
+    """Nothing to call."""
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (positional, "'a' is positional only"),
+        (many, "'values' is positional only"),
+        (takes_a_function, "cannot come as JSON"),
+        (unresolved, "type hints cannot be resolved: name 'Nowhere'"),
+        (Silent, "class Silent has no __call__ method"),
+        (3, "stands on int 3"),
+        (len, "stands on builtin_function_or_method"),
+    ],
+)
+def test_what_cannot_be_called_is_named(target: Any, said: str) -> None:
+    with pytest.raises(InvalidManifest, match=said):
+        signature.input_schema(target)
+
+
+def test_positional_arguments_get_their_names() -> None:
+    assert signature.named(plain, ("a", 2), {"rest": None}) == {"text": "a", "n": 2, "rest": None}
+    assert signature.named(with_model, ("a",), {}) == {"prompt": "a"}
+    assert signature.named(Stateful, ("a",), {}) == {"text": "a"}
+    assert signature.named(open_ended, ("a",), {"b": 1}) == {"text": "a", "b": 1}
+    for args, kwargs in ((("a", 1, 2), {}), (("a",), {"text": "b"}), ((), {}), (("a",), {"other": 1})):
+        with pytest.raises(TypeError):
+            signature.named(plain, args, kwargs)

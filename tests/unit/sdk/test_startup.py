@@ -1,0 +1,65 @@
+"""What starting costs: nothing is imported that is not used."""
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+HEAVY = {"torch", "transformers", "numpy", "nats", "starlette", "uvicorn", "psutil", "boto3"}
+LATER = {"httpx", "rich.console", "pydantic", "typer"}
+
+
+def modules(code: str) -> set[str]:
+    code = f"import sys\n{code}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_sllm_brings_nothing() -> None:
+    assert modules("import sllm") & (HEAVY | LATER) == set()
+
+
+def test_describing_a_function_needs_no_connection() -> None:
+    found = modules("from sllm import model_function\n@model_function\ndef f(a: int) -> int: return a")
+    assert found & (HEAVY | {"httpx", "rich.console", "typer"}) == set()
+
+
+def test_deploying_brings_no_library_of_the_servers() -> None:
+    found = modules("import sllm.cli.main, sllm.cli.fn, sllm.cli.model, sllm.cli.doctor, sllm.doctor.checks")
+    assert found & HEAVY == set()
+
+
+def test_help_imports_neither_client_nor_drawing() -> None:
+    code = "from sllm.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    found = modules(code)
+    assert found & (HEAVY | {"httpx", "pydantic", "rich.console", "asyncio"}) == set()
+
+
+@pytest.mark.parametrize(
+    "verb", ["up", "down", "run", "model convert", "model describe", "model validate", "profile list"]
+)
+def test_every_verb_is_there(verb: str) -> None:
+    argv = [sys.executable, "-m", "sllm", *verb.split(), "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
+
+
+def test_a_verb_whose_extra_is_not_installed_names_it() -> None:
+    """As `pip install sllm` alone leaves it: the modules of the server's libraries are not there."""
+    hide = "import sys\nfor name in ('nats', 'torch'): sys.modules[name] = None\n"
+    code = f"{hide}from sllm.cli.main import main\nmain(['up'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 5
+    assert "`sllm up` needs nats, which is not installed: pip install 'sllm[server]'" in done.stderr
+    code = f"{hide}from sllm import model_function\n@model_function\ndef f() -> int: return 1\nf.local()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "needs torch, which is not installed: pip install 'sllm[server,worker]'" in done.stderr
+
+
+def test_the_version_is_the_packages() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sllm", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"sllm {metadata.version('sllm')}\n"

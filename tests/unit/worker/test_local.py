@@ -1,0 +1,99 @@
+"""Calls without a platform: ``Function.local`` and ``sllm run``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sllm.cli.load import one as find
+from sllm_runtime.protocol.errors import InvalidArgument
+from sllm_runtime.worker.local import run_local
+
+FUNCTIONS = Path(__file__).parents[2] / "fixtures" / "functions"
+
+WITH_MODEL = """
+from collections.abc import AsyncIterator, Iterator
+from sllm import Model, model_function
+
+@model_function(model=MODEL, name="sync")
+def sync(model: Model, prompt: str = "def f", n: int = 4) -> Iterator[str]:
+    yield from model.generate(prompt, max_tokens=n)
+
+@model_function(model=MODEL, name="awaited")
+async def awaited(model: Model, prompt: str = "def f", n: int = 4) -> AsyncIterator[str]:
+    async for piece in model.agenerate(prompt, max_tokens=n):
+        yield piece
+"""
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "answer"),
+    [
+        ("awaited", {"text": "a"}, "A"),
+        ("yields", {"count": 1}, [{"left": "0", "right": "r"}]),
+        ("yields_async", {"count": 2}, [0, 1]),
+        ("Counter", {"step": 3}, 3),
+        ("AsyncCounter", {}, [10, 11]),
+    ],
+)
+def test_every_kind(name: str, given: dict[str, Any], answer: Any) -> None:
+    assert run_local(find(f"{FUNCTIONS / 'kinds.py'}::{name}"), given) == answer
+
+
+async def test_inside_an_event_loop() -> None:
+    assert run_local(find(f"{FUNCTIONS / 'kinds.py'}::yields_async"), {"count": 2}) == [0, 1]
+    await asyncio.sleep(0)
+
+
+def test_the_users_exception_and_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="oh"):
+        run_local(find(str(FUNCTIONS / "raises.py")), {"text": "oh"})
+    with pytest.raises(InvalidArgument):
+        run_local(find(str(FUNCTIONS / "raises.py")), {"texts": "oh"})
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from sllm.cli import main; main()", "run", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_model_here_and_by_the_command(models: Callable[[str], Path], tmp_path: Path) -> None:
+    file = tmp_path / "with_model.py"
+    file.write_text(WITH_MODEL.replace("MODEL", repr(str(models("llama")))))
+    here = run_local(find(f"{file}::sync"), {})
+    assert len(here) == 4
+    assert run_local(find(f"{file}::awaited"), {}) == here
+    done = run(f"{file}::sync", "n=4", "--json")
+    assert (done.returncode, [json.loads(line) for line in done.stdout.splitlines()]) == (0, here), done.stderr
+
+
+def test_the_commands_failures() -> None:
+    done = run(str(FUNCTIONS / "raises.py"), "text=oh", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stderr.splitlines()[-1])["error"]["code"] == "function_error"
+    assert "raise ValueError(text)" in done.stderr
+    assert done.stdout == ""
+
+
+def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from sllm.cli import main; main()", "run", str(FUNCTIONS / "slow_stream.py")]
+    with subprocess.Popen([*command, "count=100000"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130

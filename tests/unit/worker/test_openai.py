@@ -1,0 +1,243 @@
+"""OpenAI-shaped calls and ``generate`` in one real worker with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sllm_runtime.worker.prompts import sampling
+from tests.unit.worker.harness import Answer, Worker, Zygote, bundle_of, manifest
+
+SOURCE = """
+from sllm_runtime.protocol.errors import SllmError
+
+def fn(model, prompt="def f", mode="text", **options):
+    if mode == "swallow":
+        for _ in range(10_000):
+            try:
+                yield from model.generate(prompt, **options)
+            except Exception:
+                pass
+    elif mode == "twice":
+        yield "".join(model.generate(prompt, **options))
+        yield "".join(model.generate(prompt, **options))
+    elif mode == "facts":
+        yield [model.config["model_type"], str(model.device), (model.path / "config.json").exists(),
+               type(model.module).__name__, model.tokenizer.decode([5])]
+    else:
+        yield from model.generate(prompt, **options)
+"""
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def served(
+    zygote: Zygote, loader: Any, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Worker]:
+    home = tmp_path_factory.mktemp("openai")
+    shutil.copytree(models("llama"), home / "model")
+    config = home / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
+    worker = zygote.spawn()
+    made = manifest(kind="generator", streams=True, model="m", engine=True)
+    worker.start(made, bundle_of({"user.py": SOURCE}), workdir=home / "w", session=loader.grant(home / "model"))
+    yield worker
+    worker.close()
+    zygote.exited(zygote.count)
+
+
+def completion(worker: Worker, **body: Any) -> Answer:
+    return worker.run({"model": "m", "prompt": "def f", "temperature": 0, **body}, kind="completion")
+
+
+def text(answer: Answer, choice: int = 0) -> str:
+    assert answer.end is not None
+    assert answer.end.error is None, answer.end.error
+    return "".join(delta.text for delta in answer.deltas if delta.choice == choice)
+
+
+def test_a_completion(served: Worker) -> None:
+    answer = completion(served)
+    assert answer.end is not None
+    assert answer.end.usage is not None
+    assert (answer.end.usage.prompt, answer.end.usage.completion) == (5, 16)
+    assert [delta.finish for delta in answer.deltas if delta.finish] == ["length"]
+    assert answer.deltas[-1].finish == "length"
+    assert [span.name for span in answer.end.spans] == ["first_token", "tokens"]
+    assert sum(len(ids.ids) for ids in answer.ids) == 16
+
+
+def test_prompts_in_every_form(served: Worker) -> None:
+    whole = text(completion(served))
+    ids = [72, 73, 74, 4, 74]
+    assert text(completion(served, prompt=ids)) == whole
+    answer = completion(served, prompt=["def f", "x"], n=2, echo=True, ignore_eos=True)
+    assert sorted({delta.choice for delta in answer.deltas}) == [0, 1, 2, 3]
+    assert text(answer, 0).startswith("def f")
+    assert text(answer, 0) == text(answer, 1)
+    assert text(answer, 3).startswith("x")
+    assert answer.end is not None
+    assert answer.end.usage is not None
+    assert (answer.end.usage.prompt, answer.end.usage.completion) == (6, 64)
+    many = completion(served, prompt=[ids, ids[:2]])
+    assert text(many, 0) == whole
+
+
+def test_choices_differ_and_seeds_repeat(served: Worker) -> None:
+    hot = {"temperature": 1.5, "seed": 5, "n": 3}
+    first, second = completion(served, **hot), completion(served, **hot)
+    assert [text(first, i) for i in range(3)] == [text(second, i) for i in range(3)]
+    assert len({text(first, i) for i in range(3)}) == 3
+    assert text(completion(served, temperature=1.5)) == text(completion(served, temperature=1.5)), "the call's seed"
+
+
+def test_stop_logprobs_and_limits(served: Worker) -> None:
+    whole = text(completion(served, repetition_penalty=1.5))
+    stop = whole[8:11]
+    stopped = completion(served, repetition_penalty=1.5, stop=stop)
+    assert text(stopped) == whole[: whole.index(stop)]
+    assert stopped.deltas[-1].finish == "stop"
+    logged = completion(served, logprobs=2, max_tokens=3)
+    found = [item for delta in logged.deltas for item in delta.logprobs]
+    assert len(found) == 3
+    assert all(item.logprob <= 0 and len(item.top) == 2 and item.top[0][0] == item.token for item in found)
+    assert text(completion(served, max_tokens=0)) == ""
+    assert text(completion(served, max_tokens=0, echo=True)) == "def f"
+    cut = completion(served, max_tokens=100_000)
+    assert cut.end is not None
+    assert cut.end.usage is not None
+    assert cut.end.usage.completion <= 123
+
+
+def chat(worker: Worker, **body: Any) -> Answer:
+    messages = [{"role": "user", "content": "hi"}]
+    return worker.run({"model": "m", "messages": messages, "temperature": 0, "max_tokens": 4, **body}, kind="chat")
+
+
+def test_chat_renders_the_models_template(served: Worker) -> None:
+    answer = chat(served)
+    assert answer.end is not None
+    assert answer.end.usage is not None
+    assert answer.end.usage.prompt == len("<s>u:hi;a:") - 3 + 1
+    parts = chat(served, messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+    assert text(parts) == text(answer)
+    assert text(chat(served, max_completion_tokens=2)) != text(answer)
+    assert [len(d.logprobs) for d in chat(served, logprobs=True, top_logprobs=1).deltas if d.text] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "code", "field"),
+    [
+        ("completion", {"prompt": ""}, "invalid_request", "prompt"),
+        ("completion", {"prompt": [999]}, "invalid_request", "prompt"),
+        ("completion", {"prompt": {"a": 1}}, "invalid_argument", "prompt"),
+        ("completion", {"prompt": "x" * 200}, "context_length_exceeded", "prompt"),
+        ("completion", {"prompt": "x", "temperature": 3}, "invalid_argument", "temperature"),
+        ("completion", {"prompt": "x", "temperature": "hot"}, "invalid_argument", "temperature"),
+        ("completion", {"prompt": "x", "max_tokens": -1}, "invalid_argument", "max_tokens"),
+        ("completion", {"prompt": "x", "n": 0}, "invalid_argument", "n"),
+        ("completion", {"prompt": "x", "logit_bias": {"a": 1}}, "invalid_argument", "logit_bias"),
+        ("completion", {"prompt": "x", "logit_bias": {"500": 1}}, "invalid_request", "logit_bias"),
+        ("completion", {"prompt": "x", "suffix": "y"}, "invalid_argument", "suffix"),
+        ("completion", {"prompt": "x", "stop": ["a"] * 20}, "invalid_argument", "stop"),
+        ("completion", {}, "invalid_argument", "prompt"),
+        ("chat", {}, "invalid_argument", "messages"),
+        ("chat", {"messages": []}, "invalid_argument", "messages"),
+        ("chat", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "invalid_argument", "max_tokens"),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_request", "messages"),
+        ("chat", {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+         "invalid_argument", "response_format"),
+    ],
+)  # fmt: skip
+def test_wrong_parameters_are_named(served: Worker, kind: str, body: dict[str, Any], code: str, field: str) -> None:
+    error = served.run(body, kind=kind).error
+    assert error.code == code
+    assert error.field is not None
+    assert error.field.split(".")[0] == field
+
+
+def test_unknown_fields_are_ignored_and_logged(served: Worker) -> None:
+    assert text(completion(served, wobble=1)) == text(completion(served))
+    assert any("wobble" in log.text for log in served.logs)
+
+
+def test_a_cancel_takes_a_token(served: Worker) -> None:
+    for kind, body in (
+        ("completion", {"prompt": "x", "max_tokens": 120, "ignore_eos": True}),
+        ("fn", {"max_tokens": 120, "ignore_eos": True}),
+        ("fn", {"mode": "swallow", "max_tokens": 120}),
+    ):
+        number = served.call(body, kind=kind)
+        answer = served.answers[number]
+        served.until(lambda answer=answer: bool(answer.deltas or answer.outputs))  # type: ignore[misc]
+        served.cancel(number)
+        assert served.finish(number).error.code == "cancelled"
+        assert len(answer.deltas or answer.outputs) < 120 or body.get("mode")
+    assert text(completion(served))
+
+
+def test_generate(served: Worker) -> None:
+    whole = served.run({"max_tokens": 16})
+    assert whole.text == text(completion(served))
+    twice = served.run({"mode": "twice", "max_tokens": 4, "temperature": 1.0})
+    assert {ids.generation for ids in twice.ids} == {0, 1}
+    assert len(twice.outputs) == 2
+    chatty = served.run({"prompt": [{"role": "user", "content": "hi"}], "max_tokens": 4})
+    assert chatty.text == text(chat(served))
+    facts = served.run({"mode": "facts"}).outputs[0]
+    assert facts[:4] == ["llama", "cpu", True, "LlamaForCausalLM"]
+    error = served.run({"temperature": 5}).error
+    assert (error.code, error.field) == ("invalid_argument", "temperature")
+    assert served.run({"wobble": 5}).error.field == "wobble"
+    assert served.run({"prompt": "x" * 200}).error.code == "context_length_exceeded"
+
+
+def test_a_resume_replays_recorded_ids(served: Worker) -> None:
+    import hashlib
+
+    import msgspec
+
+    whole = served.run({"max_tokens": 16, "temperature": 1.0})
+    ids = tuple(number for part in whole.ids for number in part.ids)
+    delivered = b"".join(msgspec.json.encode(value) for value in whole.outputs[:1])
+    resumed = served.run({"max_tokens": 16, "temperature": 1.0}, recorded=(ids[:9],))
+    assert resumed.text == whole.text
+    assert resumed.end is not None
+    assert resumed.end.usage is not None
+    assert resumed.end.usage.completion == 16
+    again = served.run(
+        {"max_tokens": 16, "temperature": 1.0},
+        delivered=1,
+        delivered_hash=hashlib.blake2b(delivered, digest_size=16).digest(),
+    )
+    assert again.outputs == whole.outputs[1:]
+
+
+def test_many_at_once_share_messages(served: Worker) -> None:
+    before = len(served.batches)
+    numbers = [
+        served.call({"prompt": "def f"[: i % 5 + 1], "max_tokens": 32, "ignore_eos": True}, kind="completion")
+        for i in range(8)
+    ]
+    answers = [served.finish(number) for number in numbers]
+    frames = sum(len(answer.indexes) for answer in answers)
+    assert len(served.batches) - before < frames
+    for number, answer in zip(numbers, answers, strict=True):
+        alone = served.run(
+            {"prompt": "def f"[: (number - numbers[0]) % 5 + 1], "max_tokens": 32, "ignore_eos": True},
+            kind="completion",
+        )
+        assert text(alone) == text(answer)
+
+
+def test_sampling_of_generate() -> None:
+    made = sampling(5, {"stop": "a", "logit_bias": {3: 1.5}, "top_k": -1, "seed": None})
+    assert (made.stop, made.logit_bias, made.top_k, made.seed, made.temperature) == (("a",), {3: 1.5}, 0, None, 0.0)

@@ -1,0 +1,205 @@
+"""Modules bound from a checkpoint give the logits that transformers' own ``from_pretrained`` gives."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from sllm_loaderd.convert.directory import convert_directory
+from sllm_runtime.protocol.checkpoint import CheckpointIndex, decode_index
+from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
+from sllm_runtime.worker import weights
+from tests.fixtures.models import BUILDERS, save_model
+from tests.unit.worker.harness import Worker, bundle_of, manifest
+
+
+class Checkpoint:
+    """A converted directory, read into plain memory."""
+
+    def __init__(self, source: Path, target: Path) -> None:
+        convert_directory(source, target)
+        self.index: CheckpointIndex = decode_index((target / "index.json").read_bytes())
+        data = (target / "partition_0.bin").read_bytes()
+        self.memory = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
+        self.files = {file.name: (target / file.name).read_bytes() for file in self.index.files}
+        self.config = weights.read_config(self.files)
+
+    def tensors(self) -> weights.CheckpointTensors:
+        return weights.CheckpointTensors(self.index, self.memory)
+
+    def module(self, dtype: str = "auto", loader: str = "auto") -> Any:
+        tensors = self.tensors()
+        wanted = weights.compute_dtype(dtype, self.config, tensors)
+        module = weights.build_known(self.config, loader, wanted)
+        weights.bind(module, tensors, wanted)
+        return module
+
+
+def logits(module: Any) -> torch.Tensor:
+    ids = torch.arange(3, 27).reshape(2, 12)
+    with torch.inference_mode():
+        output: torch.Tensor = module(input_ids=ids).logits
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_logits_equal_from_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save_model(name, tmp_path / "hf", dtype=dtype)
+    module = Checkpoint(tmp_path / "hf", tmp_path / "ck").module()
+    expected = getattr(transformers, type(module).__name__).from_pretrained(tmp_path / "hf").eval()
+    assert {t.dtype for t in module.parameters()} == {t.dtype for t in expected.parameters()}
+    assert torch.equal(logits(module), logits(expected))
+    mine, theirs = dict(module.named_buffers()), dict(expected.named_buffers())
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_nothing_is_copied_and_ties_stay_ties(tmp_path: Path) -> None:
+    save_model("tied_llama", tmp_path / "hf")
+    checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck")
+    module = checkpoint.module()
+    start = ctypes.addressof(checkpoint.memory)
+    assert all(start <= tensor.data_ptr() < start + len(checkpoint.memory) for tensor in module.parameters())
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    assert not any(tensor.requires_grad for tensor in module.parameters())
+
+
+def test_another_dtype_is_cast(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    module = Checkpoint(tmp_path / "hf", tmp_path / "ck").module(dtype="bfloat16")
+    expected: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    expected.eval()
+    assert torch.equal(logits(module), logits(expected))
+
+
+def test_a_causal_lm_is_made_where_it_is_asked_for(tmp_path: Path) -> None:
+    save_model("bert", tmp_path / "hf", is_decoder=True)
+    module = Checkpoint(tmp_path / "hf", tmp_path / "ck").module(loader="causal_lm")
+    assert type(module).__name__ == "BertLMHeadModel"
+
+
+def _config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["NewForCausalLM"], "model_type": "brand_new"}, "NewForCausalLM.*unknown here"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "x.Y"}}, "LlamaForCausalLM.*never run"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised .gptq"),
+        ({"architectures": ["NewForCausalLM"]}, "NewForCausalLM.*not one of transformers"),
+        ({"num_attention_heads": "many"}, "LlamaForCausalLM|config"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    save_model("llama", tmp_path / "hf")
+    checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck")
+    checkpoint.config.update(changes)
+    with pytest.raises(UnsupportedModel, match=words):
+        checkpoint.module()
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck")
+    checkpoint.config["num_hidden_layers"] = 4
+    with pytest.raises(InvalidCheckpoint, match=r"lacks 9 tensors of LlamaForCausalLM: model\.layers\.3\."):
+        checkpoint.module()
+    checkpoint.config.update(num_hidden_layers=3, intermediate_size=128)
+    with pytest.raises(InvalidCheckpoint, match="has shape"):
+        checkpoint.module()
+
+
+BUILD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.first = nn.Linear(8, size)
+        self.norm = nn.BatchNorm1d(size)
+        self.last = nn.Linear(size, 3)
+        self.register_buffer("scale", torch.arange(size, dtype=torch.float32) / 10, persistent=False)
+        self.shift = torch.ones(3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x)) * self.scale)) + self.shift
+
+def build(config):
+    return Net(config["size"])
+
+def fn(model, rows: list[list[float]]):
+    with torch.inference_mode():
+        return model.module(torch.tensor(rows))
+"""
+
+
+def custom(directory: Path) -> nn.Module:
+    """A module of no library as safetensors + config.json; gives the original."""
+    from safetensors.torch import save_file
+
+    namespace: dict[str, Any] = {"__name__": "custom"}
+    exec(BUILD, namespace)
+    torch.manual_seed(1)
+    net: nn.Module = namespace["build"]({"size": 16}).eval()
+    net.get_buffer("norm.running_mean").normal_()
+    directory.mkdir()
+    save_file(net.state_dict(), directory / "model.safetensors")
+    (directory / "config.json").write_text('{"size": 16}')
+    return net
+
+
+def test_a_custom_build_in_a_worker(worker: Worker, loader: Any, tmp_path: Path) -> None:
+    net = custom(tmp_path / "hf")
+    made = manifest(model="m", model_loader="build")
+    bundle = bundle_of({"user.py": BUILD})
+    worker.start(made, bundle, workdir=tmp_path / "w", session=loader.grant(tmp_path / "hf"))
+    rows = torch.randn(4, 8)
+    with torch.inference_mode():
+        expected = net(rows)
+    answer = worker.run({"rows": rows.tolist()})
+    assert torch.equal(torch.tensor(answer.outputs[0]), expected)
+
+
+ENCODER = """
+import torch
+def fn(model, ids: list[int]):
+    with torch.inference_mode():
+        return model.module(input_ids=torch.tensor([ids])).logits[0, -1]
+"""
+
+
+def test_an_encoder_in_a_worker(worker: Worker, loader: Any, models: Callable[[str], Path], tmp_path: Path) -> None:
+    worker.start(
+        manifest(model="m"), bundle_of({"user.py": ENCODER}), workdir=tmp_path, session=loader.grant(models("bert"))
+    )
+    expected: Any = transformers.BertForMaskedLM.from_pretrained(models("bert"))
+    expected.eval()
+    with torch.inference_mode():
+        row = expected(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1]
+    answer = worker.run({"ids": [5, 6, 7]})
+    assert torch.equal(torch.tensor(answer.outputs[0]), row)
+
+
+def test_a_model_that_cannot_run_fails_the_start(
+    worker: Worker, loader: Any, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    save_model("llama", tmp_path / "hf")
+    _config(tmp_path / "hf", architectures=["NewForCausalLM"], model_type="brand_new")
+    made = manifest(kind="generator", model="m", engine=True)
+    source = bundle_of({"user.py": "def fn(model):\n    yield from model.generate('x')\n"})
+    error = worker.fail(made, source, workdir=tmp_path / "w", session=loader.grant(tmp_path / "hf"))
+    assert (error.code, error.stage, error.status) == ("unsupported_model", "weights", 422)
+    assert "NewForCausalLM" in error.message

@@ -1,0 +1,128 @@
+"""The fork server: what it is when it forks, what a worker inherits, and who dies with whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sllm_runtime.worker.zygote import SINGLE_THREADED
+from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
+
+
+def title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+
+
+def test_it_runs_one_thread_and_says_what_it_took(zygote: Zygote) -> None:
+    ready = zygote.wait_ready()
+    assert ready.import_s > 0
+    assert os.listdir(f"/proc/{zygote.process.pid}/task") == [str(zygote.process.pid)]
+    assert title(zygote.process.pid).startswith("sllm-zygote")
+    environment = Path(f"/proc/{zygote.process.pid}/environ").read_bytes()
+    assert SINGLE_THREADED["OPENBLAS_NUM_THREADS"] == "1"
+    assert b"LD_PRELOAD" not in environment
+
+
+LOOK = """
+import os, sys
+def fn():
+    return {
+        "fds": sorted(int(n) for n in os.listdir("/proc/self/fd")),
+        "sid": os.getsid(0) == os.getpid(),
+        "cwd": os.getcwd(),
+        "stdin": os.read(0, 1).decode(),
+        "env": os.environ["MINE"] + os.environ["OMP_NUM_THREADS"],
+        "torch": "torch" in sys.modules,
+        "main": __name__,
+    }
+def random():
+    import random, numpy, torch
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(1))]
+"""
+
+
+def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
+    worker.start(
+        manifest(env={"MINE": "m"}), bundle_of({"user.py": LOOK}), workdir=tmp_path, env={"MINE": "n"}, threads=2
+    )
+    assert title(worker.pid) == "sllm-worker i1"
+    seen = worker.run().outputs[0]
+    # 0 - 2, the socket, uvloop's own ten, and the listing itself.
+    assert len(seen["fds"]) <= 15, seen
+    assert (seen["sid"], seen["stdin"], seen["env"], seen["torch"]) == (True, "", "n2", True)
+    assert seen["cwd"] == str(tmp_path / "code")
+
+
+def test_twins_draw_different_numbers(zygote: Zygote, tmp_path: Path) -> None:
+    drawn = []
+    for name in "ab":
+        worker = zygote.spawn()
+        try:
+            worker.start(manifest("user:random"), bundle_of({"user.py": LOOK}), workdir=tmp_path / name)
+            drawn.append(worker.run().outputs[0])
+        finally:
+            worker.close()
+            zygote.exited(zygote.count)
+    assert not set(drawn[0]) & set(drawn[1])
+
+
+def test_a_worker_whose_invoker_hangs_up_ends(worker: Worker, zygote: Zygote, tmp_path: Path) -> None:
+    worker.start(manifest(), bundle_of({"user.py": LOOK}), workdir=tmp_path)
+    worker.wire.sock.shutdown(2)
+    assert zygote.exited(zygote.count).code == 0
+
+
+def test_raw_writes_go_to_the_pipes(worker: Worker, tmp_path: Path) -> None:
+    source = "import os\ndef fn():\n    os.write(2, b'raw')\n"
+    worker.start(manifest(), bundle_of({"user.py": source}), workdir=tmp_path)
+    worker.run()
+    assert "raw" in worker.stderr()
+
+
+@pytest.fixture
+def own() -> Iterator[Zygote]:
+    server = Zygote()
+    yield server
+    server.close()
+
+
+DAEMON = (Path(__file__).parents[2] / "fixtures" / "functions" / "forks_daemon.py").read_text()
+
+
+def dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def until(met: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("end", ["hang up", "SIGTERM", "SIGKILL"])
+def test_everything_dies_with_it(own: Zygote, tmp_path: Path, end: str) -> None:
+    worker = own.spawn()
+    try:
+        worker.start(manifest("d:fn"), bundle_of({"d.py": DAEMON}), workdir=tmp_path)
+        daemon = worker.run().outputs[0]
+        if end == "hang up":
+            own.wire.sock.shutdown(2)
+        else:
+            own.process.send_signal(signal.SIGTERM if end == "SIGTERM" else signal.SIGKILL)
+        until(lambda: dead(worker.pid))
+        if end != "SIGKILL":  # then a PID namespace or the next subreaper above it must do it
+            until(lambda: dead(daemon))
+        else:
+            os.kill(daemon, signal.SIGKILL)
+        assert own.process.wait(20) == (-9 if end == "SIGKILL" else 0)
+    finally:
+        worker.close()
