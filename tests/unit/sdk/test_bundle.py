@@ -17,6 +17,7 @@ from sllm import bundle, ignore
 from sllm.cli import load
 from sllm_runtime.protocol.errors import BodyTooLarge, InvalidBundle
 from sllm_runtime.worker import bundle as workers
+from tests.fixtures.modules import own_modules
 
 FUNCTION = "from sllm import model_function\n\n@model_function\ndef hello(text: str) -> str:\n    return text\n"
 PICKLES = """
@@ -38,11 +39,8 @@ sys.stdout.buffer.write(built.manifest.handler.entry.encode() + b"\\n" + built.d
 @pytest.fixture(autouse=True)
 def modules() -> Iterator[None]:
     """Each test's modules are its own, though all are called `function`."""
-    before, path = set(sys.modules), list(sys.path)
-    yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-    sys.path[:] = path
+    with own_modules():
+        yield
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -1,6 +1,5 @@
 """From a file to a version, over HTTP."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from sllm import Client, bundle, deployment
 from sllm.cli import load
 from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, Unavailable
 from sllm_runtime.protocol.http import ProgressView
+from tests.fixtures.modules import own_modules
 from tests.unit.sdk.gateway import DONE, Answer, Gateway, error, progress
 
 TEXT = (
@@ -19,13 +19,10 @@ TEXT = (
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[Path]:
-    before, path = set(sys.modules), list(sys.path)
     (tmp_path / "function.py").write_text(TEXT)
     (tmp_path / "data.bin").write_bytes(b"x" * 600_000)
-    yield tmp_path / "function.py"
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-    sys.path[:] = path
+    with own_modules():
+        yield tmp_path / "function.py"
 
 
 def test_the_bundle_is_sent_once(gateway: Gateway, file: Path) -> None:

@@ -1,6 +1,5 @@
 """What a file describes, and what is wrong with a file that describes nothing."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from sllm.cli import load
 from sllm_runtime.protocol.errors import InvalidBundle, InvalidManifest
+from tests.fixtures.modules import own_modules
 
 HEAD = "from sllm import model_function\n"
 ONE = HEAD + "@model_function\ndef one(text: str) -> str:\n    return text\n"
@@ -16,11 +16,8 @@ TWO = ONE + "@model_function\ndef two(text: str) -> str:\n    return text\n"
 
 @pytest.fixture(autouse=True)
 def modules() -> Iterator[None]:
-    before, path = set(sys.modules), list(sys.path)
-    yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-    sys.path[:] = path
+    with own_modules():
+        yield
 
 
 def test_all_functions_of_a_file_or_the_one_that_is_named(tmp_path: Path) -> None:
