@@ -237,6 +237,12 @@ class PoolExhausted(Unavailable):
     code = "pool_exhausted"
 
 
+class DeviceOutOfMemory(PoolExhausted):
+    """A device's memory is too small; the message says how much is needed and what holds the rest."""
+
+    code = "device_out_of_memory"
+
+
 class StartFailed(SllmError):
     """An instance did not become ready; ``stage`` says where, the message why."""
 

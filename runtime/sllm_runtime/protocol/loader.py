@@ -19,6 +19,13 @@ PREWARM: Final = "prewarm"
 WRITE_BACK: Final = "write-back"
 PRIORITIES: Final = (START, PREWARM, WRITE_BACK)
 """Classes of the queue of one path, first served first."""
+CPU: Final = "cpu"
+"""The device whose memory is the chunks themselves."""
+MEMFD: Final = "memfd"
+POSIX_FD: Final = "posix_fd"
+CUDA_IPC: Final = "cuda_ipc"
+"""Ways to hand over device memory: shared memory (fake devices), a descriptor of a CUDA VMM allocation, a CUDA IPC
+handle."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -32,19 +39,24 @@ class Request(Message, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message of a client. A version that is not served is answered by ``Failed`` and the end."""
+    """First message of a client. A version that is not served is answered by ``Failed`` and the end.
+
+    ``keeps``: this control client keeps duplicates of chunk descriptors (``Store``) and brings them back (``Adopt``).
+    """
 
     version: int = PROTOCOL_VERSION
     name: str = ""
+    keeps: bool = False
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """First message of loaderd. ``model`` and ``partitions``: what a sandbox connection has rights to."""
+    """First message of loaderd. ``model``, its ``partitions``, ``adapters``: what a sandbox connection may load."""
 
     version: int = PROTOCOL_VERSION
     node: str = ""
     model: str = ""
     partitions: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 # --- control: requests ----------------------------------------------------------------------------
@@ -83,8 +95,8 @@ class Delete(Request, frozen=True, kw_only=True):
 class Load(Request, frozen=True, kw_only=True):
     """Bring blocks into memory. ``blocks``: ordered ranges [first, last], empty for all.
 
-    Answers on a sandbox connection: ``Files``, ``Chunks``…, ``Ready``… and ``Progress``…, ``Done``. On the
-    control socket (a prefetch): ``Progress``…, ``Done``.
+    Answers on a sandbox connection: ``Files``, ``Chunks``… (on a device other than ``cpu``: one ``DeviceMemory``),
+    ``Ready``… and ``Progress``…, ``Done``. On the control socket (a prefetch): ``Progress``…, ``Done``.
     """
 
     model: str = ""
@@ -118,12 +130,13 @@ class Grant(Request, frozen=True, kw_only=True):
     """A sandbox's own connection with rights to just this model. Answer: ``Granted`` with one descriptor.
 
     ``holder`` names the sandbox; what it holds is used again only after ``Gone(holder)``, or when the process of the
-    pidfd that may come with the message (``fds`` 1) has ended.
+    pidfd that may come with the message (``fds`` 1) has ended. ``adapters``: models (LoRA) that it may load beside.
     """
 
     holder: str
     model: str
     partitions: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
     fds: int = 0
 
 
@@ -131,6 +144,29 @@ class Gone(Request, frozen=True, kw_only=True):
     """Every process of the sandbox ``holder`` has ended. Answer: ``Done``; a holder unknown is no error."""
 
     holder: str
+
+
+class Adopt(Request, frozen=True, kw_only=True):
+    """Chunks that an earlier loaderd handed out, from the client that kept them. Answer: ``Adopted``.
+
+    ``ids[i]`` (from ``Store``) is chunk ``numbers[i]`` of the partition, its descriptor comes with the message.
+    ``holders``: living sandboxes that were given them. A chunk is trusted only after its seals, size and digest were
+    checked.
+    """
+
+    model: str
+    partition: int
+    chunk_bytes: int
+    numbers: tuple[int, ...]
+    ids: tuple[int, ...]
+    holders: tuple[str, ...]
+    fds: int
+
+
+class Stored(Message, frozen=True, kw_only=True):
+    """The descriptors of ``Store`` number ``batch`` are kept."""
+
+    batch: int
 
 
 class GetStatus(Request, frozen=True, kw_only=True):
@@ -198,6 +234,53 @@ class Chunks(Message, frozen=True, kw_only=True):
     chunk_bytes: int
     fds: int
     last: bool
+
+
+class DeviceMemory(Message, frozen=True, kw_only=True):
+    """A partition's memory on ``device``, in place of ``Chunks``: ``nbytes``, of ``kind`` MEMFD or POSIX_FD with one
+    descriptor, or CUDA_IPC with its ``handle``. Tensors lie at their offsets in it; no byte before ``Ready``.
+    """
+
+    request: int
+    device: str
+    nbytes: int
+    kind: str
+    handle: bytes = b""
+    fds: int = 1
+
+
+class Store(Message, frozen=True, kw_only=True):
+    """To a control client that ``keeps``: ``holder`` is given these chunks; keep them. Answer: ``Stored``.
+
+    ``ids`` names chunks for as long as they live. The first ``fds`` of them come with their descriptors, the others are
+    kept already.
+    """
+
+    batch: int
+    holder: str
+    model: str
+    partition: int
+    chunk_bytes: int
+    numbers: tuple[int, ...]
+    ids: tuple[int, ...]
+    fds: int
+
+
+class Unstore(Message, frozen=True, kw_only=True):
+    """These chunks hold nothing of their model any more: close what was kept. Not answered."""
+
+    ids: tuple[int, ...]
+
+
+class Adopted(Message, frozen=True, kw_only=True):
+    """``ids`` serve starts again; ``counted``: not trusted, counted against the limit until their holders are dead.
+
+    The rest of what was brought is of no use: close it.
+    """
+
+    request: int
+    ids: tuple[int, ...]
+    counted: tuple[int, ...] = ()
 
 
 class Ready(Message, frozen=True, kw_only=True):
@@ -284,6 +367,15 @@ class PathStatus(msgspec.Struct, frozen=True, kw_only=True):
     queued: dict[str, int]
 
 
+class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A device beside ``cpu``: bytes of its memory in all and in use by partitions; ``path`` is its copy queue."""
+
+    name: str
+    path: str
+    limit: int
+    used: int
+
+
 class Status(Message, frozen=True, kw_only=True):
     """The node's storage as the scheduler sees it."""
 
@@ -294,13 +386,15 @@ class Status(Message, frozen=True, kw_only=True):
     paths: tuple[PathStatus, ...]
     models: tuple[str, ...]
     disk_free: int
+    devices: tuple[DeviceStatus, ...] = ()
 
 
 ControlRequest: TypeAlias = (
     Hello | Register | ListModels | Describe | Validate | Delete | Load | Pin | Evict | Reserve | Grant | Gone
-    | GetStatus | Cancel
+    | GetStatus | Cancel | Adopt | Stored
 )  # fmt: skip
 SandboxRequest: TypeAlias = Hello | Load | Detach | Cancel
 Answer: TypeAlias = (
-    Welcome | Done | Failed | LoadProgress | Files | Chunks | Ready | Granted | ModelInfo | ModelList | Status
+    Welcome | Done | Failed | LoadProgress | Files | Chunks | DeviceMemory | Ready | Granted | ModelInfo | ModelList
+    | Status | Store | Unstore | Adopted
 )  # fmt: skip
