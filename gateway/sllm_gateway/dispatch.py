@@ -44,6 +44,18 @@ class _Line:
         self.polling = False
         self.timer: asyncio.TimerHandle | None = None
 
+    @property
+    def coming(self) -> int:
+        """Slots that starts may still bring: of instances up to ``max_instances`` that are not there yet. None while
+        the controller says that nothing can be started."""
+        manifest = self.version.manifest
+        return 0 if self.pending else max(0, manifest.max_instances - self.slots.living) * manifest.concurrency
+
+    @property
+    def queued(self) -> int:
+        """Waiting calls beyond the capacity that is coming: a call that an instance is started for does not queue."""
+        return max(0, len(self.slots.waiting) - self.coming)
+
 
 class Dispatcher:
     """Owns the queues. ``place`` hands a call to an instance, ``fail`` ends a waiting one."""
@@ -74,16 +86,19 @@ class Dispatcher:
 
     # --- calls ------------------------------------------------------------------------------------
     def submit(self, call: Call) -> None:
-        """Give the call a slot, or let it wait. Raises ``QueueFull``."""
+        """Give the call a slot, or let it wait. Raises ``QueueFull`` when ``max_queue`` calls wait already beyond what
+        starts will take."""
         line = self._line(call.version)
         slots = line.slots
         slots.push(call)
         self._pump(line)
         limit = call.version.manifest.max_queue
-        if slots.waiting and slots.waiting[-1] is call and self.waiting(call.version.function) > limit:
+        last = bool(slots.waiting) and slots.waiting[-1] is call
+        if last and line.queued and self._queued(call.version.function) > limit:
             slots.remove(call)
             raise QueueFull(
-                f"{limit} calls of {call.version.function!r} wait already (max_queue); try again later",
+                f"all instances of {call.version.function!r} are taken and {limit} calls wait already (max_queue); "
+                "try again later",
                 retry_after_s=1.0,
             )
         self._poll(line)
@@ -124,6 +139,10 @@ class Dispatcher:
     def waiting(self, function: str) -> int:
         """Calls of all versions of ``function`` that wait."""
         return sum(len(line.slots.waiting) for (name, _), line in self._lines.items() if name == function)
+
+    def _queued(self, function: str) -> int:
+        """Those of them that no coming instance will take."""
+        return sum(line.queued for (name, _), line in self._lines.items() if name == function)
 
     def waiting_calls(self, key: Key) -> tuple[Call, ...]:
         line = self._lines.get(key)
@@ -215,6 +234,7 @@ class Dispatcher:
                     await asyncio.sleep(pause)
         finally:
             line.polling = False
+            line.pending = ""  # nobody asks any more, so nobody would hear that it has changed
 
     async def _ask_more(self, line: _Line) -> None:
         await self._ask(line)
@@ -249,7 +269,7 @@ class Dispatcher:
         line.pending = acquired.pending
         if acquired.route is not None:
             self._take_route(line, acquired.route)
-        if acquired.error is not None and not line.slots.live:
+        if acquired.error is not None and not line.slots.living:
             self._fail_all(line, acquired.error.to_error())
         return bool(set(line.slots.entries) - known)
 

@@ -121,9 +121,9 @@ class SlotQueue(Generic[T]):
         return tuple(sorted(name for name, hold in self._holds.items() if hold.gone))
 
     @property
-    def live(self) -> bool:
-        """Whether some instance is there that will take a waiting call sooner or later."""
-        return any(not (hold := self._holds.get(name)) or not hold.gone for name in self.entries)
+    def living(self) -> int:
+        """Instances that will take a waiting call sooner or later."""
+        return sum(not (hold := self._holds.get(name)) or not hold.gone for name in self.entries)
 
     def next_try(self, now: float) -> float | None:
         """When a held instance may be asked again, if anybody waits for it."""

@@ -128,6 +128,7 @@ class Manifest(Resources):
     queue_timeout: Seconds = Field(default=120.0, gt=0)
     """Waiting for capacity."""
     max_queue: int = Field(default=256, ge=0, le=100_000)
+    """Calls that may wait, per gateway, beyond those that instances are being started for."""
     retries: int = Field(default=0, ge=0, le=10)
     resumable: bool = True
     priority: int = Field(default=0, ge=-100, le=100)

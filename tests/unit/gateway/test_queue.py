@@ -137,9 +137,9 @@ def test_gone_instances_are_reported_until_the_route_drops_them() -> None:
     queue.on_route([entry("a"), entry("b")])
     queue.gone("a", 0.0)
     assert queue.gone_instances == ("a",)
-    assert queue.live
+    assert queue.living == 1
     queue.gone("b", 0.0)
-    assert not queue.live
+    assert queue.living == 0
     assert not queue.has_room("a"), "a report in flight does not bring it back"
     queue.on_route([])
-    assert queue.gone_instances == ()
+    assert not queue.gone_instances

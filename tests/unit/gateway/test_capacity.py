@@ -1,0 +1,65 @@
+"""``max_queue``: who waits for capacity that is coming, and who is refused."""
+
+import asyncio
+
+from sllm_runtime.protocol.ctl import Acquire, Acquired
+from sllm_runtime.protocol.records import Route
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, entry, manifest, world
+
+SSE = {"accept": "text/event-stream"}
+
+
+async def hang(run: Run) -> None:
+    run.out("begun")
+    await run.cancelled.wait()
+    run.end()
+
+
+async def test_calls_that_an_instance_is_started_for_do_not_queue(nats: Nats) -> None:
+    """``max_queue=0``: two instances of one slot may be started, so two calls are served and the third is refused."""
+    described = manifest("hang", max_queue=0, concurrency=1, max_instances=2)
+
+    async with world(nats) as w:
+        started = [entry("i1", concurrency=1), entry("i2", concurrency=1)]
+
+        async def acquire(request: Acquire) -> Acquired:
+            await answer.wait()
+            return Acquired(route=Route(function="hang", version=1, manifest=described, entries=tuple(started)))
+
+        answer = asyncio.Event()
+        w.controller.on_acquire = acquire
+        await w.deploy(described, script=hang)
+        served = [asyncio.create_task(w.http.post("/fn/hang", headers=SSE)) for _ in range(2)]
+        await until(lambda: w.gateway.calls.dispatcher.waiting("hang") == 2)
+        while_starting = await w.http.post("/fn/hang")
+        answer.set()
+        await until(lambda: len(w.node.runs) == 2, what="both calls got their instance")
+        when_full = await w.http.post("/fn/hang")
+        for task in served:
+            task.cancel()
+        await asyncio.wait(served)
+        await until(lambda: not len(w.gateway.calls))
+    assert [refused.status_code for refused in (while_starting, when_full)] == [429, 429]
+
+
+async def test_nothing_is_coming_while_the_controller_says_so_and_asking_begins_anew(nats: Nats) -> None:
+    """``max_queue=0`` on a full cluster: the first call waits for its own answer, others are refused at once; when
+    nobody waits any more the next call asks again."""
+    described = manifest("hang", max_queue=0, concurrency=2, queue_timeout=0.6)
+
+    async def full(_: Acquire) -> Acquired:
+        return Acquired(pending="no node has room")
+
+    async with world(nats) as w:
+        w.controller.on_acquire = full
+        await w.deploy(described, script=hang)
+        waiting = asyncio.create_task(w.http.post("/fn/hang"))
+        await until(lambda: w.gateway.calls.dispatcher.pending(("hang", 1)))
+        assert (await w.http.post("/fn/hang")).status_code == 429
+        timed_out = await waiting
+        assert (timed_out.status_code, timed_out.json()["error"]["code"]) == (503, "queue_timeout")
+        assert "no node has room" in timed_out.json()["error"]["message"]
+        await until(lambda: not w.gateway.calls.dispatcher.pending(("hang", 1)), what="nobody asks any more")
+        assert (await w.http.post("/fn/hang")).json()["error"]["code"] == "queue_timeout"
