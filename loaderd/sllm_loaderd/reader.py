@@ -1,61 +1,97 @@
-"""Where a partition's bytes come from: ``ChunkSource``, and its first kind, the local file."""
+"""Bytes by offset: of one object (``ByteSource``), or of one partition (``ChunkSource``), which may be several objects."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from sllm_loaderd.files import read_exactly
-from sllm_runtime.protocol.checkpoint import partition_name
-from sllm_runtime.protocol.errors import CorruptCheckpoint
+from sllm_runtime.protocol.errors import InvalidCheckpoint
 
 
 class ChunkSource(Protocol):
-    """Bytes of one partition by offset. Used by several I/O threads at once."""
+    """Bytes of one partition by offset. Used by several I/O threads at once.
+
+    ``path`` is the way the bytes come by (``disk``, ``s3 bucket``, ``http host``, ``peer node``): its queue and its
+    bandwidth are measured apart. ``name`` is what an error message calls it.
+    """
 
     @property
-    def path(self) -> str:
-        """The path (queue, bandwidth) that these bytes come by, such as ``disk``."""
+    def path(self) -> str: ...
 
     @property
-    def name(self) -> str:
-        """What an error message calls it."""
+    def name(self) -> str: ...
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill ``view`` from ``offset`` on. Blocks. Raises ``CorruptCheckpoint`` or ``Unavailable``."""
+        """Fill ``view`` from ``offset`` on, whole, or raise a typed error naming object and offset. Blocks.
+
+        A retryable error (``Unavailable``) or bytes that do not match send the chunk to the partition's next source.
+        """
 
     def close(self) -> None:
         """Give back descriptors; called once, when no read is under way."""
 
 
-class LocalPartition:
-    """A partition file in the node's store, read through the page cache."""
+class ByteSource(ChunkSource, Protocol):
+    """Bytes of one object of ``nbytes`` bytes. A remote one resumes inside ``read`` by itself."""
 
-    path = "disk"
+    @property
+    def nbytes(self) -> int: ...
 
-    def __init__(self, directory: Path, rank: int, nbytes: int) -> None:
-        self._file = directory / partition_name(rank)
-        try:
-            self._fd = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CorruptCheckpoint(
-                f"{self._file} cannot be opened: {error.strerror}; convert the model again", field=str(self._file)
-            ) from error
-        size = os.fstat(self._fd).st_size
-        if size != nbytes:
-            os.close(self._fd)
-            raise CorruptCheckpoint(
-                f"{self._file} has {size} bytes where its index says {nbytes}; convert the model again",
-                field=str(self._file),
-            )
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes ``[offset, offset + nbytes)`` of a partition are ``[source_offset, …)`` of ``source``."""
+
+    source: ByteSource
+    source_offset: int
+    offset: int
+    nbytes: int
+
+
+class SegmentedPartition:
+    """``ChunkSource`` made of segments of one path; what no segment covers is zero. Owns their sources."""
+
+    def __init__(self, name: str, segments: Sequence[Segment]) -> None:
+        self._name = name
+        self._segments = sorted(segments, key=lambda segment: segment.offset)
+        self._starts = [segment.offset for segment in self._segments]
+        ends = [segment.offset + segment.nbytes for segment in self._segments]
+        if any(end > start for end, start in zip(ends, self._starts[1:], strict=False)):
+            raise InvalidCheckpoint(f"{name}: two of its segments overlap", field=name)
+        paths = {segment.source.path for segment in self._segments}
+        if len(paths) != 1:
+            raise InvalidCheckpoint(f"{name}: its segments come by {len(paths)} paths, one is served", field=name)
+        self._path = paths.pop()
+
+    @property
+    def path(self) -> str:
+        return self._path
 
     @property
     def name(self) -> str:
-        return str(self._file)
+        return self._name
 
     def read(self, view: memoryview, offset: int) -> None:
-        read_exactly(self._fd, view, offset, self._file)
+        """As ``ChunkSource.read``; a chunk may span several segments."""
+        end, at = offset + len(view), offset
+        for segment in self._segments[max(bisect.bisect_right(self._starts, offset) - 1, 0) :]:
+            if segment.offset >= end:
+                break
+            first, last = max(segment.offset, at), min(segment.offset + segment.nbytes, end)
+            if first >= last:
+                continue
+            _zero(view[at - offset : first - offset])
+            segment.source.read(view[first - offset : last - offset], first - segment.offset + segment.source_offset)
+            at = last
+        _zero(view[at - offset :])
 
     def close(self) -> None:
-        os.close(self._fd)
+        for source in {id(segment.source): segment.source for segment in self._segments}.values():
+            source.close()
+
+
+def _zero(view: memoryview) -> None:
+    if len(view):
+        view[:] = bytes(len(view))

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from sllm_loaderd.disk.local import LocalPartition
 from sllm_loaderd.load_job import LoadJob
 from sllm_loaderd.path_queue import ChunkTask, PathQueue
 from sllm_loaderd.pool import Chunk, ChunkPool
-from sllm_loaderd.reader import ChunkSource, LocalPartition
+from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.checkpoint import chunk_count
 from sllm_runtime.protocol.errors import Conflict, InvalidCheckpoint, PoolExhausted, SllmError

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
+from sllm_loaderd.disk.local import LocalPartition
 from sllm_loaderd.load_job import LoadJob, plan_job
 from sllm_loaderd.path_queue import PathQueue
 from sllm_loaderd.pool import ChunkPool
-from sllm_loaderd.reader import LocalPartition
 from sllm_loaderd.residency import Residency, Resident
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_loaderd.verify import describe, validate_checkpoint
