@@ -1,4 +1,4 @@
-"""Bytes by offset: of one object (``ByteSource``), or of one partition (``ChunkSource``), which may be several objects."""
+"""Bytes by offset: of one object (``ByteSource``), or of one partition (``ChunkSource``), maybe of many objects."""
 
 from __future__ import annotations
 

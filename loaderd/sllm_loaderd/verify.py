@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sllm_loaderd.disk.local import LocalPartition
 from sllm_loaderd.files import chunk_digest, read_exactly
-from sllm_loaderd.reader import LocalPartition
 from sllm_runtime.protocol.checkpoint import (
     INDEX_NAME,
     CheckpointIndex,
