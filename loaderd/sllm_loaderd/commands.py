@@ -76,11 +76,12 @@ def convert(
 ) -> None:
     """Write a model as a loading-optimised checkpoint."""
     from sllm_loaderd.convert import convert_directory
-    from sllm_loaderd.sources import resolve
+    from sllm_loaderd.sources import open_source
+    from sllm_loaderd.sources.fetch import resolve
 
     kept = cache or Path.home() / ".cache" / "sllm" / "sources"
     with _meter("fetching", json) as meter:
-        directory = resolve(source, kept, meter)
+        directory = resolve(open_source(source), kept, meter)
     with _meter("converting", json) as meter:
         convert_directory(directory, target, progress=meter)
     _show(describe_checkpoint(open_checkpoint(target)), json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Final
 
@@ -14,16 +13,18 @@ from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 
 MAX_SMALL_FILE: Final = 64 * 2**20
 """A small file above this is refused: it would be sent to every sandbox."""
-_SMALL = re.compile(
-    r"(config|generation_config|preprocessor_config|processor_config|special_tokens_map|added_tokens|vocab|"
-    r"tokenizer|tokenizer_config|chat_template|sentence_bert_config|modules)\.json"
-    r"|merges\.txt|vocab\.txt|chat_template\.jinja|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model"
-)
+SMALL_NAMES: Final = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "tokenizer.json", "tokenizer_config.json",
+    "chat_template.json", "sentence_bert_config.json", "modules.json", "merges.txt", "vocab.txt",
+    "chat_template.jinja", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""The small files a model may bring. Code and weights never are."""
 
 
 def is_small_file(name: str) -> bool:
-    """Whether ``name`` is one of the small files a model may bring. Code and weights never are."""
-    return _SMALL.fullmatch(name) is not None
+    """Whether ``name`` is one of ``SMALL_NAMES``."""
+    return name in SMALL_NAMES
 
 
 def small_files(directory: Path) -> dict[str, bytes]:

@@ -18,7 +18,8 @@ import msgspec
 
 from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
 from sllm_loaderd.convert.directory import write_checkpoint
-from sllm_loaderd.sources import Progress, open_source
+from sllm_loaderd.sources import open_source
+from sllm_loaderd.sources.fetch import Progress, resolve
 from sllm_loaderd.verify import copy_checkpoint, open_checkpoint
 from sllm_runtime.platform.process import die_with_parent
 from sllm_runtime.protocol.checkpoint import INDEX_NAME
@@ -50,7 +51,7 @@ def bring(uri: str, staging: Path, cache: Path, known: str) -> ChildOutcome:
     fingerprint = source.fingerprint()
     if fingerprint == known:
         return ChildOutcome("", fingerprint)
-    directory = source.fetch(cache, _reporter("fetch"))
+    directory = resolve(source, cache, _reporter("fetch"), fingerprint)
     if (directory / INDEX_NAME).is_file():
         checkpoint = open_checkpoint(directory)
         copy_checkpoint(checkpoint, staging, _reporter("convert"))

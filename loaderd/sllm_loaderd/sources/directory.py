@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from sllm_loaderd.sources import Progress
+from sllm_loaderd.disk.local import LocalFile
+from sllm_loaderd.sources import Entry
+from sllm_loaderd.sources.listing import wanted
 from sllm_runtime.protocol.errors import ModelNotFound
 
 
 class DirectorySource:
     """A local directory, taken where it stands."""
 
+    path = "disk"
+
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
+        self.uri = str(path)
 
     def fingerprint(self) -> str:
         """Names, sizes and times of its files."""
@@ -24,9 +29,18 @@ class DirectorySource:
                 digest.update(f"{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
         return f"files:{digest.hexdigest()}"
 
-    def fetch(self, cache: Path, progress: Progress | None = None) -> Path:
-        """The directory itself."""
+    def local(self) -> Path | None:
         return self._existing()
+
+    def entries(self) -> list[Entry]:
+        files = [path for path in sorted(self._existing().iterdir()) if wanted(path.name) and path.is_file()]
+        return [Entry(path.name, (stat := path.stat()).st_size, str(stat.st_mtime_ns)) for path in files]
+
+    def open(self, entry: Entry) -> LocalFile:
+        return LocalFile(self._existing() / entry.name)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _existing(self) -> Path:
         if not self._path.is_dir():

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from sllm_loaderd.files import is_small_file
-from sllm_loaderd.sources import Progress
+from sllm_loaderd.sources import Entry
+from sllm_loaderd.sources.remote import Remote
+from sllm_loaderd.sources.remote_object import RemoteObject
 from sllm_runtime.protocol.errors import (
     Forbidden,
     InvalidCheckpoint,
@@ -22,6 +24,8 @@ from sllm_runtime.protocol.errors import (
 )
 
 T = TypeVar("T")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_REMEDY: Final = "set HF_TOKEN to a token with access"
 
 
 class HubSource:
@@ -33,49 +37,60 @@ class HubSource:
             raise InvalidCheckpoint(f"hf://{rest}: give hf://org/name@revision", field="model")
         self._name = name
         self._revision = revision or "main"
+        self.uri = f"hf://{name}"
+        self._label = f"{self.uri}@{self._revision}"
+        self.path = "hub"
+        self._listed: tuple[str, list[Entry]] | None = None
+        self._remote: Remote | None = None
 
     def fingerprint(self) -> str:
         """The commit that the revision is now."""
         from huggingface_hub import constants
 
-        if constants.HF_HUB_OFFLINE:
-            return f"offline:{self._revision}"
-        return f"commit:{self._info()[0]}"
+        if _COMMIT.fullmatch(self._revision):
+            return f"commit:{self._revision}"
+        return f"offline:{self._revision}" if constants.HF_HUB_OFFLINE else f"commit:{self._info()[0]}"
 
-    def fetch(self, cache: Path, progress: Progress | None = None) -> Path:
-        """The snapshot in ``cache``; files that are there already are not fetched again."""
+    def local(self) -> Path | None:
+        """Offline: the snapshot in the hub's own cache."""
         from huggingface_hub import constants, snapshot_download
 
-        hub = cache / "hub"
-        if constants.HF_HUB_OFFLINE:
-            return self._call(lambda: Path(snapshot_download(self._name, revision=self._revision, cache_dir=hub)))
-        commit, files = self._info()
-        wanted = {name: size for name, size in files.items() if _wanted(name)}
-        if not any(name.endswith(".safetensors") for name in wanted):
+        if not constants.HF_HUB_OFFLINE:
+            return None
+        return self._call(lambda: Path(snapshot_download(self._name, revision=self._revision)))
+
+    def entries(self) -> list[Entry]:
+        entries = self._info()[1]
+        if not any(entry.name.endswith(".safetensors") for entry in entries):
             raise UnsupportedModel(
-                f"hf://{self._name} has no safetensors; only these are fetched. Convert a local copy instead",
-                field="model",
+                f"{self._label} has no safetensors; only these are fetched. Convert a local copy instead", field="model"
             )
-        return self._download(commit, wanted, hub, progress)
+        return entries
 
-    def _download(self, commit: str, wanted: dict[str, int], hub: Path, progress: Progress | None) -> Path:
-        from huggingface_hub import hf_hub_download
+    def open(self, entry: Entry) -> RemoteObject:
+        from huggingface_hub import hf_hub_url
 
-        done, total = 0, sum(wanted.values())
-        path = hub
-        for name, size in sorted(wanted.items()):
-            path = Path(self._call(partial(hf_hub_download, self._name, name, revision=commit, cache_dir=hub)))
-            done += size
-            if progress is not None:
-                progress(done, total)
-        return path.parent
+        url = hf_hub_url(self._name, entry.name, revision=self._info()[0])
+        if self._remote is None:
+            self._remote = Remote(self.path, _authorised(url), remedy=_REMEDY)
+        # The tag of the listing is git's, the one of the answer the store's: the commit in the address fixes the bytes.
+        return RemoteObject(self._remote, url, Entry(entry.name, entry.nbytes), f"{self._label}/{entry.name}")
 
-    def _info(self) -> tuple[str, dict[str, int]]:
+    def close(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
+            self._remote = None
+
+    def _info(self) -> tuple[str, list[Entry]]:
+        """Commit and files, asked once."""
         from huggingface_hub import HfApi
 
-        info = self._call(lambda: HfApi().model_info(self._name, revision=self._revision, files_metadata=True))
-        files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-        return info.sha or self._revision, files
+        if self._listed is None:
+            info = self._call(lambda: HfApi().model_info(self._name, revision=self._revision, files_metadata=True))
+            files = [Entry(s.rfilename, s.size or 0, s.blob_id or "") for s in info.siblings or []]
+            entries = sorted((entry for entry in files if _wanted(entry.name)), key=lambda entry: entry.name)
+            self._listed = (info.sha or self._revision, entries)
+        return self._listed
 
     def _call(self, action: Callable[[], T]) -> T:
         """The result of ``action``, the hub's errors as ours."""
@@ -84,26 +99,33 @@ class HubSource:
         try:
             return action()
         except LocalEntryNotFoundError as error:
-            raise ModelNotFound(
-                f"hf://{self._name}@{self._revision} is not in the cache: {error}", field="model"
-            ) from error
+            raise ModelNotFound(f"{self._label} is not in the cache: {error}", field="model") from error
         except HfHubHTTPError as error:
             raise self._refused(error.response.status_code, error) from error
         # The hub's library lets through the errors of the HTTP library it is built on, which is not always the same.
         except Exception as error:
             if isinstance(error, (OSError, ValueError)) or type(error).__module__.startswith(("httpx", "requests")):
-                raise Unavailable(
-                    f"hf://{self._name} cannot be fetched: {error}; see HF_ENDPOINT and the network"
-                ) from error
+                raise Unavailable(f"{self._label} cannot be fetched: {error}; see HF_ENDPOINT and the network") from error
             raise
 
     def _refused(self, status: int, error: Exception) -> SllmError:
-        name = f"hf://{self._name}@{self._revision}"
         if status == 404:
-            return ModelNotFound(f"{name} is not there", field="model")
+            return ModelNotFound(f"{self._label} is not there", field="model")
         if status in (401, 403):
-            return Forbidden(f"{name} is refused ({status}); set HF_TOKEN to a token with access", field="model")
-        return Unavailable(f"{name}: the hub answered {status}: {error}")
+            return Forbidden(f"{self._label} is refused ({status}); {_REMEDY}", field="model")
+        return Unavailable(f"{self._label}: the hub answered {status}: {error}")
+
+
+def _authorised(hub_url: str) -> Callable[[str, str, Mapping[str, str]], Mapping[str, str]]:
+    """Signs requests to the hub itself; where it redirects to gets no token."""
+    from huggingface_hub import get_token
+
+    token, hub = get_token(), "/".join(hub_url.split("/")[:3]) + "/"
+
+    def sign(method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
+        return {**headers, "Authorization": f"Bearer {token}"} if token and url.startswith(hub) else headers
+
+    return sign
 
 
 def _wanted(name: str) -> bool:

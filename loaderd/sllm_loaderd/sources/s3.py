@@ -1,29 +1,23 @@
 """Source: a prefix of an S3 bucket. Credentials, region and endpoint come by boto3's own chain
-(`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, profiles, instance roles)."""
+(`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, profiles, instance roles); the bytes come by our own range requests."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import secrets
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from sllm_loaderd.files import is_small_file
-from sllm_loaderd.sources import Progress
-from sllm_runtime.protocol.checkpoint import INDEX_NAME, is_plain_name
+from sllm_loaderd.sources import MAX_ENTRIES, Entry
+from sllm_loaderd.sources.listing import fingerprint, wanted
+from sllm_loaderd.sources.remote import Remote
+from sllm_loaderd.sources.remote_object import RemoteObject
+from sllm_runtime.protocol.checkpoint import is_plain_name
 from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
 
-_MOST_OBJECTS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    name: str
-    key: str
-    size: int
-    etag: str
+_REMEDY = "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE …) and their rights"
+_SCOPE = re.compile(r"X-Amz-Credential=[^&]*%2F\d{8}%2F(?P<region>[^%&]+)%2Fs3%2Faws4_request")
 
 
 class S3Source:
@@ -35,97 +29,97 @@ class S3Source:
             raise InvalidCheckpoint(f"s3://{rest}: give s3://bucket/prefix", field="model")
         self._bucket = bucket
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        self._uri = f"s3://{bucket}/{self._prefix}"
+        self.uri = f"s3://{bucket}/{self._prefix}"
+        self.path = f"s3 {bucket}"
+        self._access: _Access | None = None
 
     def fingerprint(self) -> str:
         """Names, sizes and entity tags of the objects."""
-        return _fingerprint(self._objects(self._client()))
+        return fingerprint(self.entries())
 
-    def fetch(self, cache: Path, progress: Progress | None = None) -> Path:
-        """A directory in ``cache`` named by the fingerprint; each object appears there whole or not at all."""
-        client = self._client()
-        objects = self._objects(client)
-        target = cache / "s3" / _fingerprint(objects).partition(":")[2]
-        target.mkdir(parents=True, exist_ok=True)
-        done, total = 0, sum(entry.size for entry in objects)
-        for entry in objects:
-            if not (target / entry.name).exists():
-                self._download(client, entry, target)
-            done += entry.size
-            if progress is not None:
-                progress(done, total)
-        return target
+    def local(self) -> Path | None:
+        return None
 
-    def _client(self) -> Any:
-        import boto3
-        from botocore.config import Config
-
-        return boto3.client("s3", config=Config(connect_timeout=10, read_timeout=60, retries={"max_attempts": 4}))
-
-    def _objects(self, client: Any) -> list[_Object]:
+    def entries(self) -> list[Entry]:
+        access = self._opened()
         found = []
         try:
-            pages = client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix, Delimiter="/", PaginationConfig={"MaxItems": _MOST_OBJECTS}
+            pages = access.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix, Delimiter="/", PaginationConfig={"MaxItems": MAX_ENTRIES}
             )
             for page in pages:
                 for item in page.get("Contents", []):
                     name = item["Key"].removeprefix(self._prefix)
-                    if is_plain_name(name) and _wanted(name):
-                        found.append(_Object(name, item["Key"], item["Size"], item["ETag"].strip('"')))
+                    if is_plain_name(name) and wanted(name):
+                        found.append(Entry(name, item["Size"], item["ETag"].strip('"')))
         except Exception as error:
             raise self._error(error) from error
         if not found:
-            raise ModelNotFound(f"{self._uri} holds no model files; check bucket and prefix", field="model")
+            raise ModelNotFound(f"{self.uri} holds no model files; check bucket and prefix", field="model")
         return sorted(found, key=lambda entry: entry.name)
 
-    def _download(self, client: Any, entry: _Object, target: Path) -> None:
-        """One object in parallel ranges; refused if it changes meanwhile (If-Match)."""
-        from boto3.s3.transfer import TransferConfig
+    def open(self, entry: Entry) -> RemoteObject:
+        access = self._opened()
+        return RemoteObject(access.remote, access.base + quote(entry.name), entry, f"{self.uri}{entry.name}")
 
-        part = target / f".{entry.name}.{secrets.token_hex(4)}.part"
-        try:
-            client.download_file(
-                self._bucket,
-                entry.key,
-                str(part),
-                Config=TransferConfig(multipart_chunksize=16 * 2**20, max_concurrency=8),
-            )
-            # If-Match (sent by the transfer) is not honoured by every server.
-            now = client.head_object(Bucket=self._bucket, Key=entry.key)["ETag"].strip('"')
-            if part.stat().st_size != entry.size or now != entry.etag:
-                raise Unavailable(f"{self._uri}{entry.name} changed while it was fetched; try again")
-            os.rename(part, target / entry.name)
-        except SllmError:
-            raise
-        except Exception as error:
-            raise self._error(error) from error
-        finally:
-            part.unlink(missing_ok=True)
+    def close(self) -> None:
+        if self._access is not None:
+            self._access.remote.close()
+            self._access.client.close()
+            self._access = None
+
+    def _opened(self) -> _Access:
+        if self._access is None:
+            try:
+                self._access = _Access(self._bucket, self._prefix, self.path)
+            except Exception as error:
+                raise self._error(error) from error
+        return self._access
 
     def _error(self, error: Exception) -> SllmError:
         """botocore's errors (any class of a dozen) as ours."""
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
+        if isinstance(error, SllmError):
+            return error
+        if isinstance(error, NoCredentialsError):
+            return Forbidden(f"{self.uri}: no credentials were found; {_REMEDY}", field="model")
         if isinstance(error, ClientError):
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             if status in (401, 403):
-                return Forbidden(f"{self._uri} is refused ({status}): {error}; check the credentials", field="model")
+                return Forbidden(f"{self.uri} is refused ({status}): {error}; {_REMEDY}", field="model")
             if status == 404:
-                return ModelNotFound(f"{self._uri} is not there: {error}", field="model")
-            return Unavailable(f"{self._uri}: the object store answered {status}: {error}")
+                return ModelNotFound(f"{self.uri} is not there: {error}", field="model")
+            return Unavailable(f"{self.uri}: the object store answered {status}: {error}")
         if isinstance(error, (BotoCoreError, OSError)):
-            return Unavailable(f"{self._uri} cannot be fetched: {error}; check endpoint, credentials and disk space")
+            return Unavailable(f"{self.uri} cannot be reached: {error}; check endpoint and credentials")
         raise error
 
 
-def _fingerprint(objects: list[_Object]) -> str:
-    digest = hashlib.sha256()
-    for entry in objects:
-        digest.update(f"{entry.name}\0{entry.size}\0{entry.etag}\n".encode())
-    return f"objects:{digest.hexdigest()}"
+class _Access:
+    """What botocore resolved: client, address of the prefix, region and credentials to sign with."""
 
+    def __init__(self, bucket: str, prefix: str, path: str) -> None:
+        import boto3
+        from botocore.config import Config
 
-def _wanted(name: str) -> bool:
-    weights = name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
-    return weights or is_small_file(name) or name == INDEX_NAME
+        session = boto3.Session()
+        config = Config(connect_timeout=10, read_timeout=60, retries={"max_attempts": 4}, signature_version="s3v4")
+        self.client: Any = session.client("s3", config=config)
+        self._credentials = session.get_credentials()
+        # The one public way to botocore's endpoint rules: region redirects, addressing style, access points.
+        url = self.client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": f"{prefix}-"})
+        address, _, query = url.partition("?")
+        scope = _SCOPE.search(query)
+        self._region = scope["region"] if scope else self.client.meta.region_name
+        self.base = address.removesuffix("-")
+        self.remote = Remote(path, self._sign, remedy=_REMEDY)
+
+    def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """Signature version 4. Frozen credentials are renewed by botocore when they expire."""
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+
+        request = AWSRequest(method, url, headers=dict(headers))
+        S3SigV4Auth(self._credentials.get_frozen_credentials(), "s3", self._region).add_auth(request)
+        return dict(request.headers.items())

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sllm_loaderd.sources import open_source, resolve
+from sllm_loaderd.sources import open_source
+from sllm_loaderd.sources.fetch import resolve
 from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
 from tests.fixtures.loaderd import loaderd, numbers_model
 from tests.fixtures.sources import COMMIT, TOKEN, hub, object_store, s3_settings
@@ -24,13 +25,14 @@ def fetch(uri: str, cache: Path, **environment: str) -> dict[str, object]:
     code = (
         "import json, sys\n"
         "from pathlib import Path\n"
-        "from sllm_loaderd.sources import open_source, resolve\n"
+        "from sllm_loaderd.sources import open_source\n"
+        "from sllm_loaderd.sources.fetch import resolve\n"
         "from sllm_runtime.protocol.errors import SllmError\n"
         "seen = []\n"
         "try:\n"
         "    source = open_source(sys.argv[1])\n"
         "    found = {'fingerprint': source.fingerprint()}\n"
-        "    found['path'] = str(source.fetch(Path(sys.argv[2]), lambda done, total: seen.append((done, total))))\n"
+        "    found['path'] = str(resolve(source, Path(sys.argv[2]), lambda done, total: seen.append((done, total))))\n"
         "    found['progress'] = seen\n"
         "except SllmError as error:\n"
         "    found = {'code': error.code, 'message': error.message}\n"
@@ -150,8 +152,8 @@ async def test_loaderd_registers_from_an_object_store(
 
 # --- the rest --------------------------------------------------------------------------------------
 def test_a_directory_is_taken_where_it_stands_and_its_fingerprint_changes_with_it(model: Path, tmp_path: Path) -> None:
-    assert resolve(str(model), tmp_path) == model
-    assert resolve(f"file://{model}", tmp_path) == model
+    assert resolve(open_source(str(model)), tmp_path) == model
+    assert resolve(open_source(f"file://{model}"), tmp_path) == model
     source = open_source(str(model))
     before = source.fingerprint()
     assert before == source.fingerprint()

@@ -1,0 +1,176 @@
+"""Brings the files of any source to a directory: parallel ranges, resumed where an earlier attempt broke off."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from sllm_loaderd.files import chunk_digest, plain_name, sync_directory
+from sllm_loaderd.reader import ByteSource
+from sllm_loaderd.sources import Entry, Source
+from sllm_runtime.protocol.errors import Conflict
+from sllm_runtime.protocol.limits import MIB
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+PART: Final = 8 * MIB
+THREADS: Final = 8
+_NOTES: Final = ".parts"
+
+
+def resolve(source: Source, cache: Path, progress: Progress | None = None, fingerprint: str | None = None) -> Path:
+    """The local directory of ``source``'s files: where they stand, or below ``cache``, fetched if need be."""
+    name = hashlib.sha256(f"{source.uri}\0{fingerprint or source.fingerprint()}".encode()).hexdigest()
+    target = cache / "fetched" / name
+    if target.is_dir():
+        return target
+    if (standing := source.local()) is not None:
+        return standing
+    fetch(source, source.entries(), target, progress)
+    return target
+
+
+def fetch(source: Source, entries: Iterable[Entry], target: Path, progress: Progress | None = None) -> None:
+    """Bring ``entries`` into the new directory ``target``, which appears whole or not at all.
+
+    What an earlier call left beside it under a temporary name is used. Raises typed errors, ``Conflict`` if another
+    process fetches the same.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with _alone(partial):
+        work = _Fetch(source, partial, list(entries), progress)
+        work.run()
+        for entry in work.entries:
+            _sync(partial / entry.name)
+        (partial / _NOTES).unlink(missing_ok=True)
+        sync_directory(partial)
+        os.rename(partial, target)
+    sync_directory(target.parent)
+
+
+class _Part(msgspec.Struct, frozen=True):
+    name: str
+    etag: str
+    offset: int
+    nbytes: int
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """A part that has been written, and what it held."""
+
+    part: _Part
+    digest: str
+
+
+@dataclass(slots=True)
+class _Fetch:
+    source: Source
+    directory: Path
+    entries: list[Entry]
+    progress: Progress | None
+    done: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """All parts that are not there yet, ``THREADS`` at a time; the first error ends the rest."""
+        known = self._known()
+        opened: dict[str, tuple[ByteSource, int]] = {}
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context((self.directory / _NOTES).open("ab", buffering=0))
+            for entry in self.entries:
+                fd = os.open(self.directory / entry.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                stack.callback(os.close, fd)
+                os.ftruncate(fd, entry.nbytes)
+                reader = self.source.open(entry)
+                stack.callback(reader.close)
+                opened[entry.name] = (reader, fd)
+            with ThreadPoolExecutor(THREADS, "sllm-fetch") as pool:
+                self._parallel(pool, known, opened, log.fileno())
+
+    def _parallel(
+        self, pool: ThreadPoolExecutor, known: set[_Part], opened: dict[str, tuple[ByteSource, int]], log: int
+    ) -> None:
+        total = sum(entry.nbytes for entry in self.entries)
+        futures = []
+        for entry in self.entries:
+            for offset in range(0, entry.nbytes, PART):
+                part = _Part(entry.name, entry.etag, offset, min(PART, entry.nbytes - offset))
+                if part in known:
+                    self._advance(part.nbytes, total)
+                else:
+                    futures.append(pool.submit(self._bring, *opened[entry.name], part, log, total))
+        finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        if any(future.exception() for future in finished):
+            self.stop.set()
+            self.source.close()  # what still reads ends now
+        for future in futures:
+            future.cancel()
+        failures = [e for future in futures if not future.cancelled() and (e := future.exception()) is not None]
+        if failures:
+            raise failures[0]
+
+    def _bring(self, reader: ByteSource, fd: int, part: _Part, log: int, total: int) -> None:
+        if self.stop.is_set():
+            return
+        buffer = bytearray(part.nbytes)
+        with memoryview(buffer) as view:
+            reader.read(view, part.offset)
+            done = 0
+            while done < part.nbytes:
+                done += os.pwrite(fd, view[done:], part.offset + done)
+        os.write(log, msgspec.json.encode(_Note(part, chunk_digest(buffer))) + b"\n")
+        self._advance(part.nbytes, total)
+
+    def _advance(self, count: int, total: int) -> None:
+        with self.lock:
+            self.done += count
+            if self.progress is not None:
+                self.progress(self.done, total)
+
+    def _known(self) -> set[_Part]:
+        """Parts that an earlier attempt brought and that are whole: a crash may have kept a note and lost its bytes."""
+        try:
+            lines = (self.directory / _NOTES).read_bytes().splitlines()
+        except FileNotFoundError:
+            return set()
+        known = set()
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError, OSError):  # a torn line, a file that is gone
+                note = msgspec.json.decode(line, type=_Note)
+                with (self.directory / plain_name(note.part.name, "part")).open("rb") as file:
+                    file.seek(note.part.offset)
+                    if chunk_digest(file.read(note.part.nbytes)) == note.digest:
+                        known.add(note.part)
+        return known
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise Conflict(f"{directory} is being fetched by another process; wait for it", field="model") from error
+    finally:
+        os.close(fd)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,96 @@
+"""Source: files under an http(s) URL, by range requests. ``index.json`` there (a converted checkpoint), or a shard
+index or ``model.safetensors`` (a model as it was published), says what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+import msgspec
+
+from sllm_loaderd.files import SMALL_NAMES, plain_name
+from sllm_loaderd.sources import MAX_ENTRIES, Entry
+from sllm_loaderd.sources.listing import fingerprint
+from sllm_loaderd.sources.remote import Remote
+from sllm_loaderd.sources.remote_object import RemoteObject, entity_tag
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, MAX_INDEX, decode_index, partition_name
+from sllm_runtime.protocol.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
+
+SHARD_INDEX: Final = "model.safetensors.index.json"
+
+
+class _ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class HttpSource:
+    """The files directly under ``uri``. An ETag that a server gives is held against every answer."""
+
+    def __init__(self, uri: str, remote: Remote | None = None, base: str | None = None) -> None:
+        self.uri = uri
+        self._base = (base or uri).rstrip("/") + "/"
+        self._remote = remote or Remote(f"http {uri.split('/')[2]}")
+        self.path = self._remote.path
+
+    def fingerprint(self) -> str:
+        """Names, sizes and entity tags."""
+        return fingerprint(self.entries())
+
+    def local(self) -> Path | None:
+        return None
+
+    def entries(self) -> list[Entry]:
+        names = self._converted() or self._published()
+        return sorted((self._entry(name) for name in names), key=lambda entry: entry.name)
+
+    def open(self, entry: Entry) -> RemoteObject:
+        return RemoteObject(self._remote, self._url(entry.name), entry)
+
+    def close(self) -> None:
+        self._remote.close()
+
+    def _url(self, name: str) -> str:
+        return self._base + quote(name)
+
+    def _get(self, name: str, most: int) -> bytes | None:
+        try:
+            return self._remote.get(self._url(name), most)[1]
+        except ModelNotFound:
+            return None
+
+    def _converted(self) -> list[str]:
+        data = self._get(INDEX_NAME, MAX_INDEX)
+        if data is None:
+            return []
+        index = decode_index(data)
+        return [INDEX_NAME, *(partition_name(p.rank) for p in index.partitions), *(file.name for file in index.files)]
+
+    def _published(self) -> list[str]:
+        data = self._get(SHARD_INDEX, MAX_INDEX)
+        if data is not None:
+            try:
+                shards = set(msgspec.json.decode(data, type=_ShardIndex).weight_map.values())
+            except msgspec.MsgspecError as error:
+                raise InvalidCheckpoint(f"{self._url(SHARD_INDEX)} is no shard index: {error}") from error
+            if len(shards) > MAX_ENTRIES:
+                raise InvalidCheckpoint(f"{self._url(SHARD_INDEX)} names {len(shards)} shards")
+            weights = [SHARD_INDEX, *(plain_name(shard, "shard") for shard in shards)]
+        else:
+            weights = ["model.safetensors"]
+        return weights + [name for name in SMALL_NAMES if self._there(name)]
+
+    def _there(self, name: str) -> bool:
+        try:
+            self._remote.head(self._url(name))
+        except ModelNotFound:
+            return False
+        return True
+
+    def _entry(self, name: str) -> Entry:
+        head = self._remote.head(self._url(name))
+        if head.length is None:
+            raise UnsupportedModel(
+                f"{self._url(name)}: the server does not say its length; it has to serve plain files", field="model"
+            )
+        return Entry(name, head.length, entity_tag(head))
