@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from sllm_runtime.protocol.checkpoint import (
     BLOCK_ALIGN,
     ITEM_BYTES,
+    AdapterRecord,
     AliasRecord,
     BlockRecord,
     CheckpointIndex,
     FileRecord,
     PartitionRecord,
+    QuantRecord,
+    SplitRecord,
     TensorRecord,
     block_chunks,
     check_index,
@@ -40,16 +43,26 @@ def good_index(**changes: Any) -> CheckpointIndex:
         TensorRecord("empty", 0, 512, 0, "float32", (0, 3), (3, 1)),
         TensorRecord("layers.0.w", 0, 4096, 8000, "bfloat16", (4000,), (1,)),
         TensorRecord("norm", 0, 12288, 4, "float32", (), ()),
+        TensorRecord("wide", 0, 12544, 24, "float32", (3, 2), (2, 1)),
+        TensorRecord("wide", 1, 0, 36, "float32", (3, 3), (3, 1)),
+        TensorRecord("both", 0, 12800, 2, "bfloat16", (1,), (1,)),
+        TensorRecord("both", 1, 256, 2, "bfloat16", (1,), (1,)),
+        TensorRecord("packed", 1, 512, 68, "uint8", (2, 34), (34, 1)),
     )
     index = CheckpointIndex(
-        partitions=(PartitionRecord(0, 16384, ("0" * 32, "a" * 32)),),
+        partitions=(PartitionRecord(0, 16384, ("0" * 32, "a" * 32)), PartitionRecord(1, 4096, ("b" * 32,))),
         blocks=(
             BlockRecord(0, 0, 4096),
             BlockRecord(0, 4096, 8192, (0, 0)),
             BlockRecord(0, 12288, 4096, None, ("embed",)),
+            BlockRecord(1, 0, 4096, None, ("embed",)),
         ),
         tensors=tensors,
         aliases=(AliasRecord("head", "embed"),),
+        views=(TensorRecord("row", 0, 40, 40, "float32", (10,), (1,)),),
+        splits=(SplitRecord("wide", (3, 5), (1, 0), 1), SplitRecord("both", (1,), (0, 1))),
+        quants=(QuantRecord("packed", "q8_0", (2, 32)),),
+        adapter=AdapterRecord("org/base", "lora", 8, 16.0, ("q_proj",)),
         files=(FileRecord("config.json", 2, "f" * 64),),
         chunk_bytes=CHUNK,
     )
@@ -71,12 +84,13 @@ def test_fields_of_a_later_release_are_ignored_and_change_the_identity() -> None
 
 def test_a_block_waits_for_the_tensors_it_shares() -> None:
     assert block_chunks(good_index(), 0) == [(0,), (0, 1), (0, 1)]
+    assert block_chunks(good_index(), 1) == [(0,)]  # what another rank holds is not in this partition
 
 
-def replaced(index: CheckpointIndex, kind: str, place: int, **changes: Any) -> CheckpointIndex:
-    records = list(getattr(index, kind))
+def replaced(index: CheckpointIndex, field: str, place: int, /, **changes: Any) -> CheckpointIndex:
+    records = list(getattr(index, field))
     records[place] = msgspec.structs.replace(records[place], **changes)
-    return msgspec.structs.replace(index, **{kind: tuple(records)})
+    return msgspec.structs.replace(index, **{field: tuple(records)})
 
 
 BAD: dict[str, Callable[[CheckpointIndex], CheckpointIndex]] = {
@@ -87,7 +101,7 @@ BAD: dict[str, Callable[[CheckpointIndex], CheckpointIndex]] = {
     "digest count": lambda i: replaced(i, "partitions", 0, digests=("0" * 32,)),
     "digest text": lambda i: replaced(i, "partitions", 0, digests=("0" * 32, "Z" * 32)),
     "partition size": lambda i: replaced(i, "partitions", 0, nbytes=16383),
-    "partition rank": lambda i: replaced(i, "partitions", 0, rank=1),
+    "partition rank": lambda i: replaced(i, "partitions", 0, rank=5),
     "behind the end": lambda i: replaced(i, "tensors", 2, offset=12032),
     "size overflow": lambda i: replaced(i, "tensors", 2, offset=2**63),
     "negative": lambda i: replaced(i, "tensors", 2, offset=-256),
@@ -97,16 +111,33 @@ BAD: dict[str, Callable[[CheckpointIndex], CheckpointIndex]] = {
     "dtype": lambda i: replaced(i, "tensors", 2, dtype="float31"),
     "stride": lambda i: replaced(i, "tensors", 0, stride=(11, 1)),
     "dimensions": lambda i: replaced(i, "tensors", 0, stride=(1,)),
-    "tensor's rank": lambda i: replaced(i, "tensors", 0, rank=1),
+    "tensor's rank": lambda i: replaced(i, "tensors", 0, rank=2),
     "same name": lambda i: replaced(i, "tensors", 3, name="embed"),
     "alias of nothing": lambda i: replaced(i, "aliases", 0, of="gone"),
     "alias is a tensor": lambda i: replaced(i, "aliases", 0, name="norm"),
     "hole between blocks": lambda i: replaced(i, "blocks", 1, offset=8192),
-    "blocks too short": lambda i: msgspec.structs.replace(i, blocks=i.blocks[:2]),
+    "blocks too short": lambda i: msgspec.structs.replace(i, blocks=i.blocks[:2] + i.blocks[3:]),
     "block in no partition": lambda i: msgspec.structs.replace(i, blocks=(*i.blocks, BlockRecord(3, 0, 0))),
     "crosses a block": lambda i: replaced(replaced(i, "blocks", 1, nbytes=4096), "blocks", 2, offset=8192, nbytes=8192),
     "shares nothing": lambda i: replaced(i, "blocks", 2, shared=("gone",)),
     "layer range": lambda i: replaced(i, "blocks", 1, layers=(3, 1)),
+    "shares more than can be looked up": lambda i: replaced(i, "blocks", 2, shared=("layers.0.w",) * 2**19),
+    "elements overflow": lambda i: replaced(i, "tensors", 1, shape=(0, 2**40, 2**40), stride=(1, 1, 1)),
+    "two tensors of one name": lambda i: msgspec.structs.replace(i, splits=i.splits[1:]),
+    "a part is missing": lambda i: replaced(i, "splits", 0, ranks=(0, 1, 2)),
+    "one part": lambda i: replaced(i, "splits", 0, ranks=(0,)),
+    "parts do not add up": lambda i: replaced(i, "splits", 0, shape=(3, 6)),
+    "parts differ elsewhere": lambda i: replaced(i, "splits", 0, dim=0, shape=(6, 5)),
+    "no such dimension": lambda i: replaced(i, "splits", 0, dim=2),
+    "a copy differs": lambda i: replaced(i, "splits", 1, shape=(2,)),
+    "split twice": lambda i: msgspec.structs.replace(i, splits=(*i.splits, i.splits[0])),
+    "view is a tensor": lambda i: replaced(i, "views", 0, name="norm"),
+    "quant kind": lambda i: replaced(i, "quants", 0, kind="q9_9"),
+    "quant's bytes": lambda i: replaced(i, "quants", 0, shape=(2, 64)),
+    "quant of nothing": lambda i: replaced(i, "quants", 0, name="norm"),
+    "adapter's rank": lambda i: good_index(adapter=AdapterRecord("b", "lora", 0, 1.0, ())),
+    "adapter's kind": lambda i: good_index(adapter=AdapterRecord("b", "x", 8, 1.0, ())),
+    "layout": lambda i: msgspec.structs.replace(i, layout="../x"),
     "file outside": lambda i: replaced(i, "files", 0, name="../config.json"),
     "file is the index": lambda i: replaced(i, "files", 0, name="index.json"),
     "file is a partition": lambda i: replaced(i, "files", 0, name="partition_0.bin"),

@@ -20,6 +20,7 @@ from sllm_runtime.protocol.checkpoint.geometry import (
     rank_blocks,
 )
 from sllm_runtime.protocol.checkpoint.names import is_hex, is_plain_name
+from sllm_runtime.protocol.checkpoint.parts import piece_bounds
 from sllm_runtime.protocol.checkpoint.records import (
     BLOCK_ALIGN,
     DIGEST_HEX,
@@ -29,12 +30,18 @@ from sllm_runtime.protocol.checkpoint.records import (
     MAX_BYTES,
     MAX_DIMS,
     MAX_INDEX,
+    MAX_RANKS,
+    MAX_SHARED_CHUNKS,
+    QUANT_BLOCKS,
     TENSOR_ALIGN,
+    AdapterRecord,
     AliasRecord,
     BlockRecord,
     CheckpointIndex,
     FileRecord,
     PartitionRecord,
+    QuantRecord,
+    SplitRecord,
     TensorRecord,
     partition_name,
 )
@@ -48,12 +55,18 @@ __all__ = [
     "MAX_BYTES",
     "MAX_DIMS",
     "MAX_INDEX",
+    "MAX_RANKS",
+    "MAX_SHARED_CHUNKS",
+    "QUANT_BLOCKS",
     "TENSOR_ALIGN",
+    "AdapterRecord",
     "AliasRecord",
     "BlockRecord",
     "CheckpointIndex",
     "FileRecord",
     "PartitionRecord",
+    "QuantRecord",
+    "SplitRecord",
     "TensorRecord",
     "align",
     "block_chunks",
@@ -69,5 +82,6 @@ __all__ = [
     "is_hex",
     "is_plain_name",
     "partition_name",
+    "piece_bounds",
     "rank_blocks",
 ]

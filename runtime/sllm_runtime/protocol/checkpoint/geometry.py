@@ -39,13 +39,13 @@ def rank_blocks(index: CheckpointIndex, rank: int) -> list[BlockRecord]:
 
 def block_chunks(index: CheckpointIndex, rank: int) -> list[tuple[int, ...]]:
     """For each block of ``rank``: the chunks that must be there before it is ready, ascending."""
-    by_name = {tensor.name: tensor for tensor in index.tensors}
+    here = {tensor.name: tensor for tensor in index.tensors if tensor.rank == rank}
     result = []
     for block in rank_blocks(index, rank):
         needed = set(chunks_of(block.offset, block.nbytes, index.chunk_bytes))
         for name in block.shared:
-            tensor = by_name[name]
-            if tensor.rank == rank:
+            tensor = here.get(name)  # what another rank holds is not this partition's to wait for
+            if tensor is not None:
                 needed.update(chunks_of(tensor.offset, tensor.nbytes, index.chunk_bytes))
         result.append(tuple(sorted(needed)))
     return result

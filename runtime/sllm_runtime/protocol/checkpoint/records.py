@@ -19,6 +19,9 @@ BLOCK_ALIGN: Final = 4 * KIB
 MAX_BYTES: Final = 2**53
 """Largest size or offset: exact in every JSON reader, and no sum of two overflows 64 bits."""
 MAX_DIMS: Final = 64
+MAX_RANKS: Final = 256
+MAX_SHARED_CHUNKS: Final = 2**20
+"""Sum over all blocks of the chunks of what they share: bounds the work that an index can ask for."""
 DIGEST_HEX: Final = 32
 """Hex digits of one chunk's xxh3-128."""
 
@@ -30,6 +33,13 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "float4_e2m1fn_x2": 1,
 }  # fmt: skip
 """Bytes per element, by torch's name of the dtype."""
+
+QUANT_BLOCKS: Final[dict[str, tuple[int, int]]] = {
+    "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34),
+    "q2_k": (256, 84), "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
+    "iq4_nl": (32, 18), "iq4_xs": (256, 136), "tq1_0": (256, 54), "tq2_0": (256, 66), "mxfp4": (32, 17),
+}  # fmt: skip
+"""Elements and bytes of one block of GGUF's quantised kinds; blocks lie along the innermost dimension."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
@@ -49,6 +59,40 @@ class AliasRecord(msgspec.Struct, frozen=True):
 
     name: str
     of: str
+
+
+class SplitRecord(msgspec.Struct, frozen=True):
+    """A tensor that several ranks have under the same name: joined along ``dim`` in the order of ``ranks``, their
+    parts are the tensor of ``shape``. Without ``dim`` each of them has the whole (a norm in tensor parallelism).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dim: int | None = None
+
+
+class QuantRecord(msgspec.Struct, frozen=True):
+    """What the bytes of the uint8 tensor ``name`` mean: packed blocks of ``kind``, ``shape`` elements in all."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+class AdapterRecord(msgspec.Struct, frozen=True):
+    """The checkpoint is an adapter of the model ``base`` (as its author named it), not a model of its own.
+
+    A target's weight is ``W + alpha / rank * B @ A``, or with ``alpha / sqrt(rank)`` if ``rslora``. Ranks and alphas
+    of single modules, where they differ, are in the adapter's own ``adapter_config.json`` beside the index.
+    """
+
+    base: str
+    kind: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    rslora: bool = False
 
 
 class BlockRecord(msgspec.Struct, frozen=True):
@@ -84,7 +128,9 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 class CheckpointIndex(msgspec.Struct, frozen=True):
     """Everything about a checkpoint but its bytes. ``order`` says where the execution order comes from:
-    ``traced`` (a forward pass on the meta device), ``module`` (order of registration) or ``offset`` (in the files).
+    ``traced`` (a forward pass on the meta device), ``module`` (order of registration), ``names`` (layer numbers in
+    them) or ``offset`` (in the files). ``layout`` says how tensors are held (``hf``: as transformers' modules hold
+    them); several layouts of a model stand side by side, each a checkpoint with a digest of its own.
     """
 
     partitions: tuple[PartitionRecord, ...]
@@ -93,6 +139,9 @@ class CheckpointIndex(msgspec.Struct, frozen=True):
     aliases: tuple[AliasRecord, ...] = ()
     views: tuple[TensorRecord, ...] = ()
     """Names for parts of tensors (an expert inside a fused tensor): they may overlap, tensors may not."""
+    splits: tuple[SplitRecord, ...] = ()
+    quants: tuple[QuantRecord, ...] = ()
+    adapter: AdapterRecord | None = None
     files: tuple[FileRecord, ...] = ()
     version: int = INDEX_VERSION
     layout: str = "hf"
