@@ -1,0 +1,230 @@
+"""Ranges of an HTTP server: what is resumed, what is repeated, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_loaderd.sources import Entry, open_source
+from sllm_loaderd.sources.attempts import GAIN, Attempts, RemoteLimits, TryAgain
+from sllm_loaderd.sources.connection import split_url
+from sllm_loaderd.sources.http import HttpSource
+from sllm_loaderd.sources.remote import Remote
+from sllm_loaderd.sources.remote_object import RemoteObject
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    CorruptCheckpoint,
+    Forbidden,
+    InvalidCheckpoint,
+    ModelNotFound,
+    SllmError,
+    Unavailable,
+)
+from tests.fixtures.range_server import RangeServer, range_server
+
+SIZE = 300_000
+HASTE = RemoteLimits(connect_s=5, stall_s=0.3, attempts=3, first_delay_s=0.001, longest_delay_s=0.01)
+
+
+@pytest.fixture
+def data() -> bytes:
+    return random.Random(1).randbytes(SIZE)
+
+
+@pytest.fixture
+def server(tmp_path: Path, data: bytes) -> Iterator[RangeServer]:
+    (tmp_path / "weights.bin").write_bytes(data)
+    with range_server(tmp_path) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def opened(server: RangeServer, **changes: object) -> Iterator[RemoteObject]:
+    remote = Remote("http test", limits=HASTE)
+    entry = {entry.name: entry for entry in [Entry("weights.bin", SIZE)]}["weights.bin"]
+    fields = {"name": entry.name, "nbytes": entry.nbytes, "etag": entry.etag, **changes}
+    try:
+        yield RemoteObject(remote, f"{server.url}/weights.bin", Entry(**fields))  # type: ignore[arg-type]
+    finally:
+        remote.close()
+
+
+def read(source: RemoteObject, offset: int = 0, count: int = SIZE) -> bytes:
+    buffer = bytearray(count)
+    source.read(memoryview(buffer), offset)
+    return bytes(buffer)
+
+
+def test_ranges_come_over_one_connection(server: RangeServer, data: bytes) -> None:
+    with opened(server) as source:
+        assert read(source) == data
+        assert read(source, 1000, 17) == data[1000:1017]
+        assert read(source, SIZE - 1, 1) == data[-1:]
+        assert read(source, 5, 0) == b""
+    assert server.connections == 1
+    assert server.ranges == [f"bytes=0-{SIZE - 1}", "bytes=1000-1016", f"bytes={SIZE - 1}-{SIZE - 1}"]
+
+
+def test_a_torn_connection_resumes_where_it_broke(server: RangeServer, data: bytes) -> None:
+    server.script.extend(["cut 100000", "cut 0", "cut 150000", None])
+    with opened(server) as source:
+        assert read(source, 10, SIZE - 10) == data[10:]
+    assert [int(text.split("=")[1].split("-")[0]) for text in server.ranges] == [10, 100_010, 100_010, 250_010]
+
+
+@pytest.mark.parametrize("word", ["status 500", "status 503", "later 429 0", "rubbish", "cut 0", "stall 10"])
+def test_what_may_pass_is_tried_again(server: RangeServer, data: bytes, word: str) -> None:
+    server.script.extend([word, word])
+    with opened(server) as source:
+        assert read(source, 7, 5000) == data[7:5007]
+
+
+@pytest.mark.parametrize(
+    "word", ["status 500", "status 429", "rubbish", "endless-head", "cut 10", "stall 0", "trickle"]
+)
+def test_patience_ends_with_an_error_that_names_object_and_offset(server: RangeServer, word: str) -> None:
+    server.script.extend([word] * HASTE.attempts)
+    with opened(server) as source, pytest.raises(Unavailable, match=r"weights\.bin \(bytes \d+ to 200000\)"):
+        read(source, 100_000, 100_000)
+    assert len(server.ranges) == HASTE.attempts
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "text"),
+    [
+        ("status 401", Forbidden, "refused with 401.*Said.*credentials"),
+        ("status 403", Forbidden, "refused with 403"),
+        ("status 404", ModelNotFound, "not there"),
+        ("status 412", Conflict, "has changed"),
+        ("status 416", Conflict, "has changed"),
+        ("status 418", Unavailable, "answered 418"),
+        ("wrong-range", Unavailable, "other than what was asked for"),
+        ("short-length", Unavailable, "other than what was asked for"),
+        ("bigger", Conflict, f"has {SIZE + 1} bytes, not {SIZE}"),
+        ("no-ranges", Unavailable, "range requests"),
+    ],
+)
+def test_a_refusal_is_final_and_says_what_to_do(
+    server: RangeServer, word: str, error: type[SllmError], text: str
+) -> None:
+    server.script.append(word)
+    with opened(server) as source:
+        with pytest.raises(error, match=rf"(?s)weights\.bin \(bytes 10 to 110\).*{text}"):
+            read(source, 10, 100)
+        assert len(server.ranges) == 1
+        assert len(read(source, 10, 100)) == 100  # the next read is served again
+
+
+def test_an_object_that_changes_is_refused(server: RangeServer, tmp_path: Path, data: bytes) -> None:
+    source = HttpSource(server.url)
+    entry = Entry("weights.bin", SIZE, "0123456789abcdef")
+    with contextlib.closing(source), pytest.raises(Conflict, match="has changed since it was registered"):
+        read(source.open(entry))
+    with opened(server, etag="W/weak") as weak, pytest.raises(Conflict, match="entity tag"):
+        read(weak)  # If-Match does not know weak tags: the answer's own is compared
+
+
+def test_an_answer_of_the_whole_object_serves_a_read_of_the_whole(server: RangeServer, data: bytes) -> None:
+    server.script.append("no-ranges")
+    with opened(server) as source:
+        assert read(source) == data
+
+
+def test_redirects_are_remembered_and_given_up_when_they_no_longer_serve(server: RangeServer, data: bytes) -> None:
+    server.script.extend(
+        [f"to {server.url}/weights.bin?signed", None, None, "status 403", "to /weights.bin?again", None]
+    )
+    with opened(server) as source:
+        for offset in (0, 100, 200):
+            assert read(source, offset, 50) == data[offset : offset + 50]
+    assert len(server.ranges) == 6
+    server.script.extend(["to /weights.bin"] * 20)
+    with opened(server) as source, pytest.raises(Unavailable, match="redirects"):
+        read(source)
+
+
+def test_bytes_beyond_the_object_are_never_asked_for(server: RangeServer) -> None:
+    with opened(server) as source, pytest.raises(CorruptCheckpoint, match="it has 300000"):
+        read(source, SIZE - 1, 2)
+    assert not server.ranges
+
+
+def test_closing_a_source_ends_a_read(server: RangeServer) -> None:
+    server.script.append("stall 10")
+    remote = Remote("http test", limits=RemoteLimits(stall_s=60))
+    source = RemoteObject(remote, f"{server.url}/weights.bin", Entry("weights.bin", SIZE))
+    failures: list[SllmError] = []
+
+    def attempt() -> None:
+        try:
+            read(source)
+        except SllmError as error:
+            failures.append(error)
+
+    reader = threading.Thread(target=attempt)
+    reader.start()
+    with server_asked(server):
+        remote.close()
+    reader.join(30)
+    assert [type(error) for error in failures] == [Unavailable]
+    assert "closed" in failures[0].message
+
+
+@contextlib.contextmanager
+def server_asked(server: RangeServer) -> Iterator[None]:
+    """The server has received a request when the block begins."""
+    pause = threading.Event()
+    while not server.ranges:
+        pause.wait(0.005)
+    yield
+
+
+def test_a_server_that_is_not_there(server: RangeServer) -> None:
+    gone = RemoteObject(Remote("http test", limits=HASTE), "http://127.0.0.1:9/x", Entry("x", 10))
+    with pytest.raises(Unavailable, match=r"/x \(bytes 0 to 10\): no connection to 127\.0\.0\.1:9"):
+        read(gone, 0, 10)
+
+
+def test_the_files_of_a_url(server: RangeServer, tmp_path: Path) -> None:
+    source = open_source(f"{server.url}/model/")
+    with contextlib.closing(source):
+        with pytest.raises(ModelNotFound):
+            source.entries()
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"12345")
+        (tmp_path / "model" / "config.json").write_text("{}")
+        (tmp_path / "model" / "run.py").write_text("code")
+        entries = source.entries()
+        assert [(entry.name, entry.nbytes) for entry in entries] == [("config.json", 2), ("model.safetensors", 5)]
+        before = source.fingerprint()
+        (tmp_path / "model" / "config.json").write_text("[]")
+        assert source.fingerprint() != before
+
+
+@pytest.mark.parametrize("url", ["http://", "http://user:secret@host/x", "http://host:99999999/x", "ftp://host/x"])
+def test_what_is_no_http_url(url: str) -> None:
+    with pytest.raises(InvalidCheckpoint):
+        split_url(url)
+
+
+# --- patience -------------------------------------------------------------------------------------
+@given(gains=st.lists(st.integers(0, 2 * GAIN), max_size=60), after=st.floats(0, 1e6), seed=st.integers())
+def test_attempts_end_when_they_bring_nothing_and_no_wait_is_long(gains: list[int], after: float, seed: int) -> None:
+    attempts = Attempts(RemoteLimits(), random.Random(seed))
+    idle = 0
+    for gained in gains:
+        idle = 1 if gained >= GAIN else idle + 1
+        try:
+            delay = attempts.delay(TryAgain(Unavailable("x"), after), gained)
+        except Unavailable:
+            assert idle >= RemoteLimits().attempts
+            return
+        assert 0 <= delay <= RemoteLimits().longest_delay_s
+        assert idle < RemoteLimits().attempts
