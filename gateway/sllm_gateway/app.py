@@ -14,6 +14,7 @@ from sllm_gateway.calls import Calls
 from sllm_gateway.controller import Controller
 from sllm_gateway.events import EventWriter
 from sllm_gateway.front import Front
+from sllm_gateway.lookup import Lookup
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.respond import Responder
 from sllm_gateway.routes.api import Api
@@ -53,14 +54,16 @@ class Gateway:
         self.calls = Calls(bus, settings, self.metrics, clock, self._starts)
         self.table = RouteTable(self._on_version, wall)
         responder = Responder(self.calls, self._starts, settings, clock, self._tasks)
-        caller = Caller(self.table, self.calls, responder, settings, clock)
+        controller = Controller(bus, clock)
+        self._lookup = Lookup(self.table, controller, clock)
+        caller = Caller(self._lookup, self.calls, responder, settings, clock)
         self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls))
         self._watch: Watch | None = None
-        routes = [*self._call_routes(caller, wall), *self._api_routes(bus, clock)]
+        routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, clock)]
         self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics)
 
     def _call_routes(self, caller: Caller, wall: Callable[[], float]) -> list[BaseRoute]:
-        function, models = FunctionRoute(caller), Models(self.table)
+        function, models = FunctionRoute(caller), Models(self.table, self._lookup)
         return [
             Route("/fn/{name}", function, methods=["POST"]),
             Route("/fn/{name}/{version}", function, methods=["POST"]),
@@ -73,8 +76,8 @@ class Gateway:
             Route("/metrics", MetricsRoute(self.metrics), methods=["GET"]),
         ]
 
-    def _api_routes(self, bus: Bus, clock: Callable[[], float]) -> list[BaseRoute]:
-        settings, controller = self.settings, Controller(bus, clock)
+    def _api_routes(self, bus: Bus, controller: Controller, clock: Callable[[], float]) -> list[BaseRoute]:
+        settings = self.settings
         writer = EventWriter(
             self._tasks,
             headers_wait=settings.headers_wait,
@@ -118,6 +121,7 @@ class Gateway:
             await self._watch.close()
             await self._statuses.unsubscribe()
         await self.calls.close()
+        await self._lookup.close()
         await self._tasks.close()
 
 

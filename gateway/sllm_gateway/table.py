@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from sllm_gateway.arguments import Arguments
-from sllm_runtime.protocol.errors import FunctionNotFound, VersionNotFound
+from sllm_runtime.protocol.errors import FunctionNotFound, NotFound, VersionNotFound
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import Route
 
@@ -99,6 +99,16 @@ class RouteTable:
             async with asyncio.timeout(within_s):
                 while [v.number for v in self._versions.get(function, {}).values() if v.route.active] != [number]:
                     await self._changed.wait()
+
+    async def until_found(self, function: str, number: int | None, within_s: float) -> Version:
+        """As ``find``, for what has been deployed and is on its way here. Raises as ``find`` after ``within_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    with contextlib.suppress(NotFound):
+                        return self.find(function, number)
+                    await self._changed.wait()
+        return self.find(function, number)
 
     def get(self, function: str, number: int) -> Version | None:
         return self._versions.get(function, {}).get(number)

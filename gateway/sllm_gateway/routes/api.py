@@ -17,6 +17,7 @@ from sllm_gateway import views
 from sllm_gateway.arguments import path_text
 from sllm_gateway.asgi import read_body
 from sllm_gateway.controller import Controller
+from sllm_gateway.lookup import ROUTE_WAIT_S
 from sllm_gateway.openapi import document
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable
@@ -35,8 +36,6 @@ from sllm_runtime.protocol.node import Ok
 
 B = TypeVar("B", bound=BaseModel)
 DELETE_WAIT_S = 40.0
-ROUTE_WAIT_S = 2.0
-"""A route that the controller has moved is here within milliseconds."""
 MAX_JSON = 2 * 2**20
 _DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
 

@@ -9,9 +9,10 @@ from typing import Literal
 from sllm_gateway.asgi import Scope, header
 from sllm_gateway.call import Order
 from sllm_gateway.calls import Calls
+from sllm_gateway.lookup import Lookup
 from sllm_gateway.respond import Responder
 from sllm_gateway.settings import GatewaySettings
-from sllm_gateway.table import RouteTable, Version
+from sllm_gateway.table import Version
 from sllm_runtime.protocol.http import EVENT_STREAM
 
 
@@ -20,14 +21,14 @@ class Caller:
 
     def __init__(
         self,
-        table: RouteTable,
+        lookup: Lookup,
         calls: Calls,
         responder: Responder,
         settings: GatewaySettings,
         clock: Callable[[], float],
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        self.table = table
+        self.lookup = lookup
         self.calls = calls
         self.responder = responder
         self.settings = settings

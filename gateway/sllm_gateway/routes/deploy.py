@@ -13,7 +13,8 @@ from sllm_gateway import sse, views
 from sllm_gateway.asgi import Receive, Scope, Send, answer, declared_length
 from sllm_gateway.controller import Controller
 from sllm_gateway.events import EventWriter, Source
-from sllm_gateway.routes.api import ROUTE_WAIT_S, body_of
+from sllm_gateway.lookup import ROUTE_WAIT_S
+from sllm_gateway.routes.api import body_of
 from sllm_gateway.routes.calling import wants_events
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable

@@ -19,7 +19,7 @@ class FunctionRoute:
         caller = self._caller
         accepted = caller.clock()
         call_id = caller.new_id(scope)
-        version = self._find(scope["path_params"])
+        version = await self._find(scope["path_params"])
         body = await read_body(scope, receive, caller.settings.max_body)
         body = await version.arguments.check(body)
         stream = wants_events(scope)
@@ -31,10 +31,10 @@ class FunctionRoute:
             encoder = FunctionBody(version.manifest.handler.streams)
             await caller.responder.whole(call, encoder, scope, receive, send)
 
-    def _find(self, path: dict[str, str]) -> Version:
+    async def _find(self, path: dict[str, str]) -> Version:
         name, number = path["name"], path.get("version")
         if number is None:
-            return self._caller.table.find(name)
+            return await self._caller.lookup.find(name)
         if not (number.startswith("v") and number[1:].isdigit() and len(number) < 12):
             raise VersionNotFound(f"{number!r} is no version; write /fn/{name}/v<n>")
-        return self._caller.table.find(name, int(number[1:]))
+        return await self._caller.lookup.find(name, int(number[1:]))

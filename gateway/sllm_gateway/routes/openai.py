@@ -11,6 +11,7 @@ import msgspec
 
 from sllm_gateway.arguments import IN_THREAD_BYTES
 from sllm_gateway.asgi import Receive, Scope, Send, answer, read_body
+from sllm_gateway.lookup import Lookup
 from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
 from sllm_gateway.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest, read
 from sllm_gateway.routes.calling import Caller
@@ -22,14 +23,14 @@ log = logging.getLogger(__name__)
 _MODEL = re.compile(r"^([^:]+)(?::v(\d{1,9}))?$")
 
 
-def find_model(table: RouteTable, model: str) -> Version:
+async def find_model(lookup: Lookup, model: str) -> Version:
     """The version that ``name`` or ``name:v3`` means. Raises ``ModelNotFound``, also for what is no language model."""
     found = _MODEL.match(model)
     if not found:
         raise ModelNotFound(f"{model!r} names no model here: give a function's name, or name:v<n>", field="model")
     name, number = found.groups()
     try:
-        version = table.find(name, int(number) if number else None)
+        version = await lookup.find(name, int(number) if number else None)
     except (FunctionNotFound, VersionNotFound) as error:
         raise ModelNotFound(error.message, field="model") from error
     if not version.manifest.engine:
@@ -56,7 +57,7 @@ class _CallRoute:
         call_id = caller.new_id(scope)
         body = await read_body(scope, receive, caller.settings.max_body)
         request = await self._read(body)
-        version = find_model(caller.table, request.model)
+        version = await find_model(caller.lookup, request.model)
         if request.warnings:
             log.info("%s", scope["path"], extra={"call": call_id, "warnings": request.warnings})
         kind, prefix = ("chat", "chatcmpl") if self.chat else ("completion", "cmpl")
@@ -100,8 +101,9 @@ class ChatCompletions(_CallRoute):
 class Models:
     """``GET /v1/models`` and ``/v1/models/{model}``: the functions that these routes serve."""
 
-    def __init__(self, table: RouteTable) -> None:
+    def __init__(self, table: RouteTable, lookup: Lookup) -> None:
         self._table = table
+        self._lookup = lookup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         model = scope["path_params"].get("model")
@@ -109,7 +111,7 @@ class Models:
             served = [version for version in self._table.active() if version.manifest.engine]
             view: object = {"object": "list", "data": [_view(version.function, version) for version in served]}
         else:
-            view = _view(model, find_model(self._table, model))
+            view = _view(model, await find_model(self._lookup, model))
         await answer(send, 200, [(b"content-type", b"application/json")], msgspec.json.encode(view))
 
 

@@ -51,6 +51,19 @@ def require(view: View, key: Key) -> None:
     raise VersionNotFound(f"function {name!r} has no version {number} to call; there is {have or 'none yet'}")
 
 
+def locate(view: View, name: str, number: int | None) -> int:
+    """The version that calls of ``name`` go to, or ``number`` if calls may name it. Raises as ``require``."""
+    function = view.functions.get(name)
+    if number is None:
+        number = function.active if function is not None else None
+    if number is None:
+        raise FunctionNotFound(
+            f"there is no function {name!r} with an active version; `sllm fn list` shows what there is"
+        )
+    require(view, (name, number))
+    return number
+
+
 def answer(view: View, request: Acquire, now: float) -> Acquired | None:
     """What to tell the gateway at once; None: it has to wait. Raises as ``require``."""
     key = (request.function, request.version)

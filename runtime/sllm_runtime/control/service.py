@@ -47,6 +47,7 @@ class Service:
         """One for each of ``ctl.VERBS``."""
         return {
             "acquire": self.acquire,
+            "locate": self.locate,
             "deploy": self._deployments.deploy,
             "functions": self.functions,
             "function": self.function,
@@ -96,6 +97,9 @@ class Service:
                 del self._polls[key, request.gateway]
                 self._loop.change(lambda view: view.put_waiting(key, request.gateway, 0))
         return found or routes.so_far(self._loop.view, request)
+
+    async def locate(self, request: ctl.Locate) -> ctl.Located:
+        return ctl.Located(version=routes.locate(self._loop.view, request.function, request.version))
 
     # --- functions ----------------------------------------------------------------------------------
     async def functions(self, _: ctl.Nothing) -> ctl.FunctionList:

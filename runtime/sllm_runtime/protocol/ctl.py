@@ -58,6 +58,19 @@ class Acquired(msgspec.Struct, frozen=True, kw_only=True):
     pending: str = ""
 
 
+class Locate(msgspec.Struct, frozen=True, kw_only=True):
+    """A gateway is called for what its route table does not have: is there such a function, or version of it?"""
+
+    function: str
+    version: int | None = None
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    """Its route is written, or about to be: calls go to ``version``. Otherwise the error says what there is not."""
+
+    version: int
+
+
 class Deploy(msgspec.Struct, frozen=True, kw_only=True):
     """Make a version. Long-polled by ``request``: the same id joins the running deployment."""
 
@@ -159,6 +172,7 @@ class Nothing(msgspec.Struct, frozen=True, kw_only=True):
 
 VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "acquire": (Acquire, Acquired),
+    "locate": (Locate, Located),
     "deploy": (Deploy, Deployed),
     "functions": (Nothing, FunctionList),
     "function": (FunctionRef, FunctionInfo),
