@@ -11,8 +11,8 @@ otherwise the page cache holds all files, and nobody else runs but the systems t
   makers' cloud does not scale to zero: its server is started for the call.
 - ``pool_empty``: the fork server was killed just before the request, so nothing is imported anywhere; beside it
   ``bare import``, the start of a python that imports torch and what the engine needs. A node starts a fork server that
-  died within its first minute again after 0.1 s, which is part of the time here. Judged only in a run that measures
-  ``warm_pool`` too.
+  ended the first time again at once. Judged only in a run that measures ``warm_pool`` too. The difference may be
+  negative: the fork server imports with the garbage collector at rest, a plain python does not.
 - ``pool_none``: a platform without a warm pool (SLLM_POOL_SIZE=0); the fork server runs.
 - ``twenty``: twenty functions at once, each with no instance, two sandboxes in the pool; to the last one's first token.
 - ``gigabyte``: a model of 1 GiB whose first token depends on every tensor. Not in memory (the loader was told to drop

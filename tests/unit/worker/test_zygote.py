@@ -29,7 +29,7 @@ def test_it_runs_one_thread_and_says_what_it_took(zygote: Zygote) -> None:
 
 
 LOOK = """
-import os, sys
+import gc, os, sys
 def fn():
     return {
         "fds": sorted(int(n) for n in os.listdir("/proc/self/fd")),
@@ -39,6 +39,7 @@ def fn():
         "env": os.environ["MINE"] + os.environ["OMP_NUM_THREADS"],
         "torch": "torch" in sys.modules,
         "main": __name__,
+        "collector": [gc.isenabled(), gc.get_freeze_count() > 100_000],
     }
 def random():
     import random, numpy, torch
@@ -55,6 +56,7 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
     # 0 - 2, the socket, uvloop's own ten, and the listing itself.
     assert len(seen["fds"]) <= 15, seen
     assert (seen["sid"], seen["stdin"], seen["env"], seen["torch"]) == (True, "", "n2", True)
+    assert seen["collector"] == [True, True]  # it runs, and leaves alone what all workers share
     assert seen["cwd"] == str(tmp_path / "code")
 
 
