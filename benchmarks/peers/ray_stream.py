@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import AsyncIterator
 
 import ray
 from ray import serve
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 
-async def tokens(count, interval):
+async def tokens(count: int, interval: float) -> AsyncIterator[str]:
     """As benchmarks/functions/paced/function.py: the load generator checks that they are the same."""
     began = time.monotonic_ns()
     for index in range(count):
@@ -28,7 +29,7 @@ class Paced:
     async def __call__(self, request: Request) -> StreamingResponse:
         asked = await request.json()
 
-        async def events():
+        async def events() -> AsyncIterator[str]:
             async for token in tokens(asked["count"], asked["interval"]):
                 yield f'data: "{token}"\n\n'
             yield "data: [DONE]\n\n"
