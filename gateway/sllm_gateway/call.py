@@ -63,7 +63,7 @@ class Call:
     frames: list[Frame] = field(default_factory=list)
     """In order, not yet taken by the reader."""
     buffered: int = 0
-    """Bytes of frames that the reader has not got rid of."""
+    """Cost of frames that the reader has not got rid of."""
     taken: bool = False
     """Whether the reader has had any: nothing can be retried from then on."""
     end: End | None = None

@@ -39,8 +39,6 @@ from sllm_runtime.protocol.states import CallState
 
 log = logging.getLogger(__name__)
 
-HELD_BYTES = 128
-"""What a frame takes beside its data: an endless stream of tiny values must not fit any limit."""
 STOPPING = "the gateway is stopping; call again"
 
 
@@ -110,13 +108,13 @@ class Calls:
             raise
         return call
 
-    def consumed(self, call: Call, nbytes: int) -> None:
-        """The reader has written ``nbytes`` of frames: the node may send as much again."""
-        call.buffered -= nbytes
+    def consumed(self, call: Call, cost: int) -> None:
+        """The reader has written frames of this ``cost``: the node may send as much again."""
+        call.buffered -= cost
         binding = call.binding
         if binding is not None and not call.over:
             now = call.marks.read = self._clock()
-            binding.inbox.consume(nbytes)
+            binding.inbox.consume(cost)
             self._send(binding, binding.acknowledge(now))
 
     def leave(self, call: Call) -> None:
@@ -266,20 +264,20 @@ class Calls:
             self._send(binding, binding.acknowledge(now))
 
     def _deliver(self, call: Call, binding: Binding, ready: list[Frame], now: float) -> None:
-        nbytes = sum([len(frame.data) for frame in ready])
+        cost = sum([frame.cost for frame in ready])
         if call.over:
-            binding.inbox.consume(nbytes)
+            binding.inbox.consume(cost)
             return
         marks = call.marks
         marks.first = now if marks.first is None else marks.first
         marks.last = now
         call.frames += ready
-        call.buffered += nbytes
+        call.buffered += cost
         if call.order.stream:
             call.wake()
             return
-        binding.inbox.consume(nbytes)  # collected here, and bounded by max_output
-        if call.buffered + HELD_BYTES * len(call.frames) > self._settings.max_output:
+        binding.inbox.consume(cost)  # collected here, and bounded by max_output
+        if call.buffered > self._settings.max_output:
             limit = self._settings.max_output
             self.fail(call, OutputTooLarge(f"the answer is larger than {limit} bytes; stream it, or answer less"))
 

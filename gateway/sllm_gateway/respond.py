@@ -65,7 +65,7 @@ class Responder:
     async def _write_all(self, call: Call, encoder: Stream, send: Send) -> None:
         pause = _Pause(self._clock(), self._settings.heartbeat)
         while True:
-            nbytes = call.buffered
+            cost = call.buffered
             data = encoder.frames(call.take())
             over = call.over
             if over:
@@ -75,8 +75,8 @@ class Responder:
             if data or over:
                 await self._write(call, data, send, more=not over)
                 pause.wrote(self._clock())
-            if nbytes:
-                self._calls.consumed(call, nbytes)
+            if cost:
+                self._calls.consumed(call, cost)
             if over:
                 return
             if not call.frames and not call.over:

@@ -26,8 +26,8 @@ class GatewaySettings(Settings):
     max_output: int = Field(default=limits.MAX_BODY, gt=0)
     """Largest answer that is not streamed."""
     max_bundle: int = Field(default=limits.MAX_BUNDLE, gt=0)
-    window: int = Field(default=limits.WINDOW, ge=limits.MAX_PART)
-    """Bytes buffered for one call's reader; then the call is paused."""
+    window: int = Field(default=limits.WINDOW, ge=2 * limits.MAX_PART)
+    """Bytes buffered for one call's reader, as credit counts them; then the call is paused."""
     slow_consumer: float = Field(default=limits.SLOW_CONSUMER_S, gt=0)
     headers_wait: float = Field(default=limits.HEADERS_WAIT_S, gt=0)
     heartbeat: float = Field(default=limits.SSE_HEARTBEAT_S, gt=0)

@@ -26,6 +26,8 @@ class Call:
         self.key: Key = (head.call, head.epoch)
         self.outbox = Outbox(head.credit)
         self.body = Inbox(now=now)
+        self._body_bytes = 0
+        """Of the body itself that are here."""
         self.began = now
         self.ended_at: float | None = None
         self.cancel: tuple[str, str] | None = None
@@ -40,9 +42,10 @@ class Call:
     def take_body(self, frames: Iterable[Frame], now: float) -> list[bytes]:
         """Parts of the body that are now here in order. Raises ``ProtocolError`` if there is more than was said."""
         parts = [frame.data for frame in self.body.on_frames(frames, now)]
-        if self.body.received_bytes > self.head.body_bytes:
+        self._body_bytes += sum(map(len, parts))
+        if self._body_bytes > self.head.body_bytes:
             raise ProtocolError(f"call {self.head.call}: more than the {self.head.body_bytes} bytes its head names")
-        if self.body.received_bytes == self.head.body_bytes:
+        if self._body_bytes == self.head.body_bytes:
             self.body.close()
         return parts
 

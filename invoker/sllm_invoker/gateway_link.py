@@ -67,7 +67,7 @@ class GatewayLink:
             if not frames:
                 continue
             items.append(Segment(call.head.call, call.head.epoch, frames))
-            budget -= _ITEM_BYTES + sum(len(frame.data) + 16 for frame in frames)
+            budget -= _ITEM_BYTES + sum(len(frame.data) + limits.FRAME_ENVELOPE for frame in frames)
             if frames[-1].index + 1 < call.outbox.next_index:
                 self._dirty[key] = call  # at the end: no call keeps others from their turn
         return ToGateway(tuple(items)) if items else None

@@ -160,9 +160,9 @@ class Relay:
         """``call`` has frames to send (or may have)."""
         self._link(call.gateway).dirty(call)
 
-    def consumed(self, call: Call, nbytes: int) -> None:
-        """The worker took ``nbytes`` of the body."""
-        call.body.consume(nbytes)
+    def consumed(self, call: Call, cost: int) -> None:
+        """The worker took frames of the body that had this ``cost``."""
+        call.body.consume(cost)
         if call.body.owes or not call.body.ended:
             self._answer_body(call, self._clock())
 

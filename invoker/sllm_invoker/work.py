@@ -108,10 +108,10 @@ class Work:
         self._names[call.number] = call.head.call
         if len(self._names) > REMEMBERED:
             self._names.popitem(last=False)
-        first, *rest = body or [b""]
-        self.tell(StartCall(number=call.number, head=call.head, body=first))
-        self._count(call, first)
-        self.feed(call, rest)
+        self.tell(StartCall(number=call.number, head=call.head, body=body[0] if body else b""))
+        if body:
+            self._count(call, body[0])
+        self.feed(call, body[1:])
 
     def feed(self, call: Call, body: list[bytes]) -> None:
         """More of the body."""
@@ -121,9 +121,8 @@ class Work:
             self._count(call, part)
 
     def _count(self, call: Call, part: bytes) -> None:
-        if part:
-            self._fed.append((call, len(part)))  # bounded by each call's window
-            self._feeding.set()
+        self._fed.append((call, len(part) + limits.FRAME_COST))  # bounded by each call's window
+        self._feeding.set()
 
     async def feed_back(self) -> None:
         """Grant gateways new credit for bodies once the worker has taken what it was given."""
@@ -132,8 +131,8 @@ class Work:
             self._feeding.clear()
             await self._wire.drain()
             fed, self._fed = self._fed, []
-            for call, nbytes in fed:
-                self._consumed(call, nbytes)
+            for call, cost in fed:
+                self._consumed(call, cost)
 
     def credit(self, call: Call) -> None:
         """The call's gateway takes more."""

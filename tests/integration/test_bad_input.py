@@ -332,6 +332,34 @@ def test_a_slow_reader_ends_in_slow_consumer_and_harms_nobody(cluster: Cluster) 
     assert memory(cluster.pid("gateway")) - before < 64 * MIB
 
 
+def test_a_slow_reader_of_empty_values_fills_nobodys_memory(cluster: Cluster, tmp_path: Path) -> None:
+    """A value of no bytes is an object in every process on its way: the generator is paused all the same."""
+    count, mark = 3_000_000, tmp_path / "mark"
+    deploy(cluster, "tiny_output", name="tiny")
+    assert cluster.http.post("/fn/tiny", json={"count": 2}).json() == ["", ""]
+    pids = [cluster.pid("gateway"), cluster.pid("invoker"), worker_of(cluster, "tiny")]
+    before = [memory(pid) for pid in pids]
+    reader = SlowReader(cluster, "tiny", {"count": count, "mark": str(mark)})
+    try:
+        most = list(before)
+
+        def closed() -> bool:
+            most[:] = [max(pair) for pair in zip(most, map(memory, pids), strict=True)]
+            return mark.exists()
+
+        wait(closed, 30 * slack(), "the function is cancelled")
+        text = reader.rest(within_s=SLOW_S + 10 * slack())
+    finally:
+        reader.close()
+    events, error, done = parse(text)
+    assert error is not None
+    assert error["code"] == "slow_consumer"
+    assert not done
+    assert int(mark.read_text()) < count / 2, "the generator was paused"
+    assert len(events) <= int(mark.read_text())
+    assert [now - then < 24 * MIB for now, then in zip(most, before, strict=True)] == [True] * 3, (before, most)
+
+
 class SlowReader:
     """Reads one byte a second of a stream, in a thread, until ``rest`` reads all that is still there."""
 

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from sllm_runtime.protocol.errors import ErrorBody
-from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.limits import FRAME_COST, PROTOCOL_VERSION
 from sllm_runtime.protocol.timeline import Span
 
 
@@ -37,6 +37,11 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: bytes
     more: bool = False
     """This value goes on in the next frame (values above MAX_PART come in parts)."""
+
+    @property
+    def cost(self) -> int:
+        """Bytes that credit counts for it."""
+        return len(self.data) + FRAME_COST
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +109,7 @@ class CallHead(msgspec.Struct, frozen=True, kw_only=True):
     """Resume: outputs the caller already has; ``delivered_hash`` is the 16-byte BLAKE2b of their bytes in order."""
     delivered_hash: bytes = b""
     credit: int = 0
-    """Bytes of frames the node may send at once."""
+    """Bytes of frames (``Frame.cost``) the node may send at once."""
     traceparent: str = ""
 
 
@@ -133,7 +138,7 @@ class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """All frames below ``next_index`` are here (drop them); frames may be sent up to cumulative ``limit`` bytes."""
+    """All frames below ``next_index`` are here (drop them); frames may be sent up to ``limit``, a sum of costs."""
 
     call: str
     epoch: int

@@ -17,7 +17,12 @@ MAX_PART: Final = 256 * KIB
 MAX_BODY: Final = 32 * MIB
 MAX_BUNDLE: Final = 100 * MIB
 WINDOW: Final = 1 * MIB
-"""Bytes of one call that may be in flight or buffered for its reader."""
+"""Bytes of one call that may be in flight or buffered for its reader, as credit counts them."""
+FRAME_COST: Final = 64
+"""What credit counts for a frame beside its data: a frame is an object in every process on its way, also one of no or
+one byte. Everything that grants, takes or checks credit counts by ``Frame.cost``."""
+FRAME_ENVELOPE: Final = 24
+"""Room in a message for what travels with a frame's data."""
 BATCH_BYTES: Final = 384 * KIB
 """A message of frames is closed when it holds this much (leaves room for one part and the envelope)."""
 

@@ -2,21 +2,18 @@
 
 Sans-I/O: the owner feeds what arrived and the time, and asks what to send. ``Outbox`` keeps frames until they are
 acknowledged; ``Inbox`` hands each frame on once and in order. Credit is a cumulative limit in bytes (as QUIC's
-MAX_DATA), so a repeated or re-ordered acknowledgement can do no harm.
+MAX_DATA), so a repeated or re-ordered acknowledgement can do no harm. A frame takes ``Frame.cost`` of it, which is more
+than its data: bytes below are such bytes.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Final
 
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.frames import Frame, FrameKind
-
-MAX_AHEAD: Final = 4096
-"""Frames that are kept before their turn."""
 
 
 class Outbox:
@@ -46,7 +43,7 @@ class Outbox:
         self.next_index += 1
         self.ended = kind is FrameKind.END
         if not self.ended:
-            self.pushed_bytes += len(data)
+            self.pushed_bytes += frame.cost
         self._unacked.append(frame)
         return frame
 
@@ -57,15 +54,14 @@ class Outbox:
                 raise ProtocolError(f"frame {frame.index} of a stream whose next is {self.next_index}")
             if self.ended:
                 raise ProtocolError("frame after the end of its stream")
-            nbytes = len(frame.data)
-            if nbytes > limits.MAX_PART:
-                raise ProtocolError(f"frame of {nbytes} bytes is above the limit of {limits.MAX_PART}")
+            if len(frame.data) > limits.MAX_PART:
+                raise ProtocolError(f"frame of {len(frame.data)} bytes is above the limit of {limits.MAX_PART}")
             self._unacked.append(frame)
             self.next_index += 1
             if frame.kind is FrameKind.END:
                 self.ended = True
             else:
-                self.pushed_bytes += nbytes
+                self.pushed_bytes += frame.cost
 
     def push_value(self, kind: FrameKind, data: bytes) -> None:
         """Append a value of any size, in parts where it needs them."""
@@ -81,14 +77,14 @@ class Outbox:
         taken: list[Frame] = []
         while self._cursor < self.next_index and budget > 0:
             frame = self._unacked[self._cursor - self.acked]
-            size = len(frame.data)
-            if self._sent_bytes + size > self.limit and frame.kind is not FrameKind.END:
+            cost = frame.cost
+            if self._sent_bytes + cost > self.limit and frame.kind is not FrameKind.END:
                 break
-            if taken and size > budget:
+            if taken and len(frame.data) > budget:
                 break
             taken.append(frame)
-            budget -= size + 16
-            self._sent_bytes += size
+            budget -= len(frame.data) + limits.FRAME_ENVELOPE
+            self._sent_bytes += cost
             self._cursor += 1
         return tuple(taken)
 
@@ -102,19 +98,19 @@ class Outbox:
             self.acked += 1
             if self._cursor < self.acked:  # a resend had moved the cursor back over it
                 self._cursor = self.acked
-                self._sent_bytes += len(frame.data)
+                self._sent_bytes += frame.cost
 
     def on_resend(self, index: int) -> None:
         """Send again from ``index``. What is acknowledged is gone; asking for it again is a late message."""
         index = max(index, self.acked)
         while self._cursor > index:
             self._cursor -= 1
-            self._sent_bytes -= len(self._unacked[self._cursor - self.acked].data)
+            self._sent_bytes -= self._unacked[self._cursor - self.acked].cost
 
     @property
     def unacked_bytes(self) -> int:
         """Bytes held for the other side."""
-        return sum(len(frame.data) for frame in self._unacked)
+        return sum(frame.cost for frame in self._unacked)
 
     @property
     def blocked(self) -> bool:
@@ -156,35 +152,38 @@ class Inbox:
         self.heard = now
         ready: list[Frame] = []
         for frame in frames:
-            if frame.index < self.next_index or self.ended:
-                self._ack_since = now if self._ack_since is None else self._ack_since  # the ack was lost
+            if self.ended or frame.index != self.next_index:
+                self._out_of_turn(frame, now)
                 continue
-            self._known = max(self._known, frame.index + 1)
-            if frame.index == self.next_index:
-                self._accept(frame, ready)
-            elif frame.index not in self._ahead and self._fits(frame):
-                self._ahead[frame.index] = frame
-                self.ahead_bytes += len(frame.data)
-            while (following := self._ahead.pop(self.next_index, None)) is not None:
-                self.ahead_bytes -= len(following.data)
+            self._accept(frame, ready)
+            while self._ahead and (following := self._ahead.pop(self.next_index, None)) is not None:
+                self.ahead_bytes -= following.cost
                 self._accept(following, ready)
         if ready:
             self._wait = limits.RESEND_AFTER_S
-            self._ack_since = now if self._ack_since is None else self._ack_since
+            if self._ack_since is None:
+                self._ack_since = now
         self._gap_since = (now if self._gap_since is None else self._gap_since) if self.gap else None
         return ready
 
-    def _fits(self, frame: Frame) -> bool:
-        """Whether a frame that came early may be kept; one that is dropped will be sent again."""
-        return len(self._ahead) < MAX_AHEAD and self.ahead_bytes + len(frame.data) <= self.window
+    def _out_of_turn(self, frame: Frame, now: float) -> None:
+        """A frame that was here before, or one that came early: that is kept if it fits, else it will be sent again."""
+        if self.ended or frame.index < self.next_index:
+            self._ack_since = now if self._ack_since is None else self._ack_since  # the ack was lost
+            return
+        self._known = max(self._known, frame.index + 1)
+        if frame.index not in self._ahead and self.ahead_bytes + frame.cost <= self.window:
+            self._ahead[frame.index] = frame
+            self.ahead_bytes += frame.cost
 
     def _accept(self, frame: Frame, ready: list[Frame]) -> None:
         if self.ended:
             return
-        if self.received_bytes + len(frame.data) > self.limit and frame.kind is not FrameKind.END:
+        received = self.received_bytes + frame.cost
+        if received > self.limit and frame.kind is not FrameKind.END:
             raise ProtocolError(f"frame {frame.index} is beyond the credit of {self.limit} bytes")
         self.next_index += 1
-        self.received_bytes += len(frame.data)
+        self.received_bytes = received
         self.ended = frame.kind is FrameKind.END
         ready.append(frame)
 

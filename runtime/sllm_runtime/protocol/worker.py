@@ -53,7 +53,7 @@ class CallBody(msgspec.Struct, frozen=True, tag="body"):
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """Frames of this call may be sent up to cumulative ``limit`` bytes of data."""
+    """Frames of this call may be sent up to ``limit``, the sum of their costs (``Frame.cost``)."""
 
     number: int
     limit: int

@@ -16,7 +16,8 @@ from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, Draining, Erro
 from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, StartCall
 from sllm_runtime.worker import console
 from sllm_runtime.worker.call import Call, current
-from sllm_runtime.worker.outgoing import CallEnded, Outgoing, Sender
+from sllm_runtime.worker.outgoing import CallEnded, Outgoing
+from sllm_runtime.worker.sender import Sender
 
 log = logging.getLogger(__name__)
 _MESSAGE_CHARS = 2000

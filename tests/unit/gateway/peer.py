@@ -153,7 +153,7 @@ class ScriptedNode:
         now = asyncio.get_running_loop().time()
         for frame in run.inbox.on_frames(frames, now):
             run.body += frame.data
-            run.inbox.consume(len(frame.data))
+            run.inbox.consume(frame.cost)
         if len(run.body) >= run.head.body_bytes:
             run.has_body.set()
         if (ack := run.inbox.ack(now, force=True)) is not None:

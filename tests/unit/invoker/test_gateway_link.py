@@ -67,13 +67,13 @@ def test_a_small_call_does_not_wait_for_a_large_one() -> None:
 
 def test_what_credit_holds_back_is_sent_when_it_comes() -> None:
     link = GatewayLink("gw", never, lambda: 0.0)
-    call = a_call(1, credit=10)
+    call = a_call(1, credit=10 + limits.FRAME_COST)
     call.push([Frame(0, FrameKind.OUTPUT, bytes(8)), Frame(1, FrameKind.OUTPUT, bytes(8))], 0.0)
     link.dirty(call)
     message = link.collect()
     assert message is not None
     assert link.collect() is None
-    assert call.on_ack(1, 100, 0.0)
+    assert call.on_ack(1, 1000, 0.0)
     link.dirty(call)
     message = link.collect()
     assert message is not None

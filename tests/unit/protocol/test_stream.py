@@ -14,6 +14,7 @@ from sllm_runtime.protocol.frames import Frame, FrameKind
 from sllm_runtime.protocol.stream import Inbox, Outbox
 
 STEP_S = 0.05
+COST = limits.FRAME_COST
 WINDOW = 1000
 """Small, so that credit runs out all the time."""
 MOST_STEPS = 20_000
@@ -68,7 +69,7 @@ class Pair:
             self._read()
             self._tend()
             assert self.unread <= WINDOW
-            assert self.outbox.unacked_bytes <= WINDOW * 2 + max(self.sizes, default=0)
+            assert self.outbox.unacked_bytes <= WINDOW * 2 + max(self.sizes, default=0) + 2 * COST
             if self.outbox.done and not self.unread:
                 return
         pytest.fail(f"not over after {MOST_STEPS} steps: {self.outbox.acked} of {len(self.sizes) + 1} acknowledged")
@@ -94,7 +95,7 @@ class Pair:
         if kind == "frames":
             ready = self.inbox.on_frames(content[0], self.time)
             self.got += ready
-            self.unread += sum(len(frame.data) for frame in ready if frame.kind is not FrameKind.END)
+            self.unread += sum(frame.cost for frame in ready if frame.kind is not FrameKind.END)
         elif kind == "beat":
             self.inbox.on_beat(content[0], self.time)
         elif kind == "ack":
@@ -117,7 +118,7 @@ class Pair:
 
 
 @given(
-    sizes=st.lists(st.integers(0, WINDOW), max_size=60),
+    sizes=st.lists(st.integers(0, WINDOW - COST), max_size=60),
     seed=st.integers(0, 2**32),
     loss=st.floats(0, 0.5),
     repeat=st.floats(0, 0.5),
@@ -152,39 +153,58 @@ def test_a_value_of_any_size_travels_in_parts(value: bytes, budget: int) -> None
 
 
 def test_a_lost_acknowledgement_of_a_blocked_sender_is_said_again_after_a_beat() -> None:
-    outbox, inbox = Outbox(10), Inbox(10)
+    one = 10 + COST
+    outbox, inbox = Outbox(one), Inbox(one)
     outbox.push(FrameKind.OUTPUT, b"x" * 10)
     inbox.on_frames(outbox.take(), 0.0)
-    inbox.consume(10)
-    assert inbox.ack(1.0) == (1, 20)  # lost
+    inbox.consume(one)
+    assert inbox.ack(1.0) == (1, 2 * one)  # lost
     outbox.push(FrameKind.OUTPUT, b"y" * 10)
     assert outbox.blocked
     inbox.on_beat(1, 2.0)
-    assert inbox.ack(2.0) == (1, 20)
-    outbox.on_ack(1, 20)
+    assert inbox.ack(2.0) == (1, 2 * one)
+    outbox.on_ack(1, 2 * one)
     assert [frame.index for frame in outbox.take()] == [1]
 
 
 def test_frames_beyond_the_credit_are_refused() -> None:
-    inbox = Inbox(10)
+    inbox = Inbox(10 + COST)
     inbox.on_frames([Frame(0, FrameKind.OUTPUT, b"x" * 10)], 0.0)
     with pytest.raises(ProtocolError, match="credit"):
-        inbox.on_frames([Frame(1, FrameKind.OUTPUT, b"x")], 0.0)
+        inbox.on_frames([Frame(1, FrameKind.OUTPUT, b"")], 0.0)
+
+
+@pytest.mark.parametrize("data", [b"", b"1"])
+def test_frames_of_little_data_are_not_free(data: bytes) -> None:
+    outbox, inbox = Outbox(), Inbox()
+    for _ in range(limits.WINDOW):
+        outbox.push(FrameKind.OUTPUT, data)
+        if outbox.blocked:
+            break
+    while frames := outbox.take():
+        inbox.on_frames(frames, 0.0)
+    assert inbox.next_index == outbox.next_index - 1 == limits.WINDOW // (COST + len(data))
+    with pytest.raises(ProtocolError, match="credit"):
+        inbox.on_frames([Frame(inbox.next_index, FrameKind.OUTPUT, data)], 0.0)
+    early = Inbox()
+    early.on_frames([Frame(index, FrameKind.OUTPUT, data) for index in range(1, limits.WINDOW // 16)], 0.0)
+    assert limits.WINDOW // 2 < early.ahead_bytes <= limits.WINDOW
 
 
 def test_what_comes_early_is_kept_within_the_window() -> None:
-    inbox = Inbox(10)
+    inbox = Inbox(3 * (5 + COST))
     inbox.on_frames([Frame(index, FrameKind.OUTPUT, b"x" * 5) for index in range(1, 100)], 0.0)
-    assert inbox.ahead_bytes <= 10
-    assert [frame.index for frame in inbox.on_frames([Frame(0, FrameKind.OUTPUT, b"")], 0.0)] == [0, 1, 2]
+    inbox.consume(COST)
+    assert inbox.ahead_bytes <= 3 * (5 + COST)
+    assert [frame.index for frame in inbox.on_frames([Frame(0, FrameKind.OUTPUT, b"")], 0.0)] == [0, 1, 2, 3]
 
 
 def test_the_end_needs_no_credit() -> None:
-    outbox, inbox = Outbox(10), Inbox(10)
+    outbox, inbox = Outbox(10 + COST), Inbox(10 + COST)
     outbox.push(FrameKind.OUTPUT, b"x" * 10)
     outbox.push(FrameKind.END, b"e" * 100)
     assert [frame.kind for frame in inbox.on_frames(outbox.take(), 0.0)] == [FrameKind.OUTPUT, FrameKind.END]
-    assert inbox.ack(0.0) == (2, 10)
+    assert inbox.ack(0.0) == (2, 10 + COST)
 
 
 def test_misuse_is_refused() -> None:
@@ -212,7 +232,7 @@ def test_frames_that_have_their_index_are_taken_as_they_are() -> None:
     with pytest.raises(ProtocolError, match="frame 2 of a stream whose next is 1"):
         relay.extend(frames[2:])
     relay.extend(frames[1:])
-    assert (relay.take(), relay.pushed_bytes, relay.ended) == (frames, 5, True)
+    assert (relay.take(), relay.pushed_bytes, relay.ended) == (frames, 5 + 2 * COST, True)
     with pytest.raises(ProtocolError, match="after the end"):
         relay.extend([Frame(3, FrameKind.OUTPUT, b"")])
     with pytest.raises(ProtocolError, match="above the limit"):

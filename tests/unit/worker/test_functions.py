@@ -150,11 +150,11 @@ def test_a_reader_without_credit_pauses_the_generator(start: Start, tmp_path: Pa
 
 def test_an_async_generator_pauses_too(start: Start) -> None:
     worker = start("slow_async_stream", kind="async_generator")
-    number = worker.call({"count": 6, "pause": 0}, credit=2)
+    number = worker.call({"count": 6, "pause": 0}, credit=2 * (1 + limits.FRAME_COST))
     answer = worker.outputs(number, 2)
     worker.until(lambda: len(worker.beats) >= 2)
     assert answer.outputs == [0, 1]
-    worker.credit(number, 100)
+    worker.credit(number, 10**6)
     assert worker.finish(number).outputs == list(range(6))
 
 
@@ -177,7 +177,7 @@ def test_cancel_stops_at_the_next_yield_and_runs_finally(start: Start, tmp_path:
 def test_cancel_wakes_a_generator_that_waits_for_its_reader(start: Start, tmp_path: Path) -> None:
     worker = start("slow_stream", kind="generator")
     mark = tmp_path / "mark"
-    number = worker.call({"pause": 0, "mark": str(mark)}, credit=10)
+    number = worker.call({"pause": 0, "mark": str(mark)}, credit=10 * (1 + limits.FRAME_COST))
     worker.outputs(number, 10)
     worker.cancel(number, "slow_consumer")
     assert worker.finish(number).error.code == "slow_consumer"

@@ -19,7 +19,8 @@ from sllm_runtime.protocol.frames import End, Frame, FrameKind
 from sllm_runtime.protocol.worker import CallFrames, FromWorker, Log
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.console import MAX_LINE, LineWriter, current_call
-from sllm_runtime.worker.outgoing import CallEnded, Outgoing, Sender
+from sllm_runtime.worker.outgoing import CallEnded, Outgoing
+from sllm_runtime.worker.sender import Sender
 from sllm_runtime.worker.values import encode
 
 
@@ -107,7 +108,7 @@ def test_what_accumulated_goes_out_together_and_bounded(wired: Wired) -> None:
 
 def test_credit_bounds_a_thread(wired: Wired) -> None:
     wired.sender.start()
-    outgoing = Outgoing(1, wired.sender, 10)
+    outgoing = Outgoing(1, wired.sender, 10 + 2 * limits.FRAME_COST)
     sent = []
 
     def produce() -> None:
@@ -120,7 +121,7 @@ def test_credit_bounds_a_thread(wired: Wired) -> None:
     frames = wired.frames(1)
     assert [next(frames).index for _ in range(2)] == [0, 1]
     assert not outgoing.try_send(FrameKind.IDS, b"1")
-    outgoing.grant(20)
+    outgoing.grant(20 + 4 * limits.FRAME_COST)
     outgoing.grant(5)  # late: cumulative limits never shrink
     assert [next(frames).index for _ in range(2)] == [2, 3]
     thread.join(20)
@@ -143,7 +144,7 @@ async def test_credit_and_cancel_wake_a_coroutine(wired: Wired) -> None:
     first = asyncio.create_task(outgoing.asend(FrameKind.OUTPUT, b"12", 20))
     await asyncio.sleep(0)
     assert not first.done()
-    outgoing.grant(2)
+    outgoing.grant(2 + limits.FRAME_COST)
     await first
     second = asyncio.create_task(outgoing.asend(FrameKind.OUTPUT, b"12", 20))
     await asyncio.sleep(0)
