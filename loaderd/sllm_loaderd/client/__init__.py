@@ -2,7 +2,7 @@
 
 from sllm_loaderd.client.control import LoaderControl
 from sllm_loaderd.client.load import SessionLoad
-from sllm_loaderd.client.mapping import Mapping
+from sllm_loaderd.client.mapping import Mapping, PartitionMemory
 from sllm_loaderd.client.session import LoaderSession
 
-__all__ = ["LoaderControl", "LoaderSession", "Mapping", "SessionLoad"]
+__all__ = ["LoaderControl", "LoaderSession", "Mapping", "PartitionMemory", "SessionLoad"]

@@ -10,10 +10,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from sllm_loaderd.client.mapping import Mapping
+from sllm_loaderd.client.device_memory import open_device_memory
+from sllm_loaderd.client.mapping import Mapping, PartitionMemory
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, BlockRecord, CheckpointIndex, decode_index, rank_blocks
 from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, ProtocolError, SllmError, Unavailable
-from sllm_runtime.protocol.loader import Cancel, Chunks, Detach, Done, Failed, Files, LoadProgress, Message, Ready
+from sllm_runtime.protocol.loader import (
+    Cancel,
+    Chunks,
+    Detach,
+    DeviceMemory,
+    Done,
+    Failed,
+    Files,
+    LoadProgress,
+    Message,
+    Ready,
+)
 
 DEADLINE_S: Final = 60.0
 T = TypeVar("T")
@@ -32,8 +44,8 @@ class SessionLoad:
         self._error: SllmError | None = None
         self._files: dict[str, bytes] = {}
         self._index: CheckpointIndex | None = None
-        self._mapping: Mapping | None = None
-        self._mapped = False
+        self._placing: Mapping | None = None  # chunks come one message after the other
+        self._memory: PartitionMemory | None = None
         self._ready: set[int] = set()
         self._done = False
         self._cold: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # holds each block at most once, and the end
@@ -56,9 +68,9 @@ class SessionLoad:
         """Blocks of this partition; a block's number is its place."""
         return rank_blocks(self.index(timeout), self.partition)
 
-    def attach(self, timeout: float = DEADLINE_S) -> Mapping:
-        """The partition's memory, all chunks in place. No byte of a block may be touched before ``wait(block)``."""
-        return self._wait(lambda: self._mapping if self._mapped else None, timeout, "its memory")
+    def attach(self, timeout: float = DEADLINE_S) -> PartitionMemory:
+        """The partition's memory, all in place. No byte of a block may be touched before ``wait(block)``."""
+        return self._wait(lambda: self._memory, timeout, "its memory")
 
     def wait(self, block: int, timeout: float = DEADLINE_S) -> None:
         """Until a block's bytes are there."""
@@ -85,8 +97,9 @@ class SessionLoad:
         self._end(Cancelled("the load was given up here"))
         if self._populator is not None and self._populator is not threading.current_thread():
             self._populator.join()
-        if self._mapping is not None:
-            self._mapping.release()
+        for memory in (self._placing, self._memory):
+            if memory is not None:
+                memory.release()
 
     # --- for the session's reader ---------------------------------------------------------------------
     def heard(self, message: Message, fds: Sequence[int]) -> None:
@@ -95,6 +108,8 @@ class SessionLoad:
             self._take_files(message, fds[0])
         elif isinstance(message, Chunks):
             self._place(message, fds)
+        elif isinstance(message, DeviceMemory):
+            self._attached(open_device_memory(message, fds))
         elif isinstance(message, LoadProgress):
             self.progress = (message.done, message.total)
         elif isinstance(message, Ready):
@@ -111,40 +126,42 @@ class SessionLoad:
             files = {entry.name: os.pread(fd, entry.nbytes, entry.offset) for entry in message.files}
         finally:
             os.close(fd)
+        self._files = files
         index = decode_index(files[INDEX_NAME])
-        mapping = Mapping(index.partition(self.partition).nbytes, index.chunk_bytes)
-        self._files, self._mapping = files, mapping
         self._change(lambda: setattr(self, "_index", index))
 
     def _place(self, message: Chunks, fds: Sequence[int]) -> None:
-        mapping = self._mapping
-        if mapping is None:
-            for fd in fds:
-                os.close(fd)
-            raise ProtocolError("chunks came before the index")
         waiting = list(fds)
         try:
+            if self._index is None:
+                raise ProtocolError("chunks came before the index")
+            if self._placing is None:
+                self._placing = Mapping(self._index.partition(self.partition).nbytes, message.chunk_bytes)
             for number in message.numbers:
-                mapping.place(number, waiting.pop(0))
+                self._placing.place(number, waiting.pop(0))
         finally:
             for fd in waiting:
                 os.close(fd)
         if message.last:
-            self._change(lambda: setattr(self, "_mapped", True))
-            self._populator = threading.Thread(target=self._populate, name="sllm-populate", daemon=True)
-            self._populator.start()
+            self._placing.placed()
+            self._attached(self._placing)
 
-    def _populate(self) -> None:
+    def _attached(self, memory: PartitionMemory) -> None:
+        self._change(lambda: setattr(self, "_memory", memory))
+        self._populator = threading.Thread(target=self._populate, args=(memory,), name="sllm-populate", daemon=True)
+        self._populator.start()
+
+    def _populate(self, memory: PartitionMemory) -> None:
         """Fill in page tables block by block while later blocks still come. A thread of its own."""
-        mapping, blocks = self._mapping, self.blocks()
+        blocks = self.blocks()
         warm: set[int] = set()
-        while mapping is not None and (number := self._cold.get()) is not None:
-            mapping.populate(blocks[number].offset, blocks[number].nbytes)
+        while (number := self._cold.get()) is not None:
+            memory.populate(blocks[number].offset, blocks[number].nbytes)
             warm.add(number)
-        if mapping is not None and self._done and self._error is None and not self._partial:
+        if self._done and self._error is None and not self._partial:
             for number, block in enumerate(blocks):
                 if number not in warm and block.nbytes:
-                    mapping.populate(block.offset, block.nbytes)
+                    memory.populate(block.offset, block.nbytes)
 
     @property
     def _partial(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Final
 PROT_NONE: Final = 0
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
+MADV_HUGEPAGE: Final = 14
 MADV_POPULATE_READ: Final = 22
 MADV_POPULATE_WRITE: Final = 23
 HUGE_PAGE: Final = 2 * 2**20
@@ -82,3 +83,8 @@ def advise(address: int, size: int, advice: int) -> bool:
 def view(address: int, size: int) -> memoryview:
     """The bytes at ``address``; valid only as long as the mapping is."""
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of ``view`` are; it has to be of a writable kind, whatever the pages behind it allow."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))

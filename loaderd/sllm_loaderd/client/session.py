@@ -15,7 +15,19 @@ from sllm_loaderd.client.load import DEADLINE_S, SessionLoad
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol.codec import pack, unpack
 from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
-from sllm_runtime.protocol.loader import START, Answer, Chunks, Failed, Files, Hello, Load, Message, Welcome
+from sllm_runtime.protocol.loader import (
+    CPU,
+    START,
+    Answer,
+    Chunks,
+    DeviceMemory,
+    Failed,
+    Files,
+    Hello,
+    Load,
+    Message,
+    Welcome,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +70,25 @@ class LoaderSession:
         """Partitions it has rights to; empty: all."""
         return self._welcome.partitions
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Digests of the adapters (LoRA) that it may load beside the model."""
+        return self._welcome.adapters
+
     def load(
         self,
         partition: int = 0,
         blocks: Sequence[tuple[int, int]] = (),
         *,
-        device: str = "cpu",
+        device: str = CPU,
         priority: str = START,
+        adapter: str = "",
     ) -> SessionLoad:
-        """Ask for a partition, or ordered ranges of its blocks; returns at once. Raises ``Unavailable``."""
+        """Ask for a partition, or ordered ranges of its blocks; returns at once. Raises ``Unavailable``.
+
+        ``device``: where its memory shall be: ``cpu`` or what the node has (``fake:0``, ``cuda:0``).
+        ``adapter``: one of ``adapters``, in place of the model.
+        """
         number = next(self._numbers)
         load = SessionLoad(self.send, self._drop, number, partition)
         self._loads[number] = load
@@ -76,7 +98,7 @@ class LoaderSession:
             blocks=tuple(blocks),
             device=device,
             priority=priority,
-            model=self.model,
+            model=adapter or self.model,
         )
         try:
             self.send(request)
@@ -140,7 +162,7 @@ class LoaderSession:
 
     def _dispatch(self, payload: bytes) -> None:
         message = _decoded(payload)
-        fds = self._wire.fds.take(message.fds) if isinstance(message, Files | Chunks) else []
+        fds = self._wire.fds.take(message.fds) if isinstance(message, Files | Chunks | DeviceMemory) else []
         load = self._loads.get(getattr(message, "request", 0))
         if load is not None:
             load.heard(message, fds)

@@ -14,7 +14,11 @@ class Allocation(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size: at least what was asked for."""
+        """What was asked for."""
+
+    @property
+    def size(self) -> int:
+        """What it takes of the device."""
 
     @property
     def kind(self) -> str:
@@ -51,6 +55,10 @@ class Device(Protocol):
     @property
     def path(self) -> str:
         """Its copy queue: ``link fake:0``."""
+
+    @property
+    def uuid(self) -> bytes:
+        """What it is called by its driver, in every process; empty for a fake one."""
 
     @property
     def threads(self) -> int:

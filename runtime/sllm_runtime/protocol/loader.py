@@ -186,6 +186,16 @@ class Detach(Message, frozen=True, kw_only=True):
     request: int
 
 
+class Reorder(Message, frozen=True, kw_only=True):
+    """The blocks of these ranges first, in this order, while ``Load`` number ``request`` runs; the others keep theirs.
+
+    Not answered, but by ``Failed`` (and the load's end) for blocks that are not there.
+    """
+
+    request: int
+    blocks: tuple[tuple[int, int], ...]
+
+
 # --- answers --------------------------------------------------------------------------------------
 class Done(Message, frozen=True, kw_only=True):
     """The request is complete; for ``Load``: every block asked for is ready."""
@@ -237,14 +247,18 @@ class Chunks(Message, frozen=True, kw_only=True):
 
 
 class DeviceMemory(Message, frozen=True, kw_only=True):
-    """A partition's memory on ``device``, in place of ``Chunks``: ``nbytes``, of ``kind`` MEMFD or POSIX_FD with one
-    descriptor, or CUDA_IPC with its ``handle``. Tensors lie at their offsets in it; no byte before ``Ready``.
+    """A partition's memory on ``device``, in place of ``Chunks``: the first ``nbytes`` of an allocation of ``size``.
+
+    ``kind`` is MEMFD or POSIX_FD with one descriptor, or CUDA_IPC with its ``handle``. ``uuid``: the GPU, which may
+    have another number in the sandbox. Tensors lie at their offsets; no byte may be read before ``Ready``.
     """
 
     request: int
     device: str
     nbytes: int
+    size: int
     kind: str
+    uuid: bytes = b""
     handle: bytes = b""
     fds: int = 1
 
@@ -393,7 +407,7 @@ ControlRequest: TypeAlias = (
     Hello | Register | ListModels | Describe | Validate | Delete | Load | Pin | Evict | Reserve | Grant | Gone
     | GetStatus | Cancel | Adopt | Stored
 )  # fmt: skip
-SandboxRequest: TypeAlias = Hello | Load | Detach | Cancel
+SandboxRequest: TypeAlias = Hello | Load | Detach | Reorder | Cancel
 Answer: TypeAlias = (
     Welcome | Done | Failed | LoadProgress | Files | Chunks | DeviceMemory | Ready | Granted | ModelInfo | ModelList
     | Status | Store | Unstore | Adopted

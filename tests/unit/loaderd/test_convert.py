@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from sllm_loaderd.client import memory
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.convert.safetensors import SafetensorsSource
-from sllm_loaderd.devices.cpu import BoundTensors
+from sllm_loaderd.devices.tensors import BoundTensors, base_tensor
 from sllm_loaderd.verify import Checkpoint, describe, open_checkpoint, validate_checkpoint
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, InvalidCheckpoint, SllmError, UnsupportedModel
@@ -35,7 +35,7 @@ def bound(checkpoint: Checkpoint) -> BoundTensors:
     import ctypes
 
     data = (checkpoint.directory / partition_name(0)).read_bytes()
-    return BoundTensors(checkpoint.index, 0, (ctypes.c_ubyte * len(data)).from_buffer_copy(data))
+    return BoundTensors(checkpoint.index, 0, base_tensor((ctypes.c_ubyte * len(data)).from_buffer_copy(data)))
 
 
 @pytest.fixture(scope="module", params=sorted(BUILDERS))

@@ -22,7 +22,7 @@ import pytest
 from sllm_loaderd.client import LoaderControl, LoaderSession
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.daemon.usage import used_inodes
-from sllm_loaderd.devices.cpu import CpuDevice
+from sllm_loaderd.devices.tensors import bind
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.codec import pack
 from sllm_runtime.protocol.errors import (
@@ -102,7 +102,7 @@ async def test_a_hugging_face_directory_becomes_tensors_in_a_sandbox(tmp_path: P
         async with session(daemon, info.model) as opened:
             assert opened.model == info.model
             load = opened.load()
-            tensors = await asyncio.to_thread(CpuDevice().bind, load)
+            tensors = await asyncio.to_thread(bind, load)
             await asyncio.to_thread(load.wait_all)
             files = load.files()
             assert files["tokenizer.json"] == (tmp_path / "source" / "tokenizer.json").read_bytes()
@@ -155,7 +155,7 @@ async def test_reading_makes_no_page_private_and_writing_is_seen_by_nobody_else(
     info = await daemon.control.register(str(checkpoint))
     async with session(daemon, info.model, "a") as one, session(daemon, info.model, "b") as two:
         loads = [one.load(), two.load()]
-        tensors = [await asyncio.to_thread(CpuDevice().bind, load) for load in loads]
+        tensors = [await asyncio.to_thread(bind, load) for load in loads]
         for load in loads:
             await asyncio.to_thread(load.wait_all)
         name = "layers.2.weight"
@@ -175,7 +175,7 @@ async def test_reading_makes_no_page_private_and_writing_is_seen_by_nobody_else(
             load.detach()
     async with session(daemon, info.model, "c") as three:
         load = three.load()
-        fresh = await asyncio.to_thread(CpuDevice().bind, load)
+        fresh = await asyncio.to_thread(bind, load)
         await asyncio.to_thread(load.wait_all)
         assert bool((fresh[name] == before).all())
         load.detach()
@@ -186,7 +186,7 @@ async def test_some_blocks_in_another_order(daemon: LoaderProcess, checkpoint: P
     arrays = numbers_model(checkpoint.parent / "same")
     async with session(daemon, info.model) as opened:
         load = opened.load(blocks=[(3, 3), (1, 1)])
-        tensors = await asyncio.to_thread(CpuDevice().bind, load)
+        tensors = await asyncio.to_thread(bind, load)
         await asyncio.to_thread(load.wait, 3)
         await asyncio.to_thread(load.wait_all)
         for layer in (0, 2):
@@ -370,7 +370,7 @@ async def test_a_model_without_a_byte(daemon: LoaderProcess, tmp_path: Path) -> 
     info = await daemon.control.register(str(tmp_path / "c"))
     async with session(daemon, info.model) as opened:
         load = opened.load()
-        tensors = await asyncio.to_thread(CpuDevice().bind, load)
+        tensors = await asyncio.to_thread(bind, load)
         await asyncio.to_thread(load.wait_all)
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"a": (0, 3), "b": (0,)}
         load.detach()
@@ -505,7 +505,7 @@ async def test_kill_9_in_mid_use(tmp_path: Path, checkpoint: Path) -> None:
         info = await daemon.control.register(str(checkpoint))
         async with session(daemon, info.model) as opened:
             load = opened.load()
-            tensors = await asyncio.to_thread(CpuDevice().bind, load)
+            tensors = await asyncio.to_thread(bind, load)
             await asyncio.to_thread(load.wait_all)
             (daemon.models / ".staging-left").mkdir()
             before = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,0 +1,89 @@
+"""The CUDA driver through `cuda.bindings`, imported only when a CUDA device is asked for. No torch, no runtime API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from sllm_runtime.protocol.errors import DeviceOutOfMemory, Unavailable
+
+SUPPORTED_ALREADY: Final = ("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
+"""Pinning is portable: another device of this process may have done it, or undone it."""
+
+
+def open_driver() -> Any:
+    """The module `cuda.bindings.driver`, initialised. Raises ``Unavailable``."""
+    try:
+        from cuda.bindings import driver
+
+        status = driver.cuInit(0)[0]
+    except (ImportError, RuntimeError) as error:  # no package, or no libcuda beside it
+        raise Unavailable(
+            f"CUDA cannot be used here: {error}; install sllm[cuda] and NVIDIA's driver, or ask for no CUDA device"
+        ) from error
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise Unavailable(f"CUDA cannot be used here: cuInit says {status.name}; see nvidia-smi")
+    return driver
+
+
+def call(function: Callable[..., Any], *arguments: Any, passing: tuple[str, ...] = ()) -> Any:
+    """What a driver call returns behind its status. Raises ``DeviceOutOfMemory`` or ``Unavailable``.
+
+    ``passing``: names of errors that are none here.
+    """
+    status, *values = function(*arguments)
+    if status.value != 0 and status.name not in passing:
+        kind = DeviceOutOfMemory if status.name == "CUDA_ERROR_OUT_OF_MEMORY" else Unavailable
+        raise kind(f"{function.__name__}: {status.name}; see nvidia-smi for who uses the device", field="device")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class Gpu:
+    """One GPU in this process: its primary context, retained until ``close``."""
+
+    def __init__(self, driver: Any, ordinal: int) -> None:
+        self.driver = driver
+        self.ordinal = ordinal
+        self.device = call(driver.cuDeviceGet, ordinal)
+        self.uuid = bytes(call(driver.cuDeviceGetUuid, self.device).bytes)
+        self._context = call(driver.cuDevicePrimaryCtxRetain, self.device)
+
+    def use(self) -> None:
+        """Make its context the one of this thread."""
+        call(self.driver.cuCtxSetCurrent, self._context)
+
+    def has(self, attribute: str) -> bool:
+        """Whether ``CU_DEVICE_ATTRIBUTE_<attribute>`` is set."""
+        kind = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
+        return bool(call(self.driver.cuDeviceGetAttribute, kind, self.device))
+
+    def close(self) -> None:
+        """Give the context back."""
+        call(self.driver.cuDevicePrimaryCtxRelease, self.device)
+
+
+def map_allocation(gpu: Gpu, handle: Any, size: int) -> int:
+    """Map a VMM allocation where this GPU may read and write it; the device address. Raises ``Unavailable``."""
+    driver = gpu.driver
+    address = call(driver.cuMemAddressReserve, size, 0, 0, 0)
+    try:
+        call(driver.cuMemMap, address, size, 0, handle, 0)
+        try:
+            access = driver.CUmemAccessDesc()
+            access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            access.location.id = gpu.ordinal
+            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            call(driver.cuMemSetAccess, address, size, [access], 1)
+        except BaseException:
+            driver.cuMemUnmap(address, size)
+            raise
+    except BaseException:
+        driver.cuMemAddressFree(address, size)
+        raise
+    return int(address)
+
+
+def unmap_allocation(gpu: Gpu, address: int, size: int) -> None:
+    """Undo ``map_allocation``."""
+    call(gpu.driver.cuMemUnmap, address, size)
+    call(gpu.driver.cuMemAddressFree, address, size)
