@@ -16,6 +16,7 @@ from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import Progress
 
 R = TypeVar("R", bound=msgspec.Struct)
+L = TypeVar("L", ctl.FunctionList, ctl.FunctionInfo, ctl.ModelList, ctl.NodeList)
 
 PATIENCE_S = 30.0
 """A long poll goes on over a restart of the controller for so long."""
@@ -39,6 +40,39 @@ class Controller:
         except DeadlineExceeded as error:
             raise Unavailable(f"the controller does not answer {verb!r}; try again") from error
 
+    # --- lists: all pages of them -------------------------------------------------------------------
+    async def functions(self) -> tuple[ctl.FunctionInfo, ...]:
+        """All functions by name, each with its active and its newest version."""
+        pages = [page async for page in self._pages("functions", ctl.Listing(), ctl.FunctionList)]
+        return ctl.joined(info for page in pages for info in page.functions)
+
+    async def function(self, name: str) -> ctl.FunctionInfo:
+        """One function with all its versions. Raises ``FunctionNotFound``."""
+        pieces = [page async for page in self._pages("function", ctl.FunctionRef(function=name), ctl.FunctionInfo)]
+        (info,) = ctl.joined(pieces)
+        return info
+
+    async def models(self) -> tuple[ctl.ModelInfo, ...]:
+        """All models, the first registered first."""
+        pages = [page async for page in self._pages("models", ctl.Listing(), ctl.ModelList)]
+        return tuple(info for page in pages for info in page.models)
+
+    async def nodes(self, timeout_s: float = 2 * RPC_TIMEOUT_S) -> tuple[ctl.NodeInfo, ...]:
+        """All nodes by name."""
+        pages = [page async for page in self._pages("nodes", ctl.Listing(), ctl.NodeList, timeout_s)]
+        return tuple(info for page in pages for info in page.nodes)
+
+    async def _pages(
+        self, verb: str, request: ctl.Listing, reply: type[L], timeout_s: float = 2 * RPC_TIMEOUT_S
+    ) -> AsyncGenerator[L, None]:
+        while True:
+            page = await self.ask(verb, request, reply, timeout_s=timeout_s)
+            yield page
+            if page.next <= request.after:
+                return
+            request = msgspec.structs.replace(request, after=page.next)
+
+    # --- long polls ---------------------------------------------------------------------------------
     async def poll(
         self, verb: str, request: msgspec.Struct, reply: type[R], over: Callable[[R], bool]
     ) -> AsyncGenerator[Progress | R, None]:

@@ -20,7 +20,7 @@ from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.running import read_running
 from sllm_runtime.platform.settings import Settings
-from sllm_runtime.protocol.ctl import NodeList, Nothing
+from sllm_runtime.protocol.ctl import Listing, NodeList
 from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.subjects import ctl
 from tests.fixtures.cluster import POLL_S, STOP_S, Cluster
@@ -238,7 +238,7 @@ def wait_alive(cluster: Cluster, nodes: set[str]) -> None:
 
     async def alive(bus: Bus) -> bool:
         try:
-            found = await bus.call(ctl("nodes"), Nothing(), NodeList, timeout_s=1)
+            found = await bus.call(ctl("nodes"), Listing(), NodeList, timeout_s=1)
         except (Unavailable, DeadlineExceeded):
             return False
         return {info.record.node for info in found.nodes if info.alive} == nodes

@@ -94,12 +94,11 @@ class Api:
         ]
 
     async def functions(self, request: Request) -> Response:
-        found = await self._controller.ask("functions", ctl.Nothing(), ctl.FunctionList)
-        return shown(FunctionListView(functions=tuple(views.function(info) for info in found.functions)))
+        found = await self._controller.functions()
+        return shown(FunctionListView(functions=tuple(views.function(info) for info in found)))
 
     async def function(self, request: Request) -> Response:
-        ref = ctl.FunctionRef(function=name_of(request))
-        return shown(views.function(await self._controller.ask("function", ref, ctl.FunctionInfo)))
+        return shown(views.function(await self._controller.function(name_of(request))))
 
     async def rollback(self, request: Request) -> Response:
         wanted = await body_of(request, RollbackRequest)
@@ -107,7 +106,7 @@ class Api:
         info = await self._controller.ask("rollback", verb, ctl.FunctionInfo, timeout_s=30)
         if info.record.active is not None:
             await self._table.until_active(info.record.function, info.record.active, ROUTE_WAIT_S)
-        return shown(views.function(info))
+        return shown(views.function(await self._controller.function(info.record.function) if info.next else info))
 
     async def delete(self, request: Request) -> Response:
         """200 when it is gone; 202 when running calls still hold it after ``DELETE_WAIT_S``."""
@@ -130,8 +129,7 @@ class Api:
             await asyncio.sleep(0.05)
 
     async def models(self, request: Request) -> Response:
-        found = await self._controller.ask("models", ctl.Nothing(), ctl.ModelList)
-        return shown(ModelListView(models=tuple(views.model(info) for info in found.models)))
+        return shown(ModelListView(models=tuple(views.model(info) for info in await self._controller.models())))
 
     async def model(self, request: Request) -> Response:
         return await self._model(request, "describe")
@@ -150,14 +148,13 @@ class Api:
         return shown(views.model(await self._controller.ask("model", ref, ctl.ModelInfo, timeout_s=90)))
 
     async def nodes(self, request: Request) -> Response:
-        found = await self._controller.ask("nodes", ctl.Nothing(), ctl.NodeList)
-        return shown(NodeListView(nodes=tuple(views.node(info) for info in found.nodes)))
+        return shown(NodeListView(nodes=tuple(views.node(info) for info in await self._controller.nodes())))
 
     async def status(self, request: Request) -> Response:
         """What is there, also when the controller is not."""
         nodes, there = 0, True
         try:
-            nodes = len((await self._controller.ask("nodes", ctl.Nothing(), ctl.NodeList, timeout_s=2)).nodes)
+            nodes = len(await self._controller.nodes(timeout_s=2))
         except SllmError:
             there = False
         view = StatusView(

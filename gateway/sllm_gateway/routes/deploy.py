@@ -80,8 +80,7 @@ class Deploying:
                 yield sse.event(views.progress(news).model_dump_json().encode(), name="progress")
             elif news.version is not None:
                 await self._table.until_active(news.version.function, news.version.version, ROUTE_WAIT_S)
-                ref = ctl.FunctionRef(function=news.version.function)
-                info = await self._controller.ask("function", ref, ctl.FunctionInfo)
+                info = await self._controller.function(news.version.function)
                 result = DeployResult(
                     function=views.function(info), version=news.version.version, unchanged=news.unchanged
                 )

@@ -17,7 +17,7 @@ from sllm_gateway.events import EventWriter, Source
 from sllm_gateway.follow import messages
 from sllm_gateway.routes.api import name_of
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.protocol import codec, ctl, subjects
+from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import InvalidRequest, ProtocolError
 from sllm_runtime.protocol.events import Event, LogRecord
 from sllm_runtime.protocol.http import API
@@ -58,7 +58,7 @@ class Logs:
                 empty = False
                 yield piece
         if empty:
-            await self._controller.ask("function", ctl.FunctionRef(function=name), ctl.FunctionInfo)
+            await self._controller.function(name)
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)

@@ -11,7 +11,7 @@ import msgspec
 
 from sllm_runtime.control.view import ROUTABLE, Key, View, without
 from sllm_runtime.protocol.codec import to_json
-from sllm_runtime.protocol.ctl import FunctionInfo, ModelInfo, NodeInfo
+from sllm_runtime.protocol.ctl import ModelInfo, NodeInfo
 from sllm_runtime.protocol.errors import Conflict, ErrorBody, FunctionNotFound, ModelNotFound, VersionNotFound
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import FunctionRecord, ModelRecord, VersionRecord
@@ -194,20 +194,6 @@ def drop_model(view: View, digest: str) -> View:
 
 
 # --- for people -----------------------------------------------------------------------------------
-def function_info(view: View, name: str) -> FunctionInfo:
-    """A function with its versions and instances. Raises ``FunctionNotFound``."""
-    record = function_of(view, name)
-    instances = tuple(i.record for i in view.instances.values() if i.key[0] == name and not i.ended)
-    return FunctionInfo(record=record, versions=view.versions_of(name), instances=instances)
-
-
-def summary(view: View, name: str) -> FunctionInfo:
-    """As ``function_info``, with the active and the newest version only: a list must fit one message."""
-    info = function_info(view, name)
-    shown = {info.record.active, info.record.last_version}
-    return msgspec.structs.replace(info, versions=tuple(v for v in info.versions if v.version in shown))
-
-
 def model_info(view: View, record: ModelRecord, problem: str = "") -> ModelInfo:
     """A model with where it lies and who needs it."""
     nodes, users = holders(view, record.digest), used_by(view, record.digest)

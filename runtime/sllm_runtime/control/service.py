@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sllm_runtime.control import registry, routes
+from sllm_runtime.control import listing, registry, routes
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import STORE_S, Deployments
 from sllm_runtime.control.ledger import Ledger
@@ -102,27 +102,24 @@ class Service:
         return ctl.Located(version=routes.locate(self._loop.view, request.function, request.version))
 
     # --- functions ----------------------------------------------------------------------------------
-    async def functions(self, _: ctl.Nothing) -> ctl.FunctionList:
-        view = self._loop.view
-        return ctl.FunctionList(functions=tuple(registry.summary(view, name) for name in sorted(view.functions)))
+    async def functions(self, request: ctl.Listing) -> ctl.FunctionList:
+        return listing.functions(self._loop.view, request.after)
 
     async def function(self, request: ctl.FunctionRef) -> ctl.FunctionInfo:
-        return registry.function_info(self._loop.view, request.function)
+        return listing.function(self._loop.view, request.function, request.after)
 
     async def rollback(self, request: ctl.Rollback) -> ctl.FunctionInfo:
         """The route is back when this answers; instances of the version that lost it end by their keep-alive."""
         view = self._loop.change(lambda view: registry.rollback(view, request.function, request.version))
         await self._ledger.settled(STORE_S)
-        return registry.function_info(view, request.function)
+        return listing.function(view, request.function)
 
     # --- models and nodes ---------------------------------------------------------------------------
     async def register(self, request: ctl.RegisterModel) -> ctl.Registered:
         return await self._models.register(request.uri, waited(request.wait_s))
 
-    async def models(self, _: ctl.Nothing) -> ctl.ModelList:
-        view = self._loop.view
-        found = sorted(view.models.values(), key=lambda record: (record.created, record.digest))
-        return ctl.ModelList(models=tuple(registry.model_info(view, record) for record in found))
+    async def models(self, request: ctl.Listing) -> ctl.ModelList:
+        return listing.models(self._loop.view, request.after)
 
     async def model(self, request: ctl.ModelRef) -> ctl.ModelInfo:
         if request.verb == "validate":
@@ -131,9 +128,8 @@ class Service:
             return await self._models.delete(request.digest)
         return registry.model_info(self._loop.view, registry.model_of(self._loop.view, request.digest))
 
-    async def nodes(self, _: ctl.Nothing) -> ctl.NodeList:
-        view, now = self._loop.view, time.monotonic()
-        return ctl.NodeList(nodes=tuple(registry.node_info(view, name, now) for name in sorted(view.nodes)))
+    async def nodes(self, request: ctl.Listing) -> ctl.NodeList:
+        return listing.nodes(self._loop.view, request.after, time.monotonic())
 
     async def ping(self, _: ctl.Nothing) -> Ok:
         return Ok(note="leading")

@@ -6,6 +6,7 @@ controller serves exactly these, the gateway calls exactly these.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
@@ -89,8 +90,14 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None = None
 
 
-class FunctionRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A function, by name."""
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of a list: what follows ``after``, the ``next`` of the page before; empty: from the beginning."""
+
+    after: str = ""
+
+
+class FunctionRef(Listing, frozen=True, kw_only=True):
+    """A function, by name, and where in it to go on."""
 
     function: str
 
@@ -110,15 +117,32 @@ class Delete(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A function with its versions, oldest first, and its live instances."""
+    """A function with its versions, oldest first, and its live instances; ``next``: there are more of them."""
 
     record: FunctionRecord
     versions: tuple[VersionRecord, ...] = ()
     instances: tuple[InstanceRecord, ...] = ()
+    next: str = ""
 
 
 class FunctionList(msgspec.Struct, frozen=True, kw_only=True):
+    """The last function of a page may go on in the next one."""
+
     functions: tuple[FunctionInfo, ...]
+    next: str = ""
+
+
+def joined(pieces: Iterable[FunctionInfo]) -> tuple[FunctionInfo, ...]:
+    """Functions whole again whose pieces follow each other, in one page or over several. The newest record holds."""
+    found: dict[str, FunctionInfo] = {}
+    for piece in pieces:
+        before = found.get(piece.record.function, FunctionInfo(record=piece.record))
+        found[piece.record.function] = FunctionInfo(
+            record=piece.record,
+            versions=before.versions + piece.versions,
+            instances=before.instances + piece.instances,
+        )
+    return tuple(found.values())
 
 
 class RegisterModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +175,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelInfo, ...]
+    next: str = ""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +189,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class NodeList(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeInfo, ...]
+    next: str = ""
 
 
 class Nothing(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,13 +200,13 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "acquire": (Acquire, Acquired),
     "locate": (Locate, Located),
     "deploy": (Deploy, Deployed),
-    "functions": (Nothing, FunctionList),
+    "functions": (Listing, FunctionList),
     "function": (FunctionRef, FunctionInfo),
     "rollback": (Rollback, FunctionInfo),
     "delete": (Delete, Ok),
     "register": (RegisterModel, Registered),
-    "models": (Nothing, ModelList),
+    "models": (Listing, ModelList),
     "model": (ModelRef, ModelInfo),
-    "nodes": (Nothing, NodeList),
+    "nodes": (Listing, NodeList),
     "ping": (Nothing, Ok),
 }

@@ -70,15 +70,15 @@ async def test_a_model_is_kept_while_a_version_needs_it(bench: Bench) -> None:
     bench.node.problem = None
     await bench.gateway.ask("delete", ctl.Delete(function="chat", force=True))
     await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="delete"))
-    assert (await bench.gateway.ask("models", ctl.Nothing())).models == ()
+    assert (await bench.gateway.ask("models", ctl.Listing())).models == ()
     assert [command.verb for command in bench.node.commands] == ["validate", "delete"]
 
 
 async def test_lists(bench: Bench) -> None:
     await bench.gateway.deploy(manifest())
-    functions: ctl.FunctionList = await bench.gateway.ask("functions", ctl.Nothing())
+    functions: ctl.FunctionList = await bench.gateway.ask("functions", ctl.Listing())
     assert [info.record.function for info in functions.functions] == ["chat"]
     assert len(functions.functions[0].instances) == 1
-    nodes: ctl.NodeList = await bench.gateway.ask("nodes", ctl.Nothing())
+    nodes: ctl.NodeList = await bench.gateway.ask("nodes", ctl.Listing())
     assert [(node.record.node, node.alive) for node in nodes.nodes] == [("n1", True)]
     assert (await bench.gateway.ask("ping", ctl.Nothing())).note == "leading"

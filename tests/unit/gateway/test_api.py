@@ -129,7 +129,7 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
     deletes: list[ctl.Delete] = []
     rollbacks: list[ctl.Rollback] = []
 
-    async def functions(_: ctl.Nothing) -> ctl.FunctionList:
+    async def functions(_: ctl.Listing) -> ctl.FunctionList:
         return ctl.FunctionList(functions=(INFO,))
 
     async def rollback(request: ctl.Rollback) -> ctl.FunctionInfo:
@@ -141,7 +141,7 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
         return Ok(note="deleted" if len(deletes) > 1 else "draining: 1 call")
 
     async with world(nats) as w:
-        await w.controller.serve("functions", ctl.Nothing, functions)
+        await w.controller.serve("functions", ctl.Listing, functions)
         await w.controller.serve("function", ctl.FunctionRef, _info)
         await w.controller.serve("rollback", ctl.Rollback, rollback)
         await w.controller.serve("delete", ctl.Delete, delete)
@@ -164,7 +164,7 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
 async def test_models_and_nodes_and_status(nats: Nats) -> None:
     verbs: list[str] = []
 
-    async def models(_: ctl.Nothing) -> ctl.ModelList:
+    async def models(_: ctl.Listing) -> ctl.ModelList:
         return ctl.ModelList(models=(MODEL,))
 
     async def model(request: ctl.ModelRef) -> ctl.ModelInfo:
@@ -173,7 +173,7 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
             raise ModelNotFound("no such model")
         return MODEL
 
-    async def nodes(_: ctl.Nothing) -> ctl.NodeList:
+    async def nodes(_: ctl.Listing) -> ctl.NodeList:
         status = NodeStatus(
             node="n1", boot="b", sequence=1, term=1, cpu=2, memory=4, free_cpu=1, free_memory=3,
             gpus=(Gpu(index=0, kind="L4", memory=24),),
@@ -183,9 +183,9 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
 
     async with world(nats) as w:
         down = (await w.http.get(f"{API}/status")).json()
-        await w.controller.serve("models", ctl.Nothing, models)
+        await w.controller.serve("models", ctl.Listing, models)
         await w.controller.serve("model", ctl.ModelRef, model)
-        await w.controller.serve("nodes", ctl.Nothing, nodes)
+        await w.controller.serve("nodes", ctl.Listing, nodes)
         assert (await w.http.get(f"{API}/models")).json()["models"][0]["used_by"] == ["f.1"]
         assert (await w.http.get(f"{API}/models/abcd")).json()["bytes"] == 10
         assert (await w.http.post(f"{API}/models/abcd/validate")).status_code == 200

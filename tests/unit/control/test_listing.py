@@ -1,0 +1,99 @@
+"""Lists of any length: pages on the bus, whole on HTTP."""
+
+from dataclasses import replace
+
+import httpx
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sllm_gateway.app import running
+from sllm_gateway.settings import GatewaySettings
+from sllm_runtime.control import listing, registry
+from sllm_runtime.control.view import View
+from sllm_runtime.protocol import codec, ctl
+from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.limits import MAX_MESSAGE
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
+from sllm_runtime.protocol.states import VersionState
+from tests.fixtures.nats import GATEWAY, Nats
+from tests.unit.control.bench import controller_of
+from tests.unit.control.world import manifest, version
+
+MANY = 1000
+
+
+def many_functions(count: int, description: str = "") -> View:
+    """``count`` functions with a retired and an active version each (of which a list shows the active one)."""
+    functions, versions = {}, {}
+    for number in range(count):
+        described = manifest(f"f{number}", description=description)
+        name = described.name
+        functions[name] = FunctionRecord(function=name, active=2, last_version=2, previous=(1,))
+        versions[name, 1] = msgspec.structs.replace(version(described, 1), state=VersionState.RETIRED)
+        versions[name, 2] = msgspec.structs.replace(version(described, 2), state=VersionState.ACTIVE)
+    return View(functions=functions, versions=versions)
+
+
+def large_manifest(name: str, nbytes: int) -> Manifest:
+    schema = {"type": "object", "description": "x" * nbytes}
+    handler = {"entry": "app:f", "kind": "function", "streams": False, "input_schema": schema}
+    return Manifest.model_validate({"name": name, "handler": handler})
+
+
+async def test_a_thousand_functions_and_the_history_of_large_versions(nats: Nats) -> None:
+    """The real controller and a real gateway: everything is there, in messages that are no larger than they may be."""
+    view = many_functions(MANY, "d" * 1500)
+    wide = large_manifest("wide", 200_000)
+    numbers = range(1, registry.KEEP_RETIRED + 2)
+    history = {("wide", n): msgspec.structs.replace(version(wide, n), state=VersionState.RETIRED) for n in numbers}
+    wide_record = FunctionRecord(function="wide", active=None, last_version=numbers[-1])
+    async with controller_of(nats) as controller:
+        # Not through ``change``: what is listed is read from the view, and need not be stored for that.
+        controller.loop.view = replace(
+            view, functions={**view.functions, "wide": wide_record}, versions={**view.versions, **history}
+        )
+        gateway_settings = GatewaySettings.load(nats.env(GATEWAY), gateway=GATEWAY)
+        async with running(await nats.bus(GATEWAY), gateway_settings) as gateway:
+            transport = httpx.ASGITransport(gateway)
+            async with httpx.AsyncClient(transport=transport, base_url="http://g") as http:
+                found = (await http.get(f"{API}/functions")).json()["functions"]
+                one = (await http.get(f"{API}/functions/wide")).json()
+    assert [each["name"] for each in found] == sorted([*view.functions, "wide"])
+    assert all(len(each["versions"]) == 1 and each["active"] == 2 for each in found if each["name"] != "wide")
+    assert [each["version"] for each in one["versions"]] == list(numbers)
+
+
+def pages(view: View, name: str | None) -> list[ctl.FunctionInfo]:
+    """All pages as a gateway asks for them, each checked to fit a message."""
+    pieces: list[ctl.FunctionInfo] = []
+    after = ""
+    while True:
+        page = listing.functions(view, after) if name is None else listing.function(view, name, after)
+        assert len(codec.pack(page)) < MAX_MESSAGE
+        pieces += page.functions if isinstance(page, ctl.FunctionList) else [page]
+        if not page.next:
+            return pieces
+        assert page.next > after
+        after = page.next
+
+
+@given(sizes=st.lists(st.lists(st.sampled_from([10, 60_000, 250_000]), min_size=1, max_size=4), max_size=5))
+@settings(max_examples=30, deadline=None)
+def test_nothing_is_lost_or_repeated_over_pages(sizes: list[list[int]]) -> None:
+    """Names that are beginnings of each other, manifests up to the largest."""
+    names = ["a", "a-", "a-1", "a1", "ab"]
+    functions: dict[str, FunctionRecord] = {}
+    versions: dict[tuple[str, int], VersionRecord] = {}
+    for name, of_versions in zip(names, sizes, strict=False):
+        functions[name] = FunctionRecord(function=name, active=None, last_version=len(of_versions))
+        for number, nbytes in enumerate(of_versions, 1):
+            versions[name, number] = version(large_manifest(name, nbytes), number)
+    view = View(functions=functions, versions=versions)
+    listed = ctl.joined(pages(view, None))
+    assert [info.record.function for info in listed] == sorted(functions)
+    assert [len(info.versions) for info in listed] == [1] * len(functions)  # none is active: the newest
+    for name in functions:
+        (info,) = ctl.joined(pages(view, name))
+        assert info.versions == view.versions_of(name)
