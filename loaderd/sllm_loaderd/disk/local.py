@@ -72,7 +72,7 @@ class LocalFile:
 
     def _direct_part(self, view: memoryview, offset: int) -> int:
         """Bytes from the start of ``view`` that direct I/O can and should read."""
-        if self._direct is None or offset % BLOCK_ALIGN or _address(view) % BLOCK_ALIGN:
+        if self._direct is None or offset % BLOCK_ALIGN or address_of(view) % BLOCK_ALIGN:
             return 0
         if cached_bytes(self._fd, offset, len(view)) == len(view):
             return 0  # copying from the cache is faster than any disk
@@ -110,5 +110,8 @@ def _identity(fd: int) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _address(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
+    """Where ``view`` lies in memory; 1, which is nothing direct I/O could use, for what cannot be written to."""
+    if view.readonly:
+        return 1
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(view)) if len(view) else 0

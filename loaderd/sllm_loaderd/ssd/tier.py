@@ -1,0 +1,184 @@
+"""The directory of the SSD tier: one file a partition, which appears by a rename and goes by LRU.
+
+Nothing but the directory is state, so there is no moment at which a kill could leave it wrong: a copy has its name when
+all of its bytes are durable, what has another name is removed at the next start. The access time says what was used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from sllm_loaderd.disk.local import LocalFile
+from sllm_loaderd.files import sync_directory
+from sllm_loaderd.ssd.ledger import Copy, Key, Ledger
+from sllm_loaderd.ssd.write import CopyWrite
+from sllm_loaderd.store import StoredModel
+from sllm_runtime.protocol.checkpoint import digest_hex
+from sllm_runtime.protocol.errors import ModelNotFound
+
+log = logging.getLogger(__name__)
+_NAME: Final = re.compile(r"([0-9a-f]{64})\.(\d{1,6})\.bin")
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class SsdDirectory:
+    """The SSD tier in ``directory``, of at most ``limit`` bytes (0: off). Thread-safe; blocking calls.
+
+    ``now`` gives nanoseconds since the epoch, for access times.
+    """
+
+    def __init__(self, directory: Path, limit: int, now: Callable[[], int] = time.time_ns) -> None:
+        self._directory = directory
+        self._now = now
+        self._lock = threading.Lock()
+        self._ledger = Ledger(limit)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._recover()
+
+    def begin(self, model: StoredModel, rank: int) -> CopyWrite | None:
+        """Begin a copy of a partition, evicting others. None: there is one or one is made, or there is no room."""
+        partition = model.index.partitions[rank]
+        return self.begin_copy((digest_hex(model.checkpoint.digest), rank), partition.nbytes, model.index.chunk_bytes)
+
+    def begin_copy(self, key: Key, nbytes: int, chunk_bytes: int) -> CopyWrite | None:
+        """As ``begin``; ``nbytes`` in chunks of ``chunk_bytes``."""
+        with self._lock:
+            ledger = self._ledger
+            victims = ledger.victims(nbytes)
+            if key in ledger.copies or key in ledger.writing or victims is None or not nbytes:
+                return None
+            ledger.writing[key] = nbytes
+            for victim in victims:
+                self._remove(victim)
+            partial = self._directory / f".{key[0]}.{key[1]}.{secrets.token_hex(4)}.partial"
+            try:
+                self._allocate(partial, nbytes)
+            except OSError as error:
+                log.warning("the SSD tier has no room for %d bytes: %s", nbytes, error.strerror)
+                partial.unlink(missing_ok=True)
+                del ledger.writing[key]
+                return None
+        return CopyWrite(partial, nbytes, chunk_bytes, lambda whole: self._ended(key, partial, nbytes, whole))
+
+    def open(self, digest: str, rank: int, nbytes: int) -> LocalFile | None:
+        """The copy of a partition, if there is one; it stays until it is closed."""
+        key = (digest_hex(digest), rank)
+        with self._lock:
+            copy = self._ledger.copies.get(key)
+            if copy is None:
+                return None
+            path = self._path(key)
+            try:
+                opened = _OpenCopy(path, lambda: self._closed(copy))
+            except ModelNotFound:  # somebody else removed it
+                del self._ledger.copies[key]
+                return None
+            if opened.nbytes != nbytes:
+                LocalFile.close(opened)
+                self._remove(copy)
+                return None
+            copy.readers += 1
+            copy.used_at = self._now()
+            modified = path.stat().st_mtime_ns
+            with contextlib.suppress(OSError):  # the order is a matter of speed alone
+                os.utime(path, ns=(copy.used_at, modified))
+            return opened
+
+    def holds(self, digest: str, rank: int) -> bool:
+        """Whether there is a copy of a partition."""
+        with self._lock:
+            return (digest_hex(digest), rank) in self._ledger.copies
+
+    def pin(self, digest: str, pinned: bool) -> None:
+        """Keep the copies of a model, or stop doing so."""
+        with self._lock:
+            (self._ledger.pinned.add if pinned else self._ledger.pinned.discard)(digest_hex(digest))
+
+    def delete(self, digest: str) -> None:
+        """Remove the copies of a model; who reads one goes on doing so."""
+        with self._lock:
+            for copy in [copy for key, copy in self._ledger.copies.items() if key[0] == digest_hex(digest)]:
+                self._remove(copy)
+
+    def status(self) -> tuple[int, int]:
+        """Bytes that are used, and the limit."""
+        with self._lock:
+            return self._ledger.used, self._ledger.limit
+
+    def copies(self) -> dict[Key, int]:
+        """Bytes of each copy."""
+        with self._lock:
+            return {key: copy.nbytes for key, copy in self._ledger.copies.items()}
+
+    def _path(self, key: Key) -> Path:
+        return self._directory / f"{key[0]}.{key[1]}.bin"
+
+    def _recover(self) -> None:
+        """Take over what a predecessor left: whole copies stay, within the limit, the rest goes."""
+        for entry in list(os.scandir(self._directory)):
+            match = _NAME.fullmatch(entry.name)
+            if match is None:
+                Path(entry.path).unlink()
+                continue
+            stat, key = entry.stat(), (match[1], int(match[2]))
+            self._ledger.copies[key] = Copy(key, stat.st_size, stat.st_atime_ns)
+        for victim in self._ledger.victims(0) or ():
+            self._remove(victim)
+
+    def _allocate(self, partial: Path, nbytes: int) -> None:
+        """A file with room for ``nbytes``. A disk that others have filled: copies go until there is room."""
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    os.posix_fallocate(fd, 0, nbytes)
+                except OSError as error:
+                    victim = next(iter(self._ledger.evictable()), None)
+                    if error.errno not in _FULL or victim is None:
+                        raise
+                    self._remove(victim)
+                else:
+                    return
+        finally:
+            os.close(fd)
+
+    def _remove(self, copy: Copy) -> None:
+        self._path(copy.key).unlink(missing_ok=True)
+        del self._ledger.copies[copy.key]
+
+    def _ended(self, key: Key, partial: Path, nbytes: int, whole: bool) -> None:
+        """A write is over. Whole: its bytes are durable; now its name."""
+        with self._lock:
+            del self._ledger.writing[key]
+            if not whole:
+                partial.unlink(missing_ok=True)
+                return
+            os.rename(partial, self._path(key))
+            self._ledger.copies[key] = Copy(key, nbytes, self._now())
+        sync_directory(self._directory)
+
+    def _closed(self, copy: Copy) -> None:
+        with self._lock:
+            copy.readers -= 1
+
+
+class _OpenCopy(LocalFile):
+    """A copy that is being read."""
+
+    def __init__(self, file: Path, closed: Callable[[], None]) -> None:
+        super().__init__(file)
+        self._closed = closed
+
+    def close(self) -> None:
+        super().close()
+        self._closed()

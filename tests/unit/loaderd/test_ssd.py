@@ -1,0 +1,290 @@
+"""The SSD tier: limits, LRU, a full disk, and that no kill leaves half a copy."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sllm_loaderd.ssd.tier import SsdDirectory
+from sllm_loaderd.ssd.write import CopyWrite
+from sllm_runtime.protocol.errors import InternalError
+
+CHUNK = 4096
+WAIT = 30.0
+
+
+def name(number: int) -> str:
+    return f"{number:064x}"
+
+
+def digest(number: int) -> str:
+    return f"sha256:{name(number)}"
+
+
+def content(number: int, chunks: int) -> bytes:
+    return b"".join(bytes([number % 251, chunk % 251]) * (CHUNK // 2) for chunk in range(chunks))
+
+
+def put(tier: SsdDirectory, number: int, chunks: int) -> bool:
+    """Copy a whole model; False if there is no room."""
+    write = tier.begin_copy((name(number), 0), chunks * CHUNK, CHUNK)
+    if write is None:
+        return False
+    data = mmap.mmap(-1, chunks * CHUNK)  # at a page's border, as chunks are: written direct
+    data[:] = content(number, chunks)
+    for chunk in reversed(range(chunks)):
+        write.write(chunk, memoryview(data)[chunk * CHUNK : (chunk + 1) * CHUNK])
+    write.finish()
+    return True
+
+
+def get(tier: SsdDirectory, number: int, chunks: int) -> bytes | None:
+    source = tier.open(digest(number), 0, chunks * CHUNK)
+    if source is None:
+        return None
+    buffer = bytearray(chunks * CHUNK)
+    source.read(memoryview(buffer), 0)
+    source.close()
+    return bytes(buffer)
+
+
+def test_the_least_recently_used_goes_first_and_a_restart_remembers(tmp_path: Path) -> None:
+    ticks = itertools.count(10**18, 10**9)
+    tier = SsdDirectory(tmp_path, 4 * CHUNK, lambda: next(ticks))
+    assert [put(tier, number, 1) for number in range(4)] == [True] * 4
+    assert get(tier, 0, 1) == content(0, 1)
+    again = SsdDirectory(tmp_path, 4 * CHUNK, lambda: next(ticks))
+    assert put(again, 4, 2)
+    assert sorted(key[0] for key in again.copies()) == [name(0), name(3), name(4)]
+    assert not put(again, 5, 5)  # larger than the tier: nothing goes for it
+    assert len(again.copies()) == 3
+    smaller = SsdDirectory(tmp_path, 2 * CHUNK, lambda: next(ticks))
+    assert [key[0] for key in smaller.copies()] == [name(4)]
+
+
+def test_what_is_pinned_or_read_stays(tmp_path: Path) -> None:
+    tier = SsdDirectory(tmp_path, 2 * CHUNK)
+    assert put(tier, 0, 1)
+    assert put(tier, 1, 1)
+    tier.pin(digest(0), True)
+    reader = tier.open(digest(1), 0, CHUNK)
+    assert reader is not None
+    assert not put(tier, 2, 1)
+    reader.close()
+    assert put(tier, 2, 1)
+    assert tier.holds(digest(0), 0)
+    assert not tier.holds(digest(1), 0)
+    tier.pin(digest(0), False)
+    tier.delete(digest(0))
+    assert tier.status() == (CHUNK, 2 * CHUNK)
+
+
+def test_a_copy_is_seen_when_it_is_whole(tmp_path: Path) -> None:
+    tier = SsdDirectory(tmp_path, 8 * CHUNK)
+    write = tier.begin_copy((name(1), 0), 2 * CHUNK, CHUNK)
+    assert write is not None
+    assert tier.begin_copy((name(1), 0), 2 * CHUNK, CHUNK) is None  # it is being made
+    write.write(1, memoryview(content(1, 2))[CHUNK:])
+    assert tier.open(digest(1), 0, 2 * CHUNK) is None
+    with pytest.raises(InternalError, match="1 chunks"):
+        write.finish()
+    assert not list(tmp_path.iterdir())
+    assert tier.status()[0] == 0
+    assert put(tier, 1, 2)
+    assert tier.begin_copy((name(1), 0), 2 * CHUNK, CHUNK) is None  # it is there
+    write = tier.begin_copy((name(2), 0), CHUNK, CHUNK)
+    assert write is not None
+    with pytest.raises(InternalError, match="given 5 bytes"):
+        write.write(0, memoryview(b"12345"))
+    write.abandon()
+    write.abandon()
+
+
+def test_a_copy_that_is_not_what_it_should_be_is_dropped(tmp_path: Path) -> None:
+    tier = SsdDirectory(tmp_path, 8 * CHUNK)
+    assert put(tier, 1, 2)
+    assert tier.open(digest(1), 0, CHUNK) is None  # another size than the index says
+    assert not tier.copies()
+    assert put(tier, 1, 2)
+    (tmp_path / f"{name(1)}.0.bin").unlink()
+    assert tier.open(digest(1), 0, 2 * CHUNK) is None
+    assert put(tier, 1, 2)
+
+
+def test_the_tier_can_be_off(tmp_path: Path) -> None:
+    tier = SsdDirectory(tmp_path, 0)
+    assert not put(tier, 1, 1)
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from sllm_loaderd.ssd.tier import SsdDirectory
+from tests.unit.loaderd.test_ssd import CHUNK, content, get, put
+disk = Path(sys.argv[1])
+tier = SsdDirectory(disk / "ssd", 100 * CHUNK)
+assert put(tier, 1, 4) and put(tier, 2, 4)
+(disk / "other").write_bytes(bytes(6 * CHUNK))
+assert put(tier, 3, 4), "the oldest copy makes room"
+assert get(tier, 1, 4) is None and get(tier, 2, 4) == content(2, 4) and get(tier, 3, 4) == content(3, 4)
+assert not put(tier, 4, 15), "no copy is left that could go"
+assert not tier.copies() and tier.status()[0] == 0 and not list((disk / "ssd").iterdir())
+assert put(tier, 5, 4), "the tier goes on"
+"""
+
+
+def test_a_full_disk_costs_copies_and_nothing_else(tmp_path: Path) -> None:
+    """On a file system of 64 KiB, mounted in a namespace of its own."""
+    script = f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && exec {sys.executable} -c '{FULL_DISK}' {tmp_path}"
+    probe = subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT,
+    )
+    if probe.returncode:
+        pytest.skip(f"this machine gives no mount namespace: {probe.stderr.strip()}")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False, timeout=WAIT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- kill -9 ----------------------------------------------------------------------------------------
+CHURN = """
+import sys
+from pathlib import Path
+from sllm_loaderd.ssd.tier import SsdDirectory
+from tests.unit.loaderd.test_ssd import CHUNK, put
+tier = SsdDirectory(Path(sys.argv[1]), 20 * CHUNK)
+print("go", flush=True)
+for number in range(1_000_000):
+    put(tier, number % 40, 1 + number % 7)
+"""
+
+
+def test_no_kill_leaves_half_a_copy(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    for _ in range(6):
+        process = subprocess.Popen([sys.executable, "-c", CHURN, str(tmp_path)], stdout=subprocess.PIPE)
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"go\n"
+            try:
+                process.wait(chance.uniform(0.01, 0.15))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+            assert process.wait(WAIT) == -signal.SIGKILL
+        tier = SsdDirectory(tmp_path, 20 * CHUNK)
+        copies = tier.copies()
+        assert copies
+        assert sum(copies.values()) <= 20 * CHUNK
+        assert len(list(tmp_path.iterdir())) == len(copies)
+        for (hexadecimal, _), nbytes in copies.items():
+            number = int(hexadecimal, 16)
+            assert get(tier, number, nbytes // CHUNK) == content(number, nbytes // CHUNK)
+
+
+# --- any order of events ----------------------------------------------------------------------------
+class Tier(RuleBasedStateMachine):
+    """Copies begin, end and are read in any order, with restarts between: what is seen is whole, and not too much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = TemporaryDirectory(prefix="sllm-test-ssd-")
+        self.directory = Path(self.home.name)
+        self.ticks = itertools.count(10**18)
+        self.writes: dict[int, tuple[CopyWrite, int, int]] = {}
+        self.pinned: set[int] = set()
+        self.last: list[int] = []
+
+    @initialize(limit=st.integers(0, 12))
+    def start(self, limit: int) -> None:
+        self.limit = limit * CHUNK
+        self.tier = SsdDirectory(self.directory, self.limit, lambda: next(self.ticks))
+
+    @rule(number=st.integers(0, 5), chunks=st.integers(0, 6))
+    def begin(self, number: int, chunks: int) -> None:
+        kept = {n for n in self.pinned if self.tier.holds(digest(n), 0)}
+        write = self.tier.begin_copy((name(number), 0), chunks * CHUNK, CHUNK)
+        if write is not None:
+            assert chunks
+            assert number not in self.writes
+            self.writes[number] = (write, chunks, 0)
+        assert kept <= {n for n in range(6) if self.tier.holds(digest(n), 0)}
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.writes)))
+        write, chunks, done = self.writes[number]
+        if done == chunks:
+            write.finish()
+            del self.writes[number]
+            assert self.tier.holds(digest(number), 0)
+        else:
+            write.write(done, memoryview(content(number, chunks))[done * CHUNK : (done + 1) * CHUNK])
+            self.writes[number] = (write, chunks, done + 1)
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.writes)))
+        self.writes.pop(number)[0].abandon()
+
+    @rule(number=st.integers(0, 5))
+    def read(self, number: int) -> None:
+        nbytes = self.tier.copies().get((name(number), 0))
+        if nbytes is not None:
+            assert get(self.tier, number, nbytes // CHUNK) == content(number, nbytes // CHUNK)
+
+    @rule(number=st.integers(0, 5), pinned=st.booleans())
+    def pin(self, number: int, pinned: bool) -> None:
+        self.tier.pin(digest(number), pinned)
+        (self.pinned.add if pinned else self.pinned.discard)(number)
+
+    @rule(number=st.integers(0, 5))
+    def delete(self, number: int) -> None:
+        self.tier.delete(digest(number))
+        assert not self.tier.holds(digest(number), 0)
+
+    @rule()
+    def restart(self) -> None:
+        before = self.tier.copies()
+        for write, _, _ in self.writes.values():
+            for fd in (write._fd, write._direct):  # as a kill does
+                if fd is not None:
+                    os.close(fd)
+        self.writes.clear()
+        self.pinned.clear()
+        self.tier = SsdDirectory(self.directory, self.limit, lambda: next(self.ticks))
+        assert self.tier.copies() == before
+
+    @invariant()
+    def within_the_limit(self) -> None:
+        used, limit = self.tier.status()
+        assert used <= limit
+        on_disk = sum(file.stat().st_size for file in self.directory.iterdir())
+        assert on_disk == used
+
+    def teardown(self) -> None:
+        for write, _, _ in self.writes.values():
+            write.abandon()
+        self.home.cleanup()
+
+
+TestTier = Tier.TestCase
+TestTier.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
