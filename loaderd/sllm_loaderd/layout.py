@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,18 +60,21 @@ def layer_key(name: str) -> str | None:
 def place(
     order: Sequence[str],
     tensors: Iterable[PlannedTensor],
-    ties: dict[str, str],
+    ties: Mapping[str, str],
     *,
     rank: int = 0,
     min_block: int = MIN_BLOCK,
+    numbers: Mapping[str, int] | None = None,
 ) -> Placement:
-    """Lay ``tensors`` out in execution order.
+    """Lay ``tensors``, those of one rank, out in execution order.
 
     ``order`` names tensors and ties (other names of a stored tensor, ``ties[name]``); what it leaves out follows
-    behind, each in the section of its layer if it has one.
+    behind, each in the section of its layer if it has one. ``numbers``: the number of each layer by its
+    ``layer_key``, where this rank has not all of them.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
-    sections = _sections(_complete(order, by_name, ties), by_name, ties)
+    names = complete_order(order, by_name, ties)
+    sections = _sections(names, by_name, ties, layer_numbers(names) if numbers is None else numbers)
     records: list[TensorRecord] = []
     blocks: list[BlockRecord] = []
     for group in _grouped(sections, min_block):
@@ -84,22 +87,31 @@ def place(
     return Placement(tuple(records), tuple(blocks), blocks[-1].offset + blocks[-1].nbytes if blocks else 0)
 
 
-def _complete(order: Sequence[str], by_name: dict[str, PlannedTensor], ties: dict[str, str]) -> list[str]:
+def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+    """The layers that ``names`` belong to, numbered from 0 in the order in which they come."""
+    keys = dict.fromkeys(key for key in map(layer_key, names) if key is not None)
+    return {key: number for number, key in enumerate(keys)}
+
+
+def complete_order(order: Sequence[str], by_name: Mapping[str, PlannedTensor], ties: Mapping[str, str]) -> list[str]:
+    """``order`` without names that nobody knows, and behind it the tensors and ties that it leaves out."""
     known = [name for name in dict.fromkeys(order) if name in by_name or name in ties]
     seen = set(known)
     return known + [name for name in (*by_name, *ties) if name not in seen]
 
 
-def _sections(names: Sequence[str], by_name: dict[str, PlannedTensor], ties: dict[str, str]) -> list[_Section]:
-    layers: dict[str, int] = {}
+def _sections(
+    names: Sequence[str], by_name: Mapping[str, PlannedTensor], ties: Mapping[str, str], numbers: Mapping[str, int]
+) -> list[_Section]:
     sections: dict[tuple[str, int], _Section] = {}
+    seen: set[str] = set()
     for name in names:
         key = layer_key(name)
         if key is None:
-            section = sections.setdefault(("", len(layers)), _Section(None, [], []))
+            section = sections.setdefault(("", len(seen)), _Section(None, [], []))
         else:
-            number = layers.setdefault(key, len(layers))
-            section = sections.setdefault((key, number), _Section(number, [], []))
+            seen.add(key)
+            section = sections.setdefault((key, 0), _Section(numbers[key], [], []))
         if name in by_name:
             section.tensors.append(by_name[name])
         else:

@@ -1,36 +1,37 @@
-"""Converts one model directory: reads the source once, writes the checkpoint, and makes it visible by a rename."""
+"""Converts one model: reads the source once, writes the checkpoint, and makes it visible by a rename."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import secrets
-import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sllm_loaderd.convert.plan import StoragePlan, alias_records, plan_storage, view_records
-from sllm_loaderd.convert.source import TensorSource, source_files
-from sllm_loaderd.convert.writer import PartitionWriter
+from sllm_loaderd.convert.auto_ranks import auto_shares
+from sllm_loaderd.convert.compare import compare_with_source
+from sllm_loaderd.convert.formats import open_source
+from sllm_loaderd.convert.partitions import Progress, Written, full_order, lay_out, write_partitions
+from sllm_loaderd.convert.plan import StoragePlan, alias_records, plan_storage
+from sllm_loaderd.convert.ranks import AutoPlan, RankPlan, Share, assign
+from sllm_loaderd.convert.source import TensorSource
+from sllm_loaderd.convert.staging import staged
 from sllm_loaderd.files import small_files, sync_directory
-from sllm_loaderd.layout import MIN_BLOCK, Placement, place
+from sllm_loaderd.layout import MIN_BLOCK
 from sllm_runtime.protocol.checkpoint import (
     INDEX_NAME,
     CheckpointIndex,
     FileRecord,
-    PartitionRecord,
     check_index,
     encode_index,
     index_digest,
-    partition_name,
 )
-from sllm_runtime.protocol.errors import Conflict, InvalidCheckpoint
 from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
 _COMPARE_BYTES = 4 * MIB
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +40,24 @@ class ConvertOptions:
 
     chunk_bytes: int = CHUNK_BYTES
     min_block: int = MIN_BLOCK
+    plan: RankPlan | AutoPlan | None = None
+    """Which rank has what; all is in rank 0 without it."""
+    keep: bool = False
+    """Quantised tensors stay packed."""
+    verify: bool = False
+    """Compare every bit with the source when all is written."""
 
 
 def convert_directory(
     source: Path, target: Path, *, options: ConvertOptions | None = None, progress: Progress | None = None
 ) -> str:
-    """Convert the Hugging Face directory ``source`` to the checkpoint ``target`` and return its digest.
+    """Convert the model directory (or GGUF file) ``source`` to the checkpoint ``target`` and return its digest.
 
     ``target`` appears whole or not at all. Raises ``InvalidCheckpoint``, ``UnsupportedModel``, or ``Conflict`` if
     ``target`` is there already.
     """
-    if target.exists():
-        raise Conflict(f"{target} is there already; remove it or give another name", field="target")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        digest = write_checkpoint(source, staging, options=options, progress=progress)
-        os.rename(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    sync_directory(target.parent)
-    return digest
+    with staged(target) as staging:
+        return _write(source, staging, options or ConvertOptions(), progress)
 
 
 def write_checkpoint(
@@ -70,55 +67,82 @@ def write_checkpoint(
 
     What is there after an error is the caller's to remove.
     """
-    options = options or ConvertOptions()
-    tensors = open_source(source)
+    target.mkdir()
+    return _write(source, target, options or ConvertOptions(), progress)
+
+
+def _write(source: Path, target: Path, options: ConvertOptions, progress: Progress | None) -> str:
+    tensors = open_source(source, keep=options.keep)
     try:
-        files = small_files(source)
-        plan = _plan(source, tensors)
-        planned = [stored.tensor for stored in plan.stored.values()]
-        placement = place(plan.order, planned, dict(plan.ties), min_block=options.min_block)
-        target.mkdir()
-        partition = _write_partition(target, tensors, plan, placement, options, progress)
+        files = {**tensors.extras.files, **(small_files(source) if source.is_dir() else {})}
+        for name, data in files.items():
+            _write_durable(target / name, data)
+        plan = _plan(target, tensors)
+        shares, ranks = _shares(plan, options.plan, files)
+        layouts = lay_out(plan, shares, ranks, options.min_block)
+        written = write_partitions(target, tensors, plan, shares, layouts, options.chunk_bytes, progress)
+        index = _index(plan, written, tensors, files, options)
+        check_index(index)
+        if options.verify:
+            compare_with_source(target, index, tensors, plan, progress)
     finally:
         tensors.close()
-    index = CheckpointIndex(
-        partitions=(partition,),
-        blocks=placement.blocks,
-        tensors=placement.tensors,
-        aliases=alias_records(plan),
-        views=view_records(plan, tensors.tensors, placement.tensors),
-        files=tuple(FileRecord(n, len(d), hashlib.sha256(d).hexdigest()) for n, d in files.items()),
-        order=plan.kind,
-        chunk_bytes=options.chunk_bytes,
-    )
-    check_index(index)
     encoded = encode_index(index)
-    for name, data in (*files.items(), (INDEX_NAME, encoded)):
-        _write_durable(target / name, data)
+    _write_durable(target / INDEX_NAME, encoded)
     sync_directory(target)
     return index_digest(encoded)
 
 
-def open_source(directory: Path) -> TensorSource:
-    """The weights of a Hugging Face directory, whatever their format."""
-    kind, files = source_files(directory)
-    if kind == "torch":
-        from sllm_loaderd.convert.torch_files import TorchSource
-
-        return TorchSource(files)
-    from sllm_loaderd.convert.safetensors import SafetensorsSource
-
-    return SafetensorsSource(files)
+def _index(
+    plan: StoragePlan, written: Written, source: TensorSource, files: Mapping[str, bytes], options: ConvertOptions
+) -> CheckpointIndex:
+    stored = plan.stored
+    return CheckpointIndex(
+        partitions=written.partitions,
+        blocks=written.blocks,
+        tensors=written.tensors,
+        aliases=alias_records(plan),
+        views=written.views,
+        splits=written.splits,
+        quants=tuple(quant for quant in source.extras.quants if quant.name in stored),
+        adapter=source.extras.adapter,
+        files=tuple(FileRecord(n, len(d), hashlib.sha256(d).hexdigest()) for n, d in sorted(files.items())),
+        layout=options.plan.layout if options.plan is not None else "hf",
+        order=plan.kind,
+        chunk_bytes=options.chunk_bytes,
+    )
 
 
 def _plan(directory: Path, source: TensorSource) -> StoragePlan:
-    from sllm_loaderd.convert.module import module_plan
-
     def same_bytes(a: str, b: str) -> bool:
         return _same_bytes(source, a, b)
 
-    module = module_plan(directory, {name: tensor.shape for name, tensor in source.tensors.items()})
-    return plan_storage(source.tensors, source.ties, module, same_bytes)
+    module = None
+    if (directory / _CONFIG).is_file():
+        from sllm_loaderd.convert.module import module_plan
+
+        module = module_plan(directory, {name: tensor.shape for name, tensor in source.tensors.items()})
+    by_names = source.extras.adapter is not None
+    return plan_storage(source.tensors, source.ties, module, same_bytes, by_names=by_names)
+
+
+def _shares(
+    plan: StoragePlan, ranks: RankPlan | AutoPlan | None, files: Mapping[str, bytes]
+) -> tuple[dict[str, Share], int]:
+    tensors = [stored.tensor for stored in plan.stored.values()]
+    if ranks is None:
+        return {name: Share((0,)) for name in (*plan.stored, *plan.ties)}, 1
+    if isinstance(ranks, RankPlan):
+        return assign(ranks, tensors, plan.ties), ranks.ranks
+    return auto_shares(ranks, full_order(plan), tensors, plan.ties, _config(files)), ranks.ranks
+
+
+def _config(files: Mapping[str, bytes]) -> dict[str, Any]:
+    try:
+        config = json.loads(files.get(_CONFIG, b"{}"))
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _same_bytes(source: TensorSource, a: str, b: str) -> bool:
@@ -131,41 +155,6 @@ def _same_bytes(source: TensorSource, a: str, b: str) -> bool:
         if one[:count] != two[:count]:
             return False
     return True
-
-
-def _write_partition(
-    target: Path,
-    source: TensorSource,
-    plan: StoragePlan,
-    placement: Placement,
-    options: ConvertOptions,
-    progress: Progress | None,
-) -> PartitionRecord:
-    with PartitionWriter(target / partition_name(0), 0, options.chunk_bytes) as writer:
-        for record in placement.tensors:
-            writer.pad_to(record.offset)
-            for part in plan.stored[record.name].parts:
-                _copy(source, part, writer)
-            if writer.offset != record.offset + record.nbytes:
-                raise InvalidCheckpoint(f"tensor {record.name!r} has other bytes than its shape", field=record.name)
-            if progress is not None:
-                progress(writer.offset, placement.nbytes)
-        record_of_all = writer.finish(placement.nbytes)
-    if progress is not None:
-        progress(placement.nbytes, placement.nbytes)
-    return record_of_all
-
-
-def _copy(source: TensorSource, name: str, writer: PartitionWriter) -> None:
-    nbytes = source.tensors[name].nbytes
-    start = 0
-    while start < nbytes:
-        with writer.space as space:
-            count = min(len(space), nbytes - start)
-            with space[:count] as view:
-                source.read(name, start, view)
-        writer.advance(count)
-        start += count
 
 
 def _write_durable(path: Path, data: bytes) -> None:

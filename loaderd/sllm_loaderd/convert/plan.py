@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from sllm_loaderd.convert.module_plan import ModulePlan
 from sllm_loaderd.convert.source import SourceTensor
 from sllm_loaderd.layout import PlannedTensor
 from sllm_runtime.protocol.checkpoint import ITEM_BYTES, AliasRecord, TensorRecord, contiguous_stride
+
+_NUMBERS: Final = re.compile("([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +40,17 @@ def plan_storage(
     source_ties: Mapping[str, str],
     module: ModulePlan | None,
     same_bytes: Callable[[str, str], bool],
+    *,
+    by_names: bool = False,
 ) -> StoragePlan:
     """``same_bytes`` compares two source tensors: a tie whose two names both stand in the files is stored once only
-    if it is one."""
+    if it is one. ``by_names``: without a module, order by the numbers in the names instead of the place in the files.
+    """
     by_offset = sorted(tensors.values(), key=lambda tensor: tensor.position)
     if module is None:
-        stored = {tensor.name: _plain(tensor) for tensor in by_offset}
-        return StoragePlan(stored, tuple(stored), "offset", dict(source_ties), {})
+        ordered = sorted(by_offset, key=lambda tensor: _natural(tensor.name)) if by_names else by_offset
+        stored = {tensor.name: _plain(tensor) for tensor in ordered}
+        return StoragePlan(stored, tuple(stored), "names" if by_names else "offset", dict(source_ties), {})
     stored = _fused(by_offset, tensors, module)
     names = {target: source for source, target in module.renamed.items() if source in stored}
     ties = dict(source_ties)
@@ -53,6 +61,11 @@ def plan_storage(
     order = tuple(names.get(name, name) for name in module.order)
     kind = "traced" if module.traced else "module"
     return StoragePlan(stored, order, kind, ties, {k: v for k, v in names.items() if v in stored})
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBERS.split(name)]
 
 
 def _plain(tensor: SourceTensor) -> StoredTensor:
@@ -107,20 +120,20 @@ def alias_records(plan: StoragePlan) -> tuple[AliasRecord, ...]:
 
 
 def view_records(
-    plan: StoragePlan, tensors: Mapping[str, SourceTensor], records: Iterable[TensorRecord]
+    plan: StoragePlan, tensors: Mapping[str, SourceTensor], placed: Iterable[tuple[TensorRecord, int | None]]
 ) -> tuple[TensorRecord, ...]:
-    """The source's names for the parts of fused tensors."""
+    """The source's names for the parts of fused tensors. With each record comes the byte of the whole tensor at which
+    it begins, None where it is no run of its bytes."""
     views = []
-    for record in records:
+    for record, begin in placed:
         parts = plan.stored[record.name].parts
-        offset = record.offset
-        for name in parts if parts != (record.name,) else ():
-            part = tensors[name]
-            if offset % ITEM_BYTES[part.dtype] == 0:
-                views.append(
-                    TensorRecord(
-                        name, record.rank, offset, part.nbytes, part.dtype, part.shape, contiguous_stride(part.shape)
-                    )
-                )
+        if parts == (record.name,) or begin is None:
+            continue
+        offset = record.offset - begin
+        for part in (tensors[name] for name in parts):
+            inside = record.offset <= offset and offset + part.nbytes <= record.offset + record.nbytes
+            if inside and offset % ITEM_BYTES[part.dtype] == 0:
+                stride = contiguous_stride(part.shape)
+                views.append(TensorRecord(part.name, record.rank, offset, part.nbytes, part.dtype, part.shape, stride))
             offset += part.nbytes
     return tuple(views)

@@ -10,8 +10,9 @@ from typing import Final
 
 import msgspec
 
-from sllm_loaderd.convert.source import SourceTensor
-from sllm_loaderd.files import plain_name, read_exactly
+from sllm_loaderd.convert.shards import check_shards, read_shard_index
+from sllm_loaderd.convert.source import SourceExtras, SourceTensor
+from sllm_loaderd.files import read_exactly
 from sllm_runtime.protocol.checkpoint import ITEM_BYTES, MAX_DIMS
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 
@@ -23,17 +24,16 @@ DTYPES: Final = {
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "C64": "complex64",
+    "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
+_PAIRS: Final = "F4"
+"""Two elements a byte: the header counts elements, torch bytes."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-
-
-class _ShardIndex(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
 
 
 class SafetensorsSource:
@@ -46,12 +46,12 @@ class SafetensorsSource:
         self._places: dict[str, tuple[int, int]] = {}
         wanted: dict[str, str] | None = None
         if files[0].name.endswith(".index.json"):
-            wanted, files = _read_shard_index(files[0])
+            wanted, files = read_shard_index(files[0])
         try:
             for path in files:
                 self._open(path)
             if wanted is not None:
-                self._check_map(wanted)
+                check_shards(wanted, {name: self._fds[place[0]][1].name for name, place in self._places.items()})
         except BaseException:
             self.close()
             raise
@@ -63,6 +63,10 @@ class SafetensorsSource:
     @property
     def ties(self) -> Mapping[str, str]:
         return {}
+
+    @property
+    def extras(self) -> SourceExtras:
+        return SourceExtras()
 
     def read(self, name: str, start: int, view: memoryview) -> None:
         shard, offset = self._places[name]
@@ -89,25 +93,8 @@ class SafetensorsSource:
                 )
             begin, end = entry.data_offsets
             dtype = DTYPES[entry.dtype]
-            self._tensors[name] = SourceTensor(name, dtype, entry.shape, end - begin, (shard, begin))
+            self._tensors[name] = SourceTensor(name, dtype, _torch_shape(entry), end - begin, (shard, begin))
             self._places[name] = (shard, data_start + begin)
-
-    def _check_map(self, wanted: dict[str, str]) -> None:
-        for name, file in wanted.items():
-            if name not in self._places or self._fds[self._places[name][0]][1].name != file:
-                raise InvalidCheckpoint(f"the shard index says {name!r} is in {file}, but it is not", field=name)
-        extra = next((name for name in self._tensors if name not in wanted), None)
-        if extra is not None:
-            raise InvalidCheckpoint(f"tensor {extra!r} is in a shard but not in the shard index", field=extra)
-
-
-def _read_shard_index(path: Path) -> tuple[dict[str, str], list[Path]]:
-    try:
-        wanted = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map
-    except msgspec.MsgspecError as error:
-        raise InvalidCheckpoint(f"{path} is not a shard index: {error}", field=path.name) from error
-    files = sorted({plain_name(name, f"{path.name}: shard") for name in wanted.values()})
-    return wanted, [path.parent / name for name in files]
 
 
 def _read_header(fd: int, path: Path) -> tuple[dict[str, _Entry], int]:
@@ -140,6 +127,10 @@ def _count_keys(raw: bytearray) -> int:
     return sum(1 for key, _ in pairs if key != "__metadata__")
 
 
+def _torch_shape(entry: _Entry) -> tuple[int, ...]:
+    return (*entry.shape[:-1], entry.shape[-1] // 2) if entry.dtype == _PAIRS else entry.shape
+
+
 def _check_cover(entries: dict[str, _Entry], size: int, path: Path) -> None:
     """The tensors cover the data from its first to its last byte, each with the bytes its shape says."""
     end = 0
@@ -152,7 +143,9 @@ def _check_cover(entries: dict[str, _Entry], size: int, path: Path) -> None:
             raise InvalidCheckpoint(f"{path}: {kind} before tensor {name!r} (byte {end}, {begin})", field=name)
         if len(entry.shape) > MAX_DIMS or any(dim < 0 for dim in entry.shape):
             raise InvalidCheckpoint(f"{path}: tensor {name!r} has shape {entry.shape}", field=name)
-        if stop - begin != prod(entry.shape) * ITEM_BYTES[DTYPES[entry.dtype]]:
+        if entry.dtype == _PAIRS and (not entry.shape or entry.shape[-1] % 2):
+            raise InvalidCheckpoint(f"{path}: tensor {name!r} of F4 {entry.shape} is no whole bytes", field=name)
+        if stop - begin != prod(_torch_shape(entry)) * ITEM_BYTES[DTYPES[entry.dtype]]:
             raise InvalidCheckpoint(
                 f"{path}: tensor {name!r} has {stop - begin} bytes, not what {entry.dtype} {entry.shape} needs",
                 field=name,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from sllm_runtime.protocol.errors import InvalidCheckpoint
+from sllm_runtime.protocol.checkpoint import AdapterRecord, QuantRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +20,16 @@ class SourceTensor:
     position: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class SourceExtras:
+    """What a format knows beyond its tensors: small files derived from it (one of that name in the directory wins),
+    what packed tensors hold, and of which model it is an adapter."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    quants: tuple[QuantRecord, ...] = ()
+    adapter: AdapterRecord | None = None
+
+
 class TensorSource(Protocol):
     """Raw row-major bytes of named tensors. Owned by who opened it, who closes it."""
 
@@ -32,30 +41,12 @@ class TensorSource(Protocol):
     def ties(self) -> Mapping[str, str]:
         """Other names of a tensor, as far as the format itself knows them."""
 
+    @property
+    def extras(self) -> SourceExtras:
+        """What else there is to say."""
+
     def read(self, name: str, start: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes of ``name`` from ``start`` on. Raises ``InvalidCheckpoint``."""
 
     def close(self) -> None:
         """Give back descriptors and mappings; repeatable."""
-
-
-def source_files(directory: Path) -> tuple[str, list[Path]]:
-    """Which format a Hugging Face directory has (``safetensors`` or ``torch``) and its weight files, or index file.
-
-    Raises ``InvalidCheckpoint`` if there are no weights.
-    """
-    if not directory.is_dir():
-        raise InvalidCheckpoint(f"{directory} is no directory; give the directory that holds config.json and weights")
-    names = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
-    for kind, suffix, stem in (("safetensors", ".safetensors", "model"), ("torch", ".bin", "pytorch_model")):
-        index = f"{stem}{suffix}.index.json"
-        if index in names:
-            return kind, [directory / index]
-        if f"{stem}{suffix}" in names:
-            return kind, [directory / f"{stem}{suffix}"]
-        weights = [name for name in names if name.endswith(suffix) and not name.startswith(("optimizer", "training"))]
-        if weights:
-            return kind, [directory / name for name in weights]
-    raise InvalidCheckpoint(
-        f"{directory} has no weights: neither *.safetensors nor pytorch_model*.bin; it has {names[:8]}"
-    )

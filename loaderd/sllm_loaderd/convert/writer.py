@@ -44,6 +44,15 @@ class PartitionWriter:
         if self._filled == len(self._buffer):
             self._flush()
 
+    def put(self, data: memoryview) -> None:
+        """The bytes of ``data`` come next."""
+        while len(data):
+            with self.space as space:
+                count = min(len(space), len(data))
+                space[:count] = data[:count]
+            self.advance(count)
+            data = data[count:]
+
     def pad_to(self, offset: int) -> None:
         """Zeros up to ``offset``."""
         while self.offset < offset:

@@ -245,8 +245,8 @@ def test_a_header_longer_than_its_file_is_refused(length: int, tmp_path: Path) -
 
 
 def test_a_dtype_that_is_not_served_is_named(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "source" / "model.safetensors", {"a": entry(0, 4, dtype="F4")}, bytes(4))
-    with pytest.raises(UnsupportedModel, match="F4"):
+    write_safetensors(tmp_path / "source" / "model.safetensors", {"a": entry(0, 4, dtype="F6_E2M3")}, bytes(4))
+    with pytest.raises(UnsupportedModel, match="F6_E2M3"):
         convert_directory(tmp_path / "source", tmp_path / "checkpoint")
 
 

@@ -1,0 +1,57 @@
+"""Which format a model's files have, and the source that reads it. One file per format, imported when needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sllm_loaderd.convert.source import TensorSource
+from sllm_runtime.protocol.errors import InvalidCheckpoint
+
+_STEMS = (("safetensors", ".safetensors", "model"), ("torch", ".bin", "pytorch_model"))
+_ADAPTER = "adapter_config.json"
+_NO_WEIGHTS = ("optimizer", "training", "scheduler", "rng_state")
+
+
+def source_files(path: Path) -> tuple[str, list[Path]]:
+    """Which format a model has (``safetensors``, ``torch``, ``gguf`` or ``adapter``) and its weight files, or its
+    shard index. ``path`` is a directory, or one GGUF file.
+
+    Raises ``InvalidCheckpoint`` if there are no weights.
+    """
+    if path.is_file() and path.suffix == ".gguf":
+        return "gguf", [path]
+    if not path.is_dir():
+        raise InvalidCheckpoint(f"{path} is no directory; give the directory that holds config.json and weights")
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    if _ADAPTER in names:
+        return "adapter", [path]
+    for kind, suffix, stem in _STEMS:
+        index = f"{stem}{suffix}.index.json"
+        if index in names:
+            return kind, [path / index]
+        if f"{stem}{suffix}" in names:
+            return kind, [path / f"{stem}{suffix}"]
+        weights = [name for name in names if name.endswith(suffix) and not name.startswith(_NO_WEIGHTS)]
+        if weights:
+            return kind, [path / name for name in weights]
+    weights = [name for name in names if name.endswith(".gguf")]
+    if weights:
+        return "gguf", [path / name for name in weights]
+    raise InvalidCheckpoint(
+        f"{path} has no weights: neither *.safetensors nor pytorch_model*.bin nor *.gguf; it has {names[:8]}"
+    )
+
+
+def open_source(path: Path, *, keep: bool = False) -> TensorSource:
+    """The weights of a model, whatever their format. ``keep``: quantised tensors stay packed.
+
+    Raises ``InvalidCheckpoint`` or ``UnsupportedModel``.
+    """
+    kind, files = source_files(path)
+    if kind == "torch":
+        from sllm_loaderd.convert.torch_files import TorchSource
+
+        return TorchSource(files)
+    from sllm_loaderd.convert.safetensors import SafetensorsSource
+
+    return SafetensorsSource(files)

@@ -1,0 +1,37 @@
+"""The index file of a sharded model: which tensor is in which file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from sllm_loaderd.files import plain_name
+from sllm_runtime.protocol.errors import InvalidCheckpoint
+
+
+class _ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def read_shard_index(path: Path) -> tuple[dict[str, str], list[Path]]:
+    """File by tensor, and the files. Raises ``InvalidCheckpoint``, also for a file outside the directory."""
+    try:
+        wanted = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InvalidCheckpoint(f"{path} is not a shard index: {error}", field=path.name) from error
+    files = sorted({plain_name(name, f"{path.name}: shard") for name in wanted.values()})
+    if not files:
+        raise InvalidCheckpoint(f"{path} names no shard", field=path.name)
+    return wanted, [path.parent / name for name in files]
+
+
+def check_shards(wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Compare the index (``wanted``: file by tensor) with what the files have. Raises ``InvalidCheckpoint``."""
+    for name, file in wanted.items():
+        if found.get(name) != file:
+            raise InvalidCheckpoint(f"the shard index says {name!r} is in {file}, but it is not", field=name)
+    extra = next((name for name in found if name not in wanted), None)
+    if extra is not None:
+        raise InvalidCheckpoint(f"tensor {extra!r} is in a shard but not in the shard index", field=extra)
