@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from uuid import uuid4
@@ -21,7 +22,14 @@ from sllm_gateway.table import RouteTable
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import ctl
-from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, InternalError, InvalidRequest, NotFound
+from sllm_runtime.protocol.errors import (
+    BodyTooLarge,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+)
 from sllm_runtime.protocol.http import API, BundleView, DeployRequest, DeployResult, ModelRegisterRequest
 from sllm_runtime.protocol.node import Progress
 
@@ -139,7 +147,13 @@ class _Long:
 
 async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(bundles.STILL_S / 2):
+                message = await receive()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the caller sent nothing of the bundle for {bundles.STILL_S / 2:g} s; send it again"
+            ) from error
         if message["type"] == "http.disconnect":
             raise Cancelled("the caller went away while it sent the bundle")
         yield message.get("body", b"")

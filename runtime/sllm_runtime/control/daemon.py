@@ -19,6 +19,7 @@ from sllm_runtime.control.models import Models
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy, Simple
 from sllm_runtime.control.service import Service
+from sllm_runtime.control.sweeping import Sweeps
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
@@ -81,6 +82,8 @@ async def lead(settings: Settings, identity: str, policy: Policy | None = None) 
         stack.push_async_callback(deployments.close)
         deletions = Deletions(loop, ledger, bus)
         stack.push_async_callback(deletions.close)
+        sweeps = Sweeps(loop, nodes, deployments, bus)
+        stack.push_async_callback(sweeps.close)
         stack.callback(bus.on_reconnect(loop.listening_again))
         reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
         stack.push_async_callback(reports.unsubscribe)
@@ -88,6 +91,7 @@ async def lead(settings: Settings, identity: str, policy: Policy | None = None) 
         stack.push_async_callback(service.close)
         await service.open()
         deletions.resume()
+        sweeps.start()
         log.info("leads with term %d: %d function(s)", term, len(loop.view.functions))
         yield Controller(loop, service, term)
 

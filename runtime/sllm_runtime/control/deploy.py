@@ -227,11 +227,14 @@ class Deployments:
                 text = f"no instance of {key[0]!r} could be placed within {manifest.queue_timeout:g} s: {why}"
                 raise NoCapacity(text, stage="placement")
 
+    def needs(self, bundle: str, *, but: asyncio.Task[None] | None = None) -> bool:
+        """Whether a deployment that goes on, other than that of task ``but``, is of this bundle."""
+        users = (d for d in self._known.values() if d.request.bundle == bundle and (but is None or d.task is not but))
+        return any(not user.done.is_set() for user in users)
+
     async def _clean(self, bundle: str) -> None:
         """Remove the bundle if no version, and no other deployment, needs it."""
-        current = asyncio.current_task()
-        users = [d for d in self._known.values() if d.request.bundle == bundle and d.task is not current]
-        if any(not user.done.is_set() for user in users):
+        if self.needs(bundle, but=asyncio.current_task()):
             return
         await remove_bundles(self._bus, registry.unreachable(self._loop.view, [bundle]))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ from sllm_runtime.protocol.subjects import BUNDLES
 
 _CHUNK: Final = 256 * KIB
 _TRIES: Final = 3
+STILL_S: Final = 60.0
+"""An upload that goes on stores something at least this often, however slowly it comes; else its gateway ends it."""
 
 
 def _meta(digest: str) -> str:
@@ -36,15 +39,22 @@ def _chunks(nuid: str) -> str:
     return f"$O.{BUNDLES}.C.{nuid}"
 
 
-async def store(bus: Bus, digest: str, chunks: AsyncIterator[bytes], limit: int = MAX_BUNDLE) -> int:
+async def store(
+    bus: Bus,
+    digest: str,
+    chunks: AsyncIterator[bytes],
+    limit: int = MAX_BUNDLE,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
     """Keep what ``chunks`` brings under ``digest`` (``sha256:<hex>``). Returns its bytes.
 
-    Nothing is left behind when this raises: ``DigestMismatch``, ``BodyTooLarge`` above ``limit`` bytes,
-    ``Unavailable``, or what ``chunks`` raises.
+    ``chunks`` must bring something at least every STILL_S / 2: what comes slowly is stored in small parts, so that a
+    ``sweep`` sees it grow. Nothing is left behind when this raises: ``DigestMismatch``, ``BodyTooLarge`` above
+    ``limit`` bytes, ``Unavailable``, or what ``chunks`` raises.
     """
     nuid = bytes(NUID().next()).decode()
     try:
-        total, count = await _write(bus, nuid, digest, chunks, limit)
+        total, count = await _write(bus, nuid, digest, chunks, limit, clock)
         old = await _info(bus, digest)
         await _publish(bus, _meta(digest), _describe(digest, nuid, total, count), {"Nats-Rollup": "sub"})
     except BaseException:
@@ -55,18 +65,20 @@ async def store(bus: Bus, digest: str, chunks: AsyncIterator[bytes], limit: int 
     return total
 
 
-async def _write(bus: Bus, nuid: str, digest: str, chunks: AsyncIterator[bytes], limit: int) -> tuple[int, int]:
-    sha, total, count, rest = hashlib.sha256(), 0, 0, bytearray()
+async def _write(
+    bus: Bus, nuid: str, digest: str, chunks: AsyncIterator[bytes], limit: int, clock: Callable[[], float]
+) -> tuple[int, int]:
+    sha, total, count, rest, stored = hashlib.sha256(), 0, 0, bytearray(), clock()
     async for chunk in chunks:
         sha.update(chunk)
         total += len(chunk)
         if total > limit:
             raise BodyTooLarge(f"the bundle is larger than {limit} bytes; leave files out by .sllmignore")
         rest += chunk
-        while len(rest) >= _CHUNK:
+        while len(rest) >= _CHUNK or (rest and clock() - stored >= STILL_S / 2):
             await _publish(bus, _chunks(nuid), bytes(rest[:_CHUNK]))
             del rest[:_CHUNK]
-            count += 1
+            count, stored = count + 1, clock()
     if rest:
         await _publish(bus, _chunks(nuid), bytes(rest))
         count += 1
@@ -172,19 +184,31 @@ async def delete(bus: Bus, digest: str) -> None:
         await _purge(bus, _chunks(str(info["nuid"])))
 
 
+async def names(bus: Bus) -> frozenset[str]:
+    """Digests of all bundles. Raises ``Unavailable``."""
+    return frozenset(str(info["name"]) for info in await _all(bus) if not info.get("deleted"))
+
+
+async def _all(bus: Bus) -> list[dict[str, Any]]:
+    try:
+        metas = await snapshot(bus, BUNDLE_STREAM, f"$O.{BUNDLES}.M.>")
+    except nats.errors.Error as error:
+        raise Unavailable(f"bundles cannot be listed: {error or type(error).__name__}") from error
+    return [json.loads(data) for data in metas.values()]
+
+
 async def sweep(bus: Bus, before: dict[str, int]) -> dict[str, int]:
     """Remove what uploads left whose gateway died: parts no bundle names, as many as in ``before`` (the last sweep).
 
     Returns the parts that no bundle names now, for the next sweep; sweeps should be minutes apart, since an upload
-    that goes on looks the same but grows. Raises ``Unavailable``.
+    that goes on looks the same but grows (STILL_S). Raises ``Unavailable``.
     """
     prefix = f"$O.{BUNDLES}.C."
     try:
         info = await bus.jetstream.stream_info(BUNDLE_STREAM, subjects_filter=prefix + ">")
-        metas = await snapshot(bus, BUNDLE_STREAM, f"$O.{BUNDLES}.M.>")
     except nats.errors.Error as error:
         raise Unavailable(f"bundles cannot be listed: {error or type(error).__name__}") from error
-    named = {prefix + str(json.loads(data).get("nuid")) for data in metas.values()}
+    named = {prefix + str(bundle.get("nuid")) for bundle in await _all(bus)}
     unnamed = {subject: count for subject, count in (info.state.subjects or {}).items() if subject not in named}
     for subject in [subject for subject, count in unnamed.items() if before.get(subject) == count]:
         await _purge(bus, subject)
