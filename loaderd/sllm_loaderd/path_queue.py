@@ -1,111 +1,132 @@
-"""The queue of one path (a disk, later a network): chunks in order within their class, a few threads that read."""
+"""The queue of one path (a disk, a bucket, a link to a device): tasks in order within their class, a few threads."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from sllm_loaderd.files import chunk_digest
-from sllm_loaderd.pool import Chunk
-from sllm_loaderd.reader import ChunkSource
-from sllm_runtime.protocol.errors import CorruptCheckpoint, InternalError, SllmError
+from sllm_loaderd.task import Task, TaskState
+from sllm_runtime.protocol.errors import InternalError, SllmError
 from sllm_runtime.protocol.loader import PRIORITIES, PathStatus
 
-
-class TaskState(StrEnum):
-    """A task goes forward only: queued, running, done; or from queued to cancelled."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    DONE = "done"
-    CANCELLED = "cancelled"
+_IDLE_S: Final = 30.0
+"""A thread with nothing to do for this long ends; the next task starts one again."""
+_serial = itertools.count()
 
 
-@dataclass(slots=True, eq=False)
-class ChunkTask:
-    """Fill one chunk and check it. ``done(task, error)`` is called in the I/O thread."""
+class Bandwidth:
+    """Bytes per second while the path is busy, over about the last ``horizon`` busy seconds."""
 
-    number: int
-    offset: int
-    nbytes: int
-    digest: str
-    chunk: Chunk
-    source: ChunkSource
-    done: Callable[[ChunkTask, SllmError | None], None]
-    priority: int = 0
-    state: TaskState = field(default=TaskState.QUEUED)
+    def __init__(self, horizon: float = 2.0) -> None:
+        self._horizon = horizon
+        self._bytes = 0.0
+        self._seconds = 0.0
 
-    def run(self) -> None:
-        """Read and check. Raises ``CorruptCheckpoint`` naming file and offset."""
-        with self.chunk.view[: self.nbytes] as view:
-            self.chunk.zero_tail(self.nbytes)
-            self.source.read(view, self.offset)
-            found = chunk_digest(view)
-        if found != self.digest:
-            raise CorruptCheckpoint(
-                f"{self.source.name}: chunk {self.number} (bytes {self.offset} to {self.offset + self.nbytes}) has"
-                f" digest {found}, its index says {self.digest}; restore the file or convert the model again",
-                field=self.source.name,
-            )
+    def add(self, nbytes: int, seconds: float) -> None:
+        """``nbytes`` came while the path was busy for ``seconds``."""
+        kept = math.exp(-seconds / self._horizon)
+        self._bytes = self._bytes * kept + nbytes
+        self._seconds = self._seconds * kept + seconds
+
+    @property
+    def value(self) -> float:
+        """Bytes per second; 0 if nothing came yet."""
+        return self._bytes / self._seconds if self._seconds else 0.0
 
 
 class PathQueue:
-    """Threads that serve tasks by (class, order of arrival). Owns its threads: ``close`` joins them.
+    """Threads that serve tasks by (class, order). Owns its threads: ``close`` joins them.
 
-    The queue is as long as there are chunks allocated for it, so the pool bounds it.
+    All queues of a node share ``lock``, so that a task can go from one to another. The queue is as long as there are
+    chunks allocated for it, so the pool bounds it. ``steal`` (called with the lock held) finds work when it is empty.
     """
 
-    def __init__(self, path: str, threads: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: str,
+        threads: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        lock: threading.RLock | None = None,
+        steal: Callable[[PathQueue], Task | None] = lambda queue: None,
+    ) -> None:
         self.path = path
+        self.bandwidth = Bandwidth()
+        self.running: set[Task] = set()
+        self._shared: set[Task] = set()
+        """Those that wait here and that another path could serve."""
+        self._most_threads = threads
         self._clock = clock
-        self._heap: list[tuple[int, int, ChunkTask]] = []
-        self._order = itertools.count()
-        self._changed = threading.Condition()
+        self._steal = steal
+        self._changed = threading.Condition(lock or threading.RLock())
+        self._heap: list[tuple[int, int, int, Task]] = []
+        self._threads: list[threading.Thread] = []
+        self._waiting = 0
+        self._measured_at = 0.0
         self._closing = False
-        self._running = 0
-        self._bandwidth = 0.0
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"sllm-{path}-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
 
-    def put(self, tasks: list[ChunkTask], priority: int) -> None:
-        """Queue ``tasks`` in this order, in the class ``PRIORITIES[priority]``."""
+    def put(self, tasks: Iterable[Task]) -> None:
+        """Queue tasks whose ``priority`` and ``order`` are set."""
         with self._changed:
             for task in tasks:
-                task.priority = priority
-                heapq.heappush(self._heap, (priority, next(self._order), task))
-            self._changed.notify(len(tasks))
+                if task.state is not TaskState.QUEUED:
+                    task.move(TaskState.QUEUED)
+                task.path = self.path
+                if len(task.paths) > 1:
+                    self._shared.add(task)
+                self._push(task)
+            self.wake()
 
-    def promote(self, task: ChunkTask, priority: int) -> None:
-        """Somebody of a higher class waits for ``task`` now."""
+    def wake(self) -> None:
+        """There may be something to do, here or elsewhere."""
         with self._changed:
-            if task.state is TaskState.QUEUED and priority < task.priority:
-                task.priority = priority
-                heapq.heappush(self._heap, (priority, next(self._order), task))
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            while not self._closing and len(self._threads) < self._most_threads:
+                name = f"sllm-{self.path}-{len(self._threads)}"
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
 
-    def cancel(self, task: ChunkTask) -> bool:
-        """Whether ``task`` will never run; False if it has begun (its ``done`` is called then)."""
+    def move(self, task: Task, priority: int, order: int) -> None:
+        """Another place for a task that waits here."""
         with self._changed:
-            if task.state is TaskState.QUEUED:
-                task.state = TaskState.CANCELLED
-            return task.state is TaskState.CANCELLED
+            task.priority, task.order = priority, order
+            self._push(task)
+
+    def waiting(self) -> list[Task]:
+        """Tasks that wait, in the order in which they will be served."""
+        with self._changed:
+            found = {task for _, _, _, task in self._heap if self._is_here(task)}
+            return sorted(found, key=lambda task: (task.priority, task.order))
+
+    def shared_with(self, path: str) -> list[Task]:
+        """Tasks that wait here and that ``path`` could serve as well, in order."""
+        with self._changed:
+            self._shared = {task for task in self._shared if self._is_here(task)}
+            found = [task for task in self._shared if path in task.paths]
+            return sorted(found, key=lambda task: (task.priority, task.order))
 
     def status(self) -> PathStatus:
-        """Moving bandwidth in bytes/s, and the bytes that wait, by class."""
+        """Moving bandwidth in bytes/s, and the bytes that wait or are under way, by class."""
         with self._changed:
-            waiting = {task for _, _, task in self._heap if task.state is TaskState.QUEUED}
+            ahead = [*self.waiting(), *self.running]
             queued = {
-                name: sum(task.nbytes for task in waiting if task.priority == number)
+                name: sum(task.nbytes for task in ahead if task.priority == number)
                 for number, name in enumerate(PRIORITIES)
             }
-            return PathStatus(path=self.path, bandwidth=self._bandwidth, queued=queued)
+            return PathStatus(path=self.path, bandwidth=self.bandwidth.value, queued=queued)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits, nothing runs and no thread lives."""
+        with self._changed:
+            return not self.running and not self.waiting() and not any(t.is_alive() for t in self._threads)
 
     def close(self) -> None:
         """Let running tasks end, drop the others, join the threads."""
@@ -113,38 +134,60 @@ class PathQueue:
             self._closing = True
             self._heap.clear()
             self._changed.notify_all()
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join()
+
+    def _push(self, task: Task) -> None:
+        heapq.heappush(self._heap, (task.priority, task.order, next(_serial), task))
+
+    def _is_here(self, task: Task) -> bool:
+        return task.state is TaskState.QUEUED and task.path == self.path
 
     def _serve(self) -> None:
         while (task := self._next()) is not None:
-            begun = self._clock()
             error: SllmError | None = None
             try:
-                task.run()
+                task.run(self.path)
             except SllmError as failure:
                 error = failure
             except Exception as failure:  # a bug must end the load, not this thread
-                error = InternalError(f"reading {task.source.name} failed: {failure!r}")
-            self._finish(task, self._clock() - begun, error)
+                error = InternalError(f"chunk {task.number} on {self.path} failed: {failure!r}")
+            self._finish(task, error)
             task.done(task, error)
 
-    def _next(self) -> ChunkTask | None:
+    def _next(self) -> Task | None:
+        """The task to serve, now running; None when it is time for this thread to end."""
         with self._changed:
             while not self._closing:
-                while self._heap:
-                    priority, _, task = heapq.heappop(self._heap)
-                    if task.state is TaskState.QUEUED and task.priority == priority:
-                        task.state = TaskState.RUNNING
-                        self._running += 1
-                        return task
-                self._changed.wait(timeout=60)
+                if (task := self._pop() or self._steal(self)) is not None:
+                    task.path = self.path
+                    task.move(TaskState.RUNNING)
+                    if not self.running:
+                        self._measured_at = self._clock()
+                    self.running.add(task)
+                    return task
+                if not self._changed.wait(timeout=_IDLE_S) and not self._heap:
+                    self._threads.remove(threading.current_thread())
+                    break
             return None
 
-    def _finish(self, task: ChunkTask, seconds: float, error: SllmError | None) -> None:
+    def _pop(self) -> Task | None:
+        while self._heap:
+            priority, order, _, task = heapq.heappop(self._heap)
+            if self._is_here(task) and (task.priority, task.order) == (priority, order):
+                return task
+        return None
+
+    def _finish(self, task: Task, error: SllmError | None) -> None:
         with self._changed:
-            task.state = TaskState.DONE
-            if error is None and seconds > 0:
-                now = task.nbytes / seconds * self._running
-                self._bandwidth = now if not self._bandwidth else 0.8 * self._bandwidth + 0.2 * now
-            self._running -= 1
+            task.move(TaskState.DONE)
+            self.running.discard(task)
+            now = self._clock()
+            if error is None and now > self._measured_at:
+                self.bandwidth.add(task.nbytes, now - self._measured_at)
+            self._measured_at = now
+
+
+def bytes_before(task: Task, waiting: Sequence[Task]) -> int:
+    """Bytes of a queue that are served before ``task``."""
+    return sum(other.nbytes for other in waiting if (other.priority, other.order) < (task.priority, task.order))

@@ -1,54 +1,27 @@
 """What is in memory: partitions made of chunks, who waits for which blocks, what stays and what is dropped.
 
-Lives in the daemon's event loop; only ``ChunkTask``s run elsewhere, and their end is posted back here.
+Lives in the daemon's event loop; only tasks run elsewhere, and their end is posted back here.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sllm_loaderd.disk.local import LocalPartition
 from sllm_loaderd.load_job import LoadJob
-from sllm_loaderd.path_queue import ChunkTask, PathQueue
+from sllm_loaderd.paths import Paths
 from sllm_loaderd.pool import Chunk, ChunkPool
 from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.resident import Key, Resident, victims, why_kept
 from sllm_loaderd.store import StoredModel
+from sllm_loaderd.task import ReadChunk, Task
+from sllm_loaderd.write_back import SsdTier, WriteBack
 from sllm_runtime.protocol.checkpoint import chunk_count
-from sllm_runtime.protocol.errors import Conflict, InvalidCheckpoint, PoolExhausted, SllmError
+from sllm_runtime.protocol.errors import Conflict, InternalError, InvalidCheckpoint, PoolExhausted, SllmError
 from sllm_runtime.protocol.loader import ResidentStatus
 
-Key = tuple[str, int]
-"""(model digest, rank)"""
-
-
-@dataclass(eq=False, slots=True)
-class Resident:
-    """One partition in memory or on its way."""
-
-    key: Key
-    model: StoredModel
-    used_at: float
-    chunks: dict[int, Chunk] = field(default_factory=dict)
-    tasks: dict[int, ChunkTask] = field(default_factory=dict)
-    """Chunks that are not there yet."""
-    jobs: list[LoadJob] = field(default_factory=list)
-    source: ChunkSource | None = None
-
-    def there(self, number: int) -> bool:
-        """Whether a chunk's bytes are in memory and checked."""
-        return number in self.chunks and number not in self.tasks
-
-    def nbytes_of(self, number: int) -> int:
-        """Bytes of a chunk that belong to the partition."""
-        partition = self.model.index.partitions[self.key[1]]
-        return min(self.model.index.chunk_bytes, partition.nbytes - number * self.model.index.chunk_bytes)
-
-    @property
-    def holders(self) -> set[str]:
-        """Sandboxes that were given chunks of it and live."""
-        return set().union(*(chunk.holders for chunk in self.chunks.values()))
+log = logging.getLogger(__name__)
 
 
 class Residency:
@@ -57,45 +30,51 @@ class Residency:
     def __init__(
         self,
         pool: ChunkPool,
-        queue: PathQueue,
+        paths: Paths,
         post: Callable[[Callable[[], None]], object],
+        *,
+        ssd: SsdTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
-        self._queue = queue
+        self._paths = paths
         self._post = post
+        self._ssd = ssd
         self._clock = clock
         self._residents: dict[Key, Resident] = {}
         self._pinned: set[str] = set()
         self._reserved: dict[str, int] = {}
 
     # --- loading ------------------------------------------------------------------------------------
-    def load(self, model: StoredModel, rank: int, job: LoadJob) -> Resident:
+    def lacks(self, model: StoredModel, rank: int, chunks: Iterable[int]) -> bool:
+        """Whether ``load`` would have to read, and so needs sources."""
+        resident = self._residents.get((model.checkpoint.digest, rank))
+        return resident is None or (not resident.sources and any(number not in resident.chunks for number in chunks))
+
+    def load(self, model: StoredModel, rank: int, job: LoadJob, sources: Sequence[ChunkSource] = ()) -> Resident:
         """Start or join the load of a partition. ``chunks`` of what is returned has all that ``job`` needs.
 
-        Raises ``PoolExhausted`` (nothing was evicted then) or ``InvalidCheckpoint``.
+        ``sources`` (best first) are this method's own from here on. Raises ``PoolExhausted`` (nothing was evicted then)
+        or ``InvalidCheckpoint``.
         """
         digest = model.checkpoint.digest
-        if model.index.chunk_bytes != self._pool.chunk_bytes:
-            raise InvalidCheckpoint(
-                f"{digest} has chunks of {model.index.chunk_bytes} bytes, this node's pool of {self._pool.chunk_bytes};"
-                " convert it again with this size or start loaderd with --chunk-bytes",
-                field="chunk_bytes",
-            )
         resident = self._residents.get((digest, rank)) or Resident((digest, rank), model, self._clock())
-        missing = [number for number in job.chunks if number not in resident.chunks]
-        if missing and resident.source is None:
-            resident.source = LocalPartition(model.checkpoint.directory, rank, model.index.partitions[rank].nbytes)
+        spare = list(sources)
         try:
-            self._make_room(len(missing), digest, job)
+            self._check_chunk_size(model)
+            missing = [number for number in job.chunks if number not in resident.chunks]
+            if missing and not resident.sources and not sources:
+                raise InternalError(f"{digest} is to be read and no source is open")
+            self._make_room(len(missing), digest)
             fresh = self._pool.allocate(len(missing))
-        except BaseException:
-            if resident.key not in self._residents and resident.source is not None:
-                resident.source.close()
-            raise
+            if missing and not resident.sources:
+                resident.sources, spare = spare, []
+        finally:
+            _close(spare)
         self._residents[resident.key] = resident
         resident.used_at = self._clock()
-        self._queue_tasks(resident, dict(zip(missing, fresh, strict=True)), job)
+        self.promote(resident, job.chunks, job.priority)
+        self._read(resident, dict(zip(missing, fresh, strict=True)), job.priority)
         return resident
 
     def start(self, resident: Resident, job: LoadJob) -> None:
@@ -103,88 +82,152 @@ class Residency:
 
         If all is there, ``done`` alone says so.
         """
-        for block, needs in zip(job.blocks, job.needs, strict=True):
-            job.waiting[block] = {number for number in needs if not resident.there(number)}
-        job.lacking = {number for number in job.chunks if not resident.there(number)}
-        job.total = sum(resident.nbytes_of(number) for number in job.chunks)
-        job.there = job.total - sum(resident.nbytes_of(number) for number in job.lacking)
-        job.progress(job.there, job.total)
-        if not job.lacking:
-            job.done()  # says as much as every single block
-            return
-        resident.jobs.append(job)
-        for block in [block for block in job.blocks if not job.waiting[block]]:
-            job.ready(block)
-            del job.waiting[block]
+        if job.begin(resident.there):
+            job.done()
+        else:
+            resident.jobs.append(job)
+
+    def reorder(self, resident: Resident, job: LoadJob, blocks: Iterable[int]) -> None:
+        """``job`` wants ``blocks`` first from now on, in this order."""
+        job.reorder(blocks)
+        self.reorder_chunks(resident, job.chunks)
+
+    def reorder_chunks(self, resident: Resident, numbers: Iterable[int]) -> None:
+        """Those of these chunks that still wait are read in this order."""
+        self._paths.reorder([resident.tasks[number] for number in numbers if number in resident.tasks])
 
     def cancel(self, resident: Resident, job: LoadJob) -> None:
-        """Nobody waits for ``job`` any more: drop the reads that no other job wants. What is there stays."""
-        if job not in resident.jobs:
-            return
-        resident.jobs.remove(job)
-        wanted = {number for other in resident.jobs for needs in other.waiting.values() for number in needs}
+        """Nobody waits for ``job`` any more: drop the reads no other job wants. What is there stays. Repeatable."""
+        if job in resident.jobs:
+            resident.jobs.remove(job)
+        wanted = resident.wanted()
         for number, task in list(resident.tasks.items()):
-            if number not in wanted and self._queue.cancel(task):
+            if number not in wanted and self._paths.cancel(task):
                 del resident.tasks[number]
                 self._pool.free([resident.chunks.pop(number)])
-        self._close_source_if_idle(resident)
+        self._settle(resident)
 
-    def _queue_tasks(self, resident: Resident, fresh: dict[int, Chunk], job: LoadJob) -> None:
-        for number in job.chunks:
-            if number in resident.tasks:
-                self._queue.promote(resident.tasks[number], job.priority)
-        if not fresh or resident.source is None:
-            return
+    def adopt(self, model: StoredModel, rank: int, chunks: Mapping[int, Chunk]) -> list[Chunk]:
+        """Chunks that are filled and checked already become part of a partition; those that it has come back."""
+        key = (model.checkpoint.digest, rank)
+        resident = self._residents.setdefault(key, Resident(key, model, self._clock()))
+        refused = [chunk for number, chunk in chunks.items() if number in resident.chunks]
+        resident.chunks.update({n: chunk for n, chunk in chunks.items() if n not in resident.chunks})
+        self._settle(resident)
+        return refused
+
+    def _check_chunk_size(self, model: StoredModel) -> None:
+        if model.index.chunk_bytes != self._pool.chunk_bytes:
+            raise InvalidCheckpoint(
+                f"{model.checkpoint.digest} has chunks of {model.index.chunk_bytes} bytes, this node's pool of"
+                f" {self._pool.chunk_bytes}; convert it again with this size or start loaderd with --chunk-bytes",
+                field="chunk_bytes",
+            )
+
+    def _read(self, resident: Resident, fresh: dict[int, Chunk], priority: int) -> None:
         digests = resident.model.index.partitions[resident.key[1]].digests
         chunk_bytes = resident.model.index.chunk_bytes
 
-        def done(task: ChunkTask, error: SllmError | None) -> None:
-            self._post(lambda: self._finished(resident, task, error))
+        def done(task: Task, error: SllmError | None) -> None:
+            self._post(lambda: self._finished(resident, task.number, error))
 
         resident.chunks.update(fresh)
         tasks = [
-            ChunkTask(n, n * chunk_bytes, resident.nbytes_of(n), digests[n], chunk, resident.source, done)
+            ReadChunk(n, n * chunk_bytes, resident.nbytes_of(n), digests[n], chunk, resident.sources, done)
             for n, chunk in fresh.items()
         ]
         resident.tasks.update((task.number, task) for task in tasks)
-        self._queue.put(tasks, job.priority)
+        self._paths.put(tasks, priority)
 
-    def _finished(self, resident: Resident, task: ChunkTask, error: SllmError | None) -> None:
-        del resident.tasks[task.number]
+    def _finished(self, resident: Resident, number: int, error: SllmError | None) -> None:
+        task = resident.tasks[number]
+        if error is not None and number in resident.wanted() and task.next_source():
+            log.warning("chunk %d is taken from %s instead: %s", number, task.paths[0], error)
+            self._paths.again(task)
+            return
+        del resident.tasks[number]
         if error is not None:
-            self._pool.free([resident.chunks.pop(task.number)])
-            self._fail(resident, task.number, error)
+            self._pool.free([resident.chunks.pop(number)])
+            for job in [job for job in resident.jobs if number in job.lacking]:
+                self.cancel(resident, job)
+                job.failed(error)
         else:
-            for job in list(resident.jobs):
-                self._advance(resident, job, task.number)
-        self._close_source_if_idle(resident)
+            self._write_back(resident, task)
+            self._advance(resident, number)
+        self._settle(resident)
 
-    def _advance(self, resident: Resident, job: LoadJob, number: int) -> None:
-        if number in job.lacking:
-            job.lacking.discard(number)
-            job.there += resident.nbytes_of(number)
-            job.progress(job.there, job.total)
-        for block in [block for block, lacks in job.waiting.items() if number in lacks]:
-            job.waiting[block].discard(number)
-            if not job.waiting[block]:
-                del job.waiting[block]
-                job.ready(block)
-        if not job.waiting:
-            resident.jobs.remove(job)
-            job.done()
+    def _advance(self, resident: Resident, number: int) -> None:
+        for job in list(resident.jobs):
+            if job.advance(number):
+                resident.jobs.remove(job)
+                job.done()
 
-    def _fail(self, resident: Resident, number: int, error: SllmError) -> None:
-        for job in [job for job in resident.jobs if number in job.chunks]:
-            self.cancel(resident, job)
-            job.failed(error)
+    def _write_back(self, resident: Resident, task: ReadChunk) -> None:
+        """Begin a copy for the SSD tier when the first remote chunk is there; what came before it is added."""
+        if self._ssd is None or (resident.write_back is None and not task.remote):
+            return
+        if resident.write_back is None:
+            resident.write_back = WriteBack(self._ssd, resident.model, resident.key[1], self._paths, self._post)
+        for number in [number for number in resident.chunks if resident.there(number)]:
+            resident.write_back.add(number, resident.chunks[number], resident.nbytes_of(number))
 
-    def _close_source_if_idle(self, resident: Resident) -> None:
+    def _settle(self, resident: Resident) -> None:
         """No descriptor stays open for a partition that is not being read: its file may be deleted."""
-        if not resident.tasks and resident.source is not None:
-            resident.source.close()
-            resident.source = None
-            if not resident.chunks:
-                self._residents.pop(resident.key, None)
+        if resident.tasks or resident.feeding:
+            return
+        sources, resident.sources = resident.sources, []
+        _close(sources)
+        if not resident.chunks and self._residents.get(resident.key) is resident:
+            self._drop(resident)
+
+    # --- copies to devices --------------------------------------------------------------------------
+    def feed(self, model: StoredModel, rank: int, sources: Sequence[ChunkSource]) -> Resident:
+        """A device is to be fed from a partition, some of it at a time: until ``fed`` it stays and may be loaded from.
+
+        ``sources`` are this method's own; none are needed for what is in memory.
+        """
+        key = (model.checkpoint.digest, rank)
+        resident = self._residents.setdefault(key, Resident(key, model, self._clock()))
+        resident.feeding += 1
+        self.supply(resident, sources)
+        return resident
+
+    def supply(self, resident: Resident, sources: Sequence[ChunkSource]) -> None:
+        """Further sources for a partition that is being fed from; of no use if it has some."""
+        if resident.sources:
+            _close(sources)
+        else:
+            resident.sources = list(sources)
+
+    def fed(self, resident: Resident) -> None:
+        """The device has what it wanted, or wants it no more."""
+        resident.feeding -= 1
+        self._settle(resident)
+
+    def promote(self, resident: Resident, numbers: Iterable[int], priority: int) -> None:
+        """Somebody of a higher class waits for these chunks now."""
+        for number in numbers:
+            if number in resident.tasks:
+                self._paths.promote(resident.tasks[number], priority)
+
+    def borrow(self, resident: Resident, number: int) -> Chunk:
+        """A chunk that is there, to be copied; it stays until ``give_back``."""
+        resident.copying[number] += 1
+        return resident.chunks[number]
+
+    def give_back(self, resident: Resident, number: int, *, drop: bool = False) -> None:
+        """It was copied. ``drop``: it is not worth its memory, unless somebody else needs it."""
+        resident.copying[number] -= 1
+        if not resident.copying[number]:
+            del resident.copying[number]
+            if drop and not resident.chunks[number].holders and number not in resident.wanted():
+                self._pool.free([resident.chunks.pop(number)])
+
+    def room(self, digest: str, count: int) -> int:
+        """How many of ``count`` further chunks a model could have now, others being evicted for them."""
+        shortage = self._pool.shortage(count + self._reserved_by_others(digest))
+        _, short = victims(self._residents.values(), shortage, {digest, *self._pinned})
+        return max(count - short, 0)
 
     # --- what stays ---------------------------------------------------------------------------------
     def pin(self, digest: str, pinned: bool) -> None:
@@ -197,7 +240,7 @@ class Residency:
         if not nbytes:
             return
         try:
-            self._make_room(chunk_count(nbytes, self._pool.chunk_bytes) - self._used_by(digest), digest, None)
+            self._make_room(chunk_count(nbytes, self._pool.chunk_bytes) - self._used_by(digest), digest)
         except PoolExhausted:
             if before:
                 self._reserved[digest] = before
@@ -207,8 +250,11 @@ class Residency:
     def evict(self, digest: str) -> int:
         """Drop a model from memory; the number of its chunks. Raises ``Conflict`` while it is being loaded."""
         residents = [resident for resident in self._residents.values() if resident.key[0] == digest]
-        if any(resident.tasks for resident in residents):
-            raise Conflict(f"model {digest} is being loaded; cancel the load first", field="model")
+        for resident in residents:
+            if resident.write_back is not None:
+                resident.write_back.stop()
+            if resident.loading or (resident.write_back is not None and resident.write_back.running):
+                raise Conflict(f"model {digest} is {why_kept(resident, ())}; cancel the load first", field="model")
         return sum(self._drop(resident) for resident in residents)
 
     def forget(self, holder: str) -> None:
@@ -219,8 +265,18 @@ class Residency:
         """A sandbox is being given these chunks."""
         self._pool.hold(chunks, holder)
 
+    def close(self) -> None:
+        """No task runs any more: close sources, give up copies for the SSD tier."""
+        for resident in self._residents.values():
+            _close(resident.sources)
+            resident.sources = []
+            if resident.write_back is not None:
+                resident.write_back.stop()
+
     def _drop(self, resident: Resident) -> int:
         del self._residents[resident.key]
+        if resident.write_back is not None:
+            resident.write_back.stop()
         self._pool.free(resident.chunks.values())
         count = len(resident.chunks)
         resident.chunks.clear()
@@ -237,33 +293,24 @@ class Residency:
             if other != digest
         )
 
-    def _make_room(self, count: int, digest: str, job: LoadJob | None) -> None:
+    def _make_room(self, count: int, digest: str) -> None:
         """Evict, least recently used first, until ``count`` chunks are free for ``digest``; or nothing at all."""
         if count <= 0:
             return
         shortage = self._pool.shortage(count + self._reserved_by_others(digest))
-        victims = []
-        for resident in sorted(self._residents.values(), key=lambda resident: resident.used_at):
-            if shortage <= 0:
-                break
-            if resident.key[0] not in {digest, *self._pinned} and self._evictable(resident):
-                victims.append(resident)
-                shortage -= len(resident.chunks)
-        if shortage > 0:
+        chosen, short = victims(self._residents.values(), shortage, {digest, *self._pinned})
+        if short:
             raise self._exhausted(count, digest)
-        for victim in victims:
-            self._drop(victim)
-
-    def _evictable(self, resident: Resident) -> bool:
-        return not (resident.tasks or resident.jobs or resident.holders)
+        for resident in chosen:
+            self._drop(resident)
 
     def _exhausted(self, count: int, digest: str) -> PoolExhausted:
         status = self._pool.status()
         size = status.chunk_bytes
         kept = [
-            f"{key[0][:19]}/{key[1]} {len(resident.chunks) * size} ({self._why_kept(resident)})"
+            f"{key[0][:19]}/{key[1]} {len(resident.chunks) * size} ({why_kept(resident, self._pinned)})"
             for key, resident in self._residents.items()
-            if key[0] in self._pinned or not self._evictable(resident)
+            if key[0] in self._pinned or not resident.evictable
         ]
         kept += [f"retiring {status.retiring}"] if status.retiring else []
         kept += [f"reserved {others * size}"] if (others := self._reserved_by_others(digest)) else []
@@ -273,11 +320,6 @@ class Residency:
             field="pool",
             retry_after_s=1.0,
         )
-
-    def _why_kept(self, resident: Resident) -> str:
-        if resident.key[0] in self._pinned:
-            return "pinned"
-        return "loading" if resident.tasks or resident.jobs else f"held by {len(resident.holders)}"
 
     # --- reports --------------------------------------------------------------------------------------
     @property
@@ -297,9 +339,14 @@ class Residency:
                 model=resident.key[0],
                 partition=resident.key[1],
                 nbytes=sum(resident.nbytes_of(number) for number in resident.chunks if resident.there(number)),
-                total=resident.model.index.partitions[resident.key[1]].nbytes,
+                total=resident.nbytes,
                 pinned=resident.key[0] in self._pinned,
                 holders=tuple(sorted(resident.holders)),
             )
             for resident in ordered
         ]
+
+
+def _close(sources: Iterable[ChunkSource]) -> None:
+    for source in sources:
+        source.close()

@@ -126,7 +126,7 @@ class ControlConnection:
             case Pin(model=model, pinned=pinned):
                 service.residency.pin(model, pinned)
             case Evict(model=model):
-                service.residency.evict(model)
+                service.evict(model)
             case Reserve(model=model, nbytes=nbytes):
                 service.residency.reserve(model, nbytes)
             case Gone(holder=holder):
@@ -151,18 +151,19 @@ class ControlConnection:
                 finished.set_exception(error)
 
         report = self._reporter(request.request)
-        _, resident, job = await self._service.load(
+        loading = await self._service.load(
             request,
+            "",
             ready=lambda block: None,
             progress=lambda there, total: report("load", there, total),
             done=done,
             failed=failed,
         )
-        self._service.residency.start(resident, job)
+        loading.start()
         try:
             await finished
         finally:
-            self._service.residency.cancel(resident, job)
+            loading.cancel()
 
     async def _grant(self, request: Grant, fds: list[int]) -> None:
         await self._service.model(request.model)  # a model that is broken is refused here, not in the sandbox

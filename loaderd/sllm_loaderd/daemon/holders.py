@@ -60,7 +60,7 @@ class Holders:
         holder = self._holders.pop(name, None)
         if holder is not None:
             self._end(holder)
-        self._service.residency.forget(name)
+        self._service.forget(name)
 
     def owner_lost(self, owner: object) -> None:
         """The client that answered for its sandboxes is gone: they are freed when they are proven dead."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
 from dataclasses import dataclass
 
 from sllm_loaderd.daemon.connection import GRANTED_HELLO_S, Connection, as_error
 from sllm_loaderd.daemon.service import LoaderService
-from sllm_loaderd.load_job import LoadJob
-from sllm_loaderd.residency import Resident
-from sllm_loaderd.store import StoredModel
+from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.errors import Cancelled, Forbidden, ProtocolError, SllmError
 from sllm_runtime.protocol.limits import MAX_FDS
@@ -18,12 +16,14 @@ from sllm_runtime.protocol.loader import (
     Cancel,
     Chunks,
     Detach,
+    DeviceMemory,
     Done,
     Files,
     Hello,
     Load,
     LoadProgress,
     Ready,
+    Reorder,
     SandboxRequest,
     Welcome,
 )
@@ -48,7 +48,8 @@ class SandboxConnection:
         self._connection = Connection(wire, SandboxRequest)
         self._rights = rights
         self._service = service
-        self._loads: dict[int, tuple[Resident, LoadJob]] = {}
+        self._loads: dict[int, Loading] = {}
+        self._closed = False
 
     async def serve(self) -> None:
         """Until the peer is gone. Loads under way are cancelled then."""
@@ -74,6 +75,7 @@ class SandboxConnection:
 
     def close(self) -> None:
         """End ``serve``."""
+        self._closed = True
         self._connection.wire.close()
 
     async def _handle(self, message: SandboxRequest) -> None:
@@ -88,6 +90,8 @@ class SandboxConnection:
         elif isinstance(message, Detach):
             # The word of a sandbox frees nothing: it may keep its mappings. See ``Gone``.
             self._forget(message.request)
+        elif isinstance(message, Reorder):
+            self._reorder(message)
         elif isinstance(message, Hello):
             raise ProtocolError("a second hello")
 
@@ -117,36 +121,74 @@ class SandboxConnection:
             device=request.device,
             priority=request.priority,
         )
-        model, resident, job = await self._service.load(
+        loading = await self._service.load(
             asked,
+            rights.holder,
             ready=lambda block: say(Ready(request=number, block=block)),
             progress=lambda there, total: say(LoadProgress(request=number, stage="load", done=there, total=total)),
             done=done,
             failed=failed,
         )
-        self._loads[number] = (resident, job)
-        chunks = [resident.chunks[n] for n in job.chunks]
-        self._service.residency.hold(chunks, rights.holder)
+        if self._closed:  # the sandbox died meanwhile, and nothing may be held in its name
+            loading.cancel()
+            self._service.forget(rights.holder)
+            return
+        self._loads[number] = loading
         try:
-            self._send_memory(number, model, job.chunks, [chunk.fd for chunk in chunks])
+            self._send_memory(number, loading)
         except OSError:
             self._forget(number)
             raise
-        self._service.residency.start(resident, job)
+        loading.start()
 
-    def _send_memory(self, number: int, model: StoredModel, chunks: Sequence[int], fds: Sequence[int]) -> None:
-        say, size = self._connection.say, model.index.chunk_bytes
-        say(Files(request=number, files=model.files), [model.fd])
-        for start in range(0, max(len(chunks), 1), MAX_FDS):
-            batch = tuple(chunks[start : start + MAX_FDS])
-            last = start + MAX_FDS >= len(chunks)
-            say(
-                Chunks(request=number, numbers=batch, chunk_bytes=size, fds=len(batch), last=last),
-                fds[start : start + MAX_FDS],
+    def _send_memory(self, number: int, loading: Loading) -> None:
+        self._connection.say(Files(request=number, files=loading.model.files), [loading.model.fd])
+        if isinstance(loading, MemoryLoad):
+            self._send_chunks(number, loading)
+        else:
+            self._send_device_memory(number, loading)
+
+    def _send_chunks(self, number: int, loading: MemoryLoad) -> None:
+        self._service.residency.hold(loading.chunks, self._rights.holder)
+        numbers, fds = loading.numbers, [chunk.fd for chunk in loading.chunks]
+        for start in range(0, max(len(numbers), 1), MAX_FDS):
+            batch = numbers[start : start + MAX_FDS]
+            last = start + MAX_FDS >= len(numbers)
+            size = loading.model.index.chunk_bytes
+            answer = Chunks(request=number, numbers=batch, chunk_bytes=size, fds=len(batch), last=last)
+            self._connection.say(answer, fds[start : start + MAX_FDS])
+
+    def _send_device_memory(self, number: int, loading: DeviceLoad) -> None:
+        allocation = loading.allocation
+        fd = allocation.export()
+        try:
+            answer = DeviceMemory(
+                request=number,
+                device=loading.part.device.name,
+                nbytes=allocation.nbytes,
+                size=allocation.size,
+                uuid=loading.part.device.uuid,
+                kind=allocation.kind,
+                handle=allocation.handle,
+                fds=int(fd is not None),
             )
+            self._connection.say(answer, [] if fd is None else [fd])
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _reorder(self, message: Reorder) -> None:
+        loading = self._loads.get(message.request)
+        if loading is None:
+            return  # it has just ended
+        try:
+            loading.reorder(message.blocks)
+        except SllmError as error:
+            self._forget(message.request)
+            self._connection.fail(message.request, error)
 
     def _forget(self, request: int) -> bool:
         found = self._loads.pop(request, None)
         if found is not None:
-            self._service.residency.cancel(*found)
+            found.cancel()
         return found is not None

@@ -9,15 +9,19 @@ from typing import Any, TypeVar
 
 from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
-from sllm_loaderd.disk.local import LocalPartition
-from sllm_loaderd.load_job import LoadJob, plan_job
-from sllm_loaderd.path_queue import PathQueue
+from sllm_loaderd.device_stage import DeviceStage
+from sllm_loaderd.devices.registry import Devices
+from sllm_loaderd.disk.local import PATH as DISK
+from sllm_loaderd.load_job import plan_job
+from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
+from sllm_loaderd.paths import Paths
 from sllm_loaderd.pool import ChunkPool
-from sllm_loaderd.residency import Residency, Resident
+from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.residency import Residency
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_loaderd.verify import describe, validate_checkpoint
-from sllm_runtime.protocol.errors import Conflict, DigestMismatch, SllmError
-from sllm_runtime.protocol.loader import Load, ModelInfo, PathStatus, PoolStatus, ResidentStatus
+from sllm_runtime.protocol.errors import DigestMismatch, SllmError
+from sllm_runtime.protocol.loader import CPU, Load, ModelInfo, PathStatus, PoolStatus, ResidentStatus
 
 _MOST_OPEN = 256
 """Models whose index and small files are kept open."""
@@ -32,16 +36,22 @@ class LoaderService:
         self.settings = settings
         self.store = ModelStore(settings.data)
         self.pool = ChunkPool(settings.chunk_bytes, settings.pool_bytes, settings.prefault_bytes)
-        self.disk = PathQueue(LocalPartition.path, settings.io_threads)
-        self.residency = Residency(self.pool, self.disk, loop.call_soon_threadsafe)
+        self.devices = Devices()
+        self.paths = Paths(self._threads_of)
+        self.residency = Residency(self.pool, self.paths, loop.call_soon_threadsafe)
+        self.stage = DeviceStage(
+            self.residency, self.paths, loop.call_soon_threadsafe, overlap=settings.pipeline.overlap
+        )
         self.registrations = Registrations(self.store, settings.conversions)
         self._open: dict[str, StoredModel] = {}
 
     async def close(self) -> None:
         """End conversions and reads, then give back memory and files."""
         await self.registrations.close()
-        self.disk.close()
-        await asyncio.sleep(0)  # lets the reads that just ended report, so that they give back their sources
+        await asyncio.to_thread(self.paths.close)  # what the last tasks post to this loop is done when this returns
+        self.residency.close()
+        self.stage.close()
+        self.devices.close()
         for model in self._open.values():
             model.close()
         self.pool.close()
@@ -92,7 +102,7 @@ class LoaderService:
     async def delete(self, digest: str) -> None:
         """Remove a model from disk and memory. Raises ``Conflict`` while it is being loaded."""
         self.store.directory(digest)
-        self.residency.evict(digest)
+        self.evict(digest)
         if (known := self._open.pop(digest, None)) is not None:
             known.close()
         await asyncio.to_thread(self.store.delete, digest)
@@ -100,15 +110,18 @@ class LoaderService:
     async def load(
         self,
         request: Load,
+        holder: str,
         *,
         ready: Callable[[int], None],
         progress: Callable[[int, int], None],
         done: Callable[[], None],
         failed: Callable[[SllmError], None],
-    ) -> tuple[StoredModel, Resident, LoadJob]:
-        """Begin a load; nothing is told before ``residency.start``. Raises typed errors if it cannot begin."""
-        if request.device != "cpu":
-            raise Conflict(f"device {request.device!r} is not served by this loader, only cpu", field="device")
+    ) -> Loading:
+        """Begin a load for ``holder`` (empty: for nobody yet); nothing is told before its ``start``.
+
+        Raises typed errors if it cannot begin.
+        """
+        device = None if request.device == CPU else self.devices.get(request.device)
         model = await self.model(request.model)
         job = plan_job(
             model,
@@ -120,14 +133,35 @@ class LoaderService:
             done=done,
             failed=failed,
         )
-        return model, self.residency.load(model, request.partition, job), job
+        rank = request.partition
+        there = self.stage.there(model, rank, device, holder) if device is not None else set()
+        sources: list[ChunkSource] = []
+        if self.residency.lacks(model, rank, [number for number in job.chunks if number not in there]):
+            sources = await _in_thread(self.settings.pipeline.open_sources, model, rank)
+        if device is not None:
+            return DeviceLoad(model, rank, job, self.stage, self.stage.load(model, rank, device, holder, sources))
+        return MemoryLoad(model, rank, job, self.residency, self.residency.load(model, rank, job, sources))
+
+    def forget(self, holder: str) -> None:
+        """A sandbox is dead: what only it held can be used again."""
+        self.residency.forget(holder)
+        self.stage.forget(holder)
+
+    def evict(self, digest: str) -> None:
+        """Drop a model from all memory. Raises ``Conflict`` while it is being loaded."""
+        self.stage.evict(digest)
+        self.residency.evict(digest)
+
+    def _threads_of(self, path: str) -> int:
+        links = {device.path: device.threads for device in self.devices}
+        return links.get(path) or (self.settings.io_threads if path == DISK else self.settings.remote_threads)
 
     def status(self) -> tuple[PoolStatus, tuple[ResidentStatus, ...], tuple[PathStatus, ...]]:
         """Pool, partitions in memory, paths."""
         return (
             self.pool.status(self.residency.reserved_bytes),
             tuple(self.residency.status()),
-            (self.disk.status(),),
+            self.paths.status(),
         )
 
 

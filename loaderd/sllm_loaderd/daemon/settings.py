@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from sllm_loaderd.pipeline import Pipeline
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
 
@@ -31,11 +32,27 @@ class LoaderSettings(Settings):
     prefault_bytes: int = Field(256 * MIB, ge=0)
     """Free chunks kept with their pages in place."""
     io_threads: int = Field(4, ge=1, le=64)
+    """Threads that read the disk: reads in flight, one chunk each."""
+    remote_threads: int = Field(8, ge=1, le=64)
+    """Threads, and so connections, for each remote path."""
+    bulk: bool = True
+    direct: bool = True
+    pinned: bool = True
+    overlap: bool = True
+    """Parts of the pipeline: see ``Pipeline``. Off only to show what each is worth."""
     conversions: int = Field(1, ge=1, le=16)
     """Conversions at a time; others wait."""
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """Which parts of it are on."""
+        return Pipeline(self.bulk, self.direct, self.io_threads, self.pinned, self.overlap)
 
-_FLAGS = ("node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "io_threads", "conversions")
+
+_FLAGS = (
+    "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "io_threads", "remote_threads",
+    "conversions", "bulk", "direct", "pinned", "overlap",
+)  # fmt: skip
 
 
 def read_settings(arguments: Sequence[str] | None = None) -> LoaderSettings:

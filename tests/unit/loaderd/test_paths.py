@@ -1,0 +1,241 @@
+"""The queues of the paths: order, classes, promotion, re-ordering, cancelling, stealing; errors name the chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_loaderd.files import chunk_digest
+from sllm_loaderd.path_queue import Bandwidth, PathQueue
+from sllm_loaderd.paths import Paths, sooner
+from sllm_loaderd.pool import ChunkPool
+from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.task import ReadChunk, Task, TaskState
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InternalError, SllmError
+
+SIZE = 4096
+WAIT = 10.0
+
+
+class GatedSource:
+    """Bytes that say their own offset; reads wait until the gate is open."""
+
+    name = "gated"
+
+    def __init__(self, path: str = "disk") -> None:
+        self.path = path
+        self.gate = threading.Event()
+        self.began: queue.Queue[int] = queue.Queue()
+
+    def read(self, view: memoryview, offset: int) -> None:
+        self.began.put(offset // SIZE)
+        assert self.gate.wait(WAIT)
+        if offset >= 900 * SIZE:
+            raise RuntimeError("a bug")
+        view[:] = content(offset // SIZE)
+
+    def close(self) -> None:
+        pass
+
+
+def content(number: int) -> bytes:
+    return number.to_bytes(4, "big") * (SIZE // 4)
+
+
+class Bench:
+    """Paths with one thread each, two sources and a pool."""
+
+    def __init__(self) -> None:
+        self.source = GatedSource()
+        self.other = GatedSource("s3 b")
+        self.pool = ChunkPool(SIZE, 64 * SIZE, 0)
+        self.paths = Paths(lambda path: 1)
+        self.ended: queue.Queue[tuple[int, SllmError | None]] = queue.Queue()
+
+    def task(self, number: int, digest: str | None = None, sources: tuple[ChunkSource, ...] = ()) -> ReadChunk:
+        return ReadChunk(
+            number,
+            number * SIZE,
+            SIZE,
+            chunk_digest(content(number)) if digest is None else digest,
+            self.pool.allocate(1)[0],
+            sources or (self.source,),
+            lambda task, error: self.ended.put((task.number, error)),
+        )
+
+    def tasks(self, *numbers: int) -> list[ReadChunk]:
+        return [self.task(number) for number in numbers]
+
+    def begin(self, priority: int = 0) -> ReadChunk:
+        """Chunk 0 is being read, and waits at the gate."""
+        (task,) = self.tasks(0)
+        self.paths.put([task], priority)
+        assert self.source.began.get(timeout=WAIT) == 0
+        return task
+
+    def finish(self, count: int) -> list[int]:
+        """Open the gate; the numbers in the order in which they ended."""
+        self.source.gate.set()
+        return [self.ended.get(timeout=WAIT)[0] for _ in range(count)]
+
+    def close(self) -> None:
+        self.source.gate.set()
+        self.other.gate.set()
+        self.paths.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with contextlib.closing(Bench()) as made:
+        yield made
+
+
+def test_classes_go_before_arrival_and_arrival_orders_a_class(bench: Bench) -> None:
+    bench.begin(1)
+    bench.paths.put(bench.tasks(1, 2), 2)
+    bench.paths.put(bench.tasks(3), 1)
+    bench.paths.put(bench.tasks(4, 5), 0)
+    (status,) = bench.paths.status()
+    assert status.queued == {"start": 2 * SIZE, "prewarm": 2 * SIZE, "write-back": 2 * SIZE}  # what runs counts
+    assert bench.finish(6) == [0, 4, 5, 3, 1, 2]
+    (status,) = bench.paths.status()
+    assert status.bandwidth > 0
+    assert set(status.queued.values()) == {0}
+
+
+def test_what_somebody_begins_to_wait_for_is_promoted_and_runs_once(bench: Bench) -> None:
+    bench.begin()
+    later = bench.tasks(1, 2)
+    bench.paths.put(later, 1)
+    bench.paths.promote(later[1], 0)
+    bench.paths.promote(later[1], 2)
+    assert bench.finish(3) == [0, 2, 1]
+    assert bench.ended.empty()
+
+
+def test_an_order_that_changes_keeps_others_where_they_are(bench: Bench) -> None:
+    bench.begin()
+    mine, theirs = bench.tasks(1, 2, 3), bench.tasks(7)
+    bench.paths.put(mine[:2], 0)
+    bench.paths.put(theirs, 0)
+    bench.paths.put(mine[2:], 0)
+    bench.paths.reorder([mine[2], mine[0], mine[1]])
+    assert bench.finish(5) == [0, 3, 1, 7, 2]
+
+
+def test_a_cancelled_task_never_runs_and_one_that_has_begun_ends(bench: Bench) -> None:
+    running = bench.begin()
+    waiting, last = bench.tasks(1, 2)
+    bench.paths.put([waiting, last], 0)
+    assert bench.paths.cancel(waiting)
+    assert not bench.paths.cancel(running)
+    assert bench.finish(2) == [0, 2]
+    assert waiting.state is TaskState.CANCELLED
+
+
+def test_bytes_that_do_not_match_are_named_and_the_thread_goes_on(bench: Bench) -> None:
+    bench.source.gate.set()
+    bench.paths.put([bench.task(7, digest="0" * 32), bench.task(900), bench.task(8), bench.task(9, digest="")], 0)
+    failed = [bench.ended.get(timeout=WAIT)[1] for _ in range(4)]
+    assert isinstance(failed[0], CorruptCheckpoint)
+    assert "gated: chunk 7 (bytes 28672 to 32768)" in failed[0].message
+    assert isinstance(failed[1], InternalError)
+    assert failed[2:] == [None, None]
+
+
+def test_a_chunk_used_before_shows_nothing_of_its_last_content(bench: Bench) -> None:
+    bench.source.gate.set()
+    task = bench.task(3)
+    bench.paths.put([task], 0)
+    assert bench.finish(1) == [3]
+    assert bytes(task.chunk.view) == content(3)
+    bench.pool.free([task.chunk])
+    short = bench.task(0, digest=chunk_digest(bytes(100)))
+    assert short.chunk is task.chunk
+    short.nbytes = 100
+    bench.source.read = lambda view, offset: view.__setitem__(slice(None), bytes(len(view)))  # type: ignore[method-assign]
+    bench.paths.put([short], 0)
+    assert bench.ended.get(timeout=WAIT) == (0, None)
+    assert bytes(task.chunk.view) == bytes(SIZE)
+
+
+def test_an_idle_path_takes_the_last_chunks_of_another_one(bench: Bench) -> None:
+    bench.other.gate.set()
+    both = (bench.source, bench.other)
+    tasks = [bench.task(number, sources=both) for number in range(6)]
+    bench.paths.put(tasks, 0)  # the disk is stuck at its gate; the other path is measured by the last chunk
+    assert bench.ended.get(timeout=WAIT) == (5, None)
+    assert tasks[5].path == "s3 b"
+    assert tasks[5].remote
+    assert bench.source.began.get(timeout=WAIT) == 0
+    rest = {bench.ended.get(timeout=WAIT)[0] for _ in range(3)}  # one chunk at a time: the disk has no measure yet
+    assert rest == {2, 3, 4}
+    assert bench.finish(2) == [0, 1]
+    assert (tasks[0].path, tasks[0].remote) == ("disk", False)
+
+
+def test_a_task_that_failed_runs_again_on_its_next_source(bench: Bench) -> None:
+    bench.other.gate.set()
+    task = bench.task(2, sources=(bench.source, bench.other))
+    bench.source.read = lambda view, offset: view.__setitem__(slice(None), bytes(len(view)))  # type: ignore[method-assign]
+    bench.paths.put([task], 0)
+    _, error = bench.ended.get(timeout=WAIT)
+    assert isinstance(error, CorruptCheckpoint)
+    assert task.next_source()
+    bench.paths.again(task)
+    assert bench.ended.get(timeout=WAIT) == (2, None)
+    assert task.path == "s3 b"
+    assert not task.next_source()
+
+
+def test_nothing_is_taken_after_close(bench: Bench) -> None:
+    bench.source.gate.set()
+    bench.paths.put(bench.tasks(1), 0)
+    assert bench.finish(1) == [1]
+    bench.paths.close()
+    late = bench.task(2)
+    bench.paths.put([late], 0)
+    assert late.state is TaskState.NEW
+
+
+def test_bandwidth_is_bytes_over_busy_seconds_and_forgets() -> None:
+    measured = Bandwidth(horizon=2.0)
+    assert measured.value == 0
+    measured.add(100, 0.1)
+    assert measured.value == pytest.approx(1000)
+    for _ in range(200):
+        measured.add(50, 0.1)
+    assert measured.value == pytest.approx(500, rel=0.01)
+
+
+class Nothing(Task):
+    """A task that is only weighed."""
+
+    @classmethod
+    def of(cls, nbytes: int) -> Nothing:
+        return cls(0, nbytes, ("a", "b"), lambda task, error: None)
+
+    def run(self, path: str) -> None:
+        raise NotImplementedError
+
+
+@given(
+    speeds=st.tuples(st.integers(1, 100), st.integers(1, 100)),
+    ahead=st.integers(0, 50),
+    busy=st.integers(0, 3),
+)
+def test_a_chunk_changes_paths_only_if_it_is_there_sooner(speeds: tuple[int, int], ahead: int, busy: int) -> None:
+    owner, thief = PathQueue("a", 1), PathQueue("b", 1)
+    owner.bandwidth.add(speeds[0] * SIZE, 1.0)
+    thief.bandwidth.add(speeds[1] * SIZE, 1.0)
+    thief.running = {Nothing.of(SIZE) for _ in range(busy)}
+    stays, goes = (ahead + 1) / speeds[0], (busy + 1) / speeds[1]
+    if stays != pytest.approx(goes):
+        assert sooner(Nothing.of(SIZE), ahead * SIZE, owner, thief) is (goes < stays)
