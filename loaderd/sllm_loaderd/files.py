@@ -74,6 +74,14 @@ def plain_name(name: str, what: str) -> str:
     return name
 
 
+def write_durable(path: Path, data: bytes) -> None:
+    """Write the new file ``path``; it is on the disk when this returns (its name is, after ``sync_directory``)."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_directory(path: Path) -> None:
     """Make renames and new names in ``path`` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,7 @@
-"""The models on a node's disk: `<data>/models/<hex of digest>/`, and which source gave which digest.
+"""The models that a node knows: `<data>/models/<hex of digest>/`, and which source gave which digest.
+
+A model whose source is remote and converted already has only its index and small files there; copies of its partitions
+are the SSD tier's.
 
 Everything appears by a rename; what a killed process left half-made is removed at the next start.
 """
@@ -16,10 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from sllm_loaderd.disk.local import LocalPartition
 from sllm_loaderd.files import sync_directory
+from sllm_loaderd.origins import Origins, SourceRecord
 from sllm_loaderd.pool import F_ADD_SEALS
 from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.sources import SourceSettings
+from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex
 from sllm_runtime.protocol.errors import ModelNotFound, Unavailable
@@ -28,18 +33,11 @@ from sllm_runtime.protocol.loader import FileEntry
 _READ_ONLY_SEALS = 0x1 | 0x2 | 0x4 | 0x8
 
 
-class SourceRecord(msgspec.Struct, frozen=True):
-    """What a source was when it was registered, and the model that came of it."""
-
-    uri: str
-    fingerprint: str
-    digest: str
-
-
 class StoredModel:
     """An opened model of the store. ``fd`` is a sealed memfd with the index and the small files, for sandboxes."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, store: ModelStore) -> None:
+        self._store = store
         self.checkpoint = checkpoint
         self.index = checkpoint.index
         self.block_chunks = tuple(tuple(block_chunks(self.index, p.rank)) for p in self.index.partitions)
@@ -47,7 +45,7 @@ class StoredModel:
 
     def open_sources(self, rank: int, *, direct: bool = True) -> list[ChunkSource]:
         """Where the partition's bytes come from, best first; the caller closes them. Blocking; raises typed errors."""
-        return [LocalPartition(self.checkpoint.directory, rank, self.index.partitions[rank].nbytes, direct=direct)]
+        return self._store.open_sources(self.checkpoint, rank, direct=direct)
 
     def close(self) -> None:
         """Close the memfd; sandboxes that have it keep theirs."""
@@ -75,19 +73,23 @@ class StoredModel:
 class ModelStore:
     """The directory of one node. Blocking calls; safe to use from several threads for different models."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, *, ssd_bytes: int | None = None, sources: SourceSettings | None = None) -> None:
+        """``ssd_bytes``: limit of the SSD tier, None: half of what is free now or its own, 0: none."""
         self.models = data / "models"
         self._sources = data / "sources"
         self.cache = data / "cache"
         for directory in (self.models, self._sources, self.cache):
             directory.mkdir(parents=True, exist_ok=True)
         self.lock = _lock(data / "lock")
+        self.ssd = SsdDirectory(data / "ssd", _half_of_disk(data) if ssd_bytes is None else ssd_bytes)
+        self.origins = Origins(self.ssd, sources or SourceSettings())
         for path in self.models.iterdir():
             if path.name.startswith("."):  # staging and removed directories of a process that is gone
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Let another loaderd have the directory."""
+        self.origins.close()
         os.close(self.lock)
 
     def digests(self) -> list[str]:
@@ -103,7 +105,11 @@ class ModelStore:
 
     def open(self, digest: str) -> StoredModel:
         """Open a model: index and small files checked. Raises ``ModelNotFound`` or ``InvalidCheckpoint``."""
-        return StoredModel(open_checkpoint(self.directory(digest), digest))
+        return StoredModel(open_checkpoint(self.directory(digest), digest), self)
+
+    def open_sources(self, checkpoint: Checkpoint, rank: int, *, direct: bool = True) -> list[ChunkSource]:
+        """As ``Origins.open``."""
+        return self.origins.open(checkpoint, rank, self.sources(checkpoint.digest), direct=direct)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -115,11 +121,19 @@ class ModelStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def adopt(self, staged: Path, digest: str) -> Path:
-        """Make a complete, durable checkpoint visible under its digest. One that is there already wins."""
+        """Make a complete, durable checkpoint visible under its digest. What is there already wins.
+
+        One whose partitions were remote so far gets those that ``staged`` has.
+        """
         target = self.models / digest_hex(digest)
         if not target.is_dir():
             os.rename(staged, target)
             sync_directory(self.models)
+            return target
+        for partition in sorted(staged.glob("partition_*.bin")):
+            if not (target / partition.name).exists():
+                os.rename(partition, target / partition.name)
+        sync_directory(target)
         return target
 
     def delete(self, digest: str) -> None:
@@ -127,13 +141,16 @@ class ModelStore:
         path = self.directory(digest)
         for record in self.sources(digest):
             self._source_path(record.uri).unlink(missing_ok=True)
+            self.origins.forget(record.uri)
         gone = self.models / f".deleted-{secrets.token_hex(8)}"
         os.rename(path, gone)
         sync_directory(self.models)
         shutil.rmtree(gone)
+        self.ssd.delete(digest)
 
     def remember(self, record: SourceRecord) -> None:
-        """Note which model a source gave."""
+        """Note which model a source gave; connections to what it was before end."""
+        self.origins.forget(record.uri)
         path = self._source_path(record.uri)
         temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         temporary.write_bytes(msgspec.json.encode(record))
@@ -163,6 +180,12 @@ class ModelStore:
 
     def _source_path(self, uri: str) -> Path:
         return self._sources / f"{hashlib.sha256(uri.encode()).hexdigest()}.json"
+
+
+def _half_of_disk(data: Path) -> int:
+    """Half of what the SSD tier could have: what is free, and what it has."""
+    own = sum(file.stat().st_size for file in (data / "ssd").glob("*")) if (data / "ssd").is_dir() else 0
+    return (shutil.disk_usage(data).free + own) // 2
 
 
 def _lock(path: Path) -> int:

@@ -7,6 +7,7 @@ per line on stdout: progress, then an outcome.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -18,8 +19,10 @@ import msgspec
 
 from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
 from sllm_loaderd.convert.directory import write_checkpoint
-from sllm_loaderd.sources import open_source
+from sllm_loaderd.convert.remote import take_index
+from sllm_loaderd.sources import PEER_TOKEN, Source, SourceSettings, open_source
 from sllm_loaderd.sources.fetch import Progress, resolve
+from sllm_loaderd.sources.listing import is_partition
 from sllm_loaderd.verify import copy_checkpoint, open_checkpoint
 from sllm_runtime.platform.process import die_with_parent
 from sllm_runtime.protocol.checkpoint import INDEX_NAME
@@ -47,10 +50,24 @@ def _reporter(stage: str) -> Progress:
 
 def bring(uri: str, staging: Path, cache: Path, known: str) -> ChildOutcome:
     """Put the checkpoint of ``uri`` into ``staging``, unless its fingerprint is ``known``. Raises ``SllmError``."""
-    source = open_source(uri)
-    fingerprint = source.fingerprint()
-    if fingerprint == known:
-        return ChildOutcome("", fingerprint)
+    source = open_source(uri, SourceSettings(peer_token=os.environ.get(PEER_TOKEN, "")))
+    with contextlib.closing(source):
+        fingerprint = source.fingerprint()
+        if fingerprint == known or (known and fingerprint.startswith("offline:")):
+            return ChildOutcome("", fingerprint)
+        entries = source.entries() if source.local() is None else []
+        if any(entry.name == INDEX_NAME for entry in entries):
+            digest = take_index(source, entries, staging, _named(uri))
+            return ChildOutcome(digest, fingerprint, tuple(entry for entry in entries if is_partition(entry.name)))
+        return _converted(source, fingerprint, staging, cache)
+
+
+def _named(uri: str) -> str:
+    """The digest that a peer's address names; other addresses name none."""
+    return uri.rpartition("/")[2] if uri.startswith("peer://") else ""
+
+
+def _converted(source: Source, fingerprint: str, staging: Path, cache: Path) -> ChildOutcome:
     directory = resolve(source, cache, _reporter("fetch"), fingerprint)
     if (directory / INDEX_NAME).is_file():
         checkpoint = open_checkpoint(directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sllm_loaderd.sources import Entry
 from sllm_runtime.protocol.errors import ErrorBody
 
 
@@ -16,10 +17,14 @@ class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class ChildOutcome(msgspec.Struct, frozen=True, tag="outcome"):
-    """``digest`` of the checkpoint in the staging directory; empty if the source is what it was (``known``)."""
+    """``digest`` of the checkpoint in the staging directory; empty if the source is what it was (``known``).
+
+    ``entries``: the partitions, where they stay at the source and every load reads them from there.
+    """
 
     digest: str
     fingerprint: str
+    entries: tuple[Entry, ...] = ()
 
 
 class ChildError(msgspec.Struct, frozen=True, tag="error"):

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 
 from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
+from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.sources.directory import DirectorySource
-from sllm_loaderd.store import ModelStore, SourceRecord
+from sllm_loaderd.store import ModelStore
 from sllm_runtime.protocol.errors import InternalError
 
 Report = Callable[[str, int, int], None]
@@ -89,7 +90,7 @@ class Registrations:
                 if not outcome.digest and known is not None:
                     return known.digest
                 self._store.adopt(staging, outcome.digest)
-        self._store.remember(SourceRecord(uri, outcome.fingerprint, outcome.digest))
+        self._store.remember(SourceRecord(uri, outcome.fingerprint, outcome.digest, outcome.entries))
         return outcome.digest
 
     def _unchanged(self, known: SourceRecord) -> bool:

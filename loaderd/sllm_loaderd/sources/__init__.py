@@ -11,6 +11,8 @@ import msgspec
 from sllm_loaderd.reader import ByteSource
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
+PEER_TOKEN = "SLLM_PEER_TOKEN"
+"""The variable that has the token of this cluster's nodes; it stands on no command line."""
 MAX_ENTRIES = 10_000
 """Files of one model; more are refused, since each costs memory here."""
 

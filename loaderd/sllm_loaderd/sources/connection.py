@@ -197,6 +197,13 @@ class Connections:
                 return
         connection.close()
 
+    def forget_idle(self, origin: Origin) -> None:
+        """One that was kept turned out to be closed by the server: the others of that age are too."""
+        with self._lock:
+            idle = self._idle.pop(origin, [])
+        for connection in idle:
+            connection.close()
+
     def drop(self, connection: Connection) -> None:
         """It is of no further use."""
         with self._lock:

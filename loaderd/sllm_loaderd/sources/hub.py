@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
@@ -42,6 +43,7 @@ class HubSource:
         self.path = "hub"
         self._listed: tuple[str, list[Entry]] | None = None
         self._remote: Remote | None = None
+        self._lock = threading.Lock()
 
     def fingerprint(self) -> str:
         """The commit that the revision is now."""
@@ -71,8 +73,9 @@ class HubSource:
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self._name, entry.name, revision=self._info()[0])
-        if self._remote is None:
-            self._remote = Remote(self.path, _authorised(url), remedy=_REMEDY)
+        with self._lock:
+            if self._remote is None:
+                self._remote = Remote(self.path, _authorised(url), remedy=_REMEDY)
         # The tag of the listing is git's, the one of the answer the store's: the commit in the address fixes the bytes.
         return RemoteObject(self._remote, url, Entry(entry.name, entry.nbytes), f"{self._label}/{entry.name}")
 
@@ -105,7 +108,9 @@ class HubSource:
         # The hub's library lets through the errors of the HTTP library it is built on, which is not always the same.
         except Exception as error:
             if isinstance(error, (OSError, ValueError)) or type(error).__module__.startswith(("httpx", "requests")):
-                raise Unavailable(f"{self._label} cannot be fetched: {error}; see HF_ENDPOINT and the network") from error
+                raise Unavailable(
+                    f"{self._label} cannot be fetched: {error}; see HF_ENDPOINT and the network"
+                ) from error
             raise
 
     def _refused(self, status: int, error: Exception) -> SllmError:

@@ -116,7 +116,9 @@ class Remote:
             body(connection, head)
         except (OSError, ProtocolError) as error:
             self._connections.drop(connection)
-            stale = used and isinstance(error, (ConnectionError, BrokenPipeError))
+            stale = used and isinstance(error, ConnectionError)
+            if stale:
+                self._connections.forget_idle(origin)
             raise self._cut(what, f"{error or type(error).__name__}", stale) from error
         except BaseException:
             self._connections.drop(connection)

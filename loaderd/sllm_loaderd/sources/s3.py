@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class S3Source:
         self.uri = f"s3://{bucket}/{self._prefix}"
         self.path = f"s3 {bucket}"
         self._access: _Access | None = None
+        self._lock = threading.Lock()
 
     def fingerprint(self) -> str:
         """Names, sizes and entity tags of the objects."""
@@ -69,12 +71,13 @@ class S3Source:
             self._access = None
 
     def _opened(self) -> _Access:
-        if self._access is None:
-            try:
-                self._access = _Access(self._bucket, self._prefix, self.path)
-            except Exception as error:
-                raise self._error(error) from error
-        return self._access
+        with self._lock:
+            if self._access is None:
+                try:
+                    self._access = _Access(self._bucket, self._prefix, self.path)
+                except Exception as error:
+                    raise self._error(error) from error
+            return self._access
 
     def _error(self, error: Exception) -> SllmError:
         """botocore's errors (any class of a dozen) as ours."""

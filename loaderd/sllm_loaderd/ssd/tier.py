@@ -16,15 +16,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sllm_loaderd.disk.local import LocalFile
 from sllm_loaderd.files import sync_directory
 from sllm_loaderd.ssd.ledger import Copy, Key, Ledger
 from sllm_loaderd.ssd.write import CopyWrite
-from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.checkpoint import digest_hex
 from sllm_runtime.protocol.errors import ModelNotFound
+
+if TYPE_CHECKING:
+    from sllm_loaderd.store import StoredModel
 
 log = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"([0-9a-f]{64})\.(\d{1,6})\.bin")

@@ -1,0 +1,125 @@
+"""Where the bytes of a stored model's partitions come from on this node: its own disk, the SSD tier, peers, origins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from sllm_loaderd.disk.local import LocalPartition
+from sllm_loaderd.reader import ByteSource, ChunkSource
+from sllm_loaderd.sources import Entry, Source, SourceSettings, open_source
+from sllm_loaderd.ssd.tier import SsdDirectory
+from sllm_loaderd.verify import Checkpoint
+from sllm_runtime.protocol.checkpoint import partition_name
+from sllm_runtime.protocol.errors import ModelNotFound, Unavailable
+
+_MOST_SOURCES: Final = 64
+"""Sources whose connections are kept."""
+
+
+class SourceRecord(msgspec.Struct, frozen=True):
+    """What a source was when it was registered, and the model that came of it.
+
+    ``entries``: the files of a source whose bytes stay where they are and are read from there by every load.
+    """
+
+    uri: str
+    fingerprint: str
+    digest: str
+    entries: tuple[Entry, ...] = ()
+
+
+class Origins:
+    """The ways to a partition's bytes, and the connections that they need. Thread-safe; owns the sources."""
+
+    def __init__(self, ssd: SsdDirectory, settings: SourceSettings) -> None:
+        self._ssd = ssd
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._sources: dict[str, Source] = {}
+        self._closed = False
+
+    def open(
+        self, checkpoint: Checkpoint, rank: int, records: Iterable[SourceRecord], *, direct: bool = True
+    ) -> list[ChunkSource]:
+        """Best first: a file of the store, which has all; or else the SSD copy, peers, object stores.
+
+        Nothing remote is asked before the first read. Raises ``ModelNotFound`` if there is no way at all.
+        """
+        nbytes = checkpoint.index.partition(rank).nbytes
+        if (checkpoint.directory / partition_name(rank)).exists():
+            return [LocalPartition(checkpoint.directory, rank, nbytes, direct=direct)]
+        found: list[ChunkSource] = []
+        if (copy := self._ssd.open(checkpoint.digest, rank, nbytes)) is not None:
+            found.append(copy)
+        for record in sorted(records, key=lambda record: not record.uri.startswith("peer://")):
+            entry = next((entry for entry in record.entries if entry.name == partition_name(rank)), None)
+            if entry is not None and entry.nbytes == nbytes:
+                found.append(RemotePartition(self._source(record.uri), entry))
+        if not found:
+            raise ModelNotFound(
+                f"partition {rank} of {checkpoint.digest} is neither on this node nor at a source it knows; register"
+                " the model again",
+                field="model",
+            )
+        return found
+
+    def forget(self, uri: str) -> None:
+        """End the connections to a source."""
+        with self._lock:
+            source = self._sources.pop(uri, None)
+        if source is not None:
+            source.close()
+
+    def close(self) -> None:
+        """End all connections and the reads that use them; later ones fail."""
+        with self._lock:
+            self._closed = True
+            sources, self._sources = self._sources, {}
+        for source in sources.values():
+            source.close()
+
+    def _source(self, uri: str) -> Source:
+        """The source at ``uri``, opened once; the least recently used go when there are too many."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable(f"{uri} is not read any more: this node's loader is stopping")
+            source = self._sources.pop(uri, None) or open_source(uri, self._settings)
+            self._sources[uri] = source
+            oldest = self._sources.pop(next(iter(self._sources))) if len(self._sources) > _MOST_SOURCES else None
+        if oldest is not None:
+            oldest.close()
+        return source
+
+
+class RemotePartition:
+    """``ChunkSource``: one object of a source, opened at its first read (which may have to resolve credentials)."""
+
+    def __init__(self, source: Source, entry: Entry) -> None:
+        self.path = source.path
+        self.name = f"{source.uri.rstrip('/')}/{entry.name}"
+        self._source = source
+        self._entry = entry
+        self._lock = threading.Lock()
+        self._opened: ByteSource | None = None
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """As ``ChunkSource.read``."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._source.open(self._entry)
+        self._opened.read(view, offset)
+
+    def close(self) -> None:
+        """The source keeps its connections for the next load."""
+        if self._opened is not None:
+            self._opened.close()
+
+
+def has_partitions(directory: Path, checkpoint: Checkpoint) -> bool:
+    """Whether all bytes of a model are in its directory of the store."""
+    return all((directory / partition_name(part.rank)).exists() for part in checkpoint.index.partitions)

@@ -1,0 +1,192 @@
+"""Checkpoints that stay where they are: index and small files are taken, partitions are read from there."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sllm_loaderd.convert.child import bring
+from sllm_loaderd.convert.child_messages import ChildOutcome
+from sllm_loaderd.origins import SourceRecord
+from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.store import ModelStore, StoredModel
+from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, DigestMismatch, InvalidCheckpoint, ModelNotFound
+from tests.fixtures.loaderd import SMALL_CHUNK, small_checkpoint
+from tests.fixtures.range_server import RangeServer, range_server
+from tests.fixtures.sources import object_store, s3_settings
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> tuple[Path, str]:
+    """A converted checkpoint in a directory that a server may serve."""
+    directory, digest = small_checkpoint(tmp_path)
+    shutil.copytree(directory, tmp_path / "served" / "bucket" / "tiny")
+    return tmp_path / "served" / "bucket" / "tiny", digest
+
+
+@pytest.fixture
+def server(published: tuple[Path, str]) -> Iterator[RangeServer]:
+    with range_server(published[0].parent) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def store(directory: Path) -> Iterator[ModelStore]:
+    opened = ModelStore(directory, ssd_bytes=2**24)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def register(models: ModelStore, uri: str, known: str = "") -> ChildOutcome:
+    with models.staging() as staging:
+        outcome = bring(uri, staging, models.cache, known)
+        if outcome.digest:
+            models.adopt(staging, outcome.digest)
+            models.remember(SourceRecord(uri, outcome.fingerprint, outcome.digest, outcome.entries))
+    return outcome
+
+
+@contextlib.contextmanager
+def sources(model: StoredModel) -> Iterator[list[ChunkSource]]:
+    opened = model.open_sources(0)
+    try:
+        yield opened
+    finally:
+        for source in opened:
+            source.close()
+
+
+def content(source: ChunkSource, model: StoredModel) -> bytes:
+    buffer = bytearray(model.index.nbytes)
+    source.read(memoryview(buffer), 0)
+    return bytes(buffer)
+
+
+def test_a_checkpoint_at_an_object_store_is_read_from_there_and_then_from_the_ssd_tier(
+    published: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, digest = published
+    whole = (directory / "partition_0.bin").read_bytes()
+    with object_store(tmp_path / "served") as endpoint:
+        for name, value in s3_settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        with store(tmp_path / "data") as models:
+            outcome = register(models, "s3://bucket/tiny")
+            assert outcome.digest == digest
+            assert {file.name for file in models.directory(digest).iterdir()} == {"index.json"}
+            model = models.open(digest)
+            with contextlib.closing(model), sources(model) as (remote,):
+                assert remote.path == "s3 bucket"
+                assert content(remote, model) == whole
+            copy = models.ssd.begin(model, 0)
+            assert copy is not None
+            for number, start in enumerate(range(0, len(whole), SMALL_CHUNK)):
+                copy.write(number, memoryview(whole)[start : start + SMALL_CHUNK])
+            copy.finish()
+            assert register(models, "s3://bucket/tiny", outcome.fingerprint).digest == ""
+    with store(tmp_path / "data") as models:  # the object store is gone, the next loader has the copy
+        model = models.open(digest)
+        with contextlib.closing(model), sources(model) as (near, far):
+            assert (near.path, far.path) == ("disk", "s3 bucket")
+            assert content(near, model) == whole
+        models.delete(digest)
+        assert not models.ssd.copies()
+        assert models.recall("s3://bucket/tiny") is None
+
+
+def test_peers_come_before_object_stores_and_a_whole_local_copy_before_all(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path
+) -> None:
+    directory, digest = published
+    with store(tmp_path / "data") as models:
+        outcome = register(models, f"{server.url}/tiny")
+        peer = SourceRecord(f"peer://127.0.0.1:9/{digest}", "x", digest, outcome.entries)
+        models.remember(peer)
+        model = models.open(digest)
+        with contextlib.closing(model):
+            with sources(model) as found:
+                assert [source.path for source in found] == ["peer 127.0.0.1:9", f"http 127.0.0.1:{server.server_port}"]
+            assert register(models, str(directory)).digest == digest  # the same model, brought to this node whole
+            with sources(model) as found:
+                assert [source.path for source in found] == ["disk"]
+                assert content(found[0], model) == (directory / "partition_0.bin").read_bytes()
+
+
+def test_a_partition_that_changed_after_its_registration_is_refused(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path
+) -> None:
+    directory, digest = published
+    with store(tmp_path / "data") as models:
+        before = register(models, f"{server.url}/tiny").fingerprint
+        data = bytearray((directory / "partition_0.bin").read_bytes())
+        data[0] ^= 1
+        (directory / "partition_0.bin").write_bytes(data)
+        model = models.open(digest)
+        with (
+            contextlib.closing(model),
+            sources(model) as (remote,),
+            pytest.raises(Conflict, match=r"partition_0\.bin .*has changed"),
+        ):
+            content(remote, model)
+        assert register(models, f"{server.url}/tiny", before).digest == digest  # the index is what names the model
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "text"),
+    [
+        ("index", InvalidCheckpoint, "not a checkpoint index"),
+        ("partition", CorruptCheckpoint, r"partition_0\.bin has 5 bytes"),
+        ("missing", ModelNotFound, "not there"),
+        ("small", CorruptCheckpoint, r"config\.json is not the file its index names"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(tmp_path: Path, harm: str, error: type[Exception], text: str) -> None:
+    from sllm_loaderd.convert import convert_directory
+    from tests.fixtures.loaderd import numbers_model
+
+    numbers_model(tmp_path / "source")
+    (tmp_path / "source" / "config.json").write_text('{"a": 1}')
+    target = tmp_path / "served" / "tiny"
+    convert_directory(tmp_path / "source", target)
+    if harm == "missing":
+        (target / "partition_0.bin").unlink()
+    else:
+        name, data = {
+            "index": ("index.json", b"{}"),
+            "partition": ("partition_0.bin", b"12345"),
+            "small": ("config.json", b'{"a": 2}'),
+        }[harm]
+        (target / name).write_bytes(data)
+    with range_server(tmp_path / "served") as server, store(tmp_path / "data") as models:
+        with pytest.raises(error, match=text):
+            register(models, f"{server.url}/tiny")
+        assert not models.digests()
+
+
+def test_a_model_without_any_source_left_says_so(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path
+) -> None:
+    with store(tmp_path / "data") as models:
+        register(models, f"{server.url}/tiny")
+        (path,) = (tmp_path / "data" / "sources").iterdir()
+        path.unlink()
+        model = models.open(published[1])
+        with contextlib.closing(model), pytest.raises(ModelNotFound, match="register the model again"):
+            model.open_sources(0)
+
+
+def test_a_source_that_is_another_model_than_its_address_says(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path
+) -> None:
+    from sllm_loaderd.convert.remote import take_index
+    from sllm_loaderd.sources.http import HttpSource
+
+    source = HttpSource(f"{server.url}/tiny")
+    with contextlib.closing(source), pytest.raises(DigestMismatch, match="not sha256:00"):
+        take_index(source, source.entries(), tmp_path / "staging", "sha256:00")
