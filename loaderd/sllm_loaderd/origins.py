@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -118,8 +117,3 @@ class RemotePartition:
         """The source keeps its connections for the next load."""
         if self._opened is not None:
             self._opened.close()
-
-
-def has_partitions(directory: Path, checkpoint: Checkpoint) -> bool:
-    """Whether all bytes of a model are in its directory of the store."""
-    return all((directory / partition_name(part.rank)).exists() for part in checkpoint.index.partitions)

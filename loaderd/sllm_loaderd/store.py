@@ -26,7 +26,7 @@ from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
-from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex, partition_name
 from sllm_runtime.protocol.errors import ModelNotFound, Unavailable
 from sllm_runtime.protocol.loader import FileEntry
 
@@ -95,6 +95,10 @@ class ModelStore:
     def digests(self) -> list[str]:
         """Models that are there, ascending."""
         return sorted(f"sha256:{path.name}" for path in self.models.iterdir() if not path.name.startswith("."))
+
+    def remote(self) -> list[str]:
+        """Those of ``digests`` whose first partition is not in the store, ascending."""
+        return [d for d in self.digests() if not (self.models / digest_hex(d) / partition_name(0)).exists()]
 
     def directory(self, digest: str) -> Path:
         """Where a model is. Raises ``ModelNotFound``, or ``InvalidCheckpoint`` for what is no digest."""

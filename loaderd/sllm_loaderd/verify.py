@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sllm_loaderd.disk.local import LocalPartition
 from sllm_loaderd.files import chunk_digest, read_exactly
+from sllm_loaderd.reader import ChunkSource
 from sllm_runtime.protocol.checkpoint import (
     INDEX_NAME,
     CheckpointIndex,
@@ -71,19 +72,20 @@ def validate_checkpoint(
     directory: Path,
     progress: Callable[[int, int], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    open_partition: Callable[[Checkpoint, int], ChunkSource] | None = None,
 ) -> Checkpoint:
     """Read every byte of a checkpoint and compare it with its digest.
 
     Raises ``CorruptCheckpoint`` naming the first bad chunk and the tensors in it. ``stopped`` is asked before each
-    chunk; what it cuts short returns as if it were good.
+    chunk; what it cuts short returns as if it were good. ``open_partition``: where partitions are, if not there.
     """
+    opened = open_partition or _local_partition
     checkpoint = open_checkpoint(directory)
     for record in checkpoint.index.files:
         read_small_file(directory, record)
     done = 0
     for partition in checkpoint.index.partitions:
-        source = LocalPartition(directory, partition.rank, partition.nbytes)
-        with contextlib.closing(source):
+        with contextlib.closing(opened(checkpoint, partition.rank)) as source:
             for number in range(len(partition.digests)):
                 if stopped():
                     return checkpoint
@@ -93,7 +95,11 @@ def validate_checkpoint(
     return checkpoint
 
 
-def _validate_chunk(index: CheckpointIndex, partition: PartitionRecord, number: int, source: LocalPartition) -> int:
+def _local_partition(checkpoint: Checkpoint, rank: int) -> LocalPartition:
+    return LocalPartition(checkpoint.directory, rank, checkpoint.index.partition(rank).nbytes)
+
+
+def _validate_chunk(index: CheckpointIndex, partition: PartitionRecord, number: int, source: ChunkSource) -> int:
     start = number * index.chunk_bytes
     nbytes = min(index.chunk_bytes, partition.nbytes - start)
     buffer = bytearray(nbytes)

@@ -124,7 +124,7 @@ class ControlConnection:
             case GetStatus():
                 return self._status(number)
             case Pin(model=model, pinned=pinned):
-                service.residency.pin(model, pinned)
+                service.pin(model, pinned)
             case Evict(model=model):
                 service.evict(model)
             case Reserve(model=model, nbytes=nbytes):
@@ -183,6 +183,8 @@ class ControlConnection:
             paths=paths,
             models=tuple(self._service.store.digests()),
             disk_free=self._service.store.disk_free(),
+            remote=tuple(self._service.store.remote()),
+            ssd=self._service.store.ssd.report(),
         )
 
 

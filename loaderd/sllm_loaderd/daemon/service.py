@@ -18,8 +18,9 @@ from sllm_loaderd.paths import Paths
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
+from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.store import ModelStore, StoredModel
-from sllm_loaderd.verify import describe, validate_checkpoint
+from sllm_loaderd.verify import Checkpoint, describe, validate_checkpoint
 from sllm_runtime.protocol.errors import DigestMismatch, SllmError
 from sllm_runtime.protocol.loader import CPU, Load, ModelInfo, PathStatus, PoolStatus, ResidentStatus
 
@@ -34,11 +35,13 @@ class LoaderService:
     def __init__(self, settings: LoaderSettings) -> None:
         loop = asyncio.get_running_loop()
         self.settings = settings
-        self.store = ModelStore(settings.data)
+        self.store = ModelStore(
+            settings.data, ssd_bytes=settings.ssd_bytes, sources=SourceSettings(settings.peer_token)
+        )
         self.pool = ChunkPool(settings.chunk_bytes, settings.pool_bytes, settings.prefault_bytes)
         self.devices = Devices()
         self.paths = Paths(self._threads_of)
-        self.residency = Residency(self.pool, self.paths, loop.call_soon_threadsafe)
+        self.residency = Residency(self.pool, self.paths, loop.call_soon_threadsafe, ssd=self.store.ssd)
         self.stage = DeviceStage(
             self.residency, self.paths, loop.call_soon_threadsafe, overlap=settings.pipeline.overlap
         )
@@ -48,6 +51,7 @@ class LoaderService:
     async def close(self) -> None:
         """End conversions and reads, then give back memory and files."""
         await self.registrations.close()
+        self.store.origins.close()  # ends the remote reads that run
         await asyncio.to_thread(self.paths.close)  # what the last tasks post to this loop is done when this returns
         self.residency.close()
         self.stage.close()
@@ -86,7 +90,7 @@ class LoaderService:
         return await _in_thread(functools.partial(describe, model.checkpoint, sources=sources, resident=resident))
 
     async def validate(self, digest: str, report: Report) -> None:
-        """Compare every byte on disk with its digest. Raises ``CorruptCheckpoint``."""
+        """Compare every byte, where a load would take it first, with its digest. Raises ``CorruptCheckpoint``."""
         directory = self.store.directory(digest)
         loop = asyncio.get_running_loop()
         stopped = False
@@ -95,9 +99,15 @@ class LoaderService:
             loop.call_soon_threadsafe(report, "validate", done, total)
 
         try:
-            await asyncio.to_thread(validate_checkpoint, directory, progress, lambda: stopped)
+            await asyncio.to_thread(validate_checkpoint, directory, progress, lambda: stopped, self._first_source)
         finally:
             stopped = True
+
+    def _first_source(self, checkpoint: Checkpoint, rank: int) -> ChunkSource:
+        first, *others = self.store.open_sources(checkpoint, rank)
+        for other in others:
+            other.close()
+        return first
 
     async def delete(self, digest: str) -> None:
         """Remove a model from disk and memory. Raises ``Conflict`` while it is being loaded."""
@@ -141,6 +151,11 @@ class LoaderService:
         if device is not None:
             return DeviceLoad(model, rank, job, self.stage, self.stage.load(model, rank, device, holder, sources))
         return MemoryLoad(model, rank, job, self.residency, self.residency.load(model, rank, job, sources))
+
+    def pin(self, digest: str, pinned: bool) -> None:
+        """Keep a model in memory and on the SSD tier, or stop doing so."""
+        self.residency.pin(digest, pinned)
+        self.store.ssd.pin(digest, pinned)
 
     def forget(self, holder: str) -> None:
         """A sandbox is dead: what only it held can be used again."""

@@ -31,6 +31,10 @@ class LoaderSettings(Settings):
     """Most memory for chunks."""
     prefault_bytes: int = Field(256 * MIB, ge=0)
     """Free chunks kept with their pages in place."""
+    ssd_bytes: int | None = Field(None, ge=0)
+    """Most bytes for copies of remote models below ``data``; None: half of what the disk has for them, 0: no copies."""
+    peer_token: str = Field("", repr=False)
+    """What the nodes of a cluster show each other; no flag, since command lines are read by everybody."""
     io_threads: int = Field(4, ge=1, le=64)
     """Threads that read the disk: reads in flight, one chunk each."""
     remote_threads: int = Field(8, ge=1, le=64)
@@ -50,8 +54,8 @@ class LoaderSettings(Settings):
 
 
 _FLAGS = (
-    "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "io_threads", "remote_threads",
-    "conversions", "bulk", "direct", "pinned", "overlap",
+    "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "ssd_bytes", "io_threads",
+    "remote_threads", "conversions", "bulk", "direct", "pinned", "overlap",
 )  # fmt: skip
 
 

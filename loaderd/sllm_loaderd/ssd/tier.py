@@ -24,6 +24,7 @@ from sllm_loaderd.ssd.ledger import Copy, Key, Ledger
 from sllm_loaderd.ssd.write import CopyWrite
 from sllm_runtime.protocol.checkpoint import digest_hex
 from sllm_runtime.protocol.errors import ModelNotFound
+from sllm_runtime.protocol.loader import TierStatus
 
 if TYPE_CHECKING:
     from sllm_loaderd.store import StoredModel
@@ -116,6 +117,12 @@ class SsdDirectory:
         """Bytes that are used, and the limit."""
         with self._lock:
             return self._ledger.used, self._ledger.limit
+
+    def report(self) -> TierStatus:
+        """What the tier holds, for the scheduler."""
+        used, limit = self.status()
+        copies = tuple((f"sha256:{name}", rank, nbytes) for (name, rank), nbytes in sorted(self.copies().items()))
+        return TierStatus(used=used, limit=limit, copies=copies)
 
     def copies(self) -> dict[Key, int]:
         """Bytes of each copy."""

@@ -390,6 +390,14 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     used: int
 
 
+class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The SSD tier: bytes used of its limit, and its copies as (model, rank, bytes)."""
+
+    used: int
+    limit: int
+    copies: tuple[tuple[str, int, int], ...] = ()
+
+
 class Status(Message, frozen=True, kw_only=True):
     """The node's storage as the scheduler sees it."""
 
@@ -401,6 +409,9 @@ class Status(Message, frozen=True, kw_only=True):
     models: tuple[str, ...]
     disk_free: int
     devices: tuple[DeviceStatus, ...] = ()
+    remote: tuple[str, ...] = ()
+    """Those of ``models`` whose partitions are at a source; the SSD tier may have copies."""
+    ssd: TierStatus | None = None
 
 
 ControlRequest: TypeAlias = (

@@ -1,0 +1,155 @@
+"""The real daemon loads models whose bytes are elsewhere, and copies them to the SSD tier beside the load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sllm_loaderd.client import LoaderSession
+from sllm_loaderd.devices.tensors import bind
+from sllm_runtime.protocol.errors import Conflict, Forbidden, SllmError
+from tests.fixtures.loaderd import LoaderProcess, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.range_server import RangeServer, range_server
+from tests.fixtures.sources import object_store, s3_settings
+
+WAIT = 30.0
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> tuple[Path, str]:
+    directory, digest = small_checkpoint(tmp_path)
+    served = tmp_path / "served" / "bucket" / "tiny"
+    shutil.copytree(directory, served)
+    return served, digest
+
+
+@pytest.fixture
+def arrays(tmp_path: Path) -> dict[str, np.ndarray]:
+    return numbers_model(tmp_path / "again")
+
+
+@pytest.fixture
+def server(published: tuple[Path, str]) -> Iterator[RangeServer]:
+    with range_server(published[0].parent) as running:
+        yield running
+
+
+async def loaded(daemon: LoaderProcess, digest: str, holder: str = "one") -> dict[str, np.ndarray]:
+    """What a sandbox sees of the model."""
+    fd = await daemon.control.grant(holder, digest)
+
+    def session() -> dict[str, np.ndarray]:
+        with contextlib.closing(LoaderSession(fd)) as opened:
+            load = opened.load()
+            tensors = bind(load, WAIT)
+            load.wait_all(WAIT)
+            return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+
+    try:
+        return await asyncio.to_thread(session)
+    finally:
+        await daemon.control.gone(holder)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+async def test_a_model_of_an_object_store_comes_by_ranges_and_stays_on_the_ssd_tier(
+    published: tuple[Path, str], arrays: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with object_store(tmp_path / "served") as endpoint:
+        for name, value in s3_settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        async with loaderd(tmp_path) as daemon:
+            info = await daemon.control.register("s3://bucket/tiny")
+            assert info.model == published[1]
+            same(await loaded(daemon, info.model), arrays)
+            await until(lambda: len(list((daemon.data / "ssd").glob("*.bin"))) == 1, "the SSD copy")
+            status = await daemon.control.status()
+            assert status.remote == (info.model,)
+            assert status.ssd is not None
+            assert status.ssd.copies == ((info.model, 0, info.nbytes),)
+            assert {path.path for path in status.paths} == {"disk", "s3 bucket"}
+            await daemon.control.validate(info.model)
+    async with loaderd(tmp_path) as daemon:  # the object store is gone
+        same(await loaded(daemon, published[1]), arrays)
+        await daemon.control.delete(published[1])
+        assert not list((daemon.data / "ssd").iterdir())
+
+
+async def test_a_tier_without_room_costs_the_copy_and_not_the_load(
+    published: tuple[Path, str], server: RangeServer, arrays: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    async with loaderd(tmp_path, ssd_bytes=4096) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        same(await loaded(daemon, info.model), arrays)
+        status = await daemon.control.status()
+        assert status.ssd is not None
+        assert (status.ssd.used, status.ssd.limit, status.ssd.copies) == (0, 4096, ())
+
+
+async def test_a_spoiled_ssd_copy_is_made_good_by_the_source(
+    published: tuple[Path, str], server: RangeServer, arrays: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        same(await loaded(daemon, info.model), arrays)
+        await until(lambda: len(list((daemon.data / "ssd").glob("*.bin"))) == 1, "the SSD copy")
+        await daemon.control.evict(info.model)
+        (copy,) = (daemon.data / "ssd").glob("*.bin")
+        with copy.open("r+b") as file:
+            file.seek(70_000)
+            file.write(b"spoiled")
+        same(await loaded(daemon, info.model, "two"), arrays)
+
+
+@pytest.mark.parametrize(
+    ("word", "error"), [("status 403", Forbidden), ("bigger", Conflict), ("wrong-range", SllmError)]
+)
+async def test_a_load_that_is_refused_ends_with_the_reason_and_frees_everything(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path, word: str, error: type[SllmError]
+) -> None:
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        server.script.extend([word] * 50)
+        with pytest.raises(error, match=r"tiny/partition_0\.bin \(bytes \d+ to \d+\)"):
+            await loaded(daemon, info.model)
+        deadline = time.monotonic() + WAIT
+        while (status := await daemon.control.status()).resident:
+            assert time.monotonic() < deadline, "reads that had begun end by themselves"
+            await asyncio.sleep(0.01)
+        assert status.pool.used == 0
+        server.script.clear()
+        assert len(await loaded(daemon, info.model, "two")) == 6  # the daemon goes on
+
+
+async def test_stopping_does_not_wait_for_a_server_that_hangs(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path
+) -> None:
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        server.script.extend(["stall 10"] * 50)
+        asked = len(server.ranges)
+        load = asyncio.create_task(daemon.control.prefetch(info.model))
+        await until(lambda: len(server.ranges) > asked, "a request for the partition")
+        daemon.process.terminate()
+        with pytest.raises(SllmError):
+            await load
+        assert await asyncio.to_thread(daemon.process.wait, WAIT / 3) == 0
