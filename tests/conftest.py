@@ -20,6 +20,10 @@ from tests.leaks import (  # noqa: F401 - a fixture or hook is used by being her
 
 ENGINE_SECONDS = 20
 
+# Before anything imports torch: two threads that share a busy core spin for each other through every small operation,
+# ten times the time of one. What the platform's own workers run with, it says itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell's background job has SIGINT ignored, and so would everything that it starts: programs whose Ctrl-C is tested.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -73,9 +73,9 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Recip
     return options, Recipe(**{field.name: getattr(options, field.name) for field in fields(Recipe)})
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    options, recipe = parse()
+    options, recipe = parse(arguments)
     torch.set_num_threads(recipe.threads)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

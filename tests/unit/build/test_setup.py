@@ -42,10 +42,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, path: Path) -> Project:
 
 
 @pytest.fixture
-def project(fresh: Project, tmp_path: Path) -> Project:
-    """A copy of `fresh` for one test to go on with."""
-    shutil.copytree(fresh.folder, tmp_path / "sllm", symlinks=True)
-    return Project(tmp_path / "sllm", fresh.path)
+def project(fresh: Project) -> Iterator[Project]:
+    """`fresh` for one test to go on with; as it was afterwards. In its own place, since an environment knows its own:
+    in another one set-up would begin by making sure of it."""
+    kept = fresh.folder.with_name("kept")
+    shutil.copytree(fresh.folder, kept, symlinks=True)
+    yield fresh
+    shutil.rmtree(fresh.folder)
+    kept.rename(fresh.folder)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functions.coder.train import train, train_step
+from functions.coder.train import main, train, train_step
 from functions.coder.training.corpus import Corpus, build_corpus, read_sources
 from functions.coder.training.run import Recipe, Run, example_starts, learning_rate
 
@@ -59,15 +60,29 @@ def test_directory_without_sources_is_refused_by_name(tmp_path: Path) -> None:
         read_sources(tmp_path)
 
 
+@pytest.fixture
+def own_modes() -> Iterator[None]:
+    """What the script sets for its whole process is set back."""
+    threads, uninitialized = torch.get_num_threads(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = uninitialized  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("own_modes")
 def test_script_gives_the_same_bytes_twice(library: Path, tmp_path: Path) -> None:
-    records = []
-    for name in ("one", "two"):
+    """Once as a process, once in one that has done other things before."""
+    recipe = "--vocab 300 --hidden 16 --layers 1 --heads 2 --kv-heads 1 --intermediate 32 --positions 128 --seq 16"
+
+    def arguments(name: str) -> list[str]:
         options = ["--corpus", library, "--work", tmp_path / f"{name}-work", "--out", tmp_path / name]
-        recipe = "--vocab 300 --hidden 16 --layers 1 --heads 2 --kv-heads 1 --intermediate 32 --positions 128 --seq 16"
-        argv = [sys.executable, "-m", "functions.coder.train", *map(str, options), *recipe.split(), "--steps", "3"]
-        subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, timeout=100)
-        records.append(json.loads((tmp_path / name / "training.json").read_text()))
-    one, two = records
+        return [*map(str, options), *recipe.split(), "--steps", "3", "--threads", "1"]
+
+    argv = [sys.executable, "-m", "functions.coder.train", *arguments("one")]
+    subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    main(arguments("two"))
+    one, two = (json.loads((tmp_path / name / "training.json").read_text()) for name in ("one", "two"))
     assert one["weights"] == two["weights"]
     assert one["corpus"] == two["corpus"]
     assert one["steps"] == 3
