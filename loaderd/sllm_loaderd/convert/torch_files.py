@@ -51,7 +51,7 @@ class _File:
         storage = tensor.untyped_storage()
         start, size = 0, storage.nbytes()
         if self.zipped and size:
-            start = storage._checkpoint_offset  # type: ignore[attr-defined]
+            start = int(getattr(storage, "_checkpoint_offset", None) or 0)  # see the notes of torch.load
             size = min(size, self._records.get(start, 0))
         elif size:
             start = storage.data_ptr()
@@ -61,7 +61,7 @@ class _File:
             text = f"{self.path}: a tensor reaches byte {reach * item} of a storage of {size}"
             raise InvalidCheckpoint(text, field=self.path.name)
         return Strided(
-            offset=start + tensor.storage_offset() * item,
+            offset=start + int(tensor.storage_offset()) * item,
             item=item,
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
@@ -190,8 +190,8 @@ def _records(path: Path) -> dict[int, int]:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-    return memoryview(flat.numpy())
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return flat.numpy().data
 
 
 def _moved(tensor: Strided, offset: int) -> Strided:
