@@ -19,6 +19,7 @@ from sllm_runtime.protocol.checkpoint import (
     CheckpointIndex,
     FileRecord,
     PartitionRecord,
+    block_bytes,
     decode_index,
     index_digest,
 )
@@ -138,7 +139,7 @@ def describe(checkpoint: Checkpoint, *, sources: tuple[str, ...] = (), resident:
         architecture=_architecture(checkpoint),
         layout=index.layout,
         order=index.order,
-        blocks=tuple(BlockInfo(block.rank, block.nbytes, block.layers) for block in index.blocks),
+        blocks=tuple(BlockInfo(block.rank, block_bytes(index, block), block.layers) for block in index.blocks),
         biggest=tuple((tensor.name, tensor.nbytes) for tensor in biggest),
         files=tuple(file.name for file in index.files),
         aliases=len(index.aliases),

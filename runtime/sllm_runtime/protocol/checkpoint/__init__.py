@@ -12,6 +12,7 @@ from sllm_runtime.protocol.checkpoint.encoding import (
 )
 from sllm_runtime.protocol.checkpoint.geometry import (
     align,
+    block_bytes,
     block_chunks,
     chunk_count,
     chunks_of,
@@ -41,6 +42,7 @@ from sllm_runtime.protocol.checkpoint.records import (
     FileRecord,
     PartitionRecord,
     QuantRecord,
+    SegmentRecord,
     SplitRecord,
     TensorRecord,
     partition_name,
@@ -66,9 +68,11 @@ __all__ = [
     "FileRecord",
     "PartitionRecord",
     "QuantRecord",
+    "SegmentRecord",
     "SplitRecord",
     "TensorRecord",
     "align",
+    "block_bytes",
     "block_chunks",
     "check_index",
     "chunk_count",

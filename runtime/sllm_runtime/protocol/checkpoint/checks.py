@@ -25,6 +25,7 @@ from sllm_runtime.protocol.checkpoint.records import (
     CheckpointIndex,
     TensorRecord,
 )
+from sllm_runtime.protocol.checkpoint.segments import check_segments
 
 
 def check_index(index: CheckpointIndex) -> None:
@@ -36,19 +37,22 @@ def check_index(index: CheckpointIndex) -> None:
     sizes = _check_partitions(index)
     for kind, records in (("tensors", index.tensors), ("views", index.views)):
         for record in records:
-            _check_tensor(kind, record, sizes)
+            _check_tensor(kind, record, sizes, aligned=kind == "tensors" and not index.segments)
     _check_names(index)
     _check_files(index)
     _check_adapter(index)
     tensors, blocks = _by_rank(index.tensors), _by_rank(index.blocks)
     for rank, nbytes in sizes.items():
         _check_no_overlap(tensors.get(rank, []))
-        _check_blocks(rank, nbytes, blocks.get(rank, []))
-        _check_borders(tensors.get(rank, []), blocks.get(rank, []))
+        if not index.segments:
+            _check_blocks(rank, nbytes, blocks.get(rank, []))
+            _check_borders(tensors.get(rank, []), blocks.get(rank, []))
     if not sizes.keys() >= blocks.keys():
         raise bad("blocks", "a block lies in a partition that is not there")
     _check_shared(index)
     check_parts(index)
+    if index.segments:
+        check_segments(index, sizes)
 
 
 def _check_head(index: CheckpointIndex) -> None:
@@ -73,7 +77,7 @@ def _check_partitions(index: CheckpointIndex) -> dict[int, int]:
             raise bad(where, f"partition {expected} states rank {part.rank}")
         if not 0 <= part.nbytes <= MAX_BYTES or part.nbytes % BLOCK_ALIGN:
             raise bad(where, f"partition size {part.nbytes} is no multiple of {BLOCK_ALIGN} up to {MAX_BYTES}")
-        wanted = chunk_count(part.nbytes, index.chunk_bytes)
+        wanted = 0 if index.segments else chunk_count(part.nbytes, index.chunk_bytes)
         if len(part.digests) != wanted:
             raise bad(where, f"{len(part.digests)} digests for {wanted} chunks")
         if not all(is_hex(digest, DIGEST_HEX) for digest in part.digests):
@@ -82,7 +86,7 @@ def _check_partitions(index: CheckpointIndex) -> dict[int, int]:
     return sizes
 
 
-def _check_tensor(kind: str, tensor: TensorRecord, sizes: dict[int, int]) -> None:
+def _check_tensor(kind: str, tensor: TensorRecord, sizes: dict[int, int], *, aligned: bool) -> None:
     where = f"{kind}[{tensor.name!r}]"
     item = ITEM_BYTES.get(tensor.dtype)
     if item is None:
@@ -99,7 +103,7 @@ def _check_tensor(kind: str, tensor: TensorRecord, sizes: dict[int, int]) -> Non
         raise bad(where, f"shape {tensor.shape} of {tensor.dtype} is not {tensor.nbytes} bytes")
     if tensor.offset + tensor.nbytes > sizes[tensor.rank]:
         raise bad(where, f"it ends at {tensor.offset + tensor.nbytes}, behind its partition")
-    if tensor.offset % (TENSOR_ALIGN if kind == "tensors" else item):
+    if tensor.offset % (TENSOR_ALIGN if aligned else item):
         raise bad(where, f"offset {tensor.offset} is not aligned")
 
 

@@ -51,6 +51,14 @@ def block_chunks(index: CheckpointIndex, rank: int) -> list[tuple[int, ...]]:
     return result
 
 
+def block_bytes(index: CheckpointIndex, block: BlockRecord) -> int:
+    """Bytes that are a block's own: its range, or, where nothing was converted, the tensors that it names."""
+    if not index.segments:
+        return block.nbytes
+    names = set(block.shared)
+    return sum(tensor.nbytes for tensor in index.tensors if tensor.rank == block.rank and tensor.name in names)
+
+
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to behind the last one that a tensor reaches; 0 if it has none."""
     if math.prod(shape) == 0:

@@ -111,11 +111,27 @@ class BlockRecord(msgspec.Struct, frozen=True):
 
 
 class PartitionRecord(msgspec.Struct, frozen=True):
-    """The raw bytes of one rank; ``digests[i]`` is the xxh3-128 of chunk i (the last one may be short)."""
+    """The raw bytes of one rank; ``digests[i]`` is the xxh3-128 of chunk i (the last one may be short).
+
+    There are none in an index with ``segments``.
+    """
 
     rank: int
     nbytes: int
     digests: tuple[str, ...]
+
+
+class SegmentRecord(msgspec.Struct, frozen=True):
+    """Bytes ``[offset, offset + nbytes)`` of a rank's partition are the whole file ``name`` of the source.
+
+    ``tag`` changes with the file's content, as far as can be told without reading it all.
+    """
+
+    name: str
+    rank: int
+    offset: int
+    nbytes: int
+    tag: str = ""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -143,6 +159,8 @@ class CheckpointIndex(msgspec.Struct, frozen=True):
     quants: tuple[QuantRecord, ...] = ()
     adapter: AdapterRecord | None = None
     files: tuple[FileRecord, ...] = ()
+    segments: tuple[SegmentRecord, ...] = ()
+    """Not converted: partitions are made of these files, and have digests only where they are loaded."""
     version: int = INDEX_VERSION
     layout: str = "hf"
     order: str = "offset"
