@@ -14,7 +14,8 @@ from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 MAX_SMALL_FILE: Final = 64 * 2**20
 """A small file above this is refused: it would be sent to every sandbox."""
 SMALL_NAMES: Final = (
-    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "config.json", "adapter_config.json", "generation_config.json", "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "tokenizer.json", "tokenizer_config.json",
     "chat_template.json", "sentence_bert_config.json", "modules.json", "merges.txt", "vocab.txt",
     "chat_template.jinja", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",

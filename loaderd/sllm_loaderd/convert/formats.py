@@ -8,7 +8,6 @@ from sllm_loaderd.convert.source import TensorSource
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
 _STEMS = (("safetensors", ".safetensors", "model"), ("torch", ".bin", "pytorch_model"))
-_ADAPTER = "adapter_config.json"
 _NO_WEIGHTS = ("optimizer", "training", "scheduler", "rng_state")
 
 
@@ -23,7 +22,7 @@ def source_files(path: Path) -> tuple[str, list[Path]]:
     if not path.is_dir():
         raise InvalidCheckpoint(f"{path} is no directory; give the directory that holds config.json and weights")
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-    if _ADAPTER in names:
+    if "adapter_config.json" in names and not {"adapter_model.safetensors", "adapter_model.bin"}.isdisjoint(names):
         return "adapter", [path]
     for kind, suffix, stem in _STEMS:
         index = f"{stem}{suffix}.index.json"
@@ -48,6 +47,10 @@ def open_source(path: Path, *, keep: bool = False) -> TensorSource:
     Raises ``InvalidCheckpoint`` or ``UnsupportedModel``.
     """
     kind, files = source_files(path)
+    if kind == "adapter":
+        from sllm_loaderd.convert.adapter import AdapterSource
+
+        return AdapterSource(files[0])
     if kind == "torch":
         from sllm_loaderd.convert.torch_files import TorchSource
 

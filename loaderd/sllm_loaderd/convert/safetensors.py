@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -85,16 +85,15 @@ class SafetensorsSource:
         shard = len(self._fds)
         self._fds.append((fd, path))
         entries, data_start = _read_header(fd, path)
-        for name, entry in entries.items():
+        for tensor in torch_tensors(entries, shard):
+            name = tensor.name
             if name in self._tensors:
                 other = self._fds[self._places[name][0]][1]
                 raise InvalidCheckpoint(
                     f"tensor {name!r} stands in two shards, {other.name} and {path.name}", field=name
                 )
-            begin, end = entry.data_offsets
-            dtype = DTYPES[entry.dtype]
-            self._tensors[name] = SourceTensor(name, dtype, _torch_shape(entry), end - begin, (shard, begin))
-            self._places[name] = (shard, data_start + begin)
+            self._tensors[name] = tensor
+            self._places[name] = (shard, data_start + tensor.position[1])
 
 
 def _read_header(fd: int, path: Path) -> tuple[dict[str, _Entry], int]:
@@ -106,6 +105,11 @@ def _read_header(fd: int, path: Path) -> tuple[dict[str, _Entry], int]:
         raise InvalidCheckpoint(f"{path}: header of {length} bytes in a file of {size}", field=path.name)
     raw = bytearray(length)
     read_exactly(fd, memoryview(raw), 8, path)
+    return parse_header(raw, size - 8 - length, path), 8 + length
+
+
+def parse_header(raw: bytearray, data_bytes: int, path: Path) -> dict[str, _Entry]:
+    """What a header says that ``data_bytes`` of tensors follow. Raises ``InvalidCheckpoint``, ``UnsupportedModel``."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         fields.pop("__metadata__", None)
@@ -115,8 +119,15 @@ def _read_header(fd: int, path: Path) -> tuple[dict[str, _Entry], int]:
         raise InvalidCheckpoint(f"{path}: the header is not valid: {error}", field=path.name) from error
     if repeated:
         raise InvalidCheckpoint(f"{path}: a tensor's name stands in the header twice", field=path.name)
-    _check_cover(entries, size - 8 - length, path)
-    return entries, 8 + length
+    _check_cover(entries, data_bytes, path)
+    return entries
+
+
+def torch_tensors(header: Mapping[str, _Entry], shard: int) -> Iterator[SourceTensor]:
+    """The tensors of a header as torch has them; ``position`` is (shard, offset in its data)."""
+    for name, entry in header.items():
+        begin, end = entry.data_offsets
+        yield SourceTensor(name, DTYPES[entry.dtype], _torch_shape(entry), end - begin, (shard, begin))
 
 
 def _count_keys(raw: bytearray) -> int:

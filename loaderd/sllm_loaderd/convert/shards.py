@@ -17,14 +17,20 @@ class _ShardIndex(msgspec.Struct, frozen=True):
 
 def read_shard_index(path: Path) -> tuple[dict[str, str], list[Path]]:
     """File by tensor, and the files. Raises ``InvalidCheckpoint``, also for a file outside the directory."""
-    try:
-        wanted = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidCheckpoint(f"{path} is not a shard index: {error}", field=path.name) from error
-    files = sorted({plain_name(name, f"{path.name}: shard") for name in wanted.values()})
-    if not files:
-        raise InvalidCheckpoint(f"{path} names no shard", field=path.name)
+    wanted, files = decode_shard_index(path.read_bytes(), path.name)
     return wanted, [path.parent / name for name in files]
+
+
+def decode_shard_index(data: bytes, name: str) -> tuple[dict[str, str], list[str]]:
+    """File by tensor, and the names of the files; ``name`` is the index's own. Raises ``InvalidCheckpoint``."""
+    try:
+        wanted = msgspec.json.decode(data, type=_ShardIndex).weight_map
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InvalidCheckpoint(f"{name} is not a shard index: {error}", field=name) from error
+    files = sorted({plain_name(file, f"{name}: shard") for file in wanted.values()})
+    if not files:
+        raise InvalidCheckpoint(f"{name} names no shard", field=name)
+    return wanted, files
 
 
 def check_shards(wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
