@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from sllm_loaderd.disk.local import LocalPartition
-from sllm_loaderd.reader import ByteSource, ChunkSource
+from sllm_loaderd.reader import ByteSource, ChunkSource, Segment, SegmentedPartition
 from sllm_loaderd.sources import Entry, Source, SourceSettings, open_source
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint
@@ -56,9 +56,8 @@ class Origins:
         if (copy := self._ssd.open(checkpoint.digest, rank, nbytes)) is not None:
             found.append(copy)
         for record in sorted(records, key=lambda record: not record.uri.startswith("peer://")):
-            entry = next((entry for entry in record.entries if entry.name == partition_name(rank)), None)
-            if entry is not None and entry.nbytes == nbytes:
-                found.append(RemotePartition(self._source(record.uri), entry))
+            if (source := self._partition(checkpoint, rank, record)) is not None:
+                found.append(source)
         if not found:
             raise ModelNotFound(
                 f"partition {rank} of {checkpoint.digest} is neither on this node nor at a source it knows; register"
@@ -66,6 +65,19 @@ class Origins:
                 field="model",
             )
         return found
+
+    def _partition(self, checkpoint: Checkpoint, rank: int, record: SourceRecord) -> ChunkSource | None:
+        """The partition as the source of ``record`` has it: one object, or the files that it is made of."""
+        entries = {entry.name: entry for entry in record.entries}
+        whole = entries.get(partition_name(rank))
+        if whole is not None and whole.nbytes == checkpoint.index.partition(rank).nbytes:
+            return LazyObject(self._source(record.uri), whole)
+        wanted = [segment for segment in checkpoint.index.segments if segment.rank == rank]
+        if not wanted or any(s.name not in entries or entries[s.name].nbytes != s.nbytes for s in wanted):
+            return None
+        source = self._source(record.uri)
+        segments = [Segment(LazyObject(source, entries[s.name]), 0, s.offset, s.nbytes) for s in wanted]
+        return SegmentedPartition(f"{record.uri} (partition {rank})", segments)
 
     def forget(self, uri: str) -> None:
         """End the connections to a source."""
@@ -95,11 +107,12 @@ class Origins:
         return source
 
 
-class RemotePartition:
-    """``ChunkSource``: one object of a source, opened at its first read (which may have to resolve credentials)."""
+class LazyObject:
+    """``ByteSource``: one object of a source, opened at its first read (which may have to resolve credentials)."""
 
     def __init__(self, source: Source, entry: Entry) -> None:
         self.path = source.path
+        self.nbytes = entry.nbytes
         self.name = f"{source.uri.rstrip('/')}/{entry.name}"
         self._source = source
         self._entry = entry

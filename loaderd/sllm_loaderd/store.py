@@ -9,6 +9,7 @@ Everything appears by a rename; what a killed process left half-made is removed 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -19,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from sllm_loaderd.files import sync_directory
+from sllm_loaderd.files import sync_directory, write_durable
+from sllm_loaderd.learnt import LearntDigests
 from sllm_loaderd.origins import Origins, SourceRecord
 from sllm_loaderd.pool import F_ADD_SEALS
 from sllm_loaderd.reader import ChunkSource
@@ -27,7 +29,7 @@ from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex, partition_name
-from sllm_runtime.protocol.errors import ModelNotFound, Unavailable
+from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound, Unavailable
 from sllm_runtime.protocol.loader import FileEntry
 
 _READ_ONLY_SEALS = 0x1 | 0x2 | 0x4 | 0x8
@@ -40,8 +42,26 @@ class StoredModel:
         self._store = store
         self.checkpoint = checkpoint
         self.index = checkpoint.index
+        """As in the checkpoint; where that has no digests, with those that are known by now."""
         self.block_chunks = tuple(tuple(block_chunks(self.index, p.rank)) for p in self.index.partitions)
+        self._learnt: LearntDigests | None = None
+        if self.index.segments:
+            self._learnt = LearntDigests(store.digest_notes(checkpoint.digest), self.index)
+            self._refresh(self._learnt)
         self.files, self.fd = self._pack()
+
+    def learn(self, rank: int, number: int, found: str) -> CorruptCheckpoint | None:
+        """A chunk was read and has the digest ``found``. An error if that is not the one of an earlier load."""
+        if self._learnt is None:
+            return None
+        error = self._learnt.learn(rank, number, found)
+        if all(self._learnt.of(rank)):
+            self._refresh(self._learnt)
+        return error
+
+    def _refresh(self, learnt: LearntDigests) -> None:
+        parts = (msgspec.structs.replace(part, digests=learnt.of(part.rank)) for part in self.index.partitions)
+        self.index = msgspec.structs.replace(self.index, partitions=tuple(parts))
 
     def open_sources(self, rank: int, *, direct: bool = True) -> list[ChunkSource]:
         """Where the partition's bytes come from, best first; the caller closes them. Blocking; raises typed errors."""
@@ -77,8 +97,10 @@ class ModelStore:
         """``ssd_bytes``: limit of the SSD tier, None: half of what is free now or its own, 0: none."""
         self.models = data / "models"
         self._sources = data / "sources"
+        self._notes = data / "digests"
+        self._replaced = data / "replaced"
         self.cache = data / "cache"
-        for directory in (self.models, self._sources, self.cache):
+        for directory in (self.models, self._sources, self._notes, self._replaced, self.cache):
             directory.mkdir(parents=True, exist_ok=True)
         self.lock = _lock(data / "lock")
         self.ssd = SsdDirectory(data / "ssd", _half_of_disk(data) if ssd_bytes is None else ssd_bytes)
@@ -111,6 +133,41 @@ class ModelStore:
         """Open a model: index and small files checked. Raises ``ModelNotFound`` or ``InvalidCheckpoint``."""
         return StoredModel(open_checkpoint(self.directory(digest), digest), self)
 
+    def open_latest(self, digest: str) -> StoredModel:
+        """As ``open``, in the form of a later conversion if there is one."""
+        return self.open_replaced(digest) or self.open(digest)
+
+    def open_replaced(self, digest: str) -> StoredModel | None:
+        """The model ``digest`` in the form that a later conversion gave it, still under its own digest; None: none."""
+        converted = self.replacement(digest)
+        if converted is None:
+            return None
+        checkpoint = open_checkpoint(self.directory(converted), converted)
+        return StoredModel(dataclasses.replace(checkpoint, digest=digest), self)
+
+    def replacement(self, digest: str) -> str | None:
+        """The converted model that stands for one that was loaded as it was."""
+        try:
+            converted = (self._replaced / digest_hex(digest)).read_text().strip()
+        except FileNotFoundError:
+            return None
+        return converted if (self.models / digest_hex(converted)).is_dir() else None
+
+    def replace(self, digest: str, converted: str) -> None:
+        """From now on ``converted`` stands for ``digest``: the same tensors, laid out for loading."""
+        temporary = self._replaced / f".{secrets.token_hex(8)}"
+        write_durable(temporary, converted.encode())
+        os.rename(temporary, self._replaced / digest_hex(digest))
+        sync_directory(self._replaced)
+
+    def digest_notes(self, digest: str) -> Path:
+        """Where the digests of a model that came without are kept."""
+        return self._notes / f"{digest_hex(digest)}.json"
+
+    def is_direct(self, digest: str) -> bool:
+        """Whether a model was not converted."""
+        return bool(open_checkpoint(self.directory(digest), digest).index.segments)
+
     def open_sources(self, checkpoint: Checkpoint, rank: int, *, direct: bool = True) -> list[ChunkSource]:
         """As ``Origins.open``."""
         return self.origins.open(checkpoint, rank, self.sources(checkpoint.digest), direct=direct)
@@ -142,7 +199,7 @@ class ModelStore:
 
     def delete(self, digest: str) -> None:
         """Remove a model and forget its sources. Raises ``ModelNotFound``."""
-        path = self.directory(digest)
+        path, converted = self.directory(digest), self.replacement(digest)
         for record in self.sources(digest):
             self._source_path(record.uri).unlink(missing_ok=True)
             self.origins.forget(record.uri)
@@ -151,6 +208,10 @@ class ModelStore:
         sync_directory(self.models)
         shutil.rmtree(gone)
         self.ssd.delete(digest)
+        self.digest_notes(digest).unlink(missing_ok=True)
+        (self._replaced / digest_hex(digest)).unlink(missing_ok=True)
+        if converted is not None and not self.sources(converted):
+            self.delete(converted)
 
     def remember(self, record: SourceRecord) -> None:
         """Note which model a source gave; connections to what it was before end."""

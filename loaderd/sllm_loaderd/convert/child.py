@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -16,8 +17,10 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
+import psutil
 
 from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
+from sllm_loaderd.convert.direct import index_directly
 from sllm_loaderd.convert.directory import write_checkpoint
 from sllm_loaderd.convert.remote import take_index
 from sllm_loaderd.sources import PEER_TOKEN, Source, SourceSettings, open_source
@@ -26,7 +29,7 @@ from sllm_loaderd.sources.listing import is_partition
 from sllm_loaderd.verify import copy_checkpoint, open_checkpoint
 from sllm_runtime.platform.process import die_with_parent
 from sllm_runtime.protocol.checkpoint import INDEX_NAME
-from sllm_runtime.protocol.errors import InternalError, OutOfMemory, SllmError, Unavailable
+from sllm_runtime.protocol.errors import InternalError, OutOfMemory, SllmError, Unavailable, UnsupportedModel
 
 _REPORT_EVERY_S = 0.1
 
@@ -48,17 +51,30 @@ def _reporter(stage: str) -> Progress:
     return report
 
 
-def bring(uri: str, staging: Path, cache: Path, known: str) -> ChildOutcome:
-    """Put the checkpoint of ``uri`` into ``staging``, unless its fingerprint is ``known``. Raises ``SllmError``."""
+def bring(uri: str, staging: Path, cache: Path, known: str, *, direct: bool = False) -> ChildOutcome:
+    """Put the checkpoint of ``uri`` into ``staging``, unless its fingerprint is ``known``. Raises ``SllmError``.
+
+    ``direct``: safetensors are not converted, where they can be loaded as they are.
+    """
     source = open_source(uri, SourceSettings(peer_token=os.environ.get(PEER_TOKEN, "")))
     with contextlib.closing(source):
         fingerprint = source.fingerprint()
         if fingerprint == known or (known and fingerprint.startswith("offline:")):
             return ChildOutcome("", fingerprint)
-        entries = source.entries() if source.local() is None else []
-        if any(entry.name == INDEX_NAME for entry in entries):
+        remote = source.local() is None
+        entries = source.entries() if remote or direct else []
+        converted = any(entry.name == INDEX_NAME for entry in entries)
+        if remote and converted:
             digest = take_index(source, entries, staging, _named(uri))
             return ChildOutcome(digest, fingerprint, tuple(entry for entry in entries if is_partition(entry.name)))
+        if direct and not converted:
+            try:
+                digest = index_directly(source, entries, staging, progress=_reporter("index"))
+            except UnsupportedModel as reason:
+                shutil.rmtree(staging)
+                sys.stderr.write(f"{uri} is converted first: {reason}\n")
+            else:
+                return ChildOutcome(digest, fingerprint, tuple(e for e in entries if e.name.endswith(".safetensors")))
         return _converted(source, fingerprint, staging, cache)
 
 
@@ -76,6 +92,12 @@ def _converted(source: Source, fingerprint: str, staging: Path, cache: Path) -> 
     return ChildOutcome(write_checkpoint(directory, staging, progress=_reporter("convert")), fingerprint)
 
 
+def _step_back() -> None:
+    """Leave processor and disk to everybody else: nobody waits for this conversion."""
+    os.nice(19)
+    psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+
+
 def _stop(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
@@ -85,11 +107,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="sllm_loaderd.convert.child")
     for name in ("--uri", "--staging", "--cache", "--known", "--parent"):
         parser.add_argument(name, required=True)
+    for name in ("--direct", "--idle"):
+        parser.add_argument(name, action="store_true")
     args = parser.parse_args()
+    if args.idle:
+        _step_back()
     die_with_parent(signal.SIGKILL, int(args.parent))
     signal.signal(signal.SIGTERM, _stop)
     try:
-        _say(bring(args.uri, Path(args.staging), Path(args.cache), args.known))
+        _say(bring(args.uri, Path(args.staging), Path(args.cache), args.known, direct=args.direct))
     except SllmError as error:
         failure = error
     except MemoryError:

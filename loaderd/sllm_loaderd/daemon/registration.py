@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -17,12 +18,16 @@ from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildO
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.sources.directory import DirectorySource
 from sllm_loaderd.store import ModelStore
-from sllm_runtime.protocol.errors import InternalError
+from sllm_runtime.protocol.errors import InternalError, SllmError
+from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NOW
+
+log = logging.getLogger(__name__)
 
 Report = Callable[[str, int, int], None]
 """Called with stage, bytes done, bytes in all."""
 _STOP_S = 5.0
-_LINE_LIMIT = 512 * 1024
+_LINE_LIMIT = 4 * MIB
 
 
 @dataclass(eq=False)
@@ -37,61 +42,106 @@ class _Registration:
             report(progress.stage, progress.done, progress.total)
 
 
+_Key = tuple[str, bool]
+"""(URI, whether it has to be converted)"""
+
+
 class Registrations:
     """Owns the conversions that run. ``close`` ends them."""
 
     def __init__(self, store: ModelStore, at_once: int) -> None:
         self._store = store
         self._slots = asyncio.Semaphore(at_once)
-        self._running: dict[str, _Registration] = {}
+        self._running: dict[_Key, _Registration] = {}
+        self._later: dict[str, asyncio.Task[None]] = {}
+        """Conversions of models that can be loaded already, by digest."""
 
-    async def register(self, uri: str, report: Report) -> str:
-        """The digest of the model at ``uri``, which is in the store then.
+    async def register(self, uri: str, report: Report, convert: str = CONVERT_NOW) -> str:
+        """The digest of the model at ``uri``, which can be loaded then.
 
         Joins a registration of the same source; the work ends when the last who asked is cancelled.
         """
-        running = self._running.get(uri)
+        key = (uri, convert == CONVERT_NOW)
+        running = self._running.get(key)
         if running is None:
-            running = _Registration(asyncio.create_task(self._bring(uri), name=f"register {uri}"))
-            self._running[uri] = running
-            running.task.add_done_callback(functools.partial(self._ended, uri, running))
+            running = _Registration(asyncio.create_task(self._bring(uri, key[1]), name=f"register {uri}"))
+            self._running[key] = running
+            running.task.add_done_callback(functools.partial(self._ended, key, running))
         running.reports.append(report)
         if running.last is not None:
             report(running.last.stage, running.last.done, running.last.total)
         try:
-            return await asyncio.shield(running.task)
+            digest = await asyncio.shield(running.task)
+            if convert == CONVERT_LATER:
+                await self._convert_later(uri, digest)
+            return digest
         finally:
             running.reports.remove(report)
             if not running.reports and not running.task.done():
                 running.task.cancel()
                 # A newcomer must not join what is being cancelled.
-                self._running.pop(uri, None)
+                self._running.pop(key, None)
                 await asyncio.wait([running.task], timeout=2 * _STOP_S)
 
-    def _ended(self, uri: str, running: _Registration, _task: asyncio.Task[str]) -> None:
-        if self._running.get(uri) is running:  # not one that began while this one was being cancelled
-            del self._running[uri]
+    def _ended(self, key: _Key, running: _Registration, _task: asyncio.Task[str]) -> None:
+        if self._running.get(key) is running:  # not one that began while this one was being cancelled
+            del self._running[key]
 
     async def close(self) -> None:
         """Cancel what runs and wait for its end."""
-        tasks = [running.task for running in self._running.values()]
+        tasks = [*(running.task for running in self._running.values()), *self._later.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=2 * _STOP_S)
 
-    async def _bring(self, uri: str) -> str:
+    async def _bring(self, uri: str, converted: bool) -> str:
+        """``converted``: as it is will not do."""
         known = self._store.recall(uri)
+        former = None
+        if known is not None and converted and await asyncio.to_thread(self._store.is_direct, known.digest):
+            known, former = None, known
         if known is not None and await asyncio.to_thread(self._unchanged, known):
             return known.digest
+        report = functools.partial(self._tell, (uri, converted))
         async with self._slots:
             with self._store.staging() as staging:
-                outcome = await self._convert(uri, staging, known.fingerprint if known else "")
+                arguments = ["--known", known.fingerprint if known else "", *([] if converted else ["--direct"])]
+                outcome = await self._convert(uri, staging, report, *arguments)
                 if not outcome.digest and known is not None:
                     return known.digest
                 self._store.adopt(staging, outcome.digest)
+        if former is not None and former.fingerprint == outcome.fingerprint:
+            self._store.replace(former.digest, outcome.digest)
         self._store.remember(SourceRecord(uri, outcome.fingerprint, outcome.digest, outcome.entries))
         return outcome.digest
+
+    def _tell(self, key: _Key, progress: ChildProgress) -> None:
+        if (running := self._running.get(key)) is not None:
+            running.tell(progress)
+
+    async def _convert_later(self, uri: str, digest: str) -> None:
+        """Begin to convert a model that is loaded as it is, unless that is done or under way."""
+        there = await asyncio.to_thread(lambda: self._store.replacement(digest) or not self._store.is_direct(digest))
+        if not there and digest not in self._later:
+            task = asyncio.create_task(self._replace(uri, digest), name=f"convert {uri}")
+            self._later[digest] = task
+            task.add_done_callback(lambda _: self._later.pop(digest, None))
+
+    async def _replace(self, uri: str, digest: str) -> None:
+        """Convert when nothing else is converted, with idle priority; then the conversion stands for the model."""
+        try:
+            async with self._slots:
+                with self._store.staging() as staging:
+                    outcome = await self._convert(uri, staging, lambda progress: None, "--known", "", "--idle")
+                    known = self._store.recall(uri)
+                    if known is None or (known.digest, known.fingerprint) != (digest, outcome.fingerprint):
+                        log.warning("%s has changed or is gone: its conversion is not used", uri)
+                        return
+                    self._store.adopt(staging, outcome.digest)
+                    self._store.replace(digest, outcome.digest)
+        except (SllmError, OSError) as error:
+            log.warning("%s stays as it is, its conversion failed: %s", uri, error)
 
     def _unchanged(self, known: SourceRecord) -> bool:
         """Whether a local source is what it was; a remote one is asked by the child."""
@@ -99,8 +149,10 @@ class Registrations:
             return False
         return DirectorySource(Path(known.uri)).fingerprint() == known.fingerprint
 
-    async def _convert(self, uri: str, staging: Path, known: str) -> ChildOutcome:
-        arguments = ("--uri", uri, "--staging", staging, "--cache", self._store.cache, "--known", known)
+    async def _convert(
+        self, uri: str, staging: Path, report: Callable[[ChildProgress], None], *options: str
+    ) -> ChildOutcome:
+        arguments = ("--uri", uri, "--staging", staging, "--cache", self._store.cache, *options)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -115,11 +167,13 @@ class Registrations:
             limit=_LINE_LIMIT,
         )
         try:
-            return await self._listen(uri, process)
+            return await self._listen(uri, process, report)
         finally:
             await _end(process)
 
-    async def _listen(self, uri: str, process: asyncio.subprocess.Process) -> ChildOutcome:
+    async def _listen(
+        self, uri: str, process: asyncio.subprocess.Process, report: Callable[[ChildProgress], None]
+    ) -> ChildOutcome:
         if process.stdout is None:
             raise InternalError("the conversion has no output")
         while line := await process.stdout.readline():
@@ -130,8 +184,7 @@ class Registrations:
                 if isinstance(message, ChildError):
                     raise message.error.to_error()
                 return message
-            if (running := self._running.get(uri)) is not None:
-                running.tell(message)
+            report(message)
         code = await process.wait()
         raise InternalError(
             f"the conversion of {uri} ended with status {code} and no result; if it was killed, memory was short",

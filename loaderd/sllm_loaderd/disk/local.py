@@ -47,6 +47,11 @@ class LocalFile:
         return str(self._file)
 
     @property
+    def modified_ns(self) -> int:
+        """Time of its last change when it was opened, in nanoseconds since the epoch."""
+        return self._opened_as[1]
+
+    @property
     def mode(self) -> str:
         """How bytes are read: ``direct`` or ``buffered``."""
         return BUFFERED if self._direct is None else DIRECT

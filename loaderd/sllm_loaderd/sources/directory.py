@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sllm_loaderd.disk.local import LocalFile
 from sllm_loaderd.sources import Entry
+from sllm_loaderd.sources.attempts import changed
 from sllm_loaderd.sources.listing import wanted
 from sllm_runtime.protocol.errors import ModelNotFound
 
@@ -37,7 +38,11 @@ class DirectorySource:
         return [Entry(path.name, (stat := path.stat()).st_size, str(stat.st_mtime_ns)) for path in files]
 
     def open(self, entry: Entry) -> LocalFile:
-        return LocalFile(self._existing() / entry.name)
+        opened = LocalFile(self._existing() / entry.name)
+        if (opened.nbytes, str(opened.modified_ns)) != (entry.nbytes, entry.etag):
+            opened.close()
+            raise changed(opened.name, "its size or its time is another one")
+        return opened
 
     def close(self) -> None:
         """Nothing is held."""

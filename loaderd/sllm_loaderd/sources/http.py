@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-import msgspec
-
-from sllm_loaderd.files import SMALL_NAMES, plain_name
+from sllm_loaderd.convert.shards import decode_shard_index
+from sllm_loaderd.files import SMALL_NAMES
 from sllm_loaderd.sources import MAX_ENTRIES, Entry
 from sllm_loaderd.sources.listing import fingerprint
 from sllm_loaderd.sources.remote import Remote
@@ -18,10 +17,6 @@ from sllm_runtime.protocol.checkpoint import INDEX_NAME, MAX_INDEX, decode_index
 from sllm_runtime.protocol.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
 
 SHARD_INDEX: Final = "model.safetensors.index.json"
-
-
-class _ShardIndex(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
 
 
 class HttpSource:
@@ -69,13 +64,10 @@ class HttpSource:
     def _published(self) -> list[str]:
         data = self._get(SHARD_INDEX, MAX_INDEX)
         if data is not None:
-            try:
-                shards = set(msgspec.json.decode(data, type=_ShardIndex).weight_map.values())
-            except msgspec.MsgspecError as error:
-                raise InvalidCheckpoint(f"{self._url(SHARD_INDEX)} is no shard index: {error}") from error
+            shards = decode_shard_index(data, self._url(SHARD_INDEX))[1]
             if len(shards) > MAX_ENTRIES:
                 raise InvalidCheckpoint(f"{self._url(SHARD_INDEX)} names {len(shards)} shards")
-            weights = [SHARD_INDEX, *(plain_name(shard, "shard") for shard in shards)]
+            weights = [SHARD_INDEX, *shards]
         else:
             weights = ["model.safetensors"]
         return weights + [name for name in SMALL_NAMES if self._there(name)]

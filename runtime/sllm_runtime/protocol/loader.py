@@ -28,6 +28,13 @@ CUDA_IPC: Final = "cuda_ipc"
 handle."""
 
 
+CONVERT_NOW: Final = "now"
+CONVERT_LATER: Final = "later"
+CONVERT_NEVER: Final = "never"
+CONVERT: Final = (CONVERT_NOW, CONVERT_LATER, CONVERT_NEVER)
+"""When a model of safetensors is converted: before it can be loaded, behind its first use, or not at all."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Base of every message: the class name is the tag."""
 
@@ -63,11 +70,13 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Register(Request, frozen=True, kw_only=True):
     """Have the model at ``uri`` in the store, converting it if it is not there. Answers: ``Progress``…, ``ModelInfo``.
 
-    ``digest``, where given, is the content expected; another one is ``digest_mismatch``.
+    ``digest``, where given, is the content expected; another one is ``digest_mismatch``. ``convert``: one of
+    ``CONVERT``. A model that is loaded as it is has another digest than its conversion.
     """
 
     uri: str
     digest: str = ""
+    convert: str = CONVERT_NOW
 
 
 class ListModels(Request, frozen=True, kw_only=True):
