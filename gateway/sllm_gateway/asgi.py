@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, InvalidRequest
+from sllm_runtime.protocol.errors import BodyTimeout, BodyTooLarge, Cancelled, InvalidRequest
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -39,12 +39,20 @@ def declared_length(scope: Scope) -> int | None:
     return int(text)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, within_s: float) -> bytes:
     """The request's body. Raises ``BodyTooLarge`` before it reads a body that says so itself, else as soon as it is;
-    ``Cancelled`` if the client goes away."""
+    ``BodyTimeout`` if all of it is not here after ``within_s``; ``Cancelled`` if the client goes away."""
     length = declared_length(scope)
     if length is not None and length > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(within_s):
+            return await _read_all(receive, limit)
+    except TimeoutError:
+        raise BodyTimeout(f"the body was not here after {within_s:g} s; send it faster, or send less") from None
+
+
+async def _read_all(receive: Receive, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:

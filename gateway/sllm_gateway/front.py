@@ -12,6 +12,7 @@ from sllm_gateway.asgi import Message, Receive, Scope, Send, answer, refuse_body
 from sllm_gateway.auth import Auth
 from sllm_gateway.metrics import Metrics
 from sllm_runtime.protocol.errors import (
+    BodyTimeout,
     BodyTooLarge,
     InternalError,
     InvalidRequest,
@@ -64,7 +65,7 @@ class Front:
         status = errors.status(error, openai=openai)
         headers = errors.headers(error, call)
         body = errors.body(error, call, openai=openai)
-        if isinstance(error, BodyTooLarge):
+        if isinstance(error, BodyTooLarge | BodyTimeout):
             await refuse_body(receive, seen.send, status, headers, body)
         else:
             await answer(seen.send, status, headers, body)

@@ -23,7 +23,7 @@ class Stream(Protocol):
         """What follows the last frame of an answer that succeeded, before the timeline."""
 
     def error(self, error: SllmError) -> bytes:
-        """The last event of an answer that failed in mid-stream; empty if none can be written any more."""
+        """The last event of an answer that failed in mid-stream."""
 
     def progress(self, progress: Progress) -> bytes:
         """How far the start is that the caller waits for."""
@@ -67,9 +67,10 @@ class FunctionStream:
         return b""
 
     def error(self, error: SllmError) -> bytes:
-        if self.inside:
-            return b""
-        return sse.event(msgspec.json.encode(error_view(error.body(), self._call_id)), name="error")
+        # What is written of a value cannot be taken back: it ends as an event that is no output.
+        broken = b"\nevent: incomplete\n\n" if self.inside else b""
+        self.inside = False
+        return broken + sse.event(msgspec.json.encode(error_view(error.body(), self._call_id)), name="error")
 
     def progress(self, progress: Progress) -> bytes:
         return sse.event(progress_json(progress), name="progress")

@@ -23,6 +23,8 @@ class GatewaySettings(Settings):
     token_file: Path | None = None
     """Holds the bearer token; without one only loopback is served."""
     max_body: int = Field(default=limits.MAX_BODY, gt=0)
+    body_timeout: float = Field(default=limits.BODY_TIMEOUT_S, gt=0)
+    """From a request's headers to the end of its body."""
     max_output: int = Field(default=limits.MAX_BODY, gt=0)
     """Largest answer that is not streamed."""
     max_bundle: int = Field(default=limits.MAX_BUNDLE, gt=0)

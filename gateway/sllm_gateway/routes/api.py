@@ -21,7 +21,7 @@ from sllm_gateway.lookup import ROUTE_WAIT_S
 from sllm_gateway.openapi import document
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable
-from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol import ctl, limits
 from sllm_runtime.protocol.errors import FunctionNotFound, InvalidManifest, InvalidRequest, MalformedJson, SllmError
 from sllm_runtime.protocol.http import (
     API,
@@ -47,7 +47,7 @@ def shown(view: BaseModel, status: int = 200) -> Response:
 
 async def body_of(request: Request, type_: type[B]) -> B:
     """The request's body as ``type_``. Raises ``MalformedJson``, or ``Invalid…`` with the path."""
-    data = await read_body(request.scope, request.receive, MAX_JSON)
+    data = await read_body(request.scope, request.receive, MAX_JSON, limits.BODY_TIMEOUT_S)
     try:
         return type_.model_validate_json(data or b"{}")
     except ValidationError as error:

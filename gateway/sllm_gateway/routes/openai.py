@@ -55,7 +55,7 @@ class _CallRoute:
         caller = self._caller
         accepted = caller.clock()
         call_id = caller.new_id(scope)
-        body = await read_body(scope, receive, caller.settings.max_body)
+        body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)
         request = await self._read(body)
         version = await find_model(caller.lookup, request.model)
         if request.warnings:

@@ -138,6 +138,13 @@ class BodyTooLarge(InvalidRequest):
     code, status = "body_too_large", 413
 
 
+class BodyTimeout(InvalidRequest):
+    """The body did not come within its time. Nothing was begun, so it may be sent again."""
+
+    code, status, retryable = "body_timeout", 408, True
+    exit_code = 5
+
+
 class NotAcceptable(InvalidRequest):
     code, status = "not_acceptable", 406
 

@@ -35,6 +35,8 @@ RESEND_AFTER_S: Final = 0.3
 LOST_AFTER_S: Final = 5.0
 """Silence, while connected, after which the other side counts as dead."""
 SLOW_CONSUMER_S: Final = 30.0
+BODY_TIMEOUT_S: Final = 60.0
+"""A request's body is wholly there after this long: the largest at 4.5 Mbit/s."""
 HEADERS_WAIT_S: Final = 1.0
 """Response headers wait this long for the first frame, so that early errors keep their HTTP status."""
 SSE_HEARTBEAT_S: Final = 10.0

@@ -1,6 +1,7 @@
 """``/fn`` from a real HTTP client to a scripted node over a real NATS server."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -9,7 +10,8 @@ from typing import Literal
 import httpx
 import pytest
 
-from sllm_runtime.protocol import codec
+from sllm.sse import Parser
+from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.ctl import Acquired
 from sllm_runtime.protocol.errors import Cancelled, ErrorBody, FunctionError
 from sllm_runtime.protocol.frames import End, FrameKind, Opened
@@ -154,6 +156,35 @@ async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(nats: Nats) 
         assert (await w.http.post("/fn/echo", json={})).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/fn/echo", "/v1/chat/completions"])
+async def test_a_body_that_trickles_is_408_at_its_deadline(nats: Nats, path: str) -> None:
+    async with world(nats, body_timeout=0.3) as w:
+        await w.deploy(manifest("echo"), entry(), script=echo)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(w.url.rpartition(":")[2]))
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode())
+
+        async def trickle() -> None:
+            while True:
+                writer.write(b" ")
+                await asyncio.sleep(0.05)
+
+        trickling = asyncio.create_task(trickle())
+        try:
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+            error = json.loads(await asyncio.wait_for(reader.readexactly(length), 5))["error"]
+            assert await asyncio.wait_for(reader.read(), 10) == b"", "and the connection is closed"
+        finally:
+            trickling.cancel()
+            await asyncio.gather(trickling, return_exceptions=True)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        assert not w.node.runs
+    assert head.startswith(b"HTTP/1.1 408")
+    assert error["code"] == "body_timeout"
+
+
 async def test_a_function_that_raises_is_a_500_with_type_and_message(nats: Nats) -> None:
     async with world(nats) as w:
         await w.deploy(manifest("fail"), entry(), script=fail)
@@ -179,6 +210,22 @@ async def test_an_error_in_mid_stream_is_the_last_event(nats: Nats) -> None:
         body = json.loads(error.partition("data: ")[2])["error"]
         assert body["code"] == "function_error"
         assert body["call_id"] == response.headers["sllm-call-id"]
+
+
+async def test_an_error_within_a_value_in_parts_is_the_last_event_too(nats: Nats) -> None:
+    async def script(run: Run) -> None:
+        run.out(1)
+        run.outbox.push(FrameKind.OUTPUT, b'"' + b"x" * (limits.MAX_PART - 1), more=True)
+        run.node.flush(run)
+        run.end(FunctionError("ValueError: late"))
+
+    async with world(nats) as w:
+        await w.deploy(manifest("late"), entry(), script=script)
+        response = await w.http.post("/fn/late", headers=SSE)
+    events = Parser().feed(response.content)
+    assert [(event.event, event.id) for event in events] == [("message", "0"), ("incomplete", "1"), ("error", None)]
+    assert json.loads(events[2].data)["error"]["code"] == "function_error"
+    assert json.loads(events[2].data)["error"]["call_id"] == response.headers["sllm-call-id"]
 
 
 async def test_retries_begin_again_only_before_the_first_byte(nats: Nats) -> None:

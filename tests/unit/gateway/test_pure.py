@@ -78,11 +78,18 @@ def test_events_carry_the_values_whatever_their_parts(values: list[Any], cut: in
     assert json.loads(FunctionBody(streams=True).body(frames, End())) == values
 
 
-def test_an_error_within_a_value_writes_nothing_more() -> None:
-    stream = FunctionStream("call-1")
-    assert stream.frames([Frame(0, FrameKind.OUTPUT, b'"a', True)]) == b'id: 0\ndata: "a'
+def test_an_error_within_a_value_makes_that_an_event_that_is_no_output() -> None:
+    stream, parser = FunctionStream("call-1"), Parser()
+    written = stream.frames([Frame(0, FrameKind.OUTPUT, b"1"), Frame(1, FrameKind.OUTPUT, b'"a', True)])
+    assert written == b'id: 0\ndata: 1\n\nid: 1\ndata: "a'
     assert stream.inside
-    assert stream.error(tree.InstanceLost("gone")) == b""
+    written += stream.error(tree.InstanceLost("gone"))
+    assert not stream.inside
+    found = [(event.event, event.id, event.data) for event in parser.feed(written)]
+    assert found[:2] == [("message", "0", "1"), ("incomplete", "1", '"a')]
+    assert found[2][:2] == ("error", None)
+    assert json.loads(found[2][2])["error"]["code"] == "instance_lost"
+    assert len(found) == 3
 
 
 def test_a_comment_is_one_line() -> None:
