@@ -30,7 +30,16 @@ READY_S: Final = 120.0
 SPAWN_S: Final = 10.0
 BACKOFF_S: Final = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ROOT: Final = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-_USER: Final = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+_USER: Final = (
+    "unshare",
+    "--user",
+    "--map-current-user",
+    "--keep-caps",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+)
 
 
 async def namespace_command() -> tuple[str, ...]:

@@ -44,6 +44,7 @@ from sllm_runtime.protocol.node import (
     StartInstance,
     StopInstance,
 )
+from sllm_runtime.protocol.worker import PRIVATE
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ def sandbox_environment(environment: Mapping[str, str], settings: InvokerSetting
     Temporary files of the fork server lie below the node's data; an instance's own in its work directory.
     """
     kept = {key: value for key, value in environment.items() if key in _KEPT or key.startswith(_KEPT_PREFIXES)}
-    return {**kept, "SLLM_NODE": settings.node, "TMPDIR": str(settings.data_dir / "tmp")}
+    own = {"SLLM_NODE": settings.node, "TMPDIR": str(settings.data_dir / "tmp")}
+    return {**kept, **own, PRIVATE: settings.hidden().to_json()}
 
 
 class Node:

@@ -9,6 +9,7 @@ from pydantic import Field
 from sllm_invoker.fork_server import ZYGOTE
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.quantities import Bytes
+from sllm_runtime.protocol.worker import Private
 
 
 class InvokerSettings(Settings):
@@ -35,6 +36,15 @@ class InvokerSettings(Settings):
     fork_server: tuple[str, ...] = ZYGOTE
     """Command that makes warm workers; ``--fd N`` is added."""
     isolate: bool = True
-    """A PID namespace for sandboxes, where the kernel permits one."""
+    """A PID and a mount namespace for sandboxes, where the kernel permits them."""
+    private: tuple[Path, ...] = ()
+    """What functions must not see, beside what this node knows itself: other identities, tokens, other nodes' data."""
     bundle_cache: Bytes = Field(default=1000 * 2**20, ge=0)
     """Bytes of bundles kept on disk."""
+
+    def hidden(self) -> Private:
+        """What sandboxes do not see: everything of the platform but the directories that are theirs."""
+        known = (self.home, self.data_dir, self.identity_file, self.nats_creds, self.nats_key, *self.private)
+        own = (self.data_dir / "work", self.data_dir / "tmp")
+        hide = tuple(str(path.absolute()) for path in known if path is not None)
+        return Private(hide=hide, keep=tuple(str(path.absolute()) for path in own))

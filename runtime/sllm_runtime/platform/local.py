@@ -169,7 +169,11 @@ def _node(options: Options, layout: Layout, base: Mapping[str, str], name: str) 
     directory, socket = layout.node(name), layout.socket(name)
     shared = {"SLLM_NODE": name, "SLLM_LOADERD_SOCKET": str(socket)} | _share(base, options.nodes)
     loader = shared | {"SLLM_DATA": str(directory / "loaderd"), "SLLM_SOCKET": str(socket)}
-    invoker = shared | {"SLLM_DATA_DIR": str(directory / "invoker")}
+    private = [
+        str(path)
+        for path in (layout.nats, layout.token, layout.data / "nodes", layout.data / "logs", layout.far_sockets)
+    ]
+    invoker = shared | {"SLLM_DATA_DIR": str(directory / "invoker"), "SLLM_PRIVATE": json.dumps(private)}
     return [
         _daemon(layout, base, f"loaderd-{name}", "sllm_loaderd", None, 1, loader),
         _daemon(layout, base, f"invoker-{name}", "sllm_invoker", name, 2, invoker),

@@ -6,6 +6,8 @@ function can speak for another. Descriptors travel by SCM_RIGHTS with the messag
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from sllm_runtime.protocol.errors import ErrorBody
@@ -144,6 +146,24 @@ class FromWorker(msgspec.Struct, frozen=True):
 
 
 # --- invoker ↔ fork server (zygote) ---------------------------------------------------------------
+
+
+PRIVATE: Final = "SLLM_PRIVATE_PATHS"
+"""Variable in which the invoker gives its fork server a ``Private``; no worker sees it."""
+
+
+class Private(msgspec.Struct, frozen=True, kw_only=True):
+    """Paths that functions must not see, and directories below them that they need."""
+
+    hide: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Private:
+        return msgspec.json.decode(text, type=cls)
 
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag="spawn"):

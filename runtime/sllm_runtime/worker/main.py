@@ -33,6 +33,7 @@ from sllm_runtime.protocol.worker import (
     Stop,
     ToWorker,
 )
+from sllm_runtime.worker import isolation
 from sllm_runtime.worker.calls import Calls
 from sllm_runtime.worker.console import Console
 from sllm_runtime.worker.engine.loop import Mailbox
@@ -71,6 +72,9 @@ class Worker:
         if not isinstance(message.body, Assign) or message.version not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
             raise ProtocolError(f"first message is {type(message.body).__name__} of version {message.version}")
         fds = self._wire.fds.take(message.body.fds)
+        if not message.body.manifest.network:
+            isolation.leave_network()  # where it cannot, the fork server has said so
+        isolation.drop_privileges()  # before the first thread: each has its own
         set_title(f"sllm-worker {message.body.instance}")
         self._sender.start()
         self._console.install()

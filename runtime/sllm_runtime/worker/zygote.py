@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Final, NoReturn
 
 from sllm_runtime.platform.daemon import loop_factory
@@ -25,7 +26,8 @@ from sllm_runtime.platform.process import become_subreaper, children, die_with_p
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import InternalError
-from sllm_runtime.protocol.worker import Exited, FromZygote, Spawn, Spawned, ToZygote, ZygoteReady
+from sllm_runtime.protocol.worker import PRIVATE, Exited, FromZygote, Private, Spawn, Spawned, ToZygote, ZygoteReady
+from sllm_runtime.worker import isolation
 
 PRELOAD: Final = (
     "numpy",
@@ -247,12 +249,30 @@ def _reseed() -> None:
     torch.default_generator.manual_seed(seed >> 1)
 
 
+def _isolate() -> None:
+    """Hide the platform's files from the workers to come, where this process is the first of a namespace of its own."""
+    private = Private.from_json(os.environ.pop(PRIVATE, "{}"))
+    if os.getpid() != 1 and private.hide:
+        sys.stderr.write("no mount namespace here: functions can read the platform's files\n")
+    elif private.hide:
+        try:
+            for path in isolation.hide(map(Path, private.hide), map(Path, private.keep)):
+                sys.stderr.write(
+                    f"functions can read {path}: Python runs from there; move it, or the platform's data\n"
+                )
+        except OSError as error:
+            sys.stderr.write(f"functions can read the platform's files: {error}\n")
+    if not isolation.can_leave_network():
+        sys.stderr.write("no network namespaces here: functions reach the network whatever their manifest says\n")
+
+
 def run(fd: int, node: str) -> int:
     """Serve the invoker behind ``fd`` until it is gone."""
     die_with_parent(signal.SIGKILL)  # whether the parent is dead already, the socket's end tells
     become_subreaper()
     set_title(f"sllm-zygote {node}".strip())
     wire = BlockingWire(socket.socket(fileno=fd))
+    _isolate()
     zygote = Zygote(wire, preload())
     try:
         zygote.serve()

@@ -25,6 +25,7 @@ def run() -> Iterator[Finding]:
         kernel.memfd,
         kernel.huge_pages,
         kernel.open_files,
+        kernel.sandboxes,
         lambda: kernel.locked_memory(gpu),
         lambda: nats.nats(needed=server),
         machine.gpu,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Final
@@ -95,6 +96,26 @@ def memory() -> Finding:
         return ok("memory", f"{show_bytes(available)} available, {os.cpu_count()} CPUs")
     remedy = "end what is not needed; a warm sandbox has torch in memory"
     return warning("memory", f"{show_bytes(available)} available", remedy)
+
+
+def sandboxes() -> Finding:
+    """Whether functions get processes, files and a network of their own; tried as the invoker does it."""
+    user = () if os.geteuid() == 0 else ("--user", "--map-current-user", "--keep-caps")
+    words = ("unshare", *user, "--pid", "--fork", "--kill-child", "--mount-proc")
+    remedy = "run as root, permit user namespaces (sysctl user.max_user_namespaces, AppArmor), or --cap-add SYS_ADMIN"
+    if not _runs(*words, "true"):
+        what = "no namespaces: functions see the platform's files and reach the network, whatever their manifest says"
+        return warning("sandboxes", what, remedy)
+    if not _runs(*words, "--net", "true"):
+        return warning("sandboxes", "no network namespaces: network=False does not hold functions back", remedy)
+    return ok("sandboxes", "processes, files and network of their own")
+
+
+def _runs(*words: str) -> bool:
+    try:
+        return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def on_linux() -> bool:

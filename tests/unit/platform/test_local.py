@@ -45,6 +45,17 @@ def test_an_invoker_finds_the_socket_of_its_own_loader(tmp_path: Path) -> None:
         assert found[f"invoker-{name}"].env["SLLM_LOADERD_SOCKET"] == found[f"loaderd-{name}"].env["SLLM_SOCKET"]
 
 
+def test_all_that_is_written_for_the_daemons_is_hidden_from_functions(tmp_path: Path) -> None:
+    """Every file but the directories' own: what a later file would add must be hidden too."""
+    given = options(tmp_path / "run", nodes=2)
+    found = made(given)
+    written = [path for path in given.data.rglob("*") if path.is_file()]
+    assert len(written) > 4
+    for name in ("n1", "n2"):
+        hidden = [Path(text) for text in json.loads(found[f"invoker-{name}"].env["SLLM_PRIVATE"])]
+        assert [path for path in written if not any(path.is_relative_to(place) for place in hidden)] == []
+
+
 def test_no_secret_stands_in_an_environment_or_a_command_line(tmp_path: Path) -> None:
     given = options(tmp_path / "run", gateways=2)
     found = made(given, {"SLLM_TOKEN": "the-token", "SLLM_URL": "x", "PATH": "/bin"})

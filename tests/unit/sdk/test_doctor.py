@@ -24,7 +24,20 @@ def test_here() -> None:
     names = [each.check for each in found]
     assert len(set(names)) == len(names)
     assert {"python", "port", "direct I/O", "memfd seals", "huge pages", "open files", "locked memory"} <= set(names)
-    assert {"nats", "gpu", "containers", "disk space"} <= set(names)
+    assert {"nats", "gpu", "containers", "disk space", "sandboxes"} <= set(names)
+
+
+def test_without_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A kernel that permits none, and one that permits all but a network: an ``unshare`` that refuses says so."""
+    unshare = tmp_path / "unshare"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for refused, said in (("--pid", "see the platform's files"), ("--net", "network=False does not hold")):
+        unshare.write_text(f'#!/bin/sh\ncase "$*" in *{refused}*) exit 1;; esac\n')
+        unshare.chmod(0o755)
+        found = kernel.sandboxes()
+        assert (found.level, said in found.what) == (Level.WARNING, True)
+    unshare.write_text("#!/bin/sh\n")
+    assert kernel.sandboxes().level is Level.OK
 
 
 def test_nats_without_jetstream(monkeypatch: pytest.MonkeyPatch) -> None:
