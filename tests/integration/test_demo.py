@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from sllm_runtime.platform.process import start_time
 from tests.fixtures.command import sllm, sllm_json
-from tests.fixtures.deployed import descendants, wait
+from tests.fixtures.deployed import descendants, wait_gone
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 100
@@ -86,10 +85,6 @@ def demo(tree: Path, *words: str, below: tuple[str, ...] = ()) -> Iterator[Demo]
             yield Demo(process)
         finally:
             process.kill()
-
-
-def wait_gone(pids: set[int]) -> None:
-    wait(lambda: not [pid for pid in pids if start_time(pid) is not None], 15, "the demo's processes have ended")
 
 
 def nothing_left(tree: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,38 +18,24 @@ import pytest
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.local import Layout
 from sllm_runtime.platform.nats_server import free_port
-from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.running import read_running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.ctl import Listing, NodeList
 from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.subjects import ctl
-from tests.fixtures.cluster import POLL_S, STOP_S, Cluster
+from tests.fixtures.cluster import STOP_S, Cluster
+from tests.fixtures.deployed import descendants, wait_gone
 from tests.fixtures.waiting import until
 
 UP = [sys.executable, "-m", "sllm_runtime.platform"]
 WITHIN_S = 15.0
 
 
-def descendants(root: int) -> set[int]:
-    """Every process below ``root`` now."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
-        except OSError:
-            continue
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {root}
-
-
-def wait_gone(pids: set[int], within_s: float = WITHIN_S) -> None:
-    deadline = time.monotonic() + within_s
-    while left := {pid for pid in pids if start_time(pid) is not None}:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(POLL_S)
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for the tests that leave a platform as whole as they find it."""
+    with Cluster(tmp_path_factory.mktemp("up")) as started:
+        yield started
 
 
 def run(*words: str, env: dict[str, str], expect: int = 0) -> subprocess.CompletedProcess[str]:
@@ -87,22 +74,20 @@ def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
     assert "default" not in tomllib.loads(profiles.read_text()).get("profiles", {})
 
 
-def test_a_second_up_on_the_same_data_says_what_runs(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
-        data = ["--data", str(cluster.data), "--port", "0", "--json"]
-        error = json.loads(run("up", *data, env=cluster.env, expect=2).stderr.splitlines()[-1])["error"]
-        assert error["code"] == "conflict"
-        assert cluster.url in error["message"]
-        assert cluster.http.get("/readyz").status_code == 200
+def test_a_second_up_on_the_same_data_says_what_runs(platform: Cluster) -> None:
+    data = ["--data", str(platform.data), "--port", "0", "--json"]
+    error = json.loads(run("up", *data, env=platform.env, expect=2).stderr.splitlines()[-1])["error"]
+    assert error["code"] == "conflict"
+    assert platform.url in error["message"]
+    assert platform.http.get("/readyz").status_code == 200
 
 
-def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
-    with Cluster(tmp_path / "a") as cluster:
-        port = cluster.url.rpartition(":")[2]
-        env = {**cluster.env, "SLLM_HOME": str(tmp_path / "b")}
-        done = run("up", "--port", port, env=env, expect=2)
-        assert "--port" in done.stderr
-        assert not (tmp_path / "b" / "run" / "logs").exists()
+def test_a_port_in_use_is_said_before_anything_starts(platform: Cluster, tmp_path: Path) -> None:
+    port = platform.url.rpartition(":")[2]
+    env = {**platform.env, "SLLM_HOME": str(tmp_path)}
+    done = run("up", "--port", port, env=env, expect=2)
+    assert "--port" in done.stderr
+    assert not (tmp_path / "run" / "logs").exists()
 
 
 def test_detach_and_down(tmp_path: Path) -> None:
@@ -209,18 +194,17 @@ def test_nothing_survives_the_death_of_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("component", ["nats", "controller", "gateway", "invoker", "loaderd"])
-def test_a_component_that_is_killed_is_started_again(tmp_path: Path, component: str) -> None:
-    with Cluster(tmp_path) as cluster:
-        before = cluster.running().pids
-        old = cluster.kill(component)
-        new = cluster.wait_restarted(component, old)
-        after = cluster.running().pids
-        assert {name for name in before if before[name] != after.get(name)} == {
-            name for name in before if before[name] == old
-        }
-        assert after[next(name for name in before if before[name] == old)] == new
-        wait_alive(cluster, {"n1"})
-        asyncio.run(until(lambda: httpx.get(f"{cluster.url}/readyz").status_code == 200, what="readyz"))
+def test_a_component_that_is_killed_is_started_again(platform: Cluster, component: str) -> None:
+    before = platform.running().pids
+    old = platform.kill(component)
+    new = platform.wait_restarted(component, old)
+    after = platform.running().pids
+    assert {name for name in before if before[name] != after.get(name)} == {
+        name for name in before if before[name] == old
+    }
+    assert after[next(name for name in before if before[name] == old)] == new
+    wait_alive(platform, {"n1"})
+    asyncio.run(until(lambda: httpx.get(f"{platform.url}/readyz").status_code == 200, what="readyz"))
 
 
 def wait_alive(cluster: Cluster, nodes: set[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -32,6 +33,8 @@ from sllm_runtime.protocol.checkpoint import INDEX_NAME
 from sllm_runtime.protocol.errors import InternalError, OutOfMemory, SllmError, Unavailable, UnsupportedModel
 
 _REPORT_EVERY_S = 0.1
+_COLLECT_AFTER = (100_000, 50, 1000)
+"""Imports keep what they make; at the usual thresholds the collector takes a sixth of a small conversion's time."""
 
 
 def _say(message: ChildMessage) -> None:
@@ -104,6 +107,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Entry point; exit status 0 with an outcome, 1 with an error line."""
+    gc.set_threshold(*_COLLECT_AFTER)
     parser = argparse.ArgumentParser(prog="sllm_loaderd.convert.child")
     for name in ("--uri", "--staging", "--cache", "--known", "--parent"):
         parser.add_argument(name, required=True)

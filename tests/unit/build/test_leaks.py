@@ -11,7 +11,7 @@ import pytest
 from tests.unit.build.stage import ROOT
 
 RUN_SECONDS = 60
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "SLLM_TEST_GRACE": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 LEAKING = {
     "processes": "import subprocess; kept.append(subprocess.Popen(['sleep', '600']))",
     "files": "import tempfile; tempfile.mkdtemp(prefix='sllm-')",
@@ -22,14 +22,14 @@ HEAD = "import threading\nimport pytest\nkept = []\nstop = threading.Event()\n"
 ORPHAN = "import subprocess; subprocess.run(['sh', '-c', 'sleep 600 & echo $! >orphan'], check=True)"
 
 
-def run_pytest(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, code: str, *options: str, grace: str = "0.2") -> subprocess.CompletedProcess[str]:
     """Run `code` as a test file under the guard."""
     (folder / "test_it.py").write_text(HEAD + code)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.leaks", "--rootdir", str(folder), *options]
     return subprocess.run(
         command,
         cwd=folder,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | {"SLLM_TEST_GRACE": grace},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -96,7 +96,7 @@ def test_thread_ends_soon():
 def test_is_excused():
     threading.Thread(target=stop.wait, args=(2,)).start()
 """
-    done = run_pytest(tmp_path, code, "-o", "markers=leaves_behind")
+    done = run_pytest(tmp_path, code, "-o", "markers=leaves_behind", grace="2")
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from sllm_runtime.control import view
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import (
     ErrorBody,
@@ -146,7 +147,8 @@ async def test_a_node_that_was_restarted_has_lost_its_instances(bench: Bench) ->
     assert acquired.route.entries[0].instance != name
 
 
-async def test_a_silent_node_has_lost_its_instances(bench: Bench) -> None:
+async def test_a_silent_node_has_lost_its_instances(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "LOST_AFTER_S", 1.5)
     await bench.gateway.deploy(manifest())
     (name,) = bench.live()
     bench.node.silent = True

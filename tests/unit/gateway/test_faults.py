@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from sllm_runtime.platform.nats_server import free_port
+from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.protocol.frames import Beat, Cancel, Frame, FrameKind, Segment
 from sllm_runtime.protocol.http import error_view
@@ -67,7 +68,9 @@ async def test_nats_killed_and_restarted_in_mid_stream_loses_and_repeats_nothing
         assert (await w.http.get("/readyz")).status_code == 200
 
 
-async def test_a_silent_node_is_lost_after_five_seconds(nats: Nats) -> None:
+async def test_a_silent_node_is_lost(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1.5)
+
     async def begin(run: Run) -> None:
         run.out(1)
         await until(lambda: run.outbox.acked == 1)
@@ -77,7 +80,7 @@ async def test_a_silent_node_is_lost_after_five_seconds(nats: Nats) -> None:
         await w.deploy(manifest("begin"), entry(), script=begin)
         began = time.monotonic()
         response = await w.http.post("/fn/begin", headers=SSE, timeout=10)
-        assert 4.5 < time.monotonic() - began < 7
+        assert time.monotonic() - began > 1.0, "it had its time"
         assert "instance_lost" in response.text
         assert "[DONE]" not in response.text
 
