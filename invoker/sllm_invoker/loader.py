@@ -1,4 +1,7 @@
-"""This node's loaderd, as the invoker uses it: one connection, made anew when loaderd was started again."""
+"""This node's loaderd, as the invoker uses it: one connection, made anew when loaderd was started again.
+
+What loaderd has handed to sandboxes is kept here as well, so that it outlives loaderd: the next one gets it back.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from sllm_invoker.preparation import Report
-from sllm_loaderd.client import LoaderControl
+from sllm_loaderd.client import KeptChunks, LoaderControl
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import NotFound, SllmError, Unavailable
 from sllm_runtime.protocol.loader import START, ModelInfo, Status
@@ -35,7 +38,10 @@ class Loader:
         self._connected = asyncio.Event()
         self._tasks = Tasks("loader")
         self._held: set[str] = set()
-        """Holders of the present loaderd; another one knows nothing of them."""
+        """Sandboxes that were given a session and live."""
+        self._ended: set[str] = set()
+        """Those of them that ended while loaderd was away; if it is the same one, it has to be told."""
+        self._kept = KeptChunks()
         self.status: Status | None = None
         """What loaderd last said of itself; None while it is away."""
 
@@ -43,9 +49,10 @@ class Loader:
         """Connect, and again whenever the connection ends, until cancelled."""
         failures = 0
         while True:
-            control = LoaderControl(self._socket)
+            control = LoaderControl(self._socket, self._kept)
             try:
                 await control.open()
+                await self._bring_back(control)
                 self._control, failures = control, 0
                 self._connected.set()
                 log.info("connected to loaderd at %s", self._socket)
@@ -58,10 +65,26 @@ class Loader:
             finally:
                 self._connected.clear()
                 self._control, self.status = None, None
-                self._held.clear()
                 await control.close()
             self._on_change()
             await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S)) - 1])
+
+    async def _bring_back(self, control: LoaderControl) -> None:
+        """What an earlier loaderd handed out, before anything else is asked for: it is memory that is in use."""
+        for batch in self._kept.batches():
+            try:
+                answer = await control.adopt(batch)
+            except Unavailable:
+                raise  # gone again: the next one gets it
+            except SllmError as error:
+                log.warning("loaderd does not take back what it gave: %s", error.message)
+                self._kept.drop(batch.ids)
+            else:
+                self._kept.drop(set(batch.ids).difference(answer.ids, answer.counted))
+        while self._ended:  # also those that end meanwhile
+            holder = next(iter(self._ended))
+            await control.gone(holder)
+            self._ended.discard(holder)
 
     async def _watch(self, control: LoaderControl) -> None:
         """Ask for the status regularly until the connection ends."""
@@ -120,13 +143,18 @@ class Loader:
         raise failure
 
     async def gone(self, holder: str) -> None:
-        """Every process of ``holder`` is dead. A loaderd that is away, or another one by now, need not know."""
-        if holder not in self._held or self._control is None:
+        """Every process of ``holder`` is dead. A loaderd that is away is told when it is back."""
+        if holder not in self._held:
             return
         self._held.discard(holder)
+        self._kept.gone(holder)
+        if self._control is None:
+            self._ended.add(holder)
+            return
         try:
             await self._control.gone(holder)
         except SllmError as error:
+            self._ended.add(holder)
             log.warning("loaderd was not told that %s is gone: %s", holder, error.message)
 
     # --- models ---------------------------------------------------------------------------------------
@@ -148,8 +176,9 @@ class Loader:
         await self._refresh(control)
 
     async def close(self) -> None:
-        """End loads that were begun ahead of their sandbox. Call after ``run`` ended."""
+        """End loads that were begun ahead of their sandbox and drop what is kept. Call after ``run`` ended."""
         await self._tasks.close()
+        self._kept.close()
 
 
 async def _load(control: LoaderControl, digest: str, rank: int) -> None:

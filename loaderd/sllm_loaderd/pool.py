@@ -1,22 +1,24 @@
 """The chunk pool: memfds of one size, pre-faulted in the background, sealed, mapped writable only here.
 
 A chunk's life is the table ``CHUNK``. A chunk that a sandbox has been given may be mapped there for as long as
-any of its processes lives, so it is used again only after all of its holders are dead.
+any of its processes lives, so it is used again only after all of its holders are dead. A chunk of an earlier
+loaderd (``adopt``) can only be read, since its seal refuses a new writable mapping: it is closed where others are
+freed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
 from sllm_loaderd.client import memory
-from sllm_runtime.protocol.errors import PoolExhausted
+from sllm_loaderd.sealed import create_sealed, is_sealed
+from sllm_runtime.protocol.errors import Conflict, PoolExhausted
 from sllm_runtime.protocol.loader import PoolStatus
 from sllm_runtime.protocol.states import check
 
@@ -25,8 +27,6 @@ log = logging.getLogger(__name__)
 F_ADD_SEALS: Final = 1033
 MEMFD_NAME: Final = "sllm-chunk"
 _FAULT_DEADLINE_S: Final = 5.0
-SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10
-"""SEAL, SHRINK, GROW, FUTURE_WRITE: no new writable mapping, no write(), no change of size, no further seal."""
 
 
 class ChunkState(StrEnum):
@@ -49,11 +49,17 @@ CHUNK: Final[dict[ChunkState, frozenset[ChunkState]]] = {
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """One memfd. ``view`` is this process's writable mapping; ``dirty``: bytes from the start that are not zero."""
+    """One memfd. ``view`` is this process's mapping, writable but for what was ``adopted``.
+
+    ``id`` (its inode) names it in every process for as long as it lives. ``dirty``: bytes from the start that are not
+    zero.
+    """
 
     fd: int
     address: int
     view: memoryview
+    id: int
+    adopted: bool = False
     state: ChunkState = ChunkState.FREE
     prefaulted: bool = False
     dirty: int = 0
@@ -85,6 +91,8 @@ class ChunkPool:
         self._faulting = 0
         self._changed = threading.Condition()
         self._closing = False
+        self.on_freed: Callable[[list[int]], None] = lambda ids: None
+        """Called in the thread that frees, with the ids of chunks that hold nothing of a model any more."""
         self._prefaulter = threading.Thread(target=self._prefault, name="sllm-prefault", daemon=True)
         self._prefaulter.start()
 
@@ -123,13 +131,43 @@ class ChunkPool:
     def _shortage(self, count: int) -> int:
         return max(count - self._at_hand - self._faulting, 0)
 
+    def adopt(self, fd: int) -> tuple[Chunk, bool]:
+        """A chunk of an earlier loaderd, in use from here on, or the one that is here already; and whether it is new.
+
+        ``fd`` is duplicated. It counts against the limit, which it may exceed: the memory is taken as it is. Raises
+        ``Conflict`` for what is no chunk of this pool's size and seals.
+        """
+        status = os.fstat(fd)
+        with self._changed:
+            known = next((chunk for chunk in self._chunks if chunk.id == status.st_ino), None)
+            if known is not None:
+                return known, False
+            if status.st_size != self.chunk_bytes or not is_sealed(fd):
+                raise Conflict(f"a descriptor is no chunk of {self.chunk_bytes} bytes with the seals of one")
+            while len(self._chunks) >= self._most and self._free:
+                self._close(self._free.pop())
+            kept = os.dup(fd)
+            try:
+                address = memory.map_readable(kept, self.chunk_bytes)
+            except OSError:
+                os.close(kept)
+                raise
+            view = memory.view(address, self.chunk_bytes)
+            chunk = Chunk(kept, address, view, status.st_ino, adopted=True, state=ChunkState.USED)
+            self._chunks.add(chunk)
+            return chunk, True
+
     def free(self, chunks: Iterable[Chunk]) -> None:
         """Give chunks back; one that a living sandbox has had retires first."""
         with self._changed:
+            freed = []
             for chunk in chunks:
-                chunk.move(ChunkState.RETIRING if chunk.holders else ChunkState.FREE)
-                if chunk.state is ChunkState.FREE:
+                if chunk.holders:
+                    chunk.move(ChunkState.RETIRING)
+                else:
+                    freed.append(chunk.id)
                     self._put_back(chunk)
+        self.on_freed(freed)
 
     def hold(self, chunks: Sequence[Chunk], holder: str) -> None:
         """``holder`` is being given these chunks."""
@@ -140,20 +178,19 @@ class ChunkPool:
     def forget(self, holder: str) -> int:
         """``holder`` is dead. Returns the number of retired chunks that became free by it."""
         with self._changed:
-            freed = 0
-            for chunk in self._chunks:
-                if holder in chunk.holders:
-                    chunk.holders.discard(holder)
-                    if chunk.state is ChunkState.RETIRING and not chunk.holders:
-                        chunk.move(ChunkState.FREE)
-                        self._put_back(chunk)
-                        freed += 1
-            return freed
+            freed = []
+            for chunk in [chunk for chunk in self._chunks if holder in chunk.holders]:
+                chunk.holders.discard(holder)
+                if chunk.state is ChunkState.RETIRING and not chunk.holders:
+                    freed.append(chunk.id)
+                    self._put_back(chunk)
+        self.on_freed(freed)
+        return len(freed)
 
     def inodes_of(self, holder: str) -> set[int]:
         """Inodes of the chunks that ``holder`` was given: what /proc calls them."""
         with self._changed:
-            return {os.fstat(chunk.fd).st_ino for chunk in self._chunks if holder in chunk.holders}
+            return {chunk.id for chunk in self._chunks if holder in chunk.holders}
 
     def status(self, reserved: int = 0) -> PoolStatus:
         """Bytes by state."""
@@ -163,7 +200,7 @@ class ChunkPool:
             return PoolStatus(
                 chunk_bytes=size,
                 limit=self._most * size,
-                free=(self._at_hand + self._faulting) * size,
+                free=max(self._at_hand + self._faulting, 0) * size,
                 prefaulted=sum(chunk.prefaulted for chunk in self._free) * size,
                 used=states.count(ChunkState.USED) * size,
                 held=sum(bool(chunk.holders) for chunk in self._chunks if chunk.state is ChunkState.USED) * size,
@@ -177,28 +214,29 @@ class ChunkPool:
             self._closing = True
             self._changed.notify_all()
         self._prefaulter.join()
-        for chunk in self._chunks:
-            chunk.view.release()
-            memory.unmap(chunk.address, self.chunk_bytes)
-            os.close(chunk.fd)
-            chunk.move(ChunkState.CLOSED)
-        self._chunks.clear()
         self._free.clear()
+        for chunk in list(self._chunks):
+            self._close(chunk)
+
+    def _close(self, chunk: Chunk) -> None:
+        """Its memory goes, as soon as no sandbox has it either."""
+        self._chunks.discard(chunk)
+        chunk.view.release()
+        memory.unmap(chunk.address, self.chunk_bytes)
+        os.close(chunk.fd)
+        chunk.move(ChunkState.CLOSED)
 
     def _put_back(self, chunk: Chunk) -> None:
+        if chunk.adopted:
+            self._close(chunk)
+            return
+        chunk.move(ChunkState.FREE)
         chunk.prefaulted = chunk.prefaulted or chunk.dirty == self.chunk_bytes
         self._free.append(chunk)
 
     def _create(self) -> Chunk:
-        fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, self.chunk_bytes)
-            address = memory.map_shared(fd, self.chunk_bytes)
-            fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
-        except BaseException:
-            os.close(fd)
-            raise
-        chunk = Chunk(fd, address, memory.view(address, self.chunk_bytes))
+        fd, address = create_sealed(MEMFD_NAME, self.chunk_bytes)
+        chunk = Chunk(fd, address, memory.view(address, self.chunk_bytes), os.fstat(fd).st_ino)
         self._chunks.add(chunk)
         return chunk
 

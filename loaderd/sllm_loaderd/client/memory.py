@@ -48,6 +48,11 @@ def map_shared(fd: int, size: int) -> int:
     return _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
 
 
+def map_readable(fd: int, size: int) -> int:
+    """Map ``fd`` shared and read-only; the address. Raises ``OSError``."""
+    return _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd)
+
+
 def reserve(size: int) -> int:
     """Set aside ``size`` bytes of address space that nothing may touch yet, from a 2 MiB border on."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE

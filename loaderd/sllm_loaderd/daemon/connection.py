@@ -27,7 +27,7 @@ class Connection:
         self._kinds = kinds
 
     def say(self, message: Answer, fds: Sequence[int] = ()) -> None:
-        """Send, or close the connection if the peer is gone or takes nothing."""
+        """Send, or close the connection if the peer is gone or takes nothing. Raises ``OSError`` (descriptors)."""
         try:
             self.wire.send(pack(message), fds)
         except Unavailable:
@@ -37,23 +37,23 @@ class Connection:
         """Answer a request by an error."""
         self.say(Failed(request=request, error=error.body()))
 
-    async def greet(self, welcome: Welcome, within_s: float = _HELLO_S) -> bool:
-        """Exchange hellos; False (and the peer is told why) if it is none of ours."""
+    async def greet(self, welcome: Welcome, within_s: float = _HELLO_S) -> Hello | None:
+        """Exchange hellos: the peer's; None (and the peer is told why) if it is none of ours."""
         try:
             async with asyncio.timeout(within_s):
                 message = await self.receive()
         except TimeoutError:
-            return False
+            return None
         if message is None:
-            return False
+            return None
         if not isinstance(message, Hello):
             self.fail(0, ProtocolError("the first message has to be a hello"))
-            return False
+            return None
         if message.version not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
             self.fail(0, ProtocolError(f"version {message.version} is not served, {PROTOCOL_VERSION} is"))
-            return False
+            return None
         self.say(welcome)
-        return True
+        return message
 
     async def receive(self) -> Any:
         """The next message, None at the end. Raises ``ProtocolError``."""

@@ -6,12 +6,17 @@ import asyncio
 import logging
 import os
 
+from sllm_loaderd.adoption import adopt
 from sllm_loaderd.daemon.connection import Connection, as_error, close_all
 from sllm_loaderd.daemon.holders import Holders
+from sllm_loaderd.daemon.keeper import Keeper
+from sllm_loaderd.daemon.sandbox import Rights
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.errors import ProtocolError, SllmError
 from sllm_runtime.protocol.loader import (
+    Adopt,
+    Adopted,
     Answer,
     Cancel,
     ControlRequest,
@@ -33,6 +38,7 @@ from sllm_runtime.protocol.loader import (
     Request,
     Reserve,
     Status,
+    Stored,
     Validate,
     Welcome,
 )
@@ -48,12 +54,16 @@ class ControlConnection:
         self._connection = Connection(wire, ControlRequest)
         self._service = service
         self._holders = holders
+        self._keeper = Keeper(self._connection.say)
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
         """Until the peer is gone; its requests are cancelled then."""
         try:
-            if await self._connection.greet(Welcome(node=self._service.settings.node)):
+            hello = await self._connection.greet(Welcome(node=self._service.settings.node))
+            if hello is not None:
+                if hello.keeps:
+                    self._holders.keeps(self, self._keeper)
                 async with asyncio.TaskGroup() as group:
                     await self._listen(group)
                     for task in self._tasks.values():
@@ -70,19 +80,23 @@ class ControlConnection:
             if isinstance(message, Cancel):
                 if (task := self._tasks.get(message.request)) is not None:
                     task.cancel()
+            elif isinstance(message, Stored):
+                self._keeper.stored(message.batch)
             elif isinstance(message, Hello):
                 raise ProtocolError("a second hello")
             elif message.request in self._tasks or len(self._tasks) >= _MOST_REQUESTS:
                 raise ProtocolError(f"request {message.request} is under way already, or {_MOST_REQUESTS} are")
             else:
                 # Descriptors are taken here, in the order of the messages they came with.
-                fds = self._connection.take_fds(message.fds) if isinstance(message, Grant) else []
+                fds = self._connection.take_fds(message.fds) if isinstance(message, Grant | Adopt) else []
                 self._tasks[message.request] = group.create_task(self._answer(message, fds))
 
     async def _answer(self, request: Request, fds: list[int]) -> None:
         try:
             if isinstance(request, Grant):
                 await self._grant(request, fds)
+            elif isinstance(request, Adopt):
+                self._connection.say(await self._adopt(request, fds))
             else:
                 self._connection.say(await self._perform(request))
         except asyncio.CancelledError as error:
@@ -167,11 +181,25 @@ class ControlConnection:
 
     async def _grant(self, request: Grant, fds: list[int]) -> None:
         await self._service.model(request.model)  # a model that is broken is refused here, not in the sandbox
-        theirs = self._holders.grant(self, request.holder, request.model, request.partitions, fds[0] if fds else None)
+        for adapter in request.adapters:
+            await self._service.model(adapter)
+        rights = Rights(request.holder, request.model, request.partitions, request.adapters)
+        theirs = self._holders.grant(self, rights, fds[0] if fds else None)
         try:
             self._connection.say(Granted(request=request.request), [theirs])
         finally:
             os.close(theirs)
+
+    async def _adopt(self, request: Adopt, fds: list[int]) -> Adopted:
+        self._holders.declare(self, request.holders)
+        try:
+            model = await self._service.model(request.model)
+        except SllmError as error:  # its memory counts all the same
+            log.warning("kept chunks of %s: %s", request.model, error)
+            model = None
+        answer = await adopt(request, fds, model, self._service.pool, self._service.residency)
+        self._keeper.adopted((*answer.ids, *answer.counted))
+        return answer
 
     def _status(self, number: int) -> Status:
         pool, resident, paths = self._service.status()
@@ -183,6 +211,7 @@ class ControlConnection:
             paths=paths,
             models=tuple(self._service.store.digests()),
             disk_free=self._service.store.disk_free(),
+            devices=self._service.devices.status(),
             remote=tuple(self._service.store.remote()),
             ssd=self._service.store.ssd.report(),
         )

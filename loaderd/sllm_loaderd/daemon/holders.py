@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sllm_loaderd.daemon.keeper import Handout, Keeper
 from sllm_loaderd.daemon.sandbox import Rights, SandboxConnection
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.daemon.usage import used_inodes
@@ -37,19 +39,31 @@ class Holders:
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._holders: dict[str, _Holder] = {}
+        self._keepers: dict[object, Keeper] = {}
+        service.pool.on_freed = self._freed
 
-    def grant(self, owner: object, name: str, model: str, partitions: tuple[int, ...], pidfd: int | None) -> int:
-        """A new connection for the sandbox ``name``; returns the sandbox's end, which the caller owns.
+    def keeps(self, owner: object, keeper: Keeper) -> None:
+        """The client ``owner`` keeps duplicates of what its sandboxes are given."""
+        self._keepers[owner] = keeper
+
+    def declare(self, owner: object, names: Sequence[str]) -> None:
+        """Sandboxes that live, by the word of ``owner``, which will say when they are gone."""
+        for name in names:
+            self._holders.setdefault(name, _Holder(owner)).owner = owner
+
+    def grant(self, owner: object, rights: Rights, pidfd: int | None) -> int:
+        """A new connection for a sandbox; returns the sandbox's end, which the caller owns.
 
         ``owner`` will say when the sandbox is gone. ``pidfd`` (duplicated here): it is gone when its process is.
         """
-        holder = self._holders.setdefault(name, _Holder(owner))
-        holder.owner = owner
+        name = rights.holder
+        self.declare(owner, [name])
+        holder = self._holders[name]
         if pidfd is not None and holder.pidfd is None:
             holder.pidfd = os.dup(pidfd)
             self._loop.add_reader(holder.pidfd, self.gone, name)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection = SandboxConnection(AsyncWire(ours, max_fds=0), Rights(name, model, partitions), self._service)
+        connection = SandboxConnection(AsyncWire(ours, max_fds=0), rights, self._service, self._keep)
         holder.connections.append(connection)
         task = self._group.create_task(connection.serve(), name=f"sandbox {name}")
         task.add_done_callback(lambda _: self._disconnected(name, holder, connection))
@@ -64,16 +78,28 @@ class Holders:
 
     def owner_lost(self, owner: object) -> None:
         """The client that answered for its sandboxes is gone: they are freed when they are proven dead."""
+        self._keepers.pop(owner, None)
         for name, holder in self._holders.items():
             if holder.owner is owner:
                 holder.owner = None
-                self._adopt(name, holder)
+                self._orphan(name, holder)
+
+    def _keep(self, handout: Handout) -> None:
+        holder = self._holders.get(handout.holder)
+        keeper = self._keepers.get(holder.owner) if holder is not None else None
+        if keeper is not None:
+            keeper.keep(handout)
+
+    def _freed(self, ids: Sequence[int]) -> None:
+        if ids:
+            for keeper in self._keepers.values():
+                keeper.freed(ids)
 
     def _disconnected(self, name: str, holder: _Holder, connection: SandboxConnection) -> None:
         holder.connections.remove(connection)
-        self._adopt(name, holder)
+        self._orphan(name, holder)
 
-    def _adopt(self, name: str, holder: _Holder) -> None:
+    def _orphan(self, name: str, holder: _Holder) -> None:
         """Begin to look for the proof, if nobody else will say that ``name`` is dead."""
         orphan = holder.owner is None and holder.pidfd is None and not holder.connections
         if orphan and holder.proof is None and self._holders.get(name) is holder:

@@ -1,12 +1,17 @@
-"""A sandbox's connection: loads of one model, nothing else. Ends with the socket; what it held stays held till Gone."""
+"""A sandbox's connection: loads of one model and its adapters, nothing else.
+
+It ends with the socket; what it held stays held till Gone.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sllm_loaderd.daemon.connection import GRANTED_HELLO_S, Connection, as_error
+from sllm_loaderd.daemon.keeper import Handout
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
 from sllm_runtime.platform.wire import AsyncWire
@@ -34,27 +39,37 @@ _MOST_LOADS = 64
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What a sandbox may have: partitions (none named: all) of one model, in the name of ``holder``."""
+    """What a sandbox may have, in the name of ``holder``: partitions (none named: all) of one model, and adapters."""
 
     holder: str
     model: str
-    partitions: tuple[int, ...]
+    partitions: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 class SandboxConnection:
     """Serves one sandbox. Owns the wire."""
 
-    def __init__(self, wire: AsyncWire, rights: Rights, service: LoaderService) -> None:
+    def __init__(
+        self, wire: AsyncWire, rights: Rights, service: LoaderService, keep: Callable[[Handout], None]
+    ) -> None:
+        """``keep`` is called with what is about to be handed out."""
         self._connection = Connection(wire, SandboxRequest)
         self._rights = rights
         self._service = service
+        self._keep = keep
         self._loads: dict[int, Loading] = {}
         self._closed = False
 
     async def serve(self) -> None:
         """Until the peer is gone. Loads under way are cancelled then."""
         rights = self._rights
-        welcome = Welcome(node=self._service.settings.node, model=rights.model, partitions=rights.partitions)
+        welcome = Welcome(
+            node=self._service.settings.node,
+            model=rights.model,
+            partitions=rights.partitions,
+            adapters=rights.adapters,
+        )
         try:
             if await self._connection.greet(welcome, GRANTED_HELLO_S):
                 while (message := await self._connection.receive()) is not None:
@@ -97,9 +112,10 @@ class SandboxConnection:
 
     async def _load(self, request: Load) -> None:
         rights, number = self._rights, request.request
-        if request.model not in ("", rights.model):
-            raise Forbidden(f"this sandbox may load {rights.model} only", field="model")
-        if rights.partitions and request.partition not in rights.partitions:
+        model = request.model or rights.model
+        if model not in (rights.model, *rights.adapters):
+            raise Forbidden(f"this sandbox may load {', '.join((rights.model, *rights.adapters))} only", field="model")
+        if model == rights.model and rights.partitions and request.partition not in rights.partitions:
             raise Forbidden(f"this sandbox may load partitions {rights.partitions} only", field="partition")
         if number in self._loads or len(self._loads) >= _MOST_LOADS:
             raise ProtocolError(f"load {number} is under way already, or {_MOST_LOADS} are")
@@ -115,7 +131,7 @@ class SandboxConnection:
 
         asked = Load(
             request=number,
-            model=rights.model,
+            model=model,
             partition=request.partition,
             blocks=request.blocks,
             device=request.device,
@@ -149,12 +165,15 @@ class SandboxConnection:
             self._send_device_memory(number, loading)
 
     def _send_chunks(self, number: int, loading: MemoryLoad) -> None:
-        self._service.residency.hold(loading.chunks, self._rights.holder)
+        holder, size = self._rights.holder, loading.model.index.chunk_bytes
+        # What may outlive this process is kept first: whoever kills it in between leaves nothing that nobody counts.
+        new = tuple(pair for pair in zip(loading.numbers, loading.chunks, strict=True) if holder not in pair[1].holders)
+        self._keep(Handout(holder, loading.model.checkpoint.digest, loading.rank, size, new))
+        self._service.residency.hold(loading.chunks, holder)
         numbers, fds = loading.numbers, [chunk.fd for chunk in loading.chunks]
         for start in range(0, max(len(numbers), 1), MAX_FDS):
             batch = numbers[start : start + MAX_FDS]
             last = start + MAX_FDS >= len(numbers)
-            size = loading.model.index.chunk_bytes
             answer = Chunks(request=number, numbers=batch, chunk_bytes=size, fds=len(batch), last=last)
             self._connection.say(answer, fds[start : start + MAX_FDS])
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_loaderd.device_stage import DeviceStage
-from sllm_loaderd.devices.registry import Devices
+from sllm_loaderd.devices.registry import Devices, open_devices
 from sllm_loaderd.disk.local import PATH as DISK
 from sllm_loaderd.load_job import plan_job
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
@@ -39,7 +39,7 @@ class LoaderService:
             settings.data, ssd_bytes=settings.ssd_bytes, sources=SourceSettings(settings.peer_token)
         )
         self.pool = ChunkPool(settings.chunk_bytes, settings.pool_bytes, settings.prefault_bytes)
-        self.devices = Devices()
+        self.devices = Devices(open_devices(settings.fake_devices, settings.cuda_devices))
         self.paths = Paths(self._threads_of)
         self.residency = Residency(self.pool, self.paths, loop.call_soon_threadsafe, ssd=self.store.ssd)
         self.stage = DeviceStage(

@@ -44,6 +44,10 @@ class LoaderSettings(Settings):
     pinned: bool = True
     overlap: bool = True
     """Parts of the pipeline: see ``Pipeline``. Off only to show what each is worth."""
+    fake_devices: str = ""
+    """``4x2GiB@8GB/s``: devices in shared memory behind links of that bandwidth, called ``fake:0`` …; empty: none."""
+    cuda_devices: str = ""
+    """``all`` or the numbers of GPUs (``0,2``), called ``cuda:0`` …; empty: none, and CUDA is not imported."""
     conversions: int = Field(1, ge=1, le=16)
     """Conversions at a time; others wait."""
 
@@ -55,7 +59,8 @@ class LoaderSettings(Settings):
 
 _FLAGS = (
     "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "ssd_bytes", "io_threads",
-    "remote_threads", "conversions", "bulk", "direct", "pinned", "overlap",
+    "remote_threads", "conversions", "bulk", "direct", "pinned", "overlap", "fake_devices",
+    "cuda_devices",
 )  # fmt: skip
 
 

@@ -106,6 +106,7 @@ class CudaDevice:
 class CudaAllocation:
     """What both kinds share. Whoever is given GPU memory can write to it: it is for one sandbox alone."""
 
+    kind = ""
     shareable = False
     handle = b""
 
@@ -124,6 +125,10 @@ class CudaAllocation:
             self._release()
             self.address = 0
             self._device.discard(self)
+
+    def export(self) -> int | None:
+        """See ``Allocation``."""
+        raise NotImplementedError
 
     def _release(self) -> None:
         raise NotImplementedError

@@ -6,7 +6,6 @@ They stand in for the copy and for its time, and for nothing else: no kernel run
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import re
 import threading
@@ -15,7 +14,7 @@ from typing import Final
 
 from sllm_loaderd.client import memory
 from sllm_loaderd.devices.link import Link
-from sllm_loaderd.pool import F_ADD_SEALS, SEALS
+from sllm_loaderd.sealed import create_sealed
 from sllm_runtime.protocol.errors import DeviceOutOfMemory, InvalidRequest
 from sllm_runtime.protocol.loader import MEMFD
 
@@ -111,14 +110,7 @@ class FakeAllocation:
         self.nbytes = nbytes
         self.size = size
         self._device = device
-        self._fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, size)
-            self._address = memory.map_shared(self._fd, size)
-            fcntl.fcntl(self._fd, F_ADD_SEALS, SEALS)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._fd, self._address = create_sealed(MEMFD_NAME, size)
 
     def export(self) -> int:
         return os.dup(self._fd)

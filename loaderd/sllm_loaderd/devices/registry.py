@@ -9,6 +9,20 @@ from sllm_runtime.protocol.errors import Conflict
 from sllm_runtime.protocol.loader import CPU, DeviceStatus
 
 
+def open_devices(fake: str, cuda: str) -> list[Device]:
+    """The devices that these two settings name. Raises ``InvalidRequest`` or ``Unavailable``."""
+    opened: list[Device] = []
+    if cuda:
+        from sllm_loaderd.devices.cuda import cuda_devices
+
+        opened += cuda_devices(cuda)
+    if fake:
+        from sllm_loaderd.devices.fake import fake_devices, parse_fake_devices
+
+        opened += fake_devices(parse_fake_devices(fake))
+    return opened
+
+
 class Devices:
     """Devices by name, ``cpu`` not among them. Owns them."""
 

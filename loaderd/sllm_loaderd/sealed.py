@@ -1,0 +1,33 @@
+"""Memfds that only the process which made them can write to, by whatever name others open them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import Final
+
+from sllm_loaderd.client import memory
+
+SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10
+"""SEAL, SHRINK, GROW, FUTURE_WRITE: no new writable mapping, no write(), no change of size, no further seal."""
+
+
+def create_sealed(name: str, nbytes: int) -> tuple[int, int]:
+    """A sealed memfd and the address of its only writable mapping. Raises ``OSError``."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        address = memory.map_shared(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, address
+
+
+def is_sealed(fd: int) -> bool:
+    """Whether it has the seals of ``create_sealed``; what cannot have any has not."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        return False
