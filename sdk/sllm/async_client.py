@@ -12,34 +12,17 @@ import httpx
 
 from sllm import answers, transport
 from sllm.answers import Observe, Trace
-from sllm.retry import Retry
+from sllm.connection import Connection
 from sllm.sse import Event, Parser
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
 
-class AsyncClient:
+class AsyncClient(Connection[httpx.AsyncClient]):
     """``Client`` for asyncio; ``async with AsyncClient() as client``."""
 
-    def __init__(
-        self,
-        url: str | None = None,
-        token: str | None = None,
-        *,
-        profile: str | None = None,
-        timeout: float | None = None,
-        retry: Retry | None = None,
-    ) -> None:
-        self.profile = transport.chosen(url, token, profile)
-        self._timeout = timeout
-        secure = transport.secure(self.profile)
-        through = {"all://": httpx.AsyncHTTPTransport(socket_options=transport.keepalive(), verify=secure)}
-        self._http = httpx.AsyncClient(**transport.options(self.profile, timeout), mounts=through)
-        self._retry = retry or Retry()
-
-    @property
-    def url(self) -> str:
-        """The gateway's."""
-        return self.profile.url
+    @staticmethod
+    def _pool(options: Mapping[str, Any], wire: Mapping[str, Any]) -> httpx.AsyncClient:
+        return httpx.AsyncClient(**options, mounts={"all://": httpx.AsyncHTTPTransport(**wire)})
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -58,8 +41,7 @@ class AsyncClient:
         self, name: str, arguments: Mapping[str, Any], *, version: int | None = None, trace: Trace | None = None
     ) -> Any:
         """As ``Client.call``."""
-        options: dict[str, Any] = {"content": transport.encoded(arguments), "headers": transport.JSON}
-        options["timeout"] = transport.whole(self._timeout)
+        options = self._whole(arguments)
         path, seen = transport.function_path(name, version), trace or Trace()
         return await self._again(lambda: self._once("POST", path, seen, options), repeatable=False)
 

@@ -13,40 +13,19 @@ import httpx
 from sllm import answers, transport
 from sllm.answers import Observe, Trace
 from sllm.async_client import AsyncClient
-from sllm.retry import Retry
+from sllm.connection import Connection
 from sllm.sse import Event, Parser
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
 __all__ = ["AsyncClient", "Client"]
 
 
-class Client:
-    """A connection pool to one gateway. Use as a context manager, or ``close`` it.
+class Client(Connection[httpx.Client]):
+    """A connection pool to one gateway. Use as a context manager, or ``close`` it."""
 
-    ``timeout``: longest silence in seconds before the gateway counts as gone (default: 60 for streams, and as long as
-    a call may last for answers in one piece, whose deadlines are the platform's).
-    """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        token: str | None = None,
-        *,
-        profile: str | None = None,
-        timeout: float | None = None,
-        retry: Retry | None = None,
-    ) -> None:
-        self.profile = transport.chosen(url, token, profile)
-        self._timeout = timeout
-        secure = transport.secure(self.profile)
-        through = {"all://": httpx.HTTPTransport(socket_options=transport.keepalive(), verify=secure)}
-        self._http = httpx.Client(**transport.options(self.profile, timeout), mounts=through)
-        self._retry = retry or Retry()
-
-    @property
-    def url(self) -> str:
-        """The gateway's."""
-        return self.profile.url
+    @staticmethod
+    def _pool(options: Mapping[str, Any], wire: Mapping[str, Any]) -> httpx.Client:
+        return httpx.Client(**options, mounts={"all://": httpx.HTTPTransport(**wire)})
 
     def __enter__(self) -> Client:
         return self
@@ -63,8 +42,7 @@ class Client:
         self, name: str, arguments: Mapping[str, Any], *, version: int | None = None, trace: Trace | None = None
     ) -> Any:
         """Call a function; its whole answer. Sent again only where it certainly did not run."""
-        options: dict[str, Any] = {"content": transport.encoded(arguments), "headers": transport.JSON}
-        options["timeout"] = transport.whole(self._timeout)
+        options = self._whole(arguments)
         return self._again(
             lambda: self._once("POST", transport.function_path(name, version), trace or Trace(), options),
             repeatable=False,
