@@ -165,6 +165,7 @@ def load_model(
 def start_engine(module: Any, files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[EngineLoop, Tokens]:
     """The engine for ``module`` on its thread. Raises ``FunctionError`` if it is no causal language model."""
     from sllm_runtime.protocol.errors import FunctionError
+    from sllm_runtime.worker.engine import admission
     from sllm_runtime.worker.engine import transformers_engine as engine
 
     if not hasattr(module, "lm_head") and getattr(module, "get_output_embeddings", lambda: None)() is None:
@@ -173,8 +174,8 @@ def start_engine(module: Any, files: Mapping[str, bytes], config: Mapping[str, A
     vocabulary = int(module.get_input_embeddings().weight.shape[0])
     core = engine.TransformersEngine(
         module,
-        engine.end_ids(config, files.get("generation_config.json")),
-        engine.max_context(config),
+        admission.end_ids(config, files.get("generation_config.json")),
+        admission.max_context(config),
         vocabulary,
     )
     loop = EngineLoop(core, tokens)

@@ -110,6 +110,13 @@ class Stats:
     running: int
     prefilled: int
     generated: int
+    kv_pages: int = 0
+    """Of the KV cache; 0 where an engine has no pages. Of these, held by requests, and kept for the next that begin
+    alike."""
+    kv_held: int = 0
+    kv_cached: int = 0
+    preempted: int = 0
+    """How often a request was computed again because another needed its pages."""
 
 
 class Engine(Protocol):
@@ -118,6 +125,10 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """Part of the numerics fingerprint."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides the bits of its logits beside the weights; equal ones go on with each other's requests."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -136,7 +147,8 @@ class Engine(Protocol):
         """Whether ``step`` has anything to do."""
 
     def add(self, request: Request) -> None:
-        """Take a request. Raises ``InvalidRequest`` or ``ContextLengthExceeded``; the engine then has no part of it."""
+        """Take a request. Raises ``InvalidRequest``, ``ContextLengthExceeded``, ``QueueFull`` or ``Draining``; the
+        engine then has no part of it."""
 
     def step(self) -> list[Event]:
         """Advance; an error of one request is an event of its own and leaves the others alone."""
@@ -146,6 +158,15 @@ class Engine(Protocol):
 
     def export(self, request: int) -> Exported:
         """The state of a running request, which goes on. Raises ``KeyError`` if there is none."""
+
+    def drain(self) -> None:
+        """Take no more requests: ``add`` raises ``Draining``. What is there goes on."""
+
+    def sleep(self) -> None:
+        """Give memory back that only running requests need. They stay, ``step`` does nothing until ``wake``."""
+
+    def wake(self) -> None:
+        """End ``sleep``. Repeatable."""
 
     def stats(self) -> Stats:
         """Counters."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidRequest, SllmError
+from sllm_runtime.protocol.errors import Draining, FunctionError, SllmError
+from sllm_runtime.worker.engine import admission, endings
 from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats
 from sllm_runtime.worker.engine.sampling import choose
-
-_DEFAULT_CONTEXT = 2048
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 @dataclass(slots=True)
@@ -43,11 +39,14 @@ class TransformersEngine:
     max_context: int
     vocabulary: int
     name: str = "transformers"
-    capabilities: Capabilities = field(default_factory=Capabilities)
+    fingerprint: str = ""
+    capabilities: Capabilities = field(default_factory=lambda: Capabilities(sleep=True))
     _waiting: dict[int, _Running] = field(default_factory=dict)
     _running: dict[int, _Running] = field(default_factory=dict)
     _counters: _Counters = field(default_factory=_Counters)
     _options: dict[str, Any] = field(default_factory=dict)
+    _draining: bool = False
+    _asleep: bool = False
 
     def __post_init__(self) -> None:
         # Only the last row is sampled from; older classes compute the head for all of them.
@@ -57,17 +56,20 @@ class TransformersEngine:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running) and not self._asleep
 
     def add(self, request: Request) -> None:
         """See ``Engine.add``."""
-        check(request, self.max_context, self.vocabulary)
-        cache = DynamicCache(config=self.module.config)
-        self._waiting[request.id] = _Running(request, list(request.emitted), cache)
+        if self._draining:
+            raise Draining("this instance's engine takes no more requests; the call goes to another instance")
+        admission.check(request, self.max_context, self.vocabulary)
+        self._waiting[request.id] = _Running(request, list(request.emitted), self._cache())
 
     def step(self) -> list[Event]:
         """At most one prefill, then one token for every request that runs: a long prompt delays the others by one
         prefill and not by all that wait."""
+        if self._asleep:
+            return []
         events: list[Event] = []
         running = list(self._running.values())
         if self._waiting:
@@ -92,6 +94,22 @@ class TransformersEngine:
         run = self._running.get(request) or self._waiting[request]
         return Exported(run.request, tuple(run.output))
 
+    def drain(self) -> None:
+        """See ``Engine.drain``."""
+        self._draining = True
+
+    def sleep(self) -> None:
+        """See ``Engine.sleep``: what ran waits and is computed again."""
+        self._asleep = True
+        self._waiting = {**self._running, **self._waiting}
+        self._running = {}
+        for run in self._waiting.values():
+            run.cache, run.fed = self._cache(), 0
+
+    def wake(self) -> None:
+        """See ``Engine.wake``."""
+        self._asleep = False
+
     def stats(self) -> Stats:
         """See ``Engine.stats``."""
         return Stats(len(self._waiting), len(self._running), self._counters.prefilled, self._counters.generated)
@@ -103,12 +121,13 @@ class TransformersEngine:
             return Event(request=number, finish="length")
         try:
             row = self._forward(run)
-            picked = choose(row, self._blocked(run), run.request.prompt, run.output, run.request.choice)
+            allowed = endings.blocked(sampling, len(run.output), self.eos)
+            picked = choose(row, allowed, run.request.prompt, run.output, run.request.choice)
         except SllmError as error:
             return Event(request=number, error=error)
         except Exception as error:  # whatever a model's forward raises fails its own request, never the batch
             return Event(request=number, error=FunctionError(f"the model failed: {type(error).__name__}: {error}"))
-        if self._ends(picked.id, run):
+        if endings.ends(picked.id, sampling, self.eos):
             return Event(request=number, finish="stop")
         run.output.append(picked.id)
         self._counters.generated += 1
@@ -126,49 +145,8 @@ class TransformersEngine:
         run.fed = len(tokens)
         return output.logits[0, -1].to(torch.float32).cpu().numpy()
 
-    def _blocked(self, run: _Running) -> Any:
-        """The request's sampling, with the ends forbidden until ``min_tokens`` are out."""
-        sampling = run.request.sampling
-        if len(run.output) >= sampling.min_tokens:
-            return sampling
-        ends = dict.fromkeys((*self.eos, *sampling.stop_ids), float("-inf"))
-        return replace(sampling, logit_bias={**sampling.logit_bias, **ends})
-
-    def _ends(self, token: int, run: _Running) -> bool:
-        sampling = run.request.sampling
-        return token in sampling.stop_ids or (token in self.eos and not sampling.ignore_eos)
-
     def _full(self, run: _Running) -> bool:
-        tokens = len(run.request.prompt) + len(run.output)
-        return len(run.output) >= run.request.sampling.max_tokens or tokens >= self.max_context
+        return endings.full(run.request, len(run.output), self.max_context)
 
-
-def check(request: Request, max_context: int, vocabulary: int) -> None:
-    """Raises ``InvalidRequest`` or ``ContextLengthExceeded`` for what no engine could run."""
-    if not request.prompt:
-        raise InvalidRequest("the prompt is empty: it has no token", field="prompt")
-    if len(request.prompt) >= max_context:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(request.prompt)} tokens, the model's context is {max_context} and one token at "
-            "least must fit; shorten the prompt",
-            field="prompt",
-        )
-    for field_name, ids in (("prompt", request.prompt), ("logit_bias", request.sampling.logit_bias)):
-        wrong = next((number for number in ids if not 0 <= number < vocabulary), None)
-        if wrong is not None:
-            raise InvalidRequest(f"token id {wrong} is not below {vocabulary}, the vocabulary", field=field_name)
-
-
-def max_context(config: Mapping[str, Any]) -> int:
-    """Most tokens a model takes, by its config.json."""
-    text = config.get("text_config", config)
-    found = [text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)]
-    return int(found[0]) if found else _DEFAULT_CONTEXT
-
-
-def end_ids(config: Mapping[str, Any], generation_config: bytes | None) -> frozenset[int]:
-    """Ids that end an output: generation_config.json's where it names any, else config.json's."""
-    settings = json.loads(generation_config) if generation_config else {}
-    value = settings.get("eos_token_id", config.get("eos_token_id"))
-    ids: Sequence[Any] = value if isinstance(value, list) else [value]
-    return frozenset(number for number in ids if isinstance(number, int))
+    def _cache(self) -> Any:
+        return DynamicCache(config=self.module.config)

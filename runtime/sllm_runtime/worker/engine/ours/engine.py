@@ -1,0 +1,207 @@
+"""The engine: requests in, one ragged batch a step, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+
+from sllm_runtime.protocol.errors import ContextLengthExceeded, Draining, SllmError
+from sllm_runtime.worker.engine import admission, endings
+from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats, TokenChoice
+from sllm_runtime.worker.engine.ours.batch import Batches
+from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.numerics import Numerics
+from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash
+from sllm_runtime.worker.engine.ours.sampler import choose_rows
+from sllm_runtime.worker.engine.ours.scheduler import Limits, Scheduler, Sequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class KvPage:
+    """One full page as it travels: ``tokens`` of its PAGE positions, ``content`` (layers, 2, heads, PAGE, width)."""
+
+    tokens: tuple[int, ...]
+    content: torch.Tensor
+
+
+class OurEngine:
+    """``kv_bytes`` bounds the cache, at least one page. Used from one thread only; see ``base.Engine``.
+
+    Raises ``ContextLengthExceeded`` from ``add`` for what the cache could never hold, so a request that was taken is
+    never starved of pages: what runs beside it is preempted first.
+    """
+
+    name = "ours"
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        eos: frozenset[int],
+        numerics: Numerics,
+        kv_bytes: int,
+        *,
+        proven: bool = False,
+        fingerprint: str = "",
+        max_context: int | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self.decoder = decoder
+        self.vocabulary = decoder.vocabulary
+        self.fingerprint = fingerprint
+        self.numerics = numerics
+        self.capabilities = Capabilities(exact_resume=proven, layer_ranges=True, kv_transfer=True, sleep=True)
+        self._eos = eos
+        self._shape = KvShape(decoder.count, decoder.heads.kv, decoder.heads.width)
+        context = min(decoder.context, max_context or decoder.context)
+        most = -(-context // PAGE) * limits.running
+        self._total = max(1, min(kv_bytes // self._shape.page_bytes, most))
+        self.max_context = min(context, self._total * PAGE)
+        self._by_memory = self.max_context < context
+        self.scheduler = Scheduler(Pages(self._total), limits)
+        self._kv: KvStore | None = None
+        self._batches: Batches | None = None
+        self._sequences: dict[int, Sequence] = {}
+        self._complete: list[int] = []
+        self._draining = False
+        self._prefilled = self._generated = 0
+        self.wake()
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return self._kv is not None and (self.scheduler.busy or bool(self._complete))
+
+    def add(self, request: Request) -> None:
+        """See ``Engine.add``."""
+        if self._draining:
+            raise Draining("this instance's engine takes no more requests; the call goes to another instance")
+        if self._by_memory and len(request.prompt) >= self.max_context:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(request.prompt)} tokens, the KV memory of this instance holds "
+                f"{self.max_context}; shorten the prompt or raise memory=... in @model_function",
+                field="prompt",
+            )
+        admission.check(request, self.max_context, self.vocabulary)
+        if endings.full(request, len(request.emitted), self.max_context):
+            self._complete.append(request.id)  # a resume of what was complete
+            return
+        self._sequences[request.id] = self.scheduler.add(request)
+
+    def step(self) -> list[Event]:
+        """See ``Engine.step``: one token for each that decodes, some prompt tokens for those that do not yet."""
+        events = [Event(request=number, finish="length") for number in self._complete]
+        self._complete.clear()
+        chunks = self.scheduler.schedule() if self._kv is not None else []
+        if not chunks:
+            return events
+        assert self._kv is not None
+        assert self._batches is not None
+        with torch.inference_mode():
+            for page in self.scheduler.pages.fresh():
+                self._kv.clear(page)
+            batch = self._batches.make(chunks)
+            hidden = self.decoder.run(self.decoder.begin(batch), batch, 0, self.decoder.count)
+            logits = self.decoder.logits(hidden, batch.wanted) if batch.samples else None
+        for chunk in chunks:
+            self._prefilled += chunk.count if chunk.sequence.state is State.PREFILL else 0
+            self.scheduler.computed(chunk)
+        if logits is not None:
+            picked = choose_rows(logits, batch.samples, self._eos)
+            events += [self._advance(*each) for each in zip(batch.samples, picked, strict=True)]
+        if not self.scheduler.busy:
+            self.scheduler.check()
+        return events
+
+    def cancel(self, request: int) -> None:
+        """See ``Engine.cancel``."""
+        if request in self._complete:
+            self._complete.remove(request)
+        sequence = self._sequences.pop(request, None)
+        if sequence is not None:
+            self.scheduler.remove(sequence)
+
+    def export(self, request: int) -> Exported:
+        """See ``Engine.export``."""
+        sequence = self._sequences[request]
+        return Exported(sequence.request, tuple(sequence.output))
+
+    def export_pages(self, request: int) -> list[KvPage]:
+        """Copies of a request's full pages. Raises ``KeyError`` if there is no such request."""
+        sequence = self._sequences[request]
+        if self._kv is None:
+            return []
+        return [
+            KvPage(tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]), self._kv.read(page))
+            for at, page in enumerate(sequence.pages[: sequence.computed // PAGE])
+        ]
+
+    def import_pages(self, pages: Many[KvPage]) -> int:
+        """Take the first pages of a sequence from an engine of the same fingerprint: a request that begins with their
+        tokens will find them. Returns how many found room. Raises ``ValueError`` for pages of another shape."""
+        key, taken = ROOT, []
+        for each in pages:
+            page = self.scheduler.pages.take() if self._kv is not None else None
+            if page is None or self._kv is None:
+                break
+            taken.append(page)
+            try:
+                self._kv.fill(page, each.content)
+            except ValueError:
+                self.scheduler.pages.release(taken)
+                raise
+            key = page_hash(key, each.tokens)
+            self.scheduler.pages.keep(page, key)
+        self.scheduler.pages.fresh()  # they have their content
+        self.scheduler.pages.release(taken)
+        return len(taken)
+
+    def drain(self) -> None:
+        """See ``Engine.drain``."""
+        self._draining = True
+
+    def sleep(self) -> None:
+        """See ``Engine.sleep``: the KV cache is given back, what ran waits and is computed again after ``wake``."""
+        self.scheduler.preempt_all()
+        self.scheduler.pages.drop_cached()
+        self._kv = self._batches = None
+
+    def wake(self) -> None:
+        """See ``Engine.wake``."""
+        if self._kv is None:
+            self._kv = KvStore(self._shape, self._total)
+            self._batches = Batches(self._kv, self.decoder.heads, self.numerics)
+
+    def stats(self) -> Stats:
+        """See ``Engine.stats``."""
+        scheduler = self.scheduler
+        return Stats(
+            len(scheduler.waiting),
+            len(scheduler.running),
+            self._prefilled,
+            self._generated,
+            kv_pages=self._total,
+            kv_held=scheduler.pages.held,
+            kv_cached=scheduler.pages.cached,
+            preempted=scheduler.preempted,
+        )
+
+    def _advance(self, sequence: Sequence, picked: TokenChoice | SllmError) -> Event:
+        number, request = sequence.request.id, sequence.request
+        if isinstance(picked, SllmError):
+            self.cancel(number)
+            return Event(request=number, error=picked)
+        if endings.ends(picked.id, request.sampling, self._eos):
+            self.cancel(number)
+            return Event(request=number, finish="stop", cached=sequence.cached)
+        sequence.tokens.append(picked.id)
+        self._generated += 1
+        finish: Finish | None = None
+        if endings.full(request, sequence.produced, self.max_context):
+            finish = "length"
+            self.cancel(number)
+        logprobs = () if request.sampling.logprobs is None else (picked,)
+        return Event(request=number, ids=(picked.id,), logprobs=logprobs, finish=finish, cached=sequence.cached)

@@ -1,0 +1,156 @@
+"""A decoder: embedding, layers, final norm, head; any range of its layers is a stage.
+
+A layer is built when it first runs, after its block of weights has arrived: the first prefill runs block by block
+while the model loads (execute-while-load, λScale section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from sllm_runtime.worker.engine.ours.attention import Heads, attend
+from sllm_runtime.worker.engine.ours.batch import Batch
+from sllm_runtime.worker.engine.ours.model.parts import Linear, Mlp, Norm, Rows
+from sllm_runtime.worker.engine.ours.model.rope import Rope
+
+Waves = dict[Rope, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(slots=True)
+class Attention:
+    """Projections around ``attend``. ``order``: places of the heads where they are not q, k, v one after the other."""
+
+    heads: Heads
+    qkv: Linear
+    out: Linear
+    scale: float
+    rope: Rope | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    order: torch.Tensor | None = None
+    window: int = 0
+    cap: float = 0.0
+
+    def mix(self, x: Rows, layer: int, batch: Batch, waves: Waves) -> Rows:
+        """What each row sees, before ``out``; writes the rows' K and V into the cache of the stage's ``layer``."""
+        heads, rows = self.heads, x.shape[0]
+        both = heads.queries + heads.kv
+        qkv = self.qkv(x).to(torch.float32).view(rows, both + heads.kv, heads.width)
+        if self.order is not None:
+            qkv = qkv.index_select(1, self.order)
+        qk = qkv[:, :both]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : heads.queries]), self.k_norm(qk[:, heads.queries :])), 1)
+        if self.rope is not None:
+            qk = self.rope(qk, waves[self.rope])
+        new = torch.cat((qk[:, heads.queries :], qkv[:, both:]), 1)
+        batch.kv.write(layer, batch.places, new.view(-1, heads.width))
+        q = (qk[:, : heads.queries] * self.scale).view(-1, heads.width)
+        k, v = batch.kv.layer(layer)
+        seen = [attend(q, k, v, group, window=self.window, cap=self.cap) for group in batch.groups]
+        whole = seen[0] if len(seen) == 1 else torch.cat(seen)
+        return whole.view(rows, -1).to(x.dtype)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer. ``parallel``: attention and MLP both read the layer's input."""
+
+    attention: Attention
+    mlp: Mlp
+    before_attention: Norm | None
+    before_mlp: Norm | None
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
+    parallel: bool = False
+    norm_last: bool = False
+    """The norms stand behind the residual sums (OPT-350m)."""
+
+    def __call__(self, x: Rows, layer: int, batch: Batch, waves: Waves) -> Rows:
+        if self.norm_last:
+            return self._norm_last(x, layer, batch, waves)
+        into = x if self.before_attention is None else self.before_attention(x)
+        mixed = self.attention.mix(into, layer, batch, waves)
+        source = x
+        if self.after_attention is None:
+            x = self.attention.out.added(mixed, x)
+        else:
+            x = x + self.after_attention(self.attention.out(mixed))
+        if self.parallel:
+            into = into if self.before_mlp is None else self.before_mlp(source)
+        else:
+            into = x if self.before_mlp is None else self.before_mlp(x)
+        if self.after_mlp is None:
+            return self.mlp.added(into, x)
+        return x + self.after_mlp(self.mlp(into))
+
+    def _norm_last(self, x: Rows, layer: int, batch: Batch, waves: Waves) -> Rows:
+        assert self.before_attention is not None
+        assert self.before_mlp is not None
+        x = self.before_attention(self.attention.out.added(self.attention.mix(x, layer, batch, waves), x))
+        return self.before_mlp(self.mlp.added(x, x))
+
+
+class Arrival(Protocol):
+    """Weights on their way. ``layer``: its number; -1: what stands before the layers, the count of layers: behind."""
+
+    def wait(self, layer: int) -> None:
+        """Until the tensors of ``layer`` are there. Raises what made them fail, or ``DeadlineExceeded``."""
+
+
+class Here:
+    """All weights have arrived."""
+
+    def wait(self, layer: int) -> None:
+        """At once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Decoder:
+    """A family's model; parts are made by the functions when their weights are there."""
+
+    count: int
+    """Layers of the whole model."""
+    heads: Heads
+    vocabulary: int
+    context: int
+    dtype: torch.dtype
+    embed: Callable[[torch.Tensor, torch.Tensor], Rows]
+    """Ids and positions (rows) to hidden rows."""
+    layer: Callable[[int], Layer]
+    finish: Callable[[], Callable[[Rows], Rows]]
+    """Makes what turns the last hidden rows into logits."""
+    ropes: Sequence[Rope] = ()
+    arrival: Arrival = field(default_factory=Here)
+    _layers: dict[int, Layer] = field(default_factory=dict)
+    _last: Callable[[Rows], Rows] | None = None
+    _begun: bool = False
+
+    def begin(self, batch: Batch) -> Rows:
+        """Hidden rows before the first layer."""
+        if not self._begun:
+            self.arrival.wait(-1)
+            self._begun = True
+        return self.embed(batch.tokens, batch.positions)
+
+    def run(self, x: Rows, batch: Batch, low: int, high: int) -> Rows:
+        """Through the layers ``[low, high)``: a stage. The batch's KV holds those layers alone."""
+        waves = {rope: rope.waves(batch.positions) for rope in self.ropes}
+        for number in range(low, high):
+            part = self._layers.get(number)
+            if part is None:
+                self.arrival.wait(number)
+                part = self._layers[number] = self.layer(number)
+            x = part(x, number - low, batch, waves)
+        return x
+
+    def logits(self, x: Rows, wanted: torch.Tensor) -> torch.Tensor:
+        """Float32 logits (wanted, vocabulary) of the rows ``wanted``."""
+        if self._last is None:
+            self.arrival.wait(self.count)
+            self._last = self.finish()
+        return self._last(x.index_select(0, wanted)).to(torch.float32)

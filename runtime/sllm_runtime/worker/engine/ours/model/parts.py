@@ -1,0 +1,177 @@
+"""What layers are made of. Activations are matrices (rows, width) of the model's dtype; every part treats a row by
+itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from sllm_runtime.protocol.errors import UnsupportedModel
+from sllm_runtime.worker.engine.ours.model.weights import Weights, side_by_side
+
+Rows = torch.Tensor
+Activation = Callable[[Rows], Rows]
+
+ACTIVATIONS: Final[dict[str, Activation]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def activation(name: str) -> Activation:
+    """By transformers' name. Raises ``UnsupportedModel``."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"activation {name!r} is unknown to this engine")
+    return ACTIVATIONS[name]
+
+
+class Linear:
+    """One product for one or several matrices of shape (out, in) that take the same rows, outputs side by side."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> None:
+        joined = side_by_side(weights)
+        self._columns = [joined.t()] if joined is not None else [weight.t() for weight in weights]
+        self._bias = bias
+
+    @classmethod
+    def named(cls, weights: Weights, *names: str) -> Linear:
+        """Of ``name.weight`` each, with ``name.bias`` where there is one."""
+        matrices = [weights.get(f"{name}.weight") for name in names]
+        biases = [weights.find(f"{name}.bias") for name in names]
+        if all(bias is None for bias in biases):
+            return cls(matrices)
+        made = [
+            torch.zeros(m.shape[0], dtype=m.dtype) if b is None else b for m, b in zip(matrices, biases, strict=True)
+        ]
+        return cls(matrices, made[0] if len(made) == 1 else torch.cat(made))
+
+    @classmethod
+    def transposed(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Of a matrix that is stored as (in, out)."""
+        return cls([weight.t()], bias)
+
+    def __call__(self, x: Rows) -> Rows:
+        if len(self._columns) == 1:
+            only = self._columns[0]
+            return torch.mm(x, only) if self._bias is None else torch.addmm(self._bias, x, only)
+        out = torch.cat([torch.mm(x, columns) for columns in self._columns], 1)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def added(self, x: Rows, residual: Rows) -> Rows:
+        """``residual`` + the product."""
+        if self._bias is not None:
+            residual = residual + self._bias
+        return torch.addmm(residual, x, self._columns[0])
+
+
+class Norm(Protocol):
+    """Of each row."""
+
+    def __call__(self, x: Rows) -> Rows: ...
+
+
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight, in float32. ``plus``: what the stored weight lacks (Gemma stores w - 1)."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, plus: float = 0.0) -> None:
+        width = weight.shape[0]
+        # sqrt(mean + eps) = hypot(norm, sqrt(eps * width)) / sqrt(width): four operators in place of seven.
+        self._scale = (weight.float() + plus) * math.sqrt(width)
+        self._eps = torch.tensor([math.sqrt(eps * width)])
+        self._dtype = weight.dtype
+
+    def __call__(self, x: Rows) -> Rows:
+        size = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        scaled = torch.div(x, torch.hypot(size, self._eps))
+        if x.dtype == torch.float32:
+            return scaled.mul_(self._scale)
+        return torch.mul(scaled, self._scale, out=torch.empty(x.shape, dtype=x.dtype))
+
+
+class LayerNorm:
+    """With mean and bias, as F.layer_norm."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+        self._weight, self._bias, self._eps = weight, bias, eps
+
+    @classmethod
+    def named(cls, weights: Weights, name: str, eps: float) -> LayerNorm:
+        """Of ``name.weight`` and ``name.bias``."""
+        return cls(weights.get(f"{name}.weight"), weights.find(f"{name}.bias"), eps)
+
+    def __call__(self, x: Rows) -> Rows:
+        return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, self._eps)
+
+
+class Mlp(Protocol):
+    """Of each row; ``added`` to a residual."""
+
+    def __call__(self, x: Rows) -> Rows: ...
+
+    def added(self, x: Rows, residual: Rows) -> Rows: ...
+
+
+class Gated:
+    """down(act(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear, act: Activation) -> None:
+        self._gate_up, self._down, self._act = gate_up, down, act
+
+    def _inner(self, x: Rows) -> Rows:
+        both = self._gate_up(x)
+        width = both.shape[1] // 2
+        return self._act(both[:, :width]).mul_(both[:, width:])
+
+    def __call__(self, x: Rows) -> Rows:
+        return self._down(self._inner(x))
+
+    def added(self, x: Rows, residual: Rows) -> Rows:
+        return self._down.added(self._inner(x), residual)
+
+
+class Plain:
+    """down(act(up(x)))."""
+
+    def __init__(self, up: Linear, down: Linear, act: Activation) -> None:
+        self._up, self._down, self._act = up, down, act
+
+    def __call__(self, x: Rows) -> Rows:
+        return self._down(self._act(self._up(x)))
+
+    def added(self, x: Rows, residual: Rows) -> Rows:
+        return self._down.added(self._act(self._up(x)), residual)
+
+
+class Experts:
+    """Each row goes through its ``top`` likeliest experts. An expert's rows are padded to ``tile`` like any product,
+    and a row's experts are added in the order of their odds, so it does not matter which rows share an expert."""
+
+    def __init__(self, gate: Linear, experts: Sequence[Gated], top: int, tile: int) -> None:
+        self._gate, self._experts, self._top, self._tile = gate, experts, top, tile
+
+    def __call__(self, x: Rows) -> Rows:
+        odds, chosen = torch.softmax(self._gate(x).float(), -1).topk(self._top)
+        odds = odds / odds.sum(-1, keepdim=True)
+        parts = torch.empty(x.shape[0] * self._top, x.shape[1], dtype=x.dtype)
+        flat = chosen.view(-1)
+        for number, expert in enumerate(self._experts):
+            mine = (flat == number).nonzero().view(-1)
+            if mine.numel():
+                rows = F.pad(mine, (0, -mine.numel() % self._tile)) // self._top
+                parts.index_copy_(0, mine, expert(x.index_select(0, rows))[: mine.numel()])
+        weighted = parts.view(-1, self._top, x.shape[1]) * odds.unsqueeze(2)
+        total = weighted[:, 0]
+        for rank in range(1, self._top):
+            total = total + weighted[:, rank]
+        return total.to(x.dtype)
+
+    def added(self, x: Rows, residual: Rows) -> Rows:
+        return residual + self(x)

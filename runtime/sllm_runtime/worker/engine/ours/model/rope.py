@@ -1,0 +1,68 @@
+"""Rotary positions: frequencies as transformers computes them for each kind of scaling, applied in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sllm_runtime.protocol.errors import UnsupportedModel
+
+SCALINGS = frozenset({"linear", "llama3", "yarn", "dynamic", "longrope"})
+
+
+class Rope:
+    """Rotates the first ``rotated`` numbers of each head by the row's position."""
+
+    def __init__(self, config: Any, width: int, layer_type: str | None = None) -> None:
+        parameters: Mapping[str, Any] = config.rope_parameters
+        if layer_type is not None:
+            parameters = parameters[layer_type]
+        kind = parameters.get("rope_type", "default")
+        self.rotated = int(width * parameters.get("partial_rotary_factor", 1.0))
+        self._factor = 1.0
+        if kind == "default":
+            steps = torch.arange(0, self.rotated, 2, dtype=torch.float32) / self.rotated
+            self._frequencies = 1.0 / (parameters["rope_theta"] ** steps)
+        elif kind in SCALINGS:
+            self._frequencies, self._factor = _scaled(config, kind, layer_type)
+        else:
+            raise UnsupportedModel(f"rope scaling {kind!r} is unknown to this engine")
+        # rotate(x) = x * cos + swapped(x) * sin with the first half of sin negated; a head's rest keeps cos 1, sin 0.
+        half, rest = self.rotated // 2, width - self.rotated
+        self._sign = torch.cat((-torch.ones(half), torch.ones(half), torch.zeros(rest)))
+        self._swap = torch.cat((torch.arange(half, 2 * half), torch.arange(half), torch.arange(2 * half, width)))
+        self._rest = rest
+
+    def waves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and signed sin of shape (rows, 1, width) for a step."""
+        angles = positions.unsqueeze(1).float() * self._frequencies
+        angles = torch.cat((angles, angles), 1)
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        if self._rest:
+            cos = torch.nn.functional.pad(cos, (0, self._rest), value=1.0)
+            sin = torch.nn.functional.pad(sin, (0, self._rest))
+        return cos.unsqueeze(1), (sin * self._sign).unsqueeze(1)
+
+    def __call__(self, x: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """``x`` (rows, heads, width), float32."""
+        swapped = x.index_select(2, self._swap) if self._rest else x.roll(self.rotated // 2, 2)
+        return torch.addcmul(x * waves[0], swapped, waves[1])
+
+
+def _scaled(config: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    options: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **options)
+    return frequencies.float(), float(factor)
+
+
+def context(config: Any, most: int) -> int:
+    """Positions whose rotation does not depend on how long the text becomes: scalings that change with the length
+    (dynamic, longrope) are used up to where they change, since a KV cache cannot follow them."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "longrope":
+        return min(most, int(parameters.get("original_max_position_embeddings") or most))
+    return most

@@ -1,0 +1,47 @@
+"""Tensors by the names that transformers gives them; nothing is copied where memory allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sllm_runtime.protocol.errors import InvalidCheckpoint
+
+
+class Weights:
+    """What a family reads. ``dtype`` is that of activations."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._tensors = tensors
+        self.dtype = dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor ``name``. Raises ``InvalidCheckpoint`` if it is not there."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise InvalidCheckpoint(f"the checkpoint lacks the tensor {name!r}", field=name) from None
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The tensor ``name``, if it is there."""
+        return self._tensors.get(name)
+
+
+def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One view of matrices that lie behind one another in memory, along dim 0; None where they do not.
+
+    Checkpoints are in execution order, so the projections of attention and those of a gated MLP mostly do.
+    """
+    first = tensors[0]
+    place = first.data_ptr()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and tensor.dtype == first.dtype
+        if not same or not tensor.is_contiguous() or tensor.data_ptr() != place or tensor.shape[1:] != first.shape[1:]:
+            return None
+        place += tensor.nbytes
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

@@ -1,0 +1,47 @@
+"""Next tokens for the rows of a step: plain greedy rows at once, all others one by one (``engine.sampling``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+
+from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.worker.engine import endings
+from sllm_runtime.worker.engine.base import Sampling, TokenChoice
+from sllm_runtime.worker.engine.ours.scheduler import Sequence
+from sllm_runtime.worker.engine.sampling import choose
+
+
+def choose_rows(logits: torch.Tensor, sequences: Many[Sequence], eos: frozenset[int]) -> list[TokenChoice | SllmError]:
+    """For each sequence its token, or what is wrong with its row. ``logits``: float32 (at least as many, vocabulary).
+
+    The first of equal maxima wins in both ways.
+    """
+    values, indexes = logits.max(-1)
+    best: list[int] = indexes.tolist()
+    broken: list[bool] = values.isnan().tolist()
+    return [
+        TokenChoice(best[row], 0.0) if _plain(sequence) and not broken[row] else _choose(logits[row], sequence, eos)
+        for row, sequence in enumerate(sequences)
+    ]
+
+
+def _plain(sequence: Sequence) -> bool:
+    sampling: Sampling = sequence.request.sampling
+    return (
+        sampling.temperature <= 0
+        and sampling.logprobs is None
+        and sampling.repetition_penalty == 1.0
+        and not (sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
+        and sampling.min_tokens <= sequence.produced
+    )
+
+
+def _choose(row: torch.Tensor, sequence: Sequence, eos: frozenset[int]) -> TokenChoice | SllmError:
+    request, output = sequence.request, sequence.output
+    sampling = endings.blocked(request.sampling, len(output), eos)
+    try:
+        return choose(row.numpy(), sampling, request.prompt, output, request.choice)
+    except SllmError as error:
+        return error

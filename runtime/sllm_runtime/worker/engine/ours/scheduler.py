@@ -1,0 +1,241 @@
+"""Who computes what in the next step. Pure: no tensors, no clock.
+
+Every running sequence that is complete but for its last token decodes one token a step. What is left of the step's
+budget goes to prefills, in chunks, the one that was served longest ago first, so that a long prompt delays a short one
+by a chunk and not by itself. When pages run out the youngest gives its pages up and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from sllm_runtime.protocol.errors import QueueFull
+from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash, pages_for
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """It holds no page."""
+    PREFILL = "prefill"
+    """More than its last token is to be computed."""
+    DECODE = "decode"
+    """Its last token alone is to be computed."""
+    DONE = "done"
+    """It ended, failed or was cancelled; it holds no page."""
+
+
+TRANSITIONS: Final[dict[State, frozenset[State]]] = {
+    State.WAITING: frozenset({State.PREFILL, State.DONE}),
+    State.PREFILL: frozenset({State.DECODE, State.WAITING, State.DONE}),
+    State.DECODE: frozenset({State.WAITING, State.DONE}),
+    State.DONE: frozenset(),
+}
+"""A sequence goes back to waiting when it is preempted."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request in the engine. ``tokens``: prompt and output so far."""
+
+    request: Request
+    tokens: list[int]
+    state: State = State.WAITING
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Positions whose K and V are in ``pages``."""
+    cached: int = 0
+    """Of those, found and not computed."""
+    served: int = 0
+    """The step that last computed a chunk of it."""
+    _keys: list[bytes] = field(default_factory=list)
+    """Hashes of its full pages."""
+
+    @property
+    def output(self) -> list[int]:
+        """Ids after the prompt."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def produced(self) -> int:
+        """How many ids there are after the prompt."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    def move(self, state: State) -> None:
+        """Change the state. Raises ``ValueError`` for what the table does not have."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"sequence {self.request.id} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def key(self, page: int) -> bytes:
+        """Hash of its ``page``-th page, which is full."""
+        while len(self._keys) <= page:
+            at = len(self._keys) * PAGE
+            before = self._keys[-1] if self._keys else ROOT
+            self._keys.append(page_hash(before, self.tokens[at : at + PAGE]))
+        return self._keys[page]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute positions ``[start, start + count)`` of ``sequence``, whose pages are there."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last row's logits choose the next token."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of the scheduler."""
+
+    running: int = 64
+    """Sequences that hold pages."""
+    waiting: int = 1024
+    """Sequences that do not; more are refused."""
+    prefill: int = 256
+    """Prompt tokens computed in one step."""
+    quantum: int = 128
+    """Of these, the most for one sequence while others wait for theirs."""
+
+
+class Scheduler:
+    """Owner of all sequences and of the pages they hold."""
+
+    def __init__(self, pages: Pages, limits: Limits) -> None:
+        self.pages = pages
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """By age, the oldest first."""
+        self.preempted = 0
+        """How often a sequence gave its pages up."""
+        self._step = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request. Raises ``QueueFull``."""
+        if len(self.waiting) >= self.limits.waiting:
+            raise QueueFull(f"{len(self.waiting)} requests wait for this instance's engine; try again later")
+        sequence = Sequence(request, [*request.prompt, *request.emitted])
+        self.waiting.append(sequence)
+        return sequence
+
+    def schedule(self) -> list[Chunk]:
+        """The next step: decodes in order of age, then prefill chunks. Empty only if nothing is there to compute."""
+        self._step += 1
+        chunks = self._decodes()
+        room = self.limits.prefill
+        begun = [sequence for sequence in self.running if sequence.state is State.PREFILL]
+        begun.sort(key=lambda sequence: sequence.served)
+        for sequence in begun:
+            room -= self._prefill(sequence, room, chunks)
+        while room > 0 and self.waiting and len(self.running) < self.limits.running:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            room -= self._prefill(sequence, room, chunks)
+        return chunks
+
+    def computed(self, chunk: Chunk) -> None:
+        """``chunk`` was computed: its full pages may be found from now on."""
+        sequence = chunk.sequence
+        first, sequence.computed = sequence.computed // PAGE, chunk.start + chunk.count
+        for page in range(first, sequence.computed // PAGE):
+            self.pages.keep(sequence.pages[page], sequence.key(page))
+        if sequence.state is State.PREFILL and sequence.computed >= len(sequence.tokens):
+            sequence.move(State.DECODE)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it stands."""
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+        sequence.move(State.DONE)
+
+    def preempt_all(self) -> None:
+        """Every sequence gives up its pages and waits."""
+        for sequence in reversed(list(self.running)):
+            self._preempt(sequence)
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` unless sequences and pages agree."""
+        self.pages.check(sequence.pages for sequence in self.running)
+        assert all(not sequence.pages for sequence in self.waiting), "a waiting sequence holds pages"
+
+    def _decodes(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for sequence in list(self.running):
+            if sequence.state is State.DECODE and self._grow(sequence, len(sequence.tokens)):
+                chunks.append(Chunk(sequence, sequence.computed, 1))
+        return [chunk for chunk in chunks if chunk.sequence.state is State.DECODE]
+
+    def _prefill(self, sequence: Sequence, room: int, chunks: list[Chunk]) -> int:
+        left = len(sequence.tokens) - sequence.computed
+        others = len(self.waiting) + sum(1 for each in self.running if each.state is State.PREFILL) > 1
+        count = min(left, room, self.limits.quantum if others else room)
+        if sequence.state is not State.PREFILL or count <= 0:
+            return 0
+        grown = self._grow(sequence, sequence.computed + count)
+        # It took pages from younger ones: what those were to compute in this step is dropped.
+        chunks[:] = [chunk for chunk in chunks if chunk.sequence.state is not State.WAITING]
+        if not grown:
+            return 0
+        chunks.append(Chunk(sequence, sequence.computed, count))
+        sequence.served = self._step
+        return count
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Begin it with what the prefix cache has, if the rest of its tokens will find room without preempting."""
+        found = self.pages.find(sequence.tokens)
+        if pages_for(len(sequence.tokens)) - len(found) > self.pages.available:
+            self.pages.release(found)
+            return False
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.pages = found
+        sequence.computed = len(found) * PAGE
+        sequence.cached = max(sequence.cached, min(sequence.computed, len(sequence.request.prompt)))
+        sequence.move(State.PREFILL)
+        return True
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Pages for ``tokens`` positions, the youngest's if none is left. False: it was the youngest itself."""
+        while len(sequence.pages) < pages_for(tokens):
+            page = self.pages.take()
+            if page is not None:
+                sequence.pages.append(page)
+                continue
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.move(State.WAITING)
+        self.waiting.appendleft(sequence)
+        self.preempted += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pages.release(sequence.pages)
+        sequence.pages = []
+        sequence.computed = 0

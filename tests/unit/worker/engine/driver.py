@@ -1,0 +1,81 @@
+"""Drives our engine in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sllm_runtime.worker.engine.base import Engine, Event, Request, Sampling
+from sllm_runtime.worker.engine.ours.batch import Batches
+from sllm_runtime.worker.engine.ours.engine import OurEngine
+from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.model import build
+from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
+from sllm_runtime.worker.engine.ours.pages import pages_for
+from sllm_runtime.worker.engine.ours.scheduler import Chunk, Limits
+from sllm_runtime.worker.engine.ours.scheduler import Sequence as Running
+from tests.fixtures.families import family
+
+MIB = 2**20
+
+
+def decoder(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Ours over the weights of transformers' model."""
+    model = family(name, dtype)
+    return build(type(model).__name__, model.config, model.state_dict(), dtype, EXACT.rows)
+
+
+def engine(
+    name: str = "llama", *, dtype: torch.dtype = torch.float32, eos: frozenset[int] = frozenset(), kv: int = 8 * MIB,
+    numerics: Numerics = EXACT, **limits: int,
+) -> OurEngine:  # fmt: skip
+    return OurEngine(decoder(name, dtype), eos, numerics, kv, limits=Limits(**limits))
+
+
+def request(number: int = 0, prompt: Sequence[int] = tuple(range(5, 17)), **sampling: Any) -> Request:
+    emitted = tuple(sampling.pop("emitted", ()))
+    return Request(
+        id=number, prompt=tuple(prompt), emitted=emitted, sampling=Sampling(**{"max_tokens": 12, **sampling})
+    )
+
+
+def finish(core: Engine, events: dict[int, list[Event]] | None = None) -> dict[int, list[Event]]:
+    """Step until nothing is left; events by request."""
+    events = {} if events is None else events
+    while core.busy:
+        for event in core.step():
+            events.setdefault(event.request, []).append(event)
+    return events
+
+
+def run(core: Engine, *requests: Request) -> dict[int, tuple[int, ...]]:
+    """The new ids of each."""
+    for each in requests:
+        core.add(each)
+    return {number: ids(events) for number, events in finish(core).items()}
+
+
+def ids(events: Sequence[Event]) -> tuple[int, ...]:
+    assert all(event.error is None for event in events), [event.error for event in events]
+    return tuple(number for event in events for number in event.ids)
+
+
+class Rows:
+    """Computes chunks of one sequence and gives the logits of every row."""
+
+    def __init__(self, model: Decoder, tokens: Sequence[int], numerics: Numerics = EXACT) -> None:
+        shape = KvShape(model.count, model.heads.kv, model.heads.width)
+        self._model = model
+        self._kv = KvStore(shape, pages_for(len(tokens)))
+        self._batches = Batches(self._kv, model.heads, numerics)
+        request = Request(id=0, prompt=tuple(tokens), sampling=Sampling())
+        self._sequence = Running(request, list(tokens), pages=list(range(self._kv.pages)))
+
+    def chunk(self, start: int, count: int) -> torch.Tensor:
+        with torch.inference_mode():
+            batch = self._batches.make([Chunk(self._sequence, start, count)])
+            hidden = self._model.run(self._model.begin(batch), batch, 0, self._model.count)
+            return self._model.logits(hidden, torch.arange(batch.rows))[:count]

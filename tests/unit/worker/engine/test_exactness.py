@@ -1,0 +1,212 @@
+"""The same tokens, and the same bits, whatever else is in the batch, wherever a call is resumed, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.ours.engine import OurEngine
+from tests.unit.worker.engine.driver import MIB, Rows, decoder, engine, finish, ids, request, run
+
+OPTIONS = [
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.2, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 0.5, "seed": 5, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {"logit_bias": {9: 2.0, 11: -100.0}, "min_tokens": 8},
+]
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    """Two threads, where the default here is one."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def _cut(name: str, dtype: torch.dtype, size: int, *ways: list[int]) -> None:
+    torch.manual_seed(1)
+    tokens = torch.randint(3, 101, (size,)).tolist()
+    model = decoder(name, dtype)
+    whole = Rows(model, tokens).chunk(0, len(tokens))
+    for cuts in ways:
+        rows, at = Rows(model, tokens), 0
+        for count in cuts:
+            assert torch.equal(rows.chunk(at, count), whole[at : at + count]), (cuts, at)
+            at += count
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["llama", "gemma 3", "mixtral", "falcon 40b"])
+def test_a_row_has_the_same_bits_however_its_prompt_is_cut(name: str, dtype: torch.dtype) -> None:
+    _cut(name, dtype, 290, [1] * 12, [7, 121, 1, 1, 127, 3], [128, 128, 1], [130, 2, 5, 61])
+
+
+@DTYPES
+@pytest.mark.usefixtures("_threads")
+def test_a_row_has_the_same_bits_with_two_threads(dtype: torch.dtype) -> None:
+    _cut("llama", dtype, 150, [1, 1, 2, 3, 121, 1, 1], [131])
+
+
+@DTYPES
+@pytest.mark.parametrize("number", range(len(OPTIONS)))
+def test_a_resume_goes_on_at_every_position(number: int, dtype: torch.dtype) -> None:
+    first = request(max_tokens=40, prompt=range(5, 101), **OPTIONS[number])
+    core = engine(dtype=dtype, running=64)
+    whole = run(core, first)[0]
+    assert len(whole) == 40
+    resumed = [replace(first, id=at, emitted=whole[:at]) for at in range(len(whole))]
+    for at, rest in run(core, *resumed).items():
+        assert whole[:at] + rest == whole, at
+
+
+def stream(number: int) -> Request:
+    """Requests of many kinds and lengths, some of which share a prefix."""
+    shared = tuple(range(3, 101)) * 2
+    own = tuple((number * 7 + at) % 97 + 3 for at in range(number * 9 % 61 + 1))
+    prompt = shared[: 130 + number % 3] if number % 4 == 0 else own
+    return request(number, prompt, max_tokens=10 + number % 14, **OPTIONS[number % len(OPTIONS)])
+
+
+def _batches(dtype: torch.dtype, count: int) -> None:
+    alone = {number: run(engine(dtype=dtype), stream(number))[number] for number in range(count)}
+    core = engine(dtype=dtype, prefill=96, quantum=48, running=33)
+    assert run(core, *(stream(number) for number in range(count))) == alone
+
+
+@DTYPES
+def test_batches_up_to_33_with_joins_and_leaves(dtype: torch.dtype) -> None:
+    _batches(dtype, 45)
+
+
+@pytest.mark.slow
+@DTYPES
+@pytest.mark.usefixtures("_threads")
+def test_batches_with_two_threads(dtype: torch.dtype) -> None:
+    _batches(dtype, 45)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_no_schedule_changes_a_token(data: st.DataObject) -> None:
+    """Joins, cancellations, exports and sleeps in any order, with too little KV memory for all."""
+    core = engine(
+        kv=data.draw(st.integers(3, 8)) * _page_bytes(),
+        prefill=data.draw(st.sampled_from([16, 100, 256])),
+        quantum=data.draw(st.sampled_from([16, 60])),
+        running=data.draw(st.integers(1, 6)),
+    )
+    got: dict[int, tuple[int, ...]] = {}
+    waiting, gone = list(data.draw(st.permutations(range(9)))), set()
+    while waiting or core.busy:
+        action = data.draw(st.sampled_from(["add", "step", "step", "step", "cancel", "move", "sleep"]))
+        if action == "add" and waiting:
+            core.add(stream(waiting.pop()))
+        elif action == "cancel" and got:
+            chosen = data.draw(st.sampled_from(sorted(got)))
+            gone.add(chosen)
+            core.cancel(chosen)
+        elif action == "move" and got:
+            _move(core, data.draw(st.sampled_from(sorted(got))))
+        elif action == "sleep":
+            core.sleep()
+            assert core.step() == []
+            core.wake()
+        for event in core.step():
+            assert event.error is None
+            got[event.request] = got.get(event.request, ()) + event.ids
+    core.scheduler.check()
+    for number, tokens in got.items():
+        expected = _alone(number)
+        assert tokens == (expected[: len(tokens)] if number in gone else expected), number
+
+
+def _move(core: OurEngine, number: int) -> None:
+    """As a migration does it: out of one engine, into another."""
+    try:
+        exported = core.export(number)
+    except KeyError:
+        return  # it has ended
+    core.cancel(number)
+    core.add(replace(exported.request, emitted=exported.ids))
+
+
+def _page_bytes() -> int:
+    return engine()._shape.page_bytes
+
+
+@cache
+def _alone(number: int) -> tuple[int, ...]:
+    return run(engine(), stream(number))[number]
+
+
+def test_pages_move_with_a_request() -> None:
+    first = request(1, tuple(range(3, 101)) * 3, max_tokens=30)
+    source, target = engine(), engine()
+    whole = run(engine(), first)[1]
+    source.add(first)
+    while source.stats().generated < 10:
+        source.step()
+    pages, exported = source.export_pages(1), source.export(1)
+    assert target.import_pages(pages) == len(pages) == 2
+    target.add(replace(first, emitted=exported.ids))
+    events = finish(target)[1]
+    assert exported.ids + ids(events) == whole
+    assert events[0].cached == 256
+    assert target.stats().prefilled < len(first.prompt) + 10 - 255
+    target.scheduler.check()
+    with pytest.raises(ValueError, match="float32"):
+        target.import_pages([replace(pages[0], content=pages[0].content.double())])
+    target.scheduler.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_resumed_tokens() -> None:
+    """The demo model, bfloat16: streams are resumed at random places, in batches of random sizes."""
+    from pathlib import Path
+
+    import transformers
+
+    from sllm_runtime.worker.engine.ours.model import build
+    from sllm_runtime.worker.engine.ours.numerics import EXACT
+
+    path = Path(__file__).parents[4] / "functions" / "coder" / "model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    made = build("LlamaForCausalLM", model.config, dict(model.named_parameters()), torch.bfloat16, EXACT.rows)
+    core = OurEngine(made, frozenset(), EXACT, 512 * MIB)
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    firsts = [
+        request(n, [draw(5, 4096) for _ in range(draw(1, 300))], max_tokens=400, temperature=n % 2 * 0.8, seed=n)
+        for n in range(32)
+    ]
+    whole = run(core, *firsts)
+    resumed, number = 0, 1000
+    while resumed < 100_000:
+        batch = {}
+        for _ in range(draw(1, 34)):
+            n, at = draw(0, 32), draw(0, 399)
+            batch[number] = (n, at)
+            core.add(replace(firsts[n], id=number, emitted=whole[n][:at]))
+            number += 1
+        core.scheduler.pages.drop_cached()
+        for each, events in finish(core).items():
+            n, at = batch[each]
+            assert ids(events) == whole[n][at:], (n, at)
+            resumed += len(whole[n]) - at

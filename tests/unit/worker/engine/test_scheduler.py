@@ -1,0 +1,145 @@
+"""Scheduler and pages: no page is lost, nobody starves, every bound holds, whatever comes in whatever order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from sllm_runtime.protocol.errors import QueueFull
+from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash, pages_for
+from sllm_runtime.worker.engine.ours.scheduler import TRANSITIONS, Limits, Scheduler, Sequence, State
+from tests.unit.worker.engine.driver import request
+
+
+def step(scheduler: Scheduler) -> list[Any]:
+    """Compute a step; those that sample get a token."""
+    chunks = scheduler.schedule()
+    for chunk in chunks:
+        sequence = chunk.sequence
+        assert chunk.start == sequence.computed
+        assert chunk.count > 0
+        assert pages_for(chunk.start + chunk.count) <= len(sequence.pages)
+        scheduler.computed(chunk)
+        if chunk.samples:
+            sequence.tokens.append(len(sequence.tokens))
+    return chunks
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(total=st.integers(4, 12), running=st.integers(1, 5), prefill=st.integers(1, 300))
+    def begin(self, total: int, running: int, prefill: int) -> None:
+        limits = Limits(running=running, waiting=6, prefill=prefill, quantum=max(1, prefill // 2))
+        self.scheduler = Scheduler(Pages(total), limits)
+        self.most = total * PAGE
+        self.all: list[Sequence] = []
+
+    @rule(size=st.integers(1, 500), kind=st.integers(0, 1))
+    def add(self, size: int, kind: int) -> None:
+        prompt = [kind, *range(1, min(size, self.most - 1))]  # many share a prefix
+        if len(self.scheduler.waiting) >= 6:
+            with pytest.raises(QueueFull):
+                self.scheduler.add(request(len(self.all), prompt))
+        else:
+            self.all.append(self.scheduler.add(request(len(self.all), prompt)))
+
+    @rule(count=st.integers(1, 40))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.scheduler.busy:
+                chunks = step(self.scheduler)
+                assert chunks, "there is work, and no step does any"
+                assert len({chunk.sequence.request.id for chunk in chunks}) == len(chunks)
+                prefilled = sum(chunk.count for chunk in chunks if chunk.count > 1)
+                assert prefilled <= self.scheduler.limits.prefill
+            for sequence in list(self.scheduler.running):
+                if sequence.produced >= 30 or len(sequence.tokens) >= self.most:
+                    self.scheduler.remove(sequence)
+
+    @rule(at=st.integers(0, 10))
+    def cancel(self, at: int) -> None:
+        alive = [sequence for sequence in self.all if sequence.state is not State.DONE]
+        if alive:
+            self.scheduler.remove(alive[at % len(alive)])
+
+    @rule()
+    def sleep(self) -> None:
+        self.scheduler.preempt_all()
+        self.scheduler.pages.drop_cached()
+        assert self.scheduler.pages.available == self.scheduler.pages.total
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+            assert len(self.scheduler.running) <= self.scheduler.limits.running
+
+    def teardown(self) -> None:
+        """Whatever was queued comes to its end."""
+        if hasattr(self, "scheduler"):
+            for _ in range(20_000):
+                if not self.scheduler.busy:
+                    break
+                self.steps(1)
+            assert all(sequence.state is State.DONE for sequence in self.all)
+            assert self.scheduler.pages.held == 0
+
+
+Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+TestScheduler = Machine.TestCase
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    scheduler = Scheduler(Pages(100), Limits(prefill=64, quantum=32))
+    long, short = scheduler.add(request(1, range(5000))), scheduler.add(request(2, range(7000, 7030)))
+    step(scheduler)
+    step(scheduler)
+    assert short.produced >= 1
+    assert long.produced == 0
+    while not long.produced:
+        assert [chunk.sequence for chunk in step(scheduler)][0] is short, "decodes never wait"
+
+
+def test_the_youngest_gives_its_pages_up_and_comes_back_first() -> None:
+    scheduler = Scheduler(Pages(4), Limits(prefill=1000, quantum=1000))
+    old, young = scheduler.add(request(1, range(2 * PAGE))), scheduler.add(request(2, range(1000, 1000 + 2 * PAGE - 5)))
+    later = scheduler.add(request(3, range(5)))
+    step(scheduler)
+    step(scheduler)
+    assert young.state is State.WAITING
+    assert list(scheduler.waiting) == [young, later]
+    assert scheduler.preempted == 1
+    assert old.produced == 2
+    scheduler.remove(old)
+    step(scheduler)
+    assert young.state is State.DECODE
+    assert young.cached == PAGE, "its first page was still there"
+
+
+def test_a_state_moves_only_as_the_table_says() -> None:
+    sequence = Scheduler(Pages(1), Limits()).add(request(1))
+    with pytest.raises(ValueError, match="cannot go from waiting to decode"):
+        sequence.move(State.DECODE)
+    assert set(TRANSITIONS) == set(State)
+
+
+def test_least_recently_used_pages_go_first() -> None:
+    pages = Pages(3)
+    tokens = list(range(2 * PAGE + 1))
+    first = page_hash(ROOT, tokens[:PAGE])
+    held = [pages.take(), pages.take()]
+    assert held == [0, 1]
+    pages.keep(0, first)
+    pages.keep(1, page_hash(first, tokens[PAGE : 2 * PAGE]))
+    pages.release([0, 1])
+    assert (pages.cached, pages.held) == (2, 0)
+    assert pages.find(tokens) == [0, 1]
+    assert pages.find(tokens[: 2 * PAGE]) == [0], "one token at least is computed"
+    pages.release([0, 1])
+    pages.release([0])
+    assert [pages.take(), pages.take()] == [2, 1], "free ones first, then a sequence's end before its beginning"
+    assert pages.find(tokens) == [0]
+    assert pages.take() is None
