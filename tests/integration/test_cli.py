@@ -22,12 +22,14 @@ SLLM = [sys.executable, "-m", "sllm"]
 INTERRUPT_S = 2.0
 SLOW_SETUP = """
 import time
+from pathlib import Path
 from sllm import model_function
 
 @model_function(memory="256MiB")
 class Slow:
     def setup(self) -> None:
-        time.sleep(6)
+        while not Path(GATE).exists():
+            time.sleep(0.01)
 
     def __call__(self) -> str:
         return "ready"
@@ -125,9 +127,11 @@ def test_ctrl_c_ends_the_work_of_a_call(cluster: Cluster) -> None:
 
 
 def test_ctrl_c_of_a_deployment_names_what_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "function.py").write_text(SLOW_SETUP)
-    with started(cluster, "fn", "deploy", str(tmp_path)) as process:
-        # HTTP knows of it once a version is there, whose start takes six seconds.
+    gate, folder = tmp_path / "gate", tmp_path / "slow"
+    folder.mkdir()
+    (folder / "function.py").write_text(SLOW_SETUP.replace("GATE", repr(str(gate))))
+    with started(cluster, "fn", "deploy", str(folder)) as process:
+        # HTTP knows of it once a version is there, whose start waits for us.
         with Client(cluster.url, cluster.token) as client:
             deadline = time.monotonic() + 30
             while not any(node["instances"] for node in _starting(client)):
@@ -136,6 +140,7 @@ def test_ctrl_c_of_a_deployment_names_what_goes_on(cluster: Cluster, tmp_path: P
         status, errors = interrupt(process)
     assert status == 130
     assert "the deployment of slow goes on; `sllm fn describe slow` says how it ended" in errors
+    gate.touch()
     until(cluster, "slow", lambda view: view["active"] == 1)
     assert document(sllm(cluster, "fn", "invoke", "slow", "--json")) == "ready"
 
