@@ -19,7 +19,7 @@ from sllm_loaderd.residency import Residency
 from sllm_loaderd.resident import Resident
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import Task
-from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, SllmError
+from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, SllmError, Unavailable
 
 
 class CopyChunk(Task):
@@ -172,7 +172,7 @@ class DeviceStage:
             if number not in wanted and self._paths.cancel(copy):
                 del part.copies[number]
                 self._residency.give_back(part.resident, number)
-        self._settle(part)
+        self._ask(part)
 
     def there(self, model: StoredModel, rank: int, device: Device, holder: str) -> set[int]:
         """Chunks of the partition that ``load`` would not have to bring to the device."""
@@ -205,13 +205,15 @@ class DeviceStage:
     def _load(self, part: DeviceResident, numbers: tuple[int, ...]) -> None:
         def done() -> None:
             part.feeds.remove(feed)
-            if not self._overlap and not part.pending and not part.feeds:
-                self._copy(part, part.landed)
-                part.landed = []
+            if part.in_parts or not (part.pending or part.feeds):
+                landed, part.landed = part.landed, []
+                self._copy(part, landed)
+            self._ask(part)
 
         def failed(error: SllmError) -> None:
             part.feeds.remove(feed)
             self._fail(part, numbers, error)
+            self._ask(part)
 
         feed = LoadJob(
             needs={},
@@ -267,8 +269,9 @@ class DeviceStage:
 
     def _fail(self, part: DeviceResident, numbers: Sequence[int], error: SllmError) -> None:
         for job in [job for job in part.jobs if not job.lacking.isdisjoint(numbers)]:
-            self.cancel(part, job)
-            job.failed(error)
+            if job in part.jobs:  # ending one may have ended another
+                self.cancel(part, job)
+                job.failed(error)
 
     def _settle(self, part: DeviceResident) -> None:
         if part.feeding and not (part.feeds or part.pending or part.copies or part.landed):
@@ -283,8 +286,12 @@ class DeviceStage:
         """A sandbox is dead: the device memory that only it had is free again."""
         for part in [part for part in self._partitions if holder in part.holders]:
             part.holders.discard(holder)
-            if not part.holders:
+            if not part.holders and not (part.jobs and part.allocation.shareable):
                 self._leave(part)
+
+    def has(self, digest: str) -> bool:
+        """Whether any part of a model is on a device or on its way to one."""
+        return any(part.resident.key[0] == digest for part in self._partitions)
 
     def evict(self, digest: str) -> None:
         """Drop what nobody has of a model. Raises ``Conflict`` while it is being loaded to a device."""
@@ -305,6 +312,7 @@ class DeviceStage:
         part.leaving = True
         for job in list(part.jobs):
             self.cancel(part, job)
+            job.failed(Unavailable(f"the memory on {part.device.name} went with the sandbox that had it; load again"))
         self._settle(part)
 
     def _allocate(self, device: Device, nbytes: int) -> Allocation:

@@ -142,7 +142,10 @@ class Residency:
     def _finished(self, resident: Resident, number: int, error: SllmError | None) -> None:
         task = resident.tasks[number]
         if error is not None and number in resident.wanted() and task.next_source():
-            log.warning("chunk %d is taken from %s instead: %s", number, task.paths[0], error)
+            # One line for a source that is down, not one a chunk.
+            level = logging.DEBUG if task.path in resident.doubted else logging.WARNING
+            log.log(level, "%s; another source is read", error)
+            resident.doubted.add(task.path)
             self._paths.again(task)
             return
         del resident.tasks[number]
@@ -322,6 +325,10 @@ class Residency:
         )
 
     # --- reports --------------------------------------------------------------------------------------
+    def residents(self) -> tuple[Resident, ...]:
+        """Every partition in memory or on its way there."""
+        return tuple(self._residents.values())
+
     @property
     def reserved_bytes(self) -> int:
         """Bytes of all reservations."""

@@ -30,6 +30,8 @@ class Resident:
     jobs: list[LoadJob] = field(default_factory=list)
     sources: list[ChunkSource] = field(default_factory=list)
     """Where its bytes come from, best first; open only while something is read."""
+    doubted: set[str] = field(default_factory=set)
+    """Paths on which a source of it has failed."""
     copying: Counter[int] = field(default_factory=Counter)
     """Chunks that are being copied to devices."""
     feeding: int = 0
