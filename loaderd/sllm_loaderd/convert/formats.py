@@ -51,6 +51,10 @@ def open_source(path: Path, *, keep: bool = False) -> TensorSource:
         from sllm_loaderd.convert.adapter import AdapterSource
 
         return AdapterSource(files[0])
+    if kind == "gguf":
+        from sllm_loaderd.convert.gguf.source import GgufSource
+
+        return GgufSource(files, keep=keep)
     if kind == "torch":
         from sllm_loaderd.convert.torch_files import TorchSource
 
