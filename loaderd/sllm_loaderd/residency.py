@@ -141,6 +141,8 @@ class Residency:
 
     def _finished(self, resident: Resident, number: int, error: SllmError | None) -> None:
         task = resident.tasks[number]
+        if error is None:
+            error = resident.model.learn(resident.key[1], number, task.found)
         if error is not None and number in resident.wanted() and task.next_source():
             # One line for a source that is down, not one a chunk.
             level = logging.DEBUG if task.path in resident.doubted else logging.WARNING
@@ -233,6 +235,14 @@ class Residency:
         return max(count - short, 0)
 
     # --- what stays ---------------------------------------------------------------------------------
+    def find(self, digest: str, rank: int) -> Resident | None:
+        """A partition that is in memory or on its way."""
+        return self._residents.get((digest, rank))
+
+    def has(self, digest: str) -> bool:
+        """Whether any part of a model is in memory or on its way."""
+        return any(key[0] == digest for key in self._residents)
+
     def pin(self, digest: str, pinned: bool) -> None:
         """Keep a model in memory, or stop doing so."""
         (self._pinned.add if pinned else self._pinned.discard)(digest)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sllm_loaderd.client.control_wire import DEADLINE_S, ControlWire, Report
 from sllm_loaderd.client.keeping import KeptBatch
 from sllm_runtime.protocol.loader import (
+    CONVERT_NOW,
     PREWARM,
     Adopt,
     Adopted,
@@ -42,11 +43,12 @@ class LoaderControl(ControlWire):
         uri: str,
         *,
         digest: str = "",
+        convert: str = CONVERT_NOW,
         report: Report | None = None,
         deadline_s: float = 24 * 3600.0,
     ) -> ModelInfo:
         """Have the model at ``uri`` in the node's store; ``digest``: only this content will do."""
-        request = Register(request=self.number, uri=uri, digest=digest)
+        request = Register(request=self.number, uri=uri, digest=digest, convert=convert)
         return (await self.ask(request, ModelInfo, deadline_s, report=report))[0]
 
     async def models(self, deadline_s: float = DEADLINE_S) -> tuple[str, ...]:

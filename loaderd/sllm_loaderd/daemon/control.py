@@ -114,8 +114,8 @@ class ControlConnection:
     async def _perform(self, request: Request) -> Answer:
         service, number = self._service, request.request
         match request:
-            case Register(uri=uri, digest=digest):
-                info = await service.register(uri, digest, self._reporter(number))
+            case Register(uri=uri, digest=digest, convert=convert):
+                info = await service.register(uri, digest, self._reporter(number), convert)
                 return _numbered(info, number)
             case Describe(model=model):
                 return _numbered(await service.describe(model), number)

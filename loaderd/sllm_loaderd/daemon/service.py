@@ -15,14 +15,25 @@ from sllm_loaderd.disk.local import PATH as DISK
 from sllm_loaderd.load_job import plan_job
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
 from sllm_loaderd.paths import Paths
+from sllm_loaderd.peer.exports import Exports
+from sllm_loaderd.peer.server import open_peer_server
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_loaderd.verify import Checkpoint, describe, validate_checkpoint
-from sllm_runtime.protocol.errors import DigestMismatch, SllmError
-from sllm_runtime.protocol.loader import CPU, Load, ModelInfo, PathStatus, PoolStatus, ResidentStatus
+from sllm_runtime.protocol.errors import DigestMismatch, InvalidCheckpoint, SllmError
+from sllm_runtime.protocol.loader import (
+    CONVERT,
+    CONVERT_NOW,
+    CPU,
+    Load,
+    ModelInfo,
+    PathStatus,
+    PoolStatus,
+    ResidentStatus,
+)
 
 _MOST_OPEN = 256
 """Models whose index and small files are kept open."""
@@ -46,27 +57,44 @@ class LoaderService:
             self.residency, self.paths, loop.call_soon_threadsafe, overlap=settings.pipeline.overlap
         )
         self.registrations = Registrations(self.store, settings.conversions)
+        self.peers = open_peer_server(
+            settings.peer_listen, settings.peer_token, Exports(self.store, self.residency, loop.call_soon_threadsafe)
+        )
         self._open: dict[str, StoredModel] = {}
+        self._superseded: list[StoredModel] = []
 
     async def close(self) -> None:
         """End conversions and reads, then give back memory and files."""
         await self.registrations.close()
+        if self.peers is not None:
+            await asyncio.to_thread(self.peers.close)
         self.store.origins.close()  # ends the remote reads that run
         await asyncio.to_thread(self.paths.close)  # what the last tasks post to this loop is done when this returns
         self.residency.close()
         self.stage.close()
         self.devices.close()
-        for model in self._open.values():
+        for model in (*self._open.values(), *self._superseded):
             model.close()
         self.pool.close()
         self.store.close()
 
     async def model(self, digest: str) -> StoredModel:
-        """The opened model. Raises ``ModelNotFound`` or ``InvalidCheckpoint``."""
+        """The opened model. Raises ``ModelNotFound`` or ``InvalidCheckpoint``.
+
+        One that was loaded as it is and has been converted since takes its new form when none of it is in memory.
+        """
+        known = self._open.get(digest)
+        if known is not None and known.index.segments and not self._in_memory(digest):
+            replaced = await _in_thread(self.store.open_replaced, digest)
+            if replaced is not None and self._open.get(digest) is known and not self._in_memory(digest):
+                self._open[digest] = replaced
+                self._superseded.append(known)  # somebody may be about to send its files
+            elif replaced is not None:
+                replaced.close()
         if (known := self._open.pop(digest, None)) is not None:
             self._open[digest] = known  # now the most recently used
             return known
-        opened = await _in_thread(self.store.open, digest)
+        opened = await _in_thread(self.store.open_latest, digest)
         if (other := self._open.get(digest)) is not None:  # somebody else opened it meanwhile
             opened.close()
             return other
@@ -75,9 +103,14 @@ class LoaderService:
             self._open.pop(next(iter(self._open))).close()
         return opened
 
-    async def register(self, uri: str, expected: str, report: Report) -> ModelInfo:
+    def _in_memory(self, digest: str) -> bool:
+        return self.residency.has(digest) or self.stage.has(digest)
+
+    async def register(self, uri: str, expected: str, report: Report, convert: str = CONVERT_NOW) -> ModelInfo:
         """Have the model at ``uri`` in the store. Raises ``DigestMismatch`` if it is not ``expected``."""
-        digest = await self.registrations.register(uri, report)
+        if convert not in CONVERT:
+            raise InvalidCheckpoint(f"convert {convert!r} is none of {CONVERT}", field="convert")
+        digest = await self.registrations.register(uri, report, convert)
         if expected and digest != expected:
             raise DigestMismatch(f"{uri} is {digest}, not {expected}: the source has changed", field="model")
         return await self.describe(digest)

@@ -33,6 +33,8 @@ class LoaderSettings(Settings):
     """Free chunks kept with their pages in place."""
     ssd_bytes: int | None = Field(None, ge=0)
     """Most bytes for copies of remote models below ``data``; None: half of what the disk has for them, 0: no copies."""
+    peer_listen: str = ""
+    """``host:port`` at which this node's models are served to the other nodes; empty: they are not."""
     peer_token: str = Field("", repr=False)
     """What the nodes of a cluster show each other; no flag, since command lines are read by everybody."""
     io_threads: int = Field(4, ge=1, le=64)
@@ -58,7 +60,7 @@ class LoaderSettings(Settings):
 
 
 _FLAGS = (
-    "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "ssd_bytes", "io_threads",
+    "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "ssd_bytes", "peer_listen", "io_threads",
     "remote_threads", "conversions", "bulk", "direct", "pinned", "overlap", "fake_devices",
     "cuda_devices",
 )  # fmt: skip

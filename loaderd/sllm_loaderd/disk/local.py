@@ -46,6 +46,10 @@ class LocalFile:
     def name(self) -> str:
         return str(self._file)
 
+    def fileno(self) -> int:
+        """Its descriptor for buffered reads, good until ``close``."""
+        return self._fd
+
     @property
     def modified_ns(self) -> int:
         """Time of its last change when it was opened, in nanoseconds since the epoch."""

@@ -1,0 +1,1 @@
+"""Serves this node's models to the loaders of other nodes: by HTTP ranges, to whoever has the token."""
