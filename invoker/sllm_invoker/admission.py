@@ -31,7 +31,14 @@ class Ledger:
     memory: int
     gpus: tuple[Gpu, ...] = ()
     cpu_overcommit: float = 1.0
+    reserved: int = 0
+    """Bytes of ``memory`` that no instance gets: loaderd's chunk pool may grow to its limit."""
     claims: dict[str, Claim] = field(default_factory=dict)
+
+    @property
+    def offered_memory(self) -> int:
+        """Bytes for instances, over all of them."""
+        return max(0, self.memory - self.reserved)
 
     @property
     def free_cpu(self) -> float:
@@ -40,8 +47,8 @@ class Ledger:
 
     @property
     def free_memory(self) -> int:
-        """Bytes that can still be promised."""
-        return self.memory - sum(claim.memory for claim in self.claims.values())
+        """Bytes that can still be promised; below 0 when the pool has been given more since."""
+        return self.offered_memory - sum(claim.memory for claim in self.claims.values())
 
     @property
     def held_gpus(self) -> tuple[Gpu, ...]:
@@ -58,7 +65,7 @@ class Ledger:
         if claim.memory > self.free_memory:
             raise NoCapacity(
                 f"instance {instance} needs {show_bytes(claim.memory)} of memory,"
-                f" this node has {show_bytes(self.free_memory)} free"
+                f" this node has {show_bytes(max(0, self.free_memory))} free"
             )
         for index in claim.gpus:
             self._check_gpu(instance, index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from sllm_invoker.admission import Ledger, claim_of
@@ -101,6 +102,10 @@ class Instances:
         finally:
             self.ledger = self.ledger.release(instance.order.instance)
             self._changed()
+
+    def reserve(self, nbytes: int) -> None:
+        """``nbytes`` of the node's memory are loaderd's: instances to come share the rest."""
+        self.ledger = replace(self.ledger, reserved=nbytes)
 
     def stop(self, instance: str, reason: str, grace_s: float) -> str:
         """Drain and end it; what happened, for people."""

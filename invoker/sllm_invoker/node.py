@@ -78,7 +78,7 @@ class Node:
         clock = time.monotonic
         self._labels = machine.parse_labels(settings.labels)
         self._reporter = Reporter(self._compose, self._publish_status)
-        self._loader = Loader(settings.loaderd_socket, self._reporter.changed)
+        self._loader = Loader(settings.loaderd_socket, self._storage_changed)
         self._pool = WarmPool(
             driver, settings.pool_size, refill_delay_s=settings.refill_delay, on_change=self._reporter.changed
         )
@@ -230,6 +230,11 @@ class Node:
         self._obey(request.term)
         return await self._models.command(request)
 
+    def _storage_changed(self) -> None:
+        if self._loader.status is not None:  # while it is away its pool is as it was
+            self._instances.reserve(self._loader.status.pool.limit)
+        self._reporter.changed()
+
     # --- report -----------------------------------------------------------------------------------------
     def _compose(self, sequence: int) -> NodeStatus:
         ledger, storage = self._instances.ledger, self._loader.status
@@ -241,9 +246,9 @@ class Node:
             sequence=sequence,
             term=self._term,
             cpu=ledger.cpu,
-            memory=ledger.memory,
+            memory=ledger.offered_memory,
             free_cpu=ledger.free_cpu,
-            free_memory=ledger.free_memory,
+            free_memory=max(0, ledger.free_memory),
             gpus=ledger.held_gpus,
             labels=self._labels,
             draining=self._instances.draining,

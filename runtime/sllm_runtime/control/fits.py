@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sllm_runtime.control.view import Instance, Node, View
+from sllm_runtime.control.view import Instance, Key, Node, View
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Gpu, NodeStatus
 from sllm_runtime.protocol.quantities import parse_gpu, show_bytes
@@ -59,6 +59,12 @@ def need_of(manifest: Manifest) -> Need:
     )
 
 
+def memory_of(view: View, key: Key, manifest: Manifest) -> int:
+    """Bytes an instance holds on its node: its own, and its model's, whose private mappings it may write to."""
+    model = view.model_of(key)
+    return manifest.memory + (model.nbytes if model is not None else 0)
+
+
 def unsupported(manifest: Manifest) -> str:
     """A field that this release keeps but cannot honour yet, in words; empty if there is none. Refused at deploy, so
     that nothing asked for is silently left out."""
@@ -90,7 +96,7 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
     return Capacity(
         node=name,
         cpu=status.free_cpu - sum(i.manifest.cpu for i in unseen) + sum(i.manifest.cpu for i in leaving),
-        memory=status.free_memory - sum(i.manifest.memory for i in unseen) + sum(i.manifest.memory for i in leaving),
+        memory=status.free_memory - _memory(view, unseen) + _memory(view, leaving),
         gpus=tuple(
             gpu for gpu in status.gpus if gpu.index not in taken and (gpu.used_by is None or gpu.used_by in back)
         ),
@@ -98,6 +104,10 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
         drivers=status.drivers,
         python=status.python,
     )
+
+
+def _memory(view: View, instances: Sequence[Instance]) -> int:
+    return sum(memory_of(view, instance.key, instance.manifest) for instance in instances)
 
 
 def _suits(gpu: Gpu, kind: str, memory: int) -> bool:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from sllm_runtime.control.autoscale import HANDOVER_S
-from sllm_runtime.control.fits import Need, choose_gpus, free, need_of, short, total
+from sllm_runtime.control.fits import Need, choose_gpus, free, memory_of, need_of, short, total
 from sllm_runtime.control.view import Instance, Key, Node, View
 from sllm_runtime.protocol.manifest import Manifest
 
@@ -21,9 +21,8 @@ class Request:
     manifest: Manifest
     model: str | None = None
 
-    @property
-    def need(self) -> Need:
-        return need_of(self.manifest)
+    def need(self, view: View) -> Need:
+        return replace(need_of(self.manifest), memory=memory_of(view, self.key, self.manifest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class Simple:
     """Preferred accelerator, nearest weights, a warm sandbox, most free memory; else make room from the idle."""
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
-        need = request.need
+        need = request.need(view)
         usable = [node for node in view.nodes.values() if _usable(request, view, node, now)]
         ranked = []
         for node in usable:
@@ -167,7 +166,7 @@ def _fits(need: Need, view: View, node: Node, leaving: list[Instance]) -> bool:
 
 def _why(request: Request, view: View, usable: list[Node]) -> Decision:
     """Words for the one who waits."""
-    need = request.need
+    need = request.need(view)
     never = unsatisfiable(need, view)
     if never:
         return Refuse(never)

@@ -61,6 +61,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Highest controller term this node has obeyed."""
     cpu: float
     memory: int
+    """Bytes for instances: the machine's, less what loaderd's pool may grow to."""
     free_cpu: float
     free_memory: int
     gpus: tuple[Gpu, ...] = ()

@@ -1,5 +1,7 @@
 """A node never promises more than it has, whatever comes and goes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +59,16 @@ def test_what_is_short_is_named(claim: Claim, words: str) -> None:
     ledger = Ledger(cpu=4.0, memory=1000, gpus=GPUS).admit("a", Claim(0.0, 0, (1,)))
     with pytest.raises(NoCapacity, match=words):
         ledger.admit("b", claim)
+
+
+def test_what_is_reserved_is_offered_to_nobody() -> None:
+    """loaderd says its limit when it is there: what was admitted before stays, nothing more is."""
+    ledger = replace(Ledger(cpu=4.0, memory=1000).admit("a", Claim(1.0, 600)), reserved=500)
+    assert (ledger.offered_memory, ledger.free_memory) == (500, -100)
+    with pytest.raises(NoCapacity, match="needs 1 B of memory, this node has 0 B free"):
+        ledger.admit("b", Claim(1.0, 1))
+    assert ledger.release("a").admit("b", Claim(1.0, 500)).free_memory == 0
+    assert replace(ledger, reserved=5000).offered_memory == 0
 
 
 def test_the_weights_count_as_memory() -> None:

@@ -66,6 +66,9 @@ def privileges():
     thread.join()
     return [read(), *threads]
 
+def environment():
+    return dict(os.environ)
+
 async def dies_with_parent():  # on the loop, hence in the main thread, which alone has it
     signal = ctypes.c_int()
     ctypes.CDLL(None).prctl(2, ctypes.byref(signal), 0, 0, 0)
@@ -160,6 +163,8 @@ async def test_what_a_function_cannot_reach(deployed: Deployed, nats: Nats, tmp_
     for status in of_threads:
         assert status.pop("NoNewPrivs") == "1"
         assert {int(value, 16) for value in status.values()} == {0}
+    environment = await deployed.call("environment")
+    assert not {key for key in environment if key.startswith("SLLM_")} - {"SLLM_NODE", "SLLM_PARENT_PID"}
     assert await deployed.call("dies_with_parent", kind="async_function") == signal.SIGKILL
 
 

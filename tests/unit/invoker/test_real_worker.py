@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sllm_invoker import machine
 from sllm_invoker.fork_server import ZYGOTE
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.limits import CHUNK_BYTES
@@ -109,6 +110,8 @@ async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_
     assert reply.model is not None
     assert reply.model.nbytes >= sum(array.nbytes for array in arrays.values())
     await until(lambda: node.status.models, what="the node says what it has")
+    assert node.status.dram_limit == 16 * CHUNK_BYTES
+    assert node.status.memory == machine.memory() - node.status.dram_limit, "the pool's memory is nobody else's"
 
     model = reply.model
     (total,) = await answer(node, order(digest, len(packed), "total", "function", model))
