@@ -293,10 +293,6 @@ class DeviceStage:
         """Whether any part of a model is on a device or on its way to one."""
         return any(part.resident.key[0] == digest for part in self._partitions)
 
-    def has(self, digest: str) -> bool:
-        """Whether any part of a model is on a device or on its way to one."""
-        return any(part.resident.key[0] == digest for part in self._partitions)
-
     def evict(self, digest: str) -> None:
         """Drop what nobody has of a model. Raises ``Conflict`` while it is being loaded to a device."""
         parts = [part for part in self._partitions if part.resident.key[0] == digest]
