@@ -115,7 +115,7 @@ class Calls:
         if binding is not None and not call.over:
             now = call.marks.read = self._clock()
             binding.inbox.consume(cost)
-            self._send(binding, binding.acknowledge(now))
+            self._acknowledge(binding, now)
 
     def leave(self, call: Call) -> None:
         """The reader is done with it. What still runs for it is cancelled."""
@@ -162,6 +162,10 @@ class Calls:
     def _send(self, binding: Binding, items: list[Outgoing]) -> None:
         for item in items:
             self._link.send(binding.node, item)
+
+    def _acknowledge(self, binding: Binding, now: float, *, force: bool = False) -> None:
+        for item in binding.acknowledge(now, force=force):
+            self._link.send_later(binding.node, item)
 
     def _place(self, call: Call, entry: RouteEntry) -> None:
         now = self._clock()
@@ -261,7 +265,7 @@ class Calls:
         if end is not None:
             self._ended(call, binding, codec.unpack(End, end.data))
         elif binding is call.binding:
-            self._send(binding, binding.acknowledge(now))
+            self._acknowledge(binding, now)
 
     def _deliver(self, call: Call, binding: Binding, ready: list[Frame], now: float) -> None:
         cost = sum([frame.cost for frame in ready])
@@ -284,8 +288,7 @@ class Calls:
     # --- the end ----------------------------------------------------------------------------------
     def _ended(self, call: Call, binding: Binding, end: End) -> None:
         """The call is over on its instance."""
-        for item in binding.acknowledge(self._clock(), force=True):
-            self._link.send_later(binding.node, item)
+        self._acknowledge(binding, self._clock(), force=True)
         self._metrics.resent.inc(binding.resends)
         call.binding = None
         error = end.error.to_error() if end.error is not None else None

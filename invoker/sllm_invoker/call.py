@@ -13,6 +13,9 @@ from sllm_runtime.protocol.stream import Inbox, Outbox
 CREDIT_SLACK: Final = 8 * limits.MIB
 """A worker may run ahead of its credit by what it had already made; by this much, it is misbehaving."""
 
+PLENTY: Final = 0.75
+"""Of a window. What is left beyond it is not passed on yet: a window holds two frames of the largest size."""
+
 Key = tuple[str, int]
 
 
@@ -33,6 +36,8 @@ class Call:
         self.cancel: tuple[str, str] | None = None
         """Code and reason, once somebody asked to stop it."""
         self.cancelled_at = 0.0
+        self.told = head.credit
+        """Credit that the worker knows of."""
         self.sent = 0
         """Frames below this index were sent at least once: what a beat may claim, since more was held by credit."""
         self._unheard_since: float | None = None
@@ -85,6 +90,13 @@ class Call:
         self.outbox.on_ack(next_index, limit)
         self._unheard_since = now if self.outbox.acked < self.sent else None
         return self.outbox.limit > old
+
+    def new_credit(self) -> int | None:
+        """The limit to tell the worker; None while it has plenty left of what it knows, as nearly always."""
+        if self.outbox.limit <= self.told or self.told - self.outbox.pushed_bytes > self.head.credit * PLENTY:
+            return None
+        self.told = self.outbox.limit
+        return self.told
 
     def unheard_s(self, now: float) -> float:
         """Seconds that sent frames have waited without any acknowledgement; 0 if none waits."""

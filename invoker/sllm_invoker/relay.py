@@ -142,9 +142,10 @@ class Relay:
                     host.feed(call, parts)
                 self._answer_body(call, now)
             case Ack():
-                if call.on_ack(item.next_index, item.limit, now):
-                    if call.running:
-                        host.credit(call)
+                more = call.on_ack(item.next_index, item.limit, now)
+                if call.running:
+                    host.credit(call)
+                if more:
                     self.ready(call)
                 if call.outbox.done:
                     self._forget(call)

@@ -136,7 +136,8 @@ class Work:
 
     def credit(self, call: Call) -> None:
         """The call's gateway takes more."""
-        self.tell(Credit(call.number, call.outbox.limit))
+        if (limit := call.new_credit()) is not None:
+            self.tell(Credit(call.number, limit))
 
     def cancel(self, call: Call, code: str, reason: str) -> None:
         """Stop the call; its END follows. Repeatable: the first reason holds."""

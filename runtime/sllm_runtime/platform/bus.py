@@ -23,20 +23,14 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js import JetStreamContext
 
+from sllm_runtime.platform import requests
 from sllm_runtime.platform.connection import connection_options, open_connection
 from sllm_runtime.platform.outbox import Outbox, encode, text
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.subscription import Subscription
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.ctl import Reply
-from sllm_runtime.protocol.errors import (
-    DeadlineExceeded,
-    InternalError,
-    ProtocolError,
-    SllmError,
-    Unavailable,
-)
+from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB, RPC_TIMEOUT_S
 
 __all__ = ["Bus", "Subscription"]
@@ -115,10 +109,8 @@ class Bus:
         await self._outbox.send(subject, encode(message, subject))
 
     def publish_now(self, subject: str, message: Any) -> None:
-        """``publish`` without waiting; what is published in one loop tick is written in one piece, in order.
-
-        Raises ``Unavailable`` when so much waits that the connection cannot keep up.
-        """
+        """``publish`` without waiting; what is published in one loop tick is written in one piece, in order. Raises
+        ``Unavailable`` when so much waits that the connection cannot keep up."""
         self._outbox.send_now(subject, encode(message, subject))
 
     async def subscribe(
@@ -133,15 +125,13 @@ class Bus:
     ) -> Subscription:
         """Call ``handler(message, subject)`` for each message, one after another. Its exceptions are logged.
 
-        The server knows of it when this returns.
-
-        More than ``pending_messages`` or ``pending_bytes`` waiting: the newest are lost (see the module's text).
+        The server knows of it when this returns. More than ``pending_messages`` or ``pending_bytes`` waiting: the newest
+        are lost (see the module's text).
         """
-        decode = codec.unpack
 
         async def handle(message: Msg) -> None:
             try:
-                result = handler(decode(type_, message.data), message.subject)
+                result = handler(codec.unpack(type_, message.data), message.subject)
                 if inspect.isawaitable(result):
                     await result
             except ProtocolError as error:
@@ -199,19 +189,7 @@ class Bus:
         Raises what the other side raised, ``Unavailable`` if nobody serves ``subject``, ``DeadlineExceeded`` after
         ``timeout_s`` seconds.
         """
-        data = encode(request, subject)
-        try:
-            message = await self._client.request(subject, data, timeout=timeout_s)
-        except nats.errors.NoRespondersError as error:
-            raise Unavailable(f"nobody serves {subject} now; try again") from error
-        except nats.errors.TimeoutError as error:
-            raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
-        except (nats.errors.Error, OSError) as error:
-            raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
-        reply = codec.unpack(Reply, message.data)
-        if reply.error is not None:
-            raise reply.error.to_error()
-        return codec.unpack(reply_type, bytes(reply.value))
+        return await requests.ask(self._client, subject, request, reply_type, timeout_s)
 
     async def serve(
         self,
@@ -226,44 +204,11 @@ class Bus:
 
         An ``SllmError`` of ``handler`` is the answer; any other exception is logged and answered ``InternalError``.
         """
-        tasks = Tasks(f"serve {subject}")
-
-        async def handle(message: Msg) -> None:
-            if len(tasks) >= concurrency:
-                busy = Unavailable(f"{subject}: {concurrency} requests are being answered; try again")
-                await self._answer(message, Reply(error=busy.body()))
-                return
-            tasks.start(self._serve_one(message, request_type, handler), "request")
-
+        server = requests.Server(self._outbox, subject, request_type, handler, concurrency)
         subscription = Subscription(subject)
-        subscription.tasks = tasks
-        await self._listen(subscription, handle, queue, 65536, 64 * MIB)
+        subscription.tasks = server.tasks
+        await self._listen(subscription, server.handle, queue, 65536, 64 * MIB)
         return subscription
-
-    async def _serve_one(
-        self, message: Msg, request_type: type[Q], handler: Callable[[Q], Awaitable[msgspec.Struct]]
-    ) -> None:
-        try:
-            answer = await handler(codec.unpack(request_type, message.data))
-            reply = Reply(value=msgspec.Raw(codec.pack(answer)))
-        except SllmError as error:
-            reply = Reply(error=error.body())
-        except Exception as error:
-            log.exception("answering %s failed", message.subject)
-            reply = Reply(error=InternalError(f"{message.subject}: {type(error).__name__}: {error}").body())
-        await self._answer(message, reply)
-
-    async def _answer(self, message: Msg, reply: Reply) -> None:
-        if not message.reply:
-            return
-        try:
-            data = encode(reply, message.subject)
-        except ProtocolError as error:
-            data = codec.pack(Reply(error=InternalError(f"answer of {message.subject}: {error.message}").body()))
-        try:
-            await self._outbox.send(message.reply, data)
-        except Unavailable as error:
-            log.warning("an answer was lost: %s", error.message)
 
     # --- life -------------------------------------------------------------------------------------
     def on_reconnect(self, callback: Callback) -> Callable[[], None]:

@@ -40,43 +40,62 @@ async def open_connection(
 ) -> None:
     """Connect ``client`` by ``options`` and (``jetstream``) make sure that JetStream answers. Raises ``Unavailable`` or
     ``Unauthorized``."""
-    refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    last = "no answer"
-
-    async def watch_errors(error: Exception) -> None:
-        nonlocal last
-        last = str(error) or type(error).__name__
-        fatal = isinstance(error, ssl.SSLError) or any(word in last.lower() for word in _REFUSED)
-        if fatal and not refused.done() and not client.is_connected:
-            refused.set_result(_refusal(settings, identity, last))
-        await on_error(error)
-
+    troubles = _Troubles(client, settings, identity, on_error)
     options = {
         **options,
         "name": name,
-        "error_cb": watch_errors,
+        "error_cb": troubles.happened,
         "disconnected_cb": on_disconnect,
         "reconnected_cb": on_reconnect,
         "closed_cb": on_closed,
     }
-    connecting: asyncio.Future[Any] = asyncio.ensure_future(client.connect(**options))
-    try:
-        await asyncio.wait([connecting, refused], timeout=settings.nats_timeout, return_when=asyncio.FIRST_COMPLETED)
-        if refused.done():
-            raise refused.result()
-        if not connecting.done():
-            raise Unavailable(f"no NATS server at {settings.nats_url} ({last}); check SLLM_NATS_URL and that it runs")
-        _raise_if_failed(connecting, settings)
-    finally:
-        connecting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await connecting
+    await _connect(client, settings, options, troubles)
     if client.max_payload < MAX_MESSAGE + 4096:
         raise Unavailable(
             f"NATS at {settings.nats_url} takes messages of {client.max_payload} bytes only; set its max_payload to 1MB"
         )
     if jetstream:
         await _require_jetstream(client, settings, identity)
+
+
+class _Troubles:
+    """What goes wrong on a connection. Until it stands, a refusal for good is noticed: nats-py would go on trying."""
+
+    def __init__(
+        self, client: Client, settings: Settings, identity: str, tell: Callable[[Exception], Awaitable[None]]
+    ) -> None:
+        self.refused: asyncio.Future[SllmError] = asyncio.get_running_loop().create_future()
+        self.last = "no answer"
+        self._client = client
+        self._settings = settings
+        self._identity = identity
+        self._tell = tell
+
+    async def happened(self, error: Exception) -> None:
+        self.last = str(error) or type(error).__name__
+        fatal = isinstance(error, ssl.SSLError) or any(word in self.last.lower() for word in _REFUSED)
+        if fatal and not self.refused.done() and not self._client.is_connected:
+            self.refused.set_result(_refusal(self._settings, self._identity, self.last))
+        await self._tell(error)
+
+
+async def _connect(client: Client, settings: Settings, options: dict[str, Any], troubles: _Troubles) -> None:
+    """Until it stands or is refused, at most ``nats_timeout``."""
+    connecting: asyncio.Future[Any] = asyncio.ensure_future(client.connect(**options))
+    waited: set[asyncio.Future[Any]] = {connecting, troubles.refused}
+    try:
+        await asyncio.wait(waited, timeout=settings.nats_timeout, return_when=asyncio.FIRST_COMPLETED)
+        if troubles.refused.done():
+            raise troubles.refused.result()
+        if not connecting.done():
+            raise Unavailable(
+                f"no NATS server at {settings.nats_url} ({troubles.last}); check SLLM_NATS_URL and that it runs"
+            )
+        _raise_if_failed(connecting, settings)
+    finally:
+        connecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await connecting
 
 
 def _raise_if_failed(connecting: asyncio.Future[Any], settings: Settings) -> None:

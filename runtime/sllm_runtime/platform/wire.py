@@ -1,95 +1,21 @@
-"""Messages over unix stream sockets: u32 big-endian length + payload, descriptors by SCM_RIGHTS.
-
-``Splitter`` and ``Descriptors`` are sans-I/O; ``BlockingWire`` (threads) and ``AsyncWire`` (asyncio) add the socket.
-A message that carries descriptors says how many in its own ``fds`` field; they arrive no later than its first byte.
-"""
+"""Messages over unix stream sockets, framed as ``framing`` says: ``BlockingWire`` for threads, ``AsyncWire`` for
+asyncio."""
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from sllm_runtime.platform.framing import Descriptors, Splitter, frame, receive
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
 from sllm_runtime.protocol.limits import MAX_FDS, MAX_MESSAGE
 
-HEADER = struct.Struct(">I")
-_READ = 256 * 1024
-_ANCILLARY = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 _MAX_QUEUED = 8 * MAX_MESSAGE
 _TURN = 64
 """Messages received without letting the loop's other tasks have their turn."""
-
-
-class Splitter:
-    """Bytes in, whole payloads out."""
-
-    def __init__(self, max_message: int = MAX_MESSAGE) -> None:
-        self._buffer = bytearray()
-        self._max = max_message
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Payloads that are complete now. Raises ``ProtocolError`` when a length is above the limit."""
-        self._buffer += data
-        payloads: list[bytes] = []
-        start = 0
-        while len(self._buffer) - start >= HEADER.size:
-            (length,) = HEADER.unpack_from(self._buffer, start)
-            if length > self._max:
-                raise ProtocolError(f"message of {length} bytes is above the limit of {self._max}")
-            end = start + HEADER.size + length
-            if end > len(self._buffer):
-                break
-            payloads.append(bytes(self._buffer[start + HEADER.size : end]))
-            start = end
-        del self._buffer[:start]
-        return payloads
-
-
-class Descriptors:
-    """Descriptors that arrived and were not taken yet, at most ``most``; owns them until ``take``."""
-
-    def __init__(self, most: int = 4 * MAX_FDS) -> None:
-        self._most = most
-        self._waiting: deque[int] = deque()
-
-    def add(self, fds: Iterable[int]) -> None:
-        self._waiting.extend(fds)
-        if len(self._waiting) > self._most:
-            self.close()
-            raise ProtocolError("more descriptors arrived than messages name")
-
-    def take(self, count: int) -> list[int]:
-        """The next ``count`` descriptors; the caller owns them. Raises ``ProtocolError`` if they are not here."""
-        if count > len(self._waiting):
-            raise ProtocolError(f"message names {count} descriptors, {len(self._waiting)} arrived")
-        return [self._waiting.popleft() for _ in range(count)]
-
-    def close(self) -> None:
-        """Close what nobody took."""
-        while self._waiting:
-            os.close(self._waiting.popleft())
-
-
-def _frame(payload: bytes) -> bytes:
-    if len(payload) > MAX_MESSAGE:
-        raise ProtocolError(f"message of {len(payload)} bytes is above the limit of {MAX_MESSAGE}")
-    return HEADER.pack(len(payload)) + payload
-
-
-def _receive(sock: socket.socket, fds: Descriptors) -> bytes:
-    """One ``recvmsg``; b"" at the end of the stream."""
-    data, ancillary, _flags, _address = sock.recvmsg(_READ, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers = array.array("i")
-            numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
-            fds.add(numbers)
-    return data
 
 
 class BlockingWire:
@@ -103,7 +29,7 @@ class BlockingWire:
 
     def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
         """Send one message. Raises ``OSError`` when the peer is gone."""
-        data = memoryview(_frame(payload))
+        data = memoryview(frame(payload))
         if fds:
             data = data[socket.send_fds(self.sock, [data], list(fds)) :]
         if data:
@@ -111,7 +37,7 @@ class BlockingWire:
 
     def send_now(self, payloads: Iterable[bytes]) -> memoryview:
         """Send these messages as far as the socket takes them at once; the rest is to go first (``send_rest``)."""
-        data = memoryview(b"".join(map(_frame, payloads)))
+        data = memoryview(b"".join(map(frame, payloads)))
         try:
             while data:
                 data = data[self.sock.send(data, socket.MSG_DONTWAIT) :]
@@ -136,7 +62,7 @@ class BlockingWire:
     def receive(self) -> bytes | None:
         """The next message, ``None`` at the end. The socket's own timeout applies (``TimeoutError``)."""
         while not self._ready:
-            data = _receive(self.sock, self.fds)
+            data = receive(self.sock, self.fds)
             if not data:
                 return None
             self._ready.extend(self._splitter.feed(data))
@@ -168,6 +94,10 @@ class AsyncWire:
         self._drained = asyncio.Event()
         self._drained.set()
         self._waiter: asyncio.Future[None] | None = None
+        self._reading = False
+        """Whether the loop watches the socket."""
+        self._ended = False
+        self._failure: ProtocolError | OSError | None = None
         self.peer_gone = False
         """The peer takes nothing more; what it had sent before can still be received."""
         self.closed = False
@@ -179,31 +109,47 @@ class AsyncWire:
             self._turn = 0
             await asyncio.sleep(0)  # a peer that never stops sending holds up nobody else
         while not self._ready:
-            data = await self._read()
-            if not data:
+            if self._failure is not None:
+                raise self._failure
+            if self._ended or self.closed:
                 return None
-            self._ready.extend(self._splitter.feed(data))
+            await self._readable()
         return self._ready.popleft()
 
-    async def _read(self) -> bytes:
-        while not self.closed:
-            try:
-                return _receive(self.sock, self.fds)
-            except (BlockingIOError, InterruptedError):
-                await self._readable()
-            except ConnectionError:
-                return b""
-        return b""
-
     async def _readable(self) -> None:
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        self._waiter = waiter
-        self._loop.add_reader(self.sock.fileno(), _wake, waiter)
+        """Wait for ``_read`` to have something. It stays registered while messages are asked for one after another."""
+        if not self._reading:
+            self._reading = True
+            self._loop.add_reader(self.sock.fileno(), self._read)
+        self._waiter = self._loop.create_future()
         try:
-            await waiter
+            await self._waiter
         finally:
-            if self.sock.fileno() >= 0:
-                self._loop.remove_reader(self.sock.fileno())
+            self._waiter = None
+
+    def _read(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            self._stop_reading()  # nobody asks: what comes stays with the kernel
+            return
+        try:
+            data = receive(self.sock, self.fds)
+            self._ready.extend(self._splitter.feed(data))
+            self._ended = not data
+        except (BlockingIOError, InterruptedError):
+            return
+        except ConnectionError:
+            self._ended = True
+        except (ProtocolError, OSError) as error:
+            self._failure = error
+        if self._ended or self._failure is not None:
+            self._stop_reading()
+        if self._ready or not self._reading:
+            _wake(self._waiter)
+
+    def _stop_reading(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self.sock.fileno())
 
     def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
         """Queue one message, sent at once if the socket takes it; ``fds`` are duplicated, the caller keeps its own.
@@ -214,7 +160,7 @@ class AsyncWire:
             raise Unavailable("the other end of this socket is gone")
         if self._queued > _MAX_QUEUED:
             raise Unavailable(f"the other end of this socket takes nothing: {self._queued} bytes wait")
-        data = memoryview(_frame(payload))
+        data = memoryview(frame(payload))
         self._out.append((data, _duplicates(fds)))
         self._queued += len(data)
         if not self._writing:
@@ -263,7 +209,7 @@ class AsyncWire:
         if self.closed:
             return
         self.closed = True
-        self._loop.remove_reader(self.sock.fileno())
+        self._stop_reading()
         self._loop.remove_writer(self.sock.fileno())
         self._drop()
         self.fds.close()

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_runtime.platform.wire import HEADER, AsyncWire, BlockingWire, Descriptors, Splitter
+from sllm_runtime.platform.framing import HEADER, Descriptors, Splitter
+from sllm_runtime.platform.wire import AsyncWire, BlockingWire
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
 from sllm_runtime.protocol.limits import MAX_FDS, MAX_MESSAGE
 
@@ -182,6 +183,32 @@ async def test_a_cancelled_receive_can_be_repeated(pair: tuple[socket.socket, so
     left.send(b"later")
     assert await asyncio.wait_for(right.receive(), 5) == b"later"
     left.close()
+    right.close()
+
+
+async def test_messages_that_nobody_asks_for_stay_with_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = BlockingWire(pair[0]), AsyncWire(pair[1], max_fds=1)
+    for number in range(3):
+        read, write = os.pipe()
+        left.send(b"%d" % number, [read])  # each has its descriptor; only one may wait to be taken
+        os.close(read)
+        os.close(write)
+    for number in range(3):
+        assert await asyncio.wait_for(right.receive(), 5) == b"%d" % number
+        await asyncio.sleep(0)
+        (fd,) = right.fds.take(1)
+        os.close(fd)
+    left.close()
+    assert await asyncio.wait_for(right.receive(), 5) is None
+    right.close()
+
+
+async def test_what_is_no_message_is_told_to_who_receives(pair: tuple[socket.socket, socket.socket]) -> None:
+    right = AsyncWire(pair[1])
+    pair[0].sendall(b"\xff" * 100)
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="above the limit"):
+            await asyncio.wait_for(right.receive(), 5)
     right.close()
 
 

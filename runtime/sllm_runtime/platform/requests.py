@@ -1,0 +1,93 @@
+"""Requests over NATS: asked with a deadline, answered each in a task of its own, every answer in a ``Reply``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from sllm_runtime.platform.outbox import Outbox, encode, text
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.ctl import Reply
+from sllm_runtime.protocol.errors import DeadlineExceeded, InternalError, ProtocolError, SllmError, Unavailable
+
+log = logging.getLogger(__name__)
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+async def ask(client: Client, subject: str, request: Any, reply_type: type[R], timeout_s: float) -> R:
+    """The answer of whoever serves ``subject``.
+
+    Raises what the other side raised, ``Unavailable`` if nobody serves it, ``DeadlineExceeded`` after ``timeout_s``.
+    """
+    data = encode(request, subject)
+    try:
+        message = await client.request(subject, data, timeout=timeout_s)
+    except nats.errors.NoRespondersError as error:
+        raise Unavailable(f"nobody serves {subject} now; try again") from error
+    except nats.errors.TimeoutError as error:
+        raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
+    except (nats.errors.Error, OSError) as error:
+        raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
+    reply = codec.unpack(Reply, message.data)
+    if reply.error is not None:
+        raise reply.error.to_error()
+    return codec.unpack(reply_type, bytes(reply.value))
+
+
+class Server(Generic[Q]):
+    """Answers the requests on one subject, at most ``concurrency`` at once. Whoever made it closes its ``tasks``."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        subject: str,
+        request_type: type[Q],
+        handler: Callable[[Q], Awaitable[msgspec.Struct]],
+        concurrency: int,
+    ) -> None:
+        self.tasks = Tasks(f"serve {subject}")
+        self._outbox = outbox
+        self._subject = subject
+        self._type = request_type
+        self._handler = handler
+        self._concurrency = concurrency
+
+    async def handle(self, message: Msg) -> None:
+        """Begin to answer ``message``; above ``concurrency`` the answer is ``Unavailable``."""
+        if len(self.tasks) >= self._concurrency:
+            busy = Unavailable(f"{self._subject}: {self._concurrency} requests are being answered; try again")
+            await self._answer(message, Reply(error=busy.body()))
+            return
+        self.tasks.start(self._serve(message), "request")
+
+    async def _serve(self, message: Msg) -> None:
+        try:
+            answer = await self._handler(codec.unpack(self._type, message.data))
+            reply = Reply(value=msgspec.Raw(codec.pack(answer)))
+        except SllmError as error:
+            reply = Reply(error=error.body())
+        except Exception as error:
+            log.exception("answering %s failed", message.subject)
+            reply = Reply(error=InternalError(f"{message.subject}: {type(error).__name__}: {error}").body())
+        await self._answer(message, reply)
+
+    async def _answer(self, message: Msg, reply: Reply) -> None:
+        if not message.reply:
+            return
+        try:
+            data = encode(reply, message.subject)
+        except ProtocolError as error:
+            data = codec.pack(Reply(error=InternalError(f"answer of {message.subject}: {error.message}").body()))
+        try:
+            await self._outbox.send(message.reply, data)
+        except Unavailable as error:
+            log.warning("an answer was lost: %s", error.message)
