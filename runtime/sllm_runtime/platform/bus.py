@@ -125,8 +125,8 @@ class Bus:
     ) -> Subscription:
         """Call ``handler(message, subject)`` for each message, one after another. Its exceptions are logged.
 
-        The server knows of it when this returns. More than ``pending_messages`` or ``pending_bytes`` waiting: the newest
-        are lost (see the module's text).
+        The server knows of it when this returns. Of more than ``pending_messages`` or ``pending_bytes`` that wait the
+        newest are lost (see the module's text).
         """
 
         async def handle(message: Msg) -> None:
