@@ -37,7 +37,15 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.loader import Hello, Load
-from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import (
+    SMALL_CHUNK,
+    LoaderProcess,
+    loaderd,
+    mapped,
+    numbers_model,
+    session,
+    small_checkpoint,
+)
 from tests.fixtures.models import save_byte_tokenizer, save_model
 
 WAIT = 20.0
@@ -60,31 +68,6 @@ async def until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.005)
-
-
-@contextlib.asynccontextmanager
-async def session(daemon: LoaderProcess, model: str, holder: str = "w") -> AsyncIterator[LoaderSession]:
-    fd = await daemon.control.grant(holder, model)
-    opened = await asyncio.to_thread(LoaderSession, fd)
-    try:
-        yield opened
-    finally:
-        await asyncio.to_thread(opened.close)
-
-
-def mapped(address: int, size: int) -> dict[str, int]:
-    """Sums of smaps (KiB) over the mappings inside a range."""
-    sums: dict[str, int] = {}
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            start, end = (int(part, 16) for part in head.split("-"))
-            inside = address <= start and end <= address + size
-        elif inside and line.endswith(" kB"):
-            key = head[:-1]
-            sums[key] = sums.get(key, 0) + int(line.split()[1])
-    return sums
 
 
 # --- the way of a model ------------------------------------------------------------------------------

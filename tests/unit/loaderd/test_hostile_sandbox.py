@@ -20,8 +20,8 @@ import pytest
 
 from sllm_loaderd.pool import ChunkPool
 from sllm_runtime.protocol.codec import pack
-from sllm_runtime.protocol.loader import Cancel, Hello, Load
-from tests.fixtures.loaderd import LoaderProcess, loaderd, small_checkpoint
+from sllm_runtime.protocol.loader import Adopt, Cancel, GetStatus, Grant, Hello, Load, Message, Stored
+from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
 from tests.fixtures.waiting import until
 
 WAIT = 20.0
@@ -30,7 +30,7 @@ HELLO = pack(Hello())
 
 @pytest.fixture
 async def daemon(tmp_path: Path) -> AsyncIterator[LoaderProcess]:
-    async with loaderd(tmp_path) as started:
+    async with loaderd(tmp_path, fake_devices="1x2MiB@2GB/s") as started:
         yield started
 
 
@@ -70,6 +70,41 @@ async def test_a_message_nested_too_deeply_does_not_end_the_daemon(daemon: Loade
         sock.sendall(framed(nested))
         assert b"protocol_error" in await asyncio.to_thread(to_the_end, sock)
     assert await daemon.control.models() == (model,)
+
+
+async def test_what_only_the_invoker_may_say_ends_the_connection(daemon: LoaderProcess, model: str) -> None:
+    """Above all a sandbox brings no chunk: it may have kept a writable mapping from before the seal."""
+    adopt = Adopt(
+        request=1, model=model, partition=0, chunk_bytes=SMALL_CHUNK, numbers=(0,), ids=(1,), holders=("w",), fds=0
+    )
+    said: tuple[Message, ...] = (
+        adopt,
+        Stored(batch=1),
+        Grant(request=1, holder="other", model=model),
+        GetStatus(request=1),
+    )
+    for message in said:
+        with raw(await daemon.control.grant("w", model)) as sock:
+            sock.sendall(framed(pack(message)))
+            assert b"protocol_error" in await asyncio.to_thread(to_the_end, sock), message
+    assert not (await daemon.control.status()).resident
+
+
+async def test_loads_to_a_device_again_and_again_take_its_memory_once(daemon: LoaderProcess, model: str) -> None:
+    with raw(await daemon.control.grant("w", model)) as sock:
+        done = 0
+        for number in range(1, 40):
+            sock.sendall(framed(pack(Load(request=number, device="fake:0"))))
+            heard = b""
+            while b"Done" not in heard:
+                part = await asyncio.to_thread(sock.recv, 65536)
+                assert part, "the connection goes on"
+                heard += part
+            done += 1
+        (device,) = (await daemon.control.status()).devices
+        assert (done, device.used) == (39, device.limit)
+    await daemon.control.gone("w")
+    assert (await daemon.control.status()).devices[0].used == 0
 
 
 async def test_descriptors_from_a_sandbox_do_not_stay_open(daemon: LoaderProcess, model: str) -> None:

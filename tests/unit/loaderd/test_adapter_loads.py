@@ -1,0 +1,106 @@
+"""LoRA adapters load beside their base: same pool, same connection, many for one base, and only what was granted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from sllm_loaderd.client import LoaderSession
+from sllm_loaderd.convert import ConvertOptions, convert_directory
+from sllm_loaderd.devices.tensors import bind
+from sllm_runtime.protocol.errors import Forbidden, ModelNotFound
+from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, session, small_checkpoint
+
+ADAPTERS = 3
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["weight"], "base_model_name_or_path": "base"}
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[LoaderProcess]:
+    async with loaderd(tmp_path, fake_devices="1x8MiB@2GB/s") as started:
+        yield started
+
+
+def arrays(seed: int) -> dict[str, np.ndarray]:
+    """Two layers of a LoRA adapter of rank 2."""
+    generator = np.random.default_rng(seed)
+    shapes = {"lora_A": (2, 64), "lora_B": (256, 2)}
+    return {
+        f"base_model.model.layers.{layer}.{half}.weight": generator.standard_normal(shape, dtype=np.float32)
+        for layer in range(2)
+        for half, shape in shapes.items()
+    }
+
+
+async def adapter(daemon: LoaderProcess, directory: Path, seed: int) -> str:
+    """The digest of an adapter that the node has."""
+    checkpoint = await asyncio.to_thread(converted, directory, seed)
+    return (await daemon.control.register(str(checkpoint))).model
+
+
+def converted(directory: Path, seed: int) -> Path:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(CONFIG))
+    save_file(arrays(seed), directory / "adapter_model.safetensors")
+    target = directory.with_suffix(".checkpoint")
+    convert_directory(directory, target, options=ConvertOptions(chunk_bytes=SMALL_CHUNK, min_block=0))
+    return target
+
+
+async def right(opened: LoaderSession, digest: str, seed: int, device: str) -> bool:
+    """Whether an adapter's tensors are what was saved."""
+    load = opened.load(adapter=digest, device=device)
+    tensors = await asyncio.to_thread(bind, load)
+    await asyncio.to_thread(load.wait_all)
+    expected = arrays(seed)
+    return set(tensors) == set(expected) and all(
+        torch.equal(tensors[name], torch.from_numpy(array)) for name, array in expected.items()
+    )
+
+
+async def test_adapters_load_beside_their_base(daemon: LoaderProcess, tmp_path: Path) -> None:
+    base = (await daemon.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+    digests = [await adapter(daemon, tmp_path / f"adapter{seed}", seed) for seed in range(ADAPTERS + 1)]
+    granted, other = digests[:ADAPTERS], digests[ADAPTERS]
+    async with session(daemon, base, adapters=granted) as opened:
+        assert opened.adapters == tuple(granted)
+        whole = opened.load()
+        await asyncio.to_thread(whole.wait_all)
+        assert all([await right(opened, digest, seed, "cpu") for seed, digest in enumerate(granted)])
+        assert await right(opened, granted[1], 1, "fake:0")
+        status = await daemon.control.status()
+        assert {part.model for part in status.resident} == {base, *granted}
+        assert {part.holders for part in status.resident} == {("w",)}
+        with pytest.raises(Forbidden, match="this sandbox may load"):
+            await right(opened, other, ADAPTERS, "cpu")
+
+        # One that is granted later comes by a connection of its own, to the same sandbox.
+        async with session(daemon, base, adapters=[other]) as later:
+            assert await right(later, other, ADAPTERS, "cpu")
+    await daemon.control.gone("w")
+    assert (await daemon.control.status()).pool.held == 0
+    with pytest.raises(ModelNotFound):
+        await daemon.control.grant("x", base, adapters=["sha256:" + "0" * 64])
+
+
+async def test_rights_to_some_partitions_of_the_base_leave_adapters_whole(
+    daemon: LoaderProcess, tmp_path: Path
+) -> None:
+    base = (await daemon.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+    digest = await adapter(daemon, tmp_path / "adapter", 0)
+    opened = await asyncio.to_thread(
+        LoaderSession, await daemon.control.grant("w", base, partitions=[7], adapters=[digest])
+    )
+    try:
+        assert await right(opened, digest, 0, "cpu")
+        with pytest.raises(Forbidden, match="partitions"):
+            await asyncio.to_thread(opened.load().wait_all)
+    finally:
+        await asyncio.to_thread(opened.close)
