@@ -7,7 +7,6 @@ start can outlive it, however it detaches itself. Elsewhere it is a subreaper th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -166,17 +165,10 @@ class ForkServer:
             for birth in self._births.values():
                 if not birth.done():
                     birth.set_exception(Unavailable("the fork server ended"))
-            await self._end(self._child)
+            if self._child is not None and self._child.process is not None:
+                await self._child.end()
             self._child = None
             self._on_end()
-
-    async def _end(self, child: Child | None) -> None:
-        if child is None or child.process is None:
-            return
-        child.kill_group()
-        with contextlib.suppress(ProcessLookupError):
-            child.process.kill()
-        await child.wait()
 
     async def _listen(self, wire: AsyncWire) -> None:
         try:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 TAIL_LINES: Final = 50
 FILE_BYTES: Final = 8 * limits.MIB
 FILES: Final = 3
+OPEN_FILES: Final = 32
+"""Functions whose file is open: those that wrote last."""
 MAX_WAITING: Final = 10_000
 LINES_PER_S: Final = 200.0
 BURST_LINES: Final = 2000.0
@@ -42,7 +44,7 @@ class LogSink:
     def __init__(self, folder: Path, publish: Callable[[LogRecord], Awaitable[None]]) -> None:
         self._folder = folder
         self._publish = publish
-        self._files: dict[str, RotatingFileHandler] = {}
+        self._files: OrderedDict[str, RotatingFileHandler] = OrderedDict()
         self._waiting: deque[LogRecord] = deque()
         self._wake = asyncio.Event()
         self._dropped = 0
@@ -59,14 +61,21 @@ class LogSink:
         self._waiting.append(record)
         self._wake.set()
 
-    def _write(self, record: LogRecord) -> None:
-        handler = self._files.get(record.function)
+    def _file(self, function: str) -> RotatingFileHandler:
+        """The open file of ``function``; that of the one silent for longest is closed for it if need be."""
+        handler = self._files.get(function)
         if handler is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"{record.function}.jsonl"
+            path = self._folder / f"{function}.jsonl"
             handler = RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8")
             handler.setFormatter(logging.Formatter("%(message)s"))
-            self._files[record.function] = handler
+            self._files[function] = handler
+        self._files.move_to_end(function)
+        if len(self._files) > OPEN_FILES:
+            self._files.popitem(last=False)[1].close()
+        return handler
+
+    def _write(self, record: LogRecord) -> None:
         fields = {
             "at": round(record.at, 3),
             "version": record.version,
@@ -78,7 +87,7 @@ class LogSink:
             "dropped": record.dropped,
         }
         line = json.dumps({key: value for key, value in fields.items() if value}, ensure_ascii=False)
-        handler.emit(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
+        self._file(record.function).emit(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
 
     async def run(self) -> None:
         """Publish until cancelled."""

@@ -15,6 +15,7 @@ from typing import Final
 from sllm_invoker.fork_server import ZYGOTE, ForkServer, namespace_command
 from sllm_invoker.sandbox import Exit, Sandbox
 from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.process import KILLED_S
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
@@ -49,6 +50,7 @@ class ProcessSandbox:
         self._report: Exited | None = None
         self._loop = asyncio.get_running_loop()
         self._late: asyncio.TimerHandle | None = None
+        self._given_up: asyncio.TimerHandle | None = None
         self._exited: asyncio.Future[Exit] = self._loop.create_future()
         self.hello = Hello(pid=0, python="")
         self._loop.add_reader(pidfd, self._dead)
@@ -97,9 +99,16 @@ class ProcessSandbox:
         if self._pid == 0:
             self._settle()
 
+    def _hangs(self) -> None:
+        """Not even SIGKILL has ended it. Whoever waits for its end goes on without."""
+        log.error("worker %s (pid %d) has not ended %g s after SIGKILL: given up", self._name, self._pid, KILLED_S)
+        self._loop.remove_reader(self._pidfd)
+        self._settle()
+
     def _settle(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
+        for timer in (self._late, self._given_up):
+            if timer is not None:
+                timer.cancel()
         if not self._exited.done():
             report = self._report
             code, number = (report.code, report.signal) if report is not None else (None, 0)
@@ -115,12 +124,14 @@ class ProcessSandbox:
         if self._pid == 0:
             return
         self._asked = True
+        if self._given_up is None:
+            self._given_up = self._loop.call_later(KILLED_S, self._hangs)
         self._kill_group()
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self) -> Exit:
-        """Kill what is left, wait for its end, free all descriptors."""
+        """Kill what is left, wait for its end (KILLED_S at most), free all descriptors."""
         self.kill()
         end = await asyncio.shield(self._exited)
         if not self._closed:

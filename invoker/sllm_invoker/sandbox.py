@@ -12,7 +12,7 @@ from sllm_runtime.platform.wire import AsyncWire
 
 @dataclass(frozen=True)
 class Exit:
-    """How a sandbox ended. ``code`` None: not known (its fork server ended first)."""
+    """How a sandbox ended. ``code`` None: not known (its fork server ended first, or not even SIGKILL ended it)."""
 
     code: int | None
     signal: int = 0
@@ -58,13 +58,13 @@ class Sandbox(Protocol):
 
     @property
     def exited(self) -> asyncio.Future[Exit]:
-        """Done as soon as the worker is dead."""
+        """Done as soon as the worker is dead, or given up: within seconds of ``kill`` in any case."""
 
     def kill(self) -> None:
         """Kill the worker and its process group now. Repeatable."""
 
     async def close(self) -> Exit:
-        """Kill what is left, wait until it is dead, free everything. Repeatable."""
+        """Kill what is left, wait for ``exited``, free everything. Repeatable."""
 
 
 class SandboxDriver(Protocol):

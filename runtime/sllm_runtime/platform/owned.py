@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+CLOSE_S: Final = 30.0
+"""Longer than any task's orderly end takes: processes that are stopped have seconds of grace."""
+_AGAIN_S: Final = 1.0
 
 
 class Tasks:
@@ -48,12 +52,21 @@ class Tasks:
         if self._on_failure is not None:
             self._on_failure(error)
 
-    async def close(self) -> None:
-        """Cancel all tasks and wait until they have ended. Repeatable; the calling task, if owned, is left out."""
+    async def close(self, within_s: float = CLOSE_S) -> None:
+        """Cancel all tasks and wait until they have ended. Repeatable; the calling task, if owned, is left out.
+
+        What goes on all the same after ``within_s`` seconds is named in the log and left.
+        """
         self._closed = True
         current = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within_s
         while left := [task for task in self._tasks if task is not current]:
+            if loop.time() >= until:
+                names = ", ".join(sorted(task.get_name() for task in left))
+                log.error("given up %g s after they were cancelled: %s", within_s, names)
+                return
             for task in left:
                 task.cancel()
             # One that swallows its cancellation once (a library's cleanup) is cancelled again in the next round.
-            await asyncio.wait(left, timeout=1.0)
+            await asyncio.wait(left, timeout=max(0.0, min(_AGAIN_S, until - loop.time())))

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import ClassVar, Final
 
+from sllm_runtime.platform.log_files import open_log
 from sllm_runtime.protocol.errors import Unavailable
 
+log = logging.getLogger(__name__)
+
+KILLED_S: Final = 5.0
+"""What has not ended so long after SIGKILL hangs in the kernel (a dead disk, a driver): nobody waits for it longer."""
 ON_LINUX = sys.platform == "linux"
 PARENT = "SLLM_PARENT_PID"
-_ROTATE_AT = 16 * 2**20
-"""A log larger than this is put aside when its process starts anew."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True) if ON_LINUX else None
@@ -113,7 +117,7 @@ class Child:
         """Start it. Raises ``Unavailable`` if the program cannot be run."""
         parent = os.getpid()
         with contextlib.ExitStack() as stack:
-            output = stack.enter_context(_open(self.output)) if self.output else None
+            output = stack.enter_context(open_log(self.output)) if self.output else None
             Child.starting += 1
             try:
                 self.process = await asyncio.create_subprocess_exec(
@@ -144,8 +148,18 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    async def stop(self, grace_s: float) -> int:
-        """SIGTERM, after ``grace_s`` seconds SIGKILL; then what is left of its group is killed. Its exit status."""
+    async def end(self) -> int | None:
+        """SIGKILL to its group. Its exit status; ``None`` if it hangs in the kernel and was given up."""
+        self.kill_group()
+        try:
+            async with asyncio.timeout(KILLED_S):
+                return await self.wait()
+        except TimeoutError:
+            log.error("%s (pid %d) has not ended %g s after SIGKILL and is given up", self.name, self.pid, KILLED_S)
+            return None
+
+    async def stop(self, grace_s: float) -> int | None:
+        """SIGTERM, after ``grace_s`` seconds ``end``; what is left of its group is killed. Its exit status."""
         process = self.process
         if process is None:
             return 0
@@ -156,18 +170,9 @@ class Child:
             async with asyncio.timeout(grace_s):
                 return await process.wait()
         except TimeoutError:
-            self.kill_group()
-            return await process.wait()
+            return await self.end()
         finally:
             self.kill_group()
-
-
-def _open(path: Path) -> IO[bytes]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_size > _ROTATE_AT:
-            path.replace(path.with_name(path.name + ".1"))
-    return open(path, "ab", buffering=0)
 
 
 def tail(path: Path | None, lines: int = 15) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from sllm_runtime.platform.daemon import READY, READY_FD
+from sllm_runtime.platform.log_files import keep_short
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import Child, tail
 from sllm_runtime.protocol.errors import StartFailed, Unavailable
@@ -133,6 +134,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start all, stage by stage. Raises ``StartFailed`` with the end of its log for the first that fails."""
+        self._tasks.start(keep_short({kept.spec.log for kept in self._kept if kept.spec.log is not None}), "logs")
         for stage in sorted({kept.spec.stage for kept in self._kept}):
             starting = [kept for kept in self._kept if kept.spec.stage == stage]
             first: list[asyncio.Future[None]] = []

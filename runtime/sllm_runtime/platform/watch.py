@@ -26,6 +26,8 @@ _SILENCE_S: Final = 4.0
 _SYNC_S: Final = 10.0
 _AGAIN_S: Final = 0.1
 _GONE_AFTER_S: Final = 30.0
+_TOLD_AGAIN_S: Final = (0.1, 0.5, 2.0, 5.0)
+"""Waits before what a listener failed to take is told once more; the last one goes on."""
 _QUEUED: Final = 65536
 
 Changed = Callable[[str, bytes | None], None]
@@ -109,7 +111,10 @@ class _Picture:
 
 
 class Watch:
-    """Tells every change under one filter subject. ``start`` returns when the present state was told."""
+    """Tells every change under one filter subject. ``start`` returns when the present state was told.
+
+    What ``changed`` raises on is logged and told again until it is taken; other subjects do not wait for it.
+    """
 
     def __init__(self, bus: Bus, stream: str, subject: str, changed: Changed) -> None:
         self._bus = bus
@@ -119,6 +124,8 @@ class Watch:
         self._known: dict[str, int] = {}
         self._life: asyncio.Task[None] | None = None
         self._off: Callable[[], None] = lambda: None
+        self._failures = 0
+        self._retry: asyncio.TimerHandle | None = None
         self.synced = asyncio.Event()
         """Set while what was told is a whole picture."""
 
@@ -136,9 +143,14 @@ class Watch:
     async def close(self) -> None:
         """End it. Repeatable."""
         self._off()
+        if self._retry is not None:
+            self._retry.cancel()
         await self._tasks.close()
 
     def _anew(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
         self.synced.clear()
         if self._life is not None:
             self._life.cancel()
@@ -172,7 +184,9 @@ class Watch:
                 self._tell(*news)
         for subject in set(self._known) - seen:
             self._tell(subject, 0, None)
-        self.synced.set()
+        if self._retry is None:
+            self._failures = 0
+            self.synced.set()
         while True:
             news = await picture.next()
             if news is not None:
@@ -180,11 +194,23 @@ class Watch:
 
     def _tell(self, subject: str, sequence: int, data: bytes | None) -> None:
         if data is None:
-            if self._known.pop(subject, None) is not None:
-                self._changed(subject, None)
-        elif self._known.get(subject) != sequence:
+            if subject in self._known and self._taken(subject, None):
+                del self._known[subject]
+        elif self._known.get(subject) != sequence and self._taken(subject, data):
             self._known[subject] = sequence
+
+    def _taken(self, subject: str, data: bytes | None) -> bool:
+        """Whether the listener has taken it. If not, a new picture soon tells it what it does not know yet."""
+        try:
             self._changed(subject, data)
+        except Exception:  # whatever a listener raises must not cost others their news, nor this one its next chance
+            log.exception("a change of %s was not taken; it is told again", subject)
+            if self._retry is None:
+                delay = _TOLD_AGAIN_S[min(self._failures, len(_TOLD_AGAIN_S) - 1)]
+                self._failures += 1
+                self._retry = asyncio.get_running_loop().call_later(delay, self._anew)
+            return False
+        return True
 
 
 async def snapshot(bus: Bus, stream: str, subject: str) -> dict[str, bytes]:

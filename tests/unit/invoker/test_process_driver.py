@@ -52,6 +52,22 @@ async def test_a_worker_that_is_killed_is_noticed_at_once_with_its_signal(driver
     await sandbox.close()
 
 
+async def test_a_worker_that_not_even_sigkill_ends_is_given_up(
+    driver: ProcessDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that hangs in the kernel looks from outside: SIGKILL is sent, and it does not end."""
+    sandbox = await driver.create("a")
+    pid = sandbox.pid
+    with monkeypatch.context() as patched:
+        patched.setattr(process_driver, "KILLED_S", 0.1)
+        patched.setattr(os, "killpg", lambda pid, number: None)
+        patched.setattr(signal, "pidfd_send_signal", lambda pidfd, number: None)
+        async with asyncio.timeout(DEADLINE_S):
+            end = await sandbox.close()
+    assert (end.code, end.signal, end.asked) == (None, 0, True)
+    assert f"worker a (pid {pid}) has not ended 0.1 s after SIGKILL" in caplog.text
+
+
 async def test_the_fork_server_is_started_again_and_its_workers_died_with_it(driver: ProcessDriver) -> None:
     sandbox = await driver.create("a")
     first = driver.fork_server_pid

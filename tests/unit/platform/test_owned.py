@@ -66,3 +66,21 @@ async def test_an_owned_task_may_close_its_owner() -> None:
     tasks = Tasks("x")
     task = tasks.start(tasks.close(), "closer")
     await asyncio.wait_for(task, 5)
+
+
+async def test_one_that_swallows_every_cancellation_is_named_and_left(caplog: pytest.LogCaptureFixture) -> None:
+    tasks, free = Tasks("x"), asyncio.Event()
+
+    async def deaf() -> None:
+        while not free.is_set():
+            try:
+                await free.wait()
+            except asyncio.CancelledError:
+                continue
+
+    task = tasks.start(deaf(), "deaf")
+    await asyncio.sleep(0)
+    await asyncio.wait_for(tasks.close(within_s=0.1), 10)
+    assert "given up 0.1 s after they were cancelled: x: deaf" in caplog.text
+    free.set()
+    await asyncio.wait([task])

@@ -1,13 +1,16 @@
 """Processes: their end with the parent, orphans, logs, the frame around daemons."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from sllm_runtime.platform import log_files, process
 from sllm_runtime.platform.process import Child, children, start_time, tail
 from tests.fixtures.waiting import until
 
@@ -46,6 +49,50 @@ print("good")
     await child.start()
     status = await child.wait()
     assert (status, tail(child.output)) == (0, "good")
+
+
+async def test_one_that_not_even_sigkill_ends_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that hangs in the kernel looks from outside: SIGKILL is sent, and it does not end."""
+    child = Child(name="stuck", argv=["sh", "-c", "trap '' TERM; echo up; sleep 600"], env={}, output=tmp_path / "log")
+    await child.start()
+    await until(lambda: tail(child.output) == "up")
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "KILLED_S", 0.1)
+        patched.setattr(os, "killpg", lambda pid, number: None)
+        assert await child.stop(0.05) is None
+    assert f"stuck (pid {child.pid}) has not ended 0.1 s after SIGKILL" in caplog.text
+    assert await child.stop(0) == -signal.SIGKILL
+
+
+async def test_the_log_of_one_that_runs_for_long_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "ROTATE_AT", 1000)
+    monkeypatch.setattr(log_files, "EVERY_S", 0.01)
+    log, steps = tmp_path / "x.log", tmp_path / "steps"
+    os.mkfifo(steps)
+    # It says a line for each it is told, over the descriptor that it was born with.
+    child = Child(name="x", argv=["sh", "-c", f"while read -r line; do echo $line; done <{steps}"], env={}, output=log)
+    await child.start()
+    keeping = asyncio.create_task(log_files.keep_short({log, tmp_path / "none.log"}))
+    try:
+        with steps.open("w", buffering=1) as told:
+            for turn in range(3):
+                told.write(f"{turn} {'x' * 2000}\n")
+                await until(partial(put_aside, log, str(turn)))
+            told.write("the end\n")
+        assert await child.wait() == 0
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+    assert log.read_text() == "the end\n"
+    assert sorted(os.listdir(tmp_path)) == ["steps", "x.log", "x.log.1"]
+
+
+def put_aside(log: Path, beginning: str) -> bool:
+    """Whether a line that begins so is what was put aside, and the log is empty."""
+    aside = log.with_name(log.name + ".1")
+    return aside.exists() and aside.read_text().startswith(beginning) and log.stat().st_size == 0
 
 
 async def test_a_log_that_is_long_is_put_aside_at_the_next_start(tmp_path: Path) -> None:

@@ -99,6 +99,33 @@ async def test_a_watch_tells_the_present_then_every_change(nats: Nats) -> None:
     await watch.close()
 
 
+async def test_what_a_watcher_fails_to_take_is_told_again(nats: Nats, caplog: pytest.LogCaptureFixture) -> None:
+    """News and deletions; and other keys do not wait for it."""
+    leader = await _leader(nats)
+    reader = await StateStore.open(await nats.bus(GATEWAY), create=False)
+    told: list[tuple[str, bool]] = []
+    refused = {("nodes.bad", True): 2, ("nodes.bad", False): 1}
+
+    def changed(key: str, record: NodeRecord | None) -> None:
+        event = (key, record is not None)
+        if refused.get(event):
+            refused[event] -= 1
+            raise ValueError("not now")
+        told.append(event)
+
+    await leader.put(node_key("bad"), _node("bad"))
+    await leader.put(node_key("good"), _node("good"))
+    watch = await reader.watch("nodes.>", NodeRecord, changed)
+    assert sorted(told) == [("nodes.bad", True), ("nodes.good", True)], "a picture is whole when all of it was taken"
+    assert told[0] == ("nodes.good", True)
+    await leader.delete(node_key("bad"))
+    await leader.put(node_key("last"), _node("last"))
+    await until(lambda: len(told) == 4)
+    assert sorted(told[2:]) == [("nodes.bad", False), ("nodes.last", True)]
+    assert caplog.text.count("ValueError: not now") == 3
+    await watch.close()
+
+
 async def test_a_watch_of_nothing_is_ready_at_once(nats: Nats) -> None:
     await _leader(nats)
     reader = await StateStore.open(await nats.bus(GATEWAY), create=False)

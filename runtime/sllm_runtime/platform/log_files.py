@@ -1,0 +1,60 @@
+"""Files that daemons write their stdout and stderr to: two of each at most, whoever writes and for however long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import IO, Final
+
+log = logging.getLogger(__name__)
+
+ROTATE_AT: Final = 16 * 2**20
+"""Bytes above which a log is put aside as ``<name>.1``, in place of the one before."""
+EVERY_S: Final = 5.0
+"""How often the size of the logs of running processes is looked at."""
+_PIECE: Final = 2**20
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """For a process that is about to start. Appends, so that what ``rotate`` empties is written from its beginning."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > ROTATE_AT:
+            path.replace(_aside(path))
+    return open(path, "ab", buffering=0)
+
+
+async def keep_short(paths: Collection[Path]) -> None:
+    """Rotate the logs of processes that run for long, until cancelled."""
+    while True:
+        await asyncio.sleep(EVERY_S)
+        for path in paths:
+            try:
+                await asyncio.to_thread(rotate, path)
+            except OSError as error:  # a full disk, say, of which others complain louder
+                log.warning("the log %s cannot be rotated: %s", path, error)
+
+
+def rotate(path: Path) -> bool:
+    """Put a log aside that a running process writes to, if it is larger than ROTATE_AT; whether it was.
+
+    The process keeps its descriptor, so the file is copied and then emptied: a line that is written in the moment
+    between the two is lost. Raises ``OSError``.
+    """
+    if not path.exists() or path.stat().st_size <= ROTATE_AT:
+        return False
+    with open(path, "r+b", buffering=0) as file:
+        new = path.with_name(path.name + ".new")
+        with open(new, "wb", buffering=0) as copy:
+            while data := file.read(_PIECE):  # to the end it has by then, not the one it had
+                copy.write(data)
+        file.truncate(0)
+        new.replace(_aside(path))
+    return True
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
