@@ -65,6 +65,7 @@ def hide(paths: Iterable[Path], keep: Iterable[Path]) -> list[Path]:
                 _mount(f"/proc/self/fd/{fd}", name, None, _MS_BIND)
         for name in hidden:
             _mount("none", name, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _EMPTY)
+        os.chdir(next(iter(kept), "/"))
     finally:
         for fd in kept.values():
             os.close(fd)
