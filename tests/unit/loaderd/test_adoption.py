@@ -7,8 +7,7 @@ import contextlib
 import hashlib
 import os
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from sllm_loaderd.sealed import create_sealed
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import PoolExhausted
 from sllm_runtime.protocol.loader import Adopted, PoolStatus, Store
+from tests.fixtures.loader_worker import loader_worker, seen
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
 from tests.fixtures.waiting import until
 
@@ -42,32 +42,10 @@ def sha256(checkpoint: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def worker(daemon: LoaderProcess, model: str, holder: str, device: str = "cpu") -> AsyncIterator[Process]:
+async def worker(daemon: LoaderProcess, model: str, holder: str) -> AsyncIterator[Process]:
     """A process that has loaded the model."""
-    fd = await daemon.control.grant(holder, model)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.fixtures.loader_worker", str(fd), device,
-            pass_fds=[fd], stdin=PIPE, stdout=PIPE,
-        )  # fmt: skip
-    finally:
-        os.close(fd)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert await asyncio.wait_for(process.stdout.readline(), WAIT) == b"loaded\n"
+    async with loader_worker(await daemon.control.grant(holder, model)) as process:
         yield process
-    finally:
-        process.stdin.close()
-        await asyncio.wait_for(process.wait(), WAIT)
-
-
-async def seen(process: Process) -> str:
-    """What the worker sees of its bytes."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(b"\n")
-    return (await asyncio.wait_for(process.stdout.readline(), WAIT)).decode().strip()
 
 
 async def kill(daemon: LoaderProcess) -> None:

@@ -1,0 +1,90 @@
+"""The invoker over a loaderd that is killed: sandboxes go on, and a second instance needs neither disk nor room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker.loader import Loader
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.checkpoint import partition_name
+from sllm_runtime.protocol.loader import Status
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.records import ModelRecord
+from tests.fixtures.loader_worker import loader_worker, seen
+from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
+from tests.fixtures.waiting import until
+
+WAIT = 20.0
+ROOM = 7 * SMALL_CHUNK
+"""Room for one copy of the model (five chunks), not for two."""
+
+
+@pytest.fixture
+async def loader(tmp_path: Path) -> AsyncIterator[Loader]:
+    made = Loader(tmp_path / "loaderd.sock")
+    tasks = Tasks("test")
+    tasks.start(made.run(), "loader")
+    yield made
+    await tasks.close()
+    await made.close()
+
+
+def nothing(progress: Progress) -> None:
+    """Nobody looks at it."""
+
+
+async def registered(loader: Loader, checkpoint: Path) -> ModelRecord:
+    info = await loader.register(str(checkpoint), "", lambda stage, done, total: None)
+    return ModelRecord(digest=info.model, uri=str(checkpoint), nbytes=info.nbytes, partitions=info.partitions)
+
+
+async def kill(daemon: LoaderProcess, loader: Loader) -> None:
+    daemon.process.send_signal(signal.SIGKILL)
+    await asyncio.to_thread(daemon.process.wait, WAIT)
+    await until(lambda: loader.status is None, WAIT, "the invoker knows that loaderd is gone")
+
+
+async def status(loader: Loader) -> Status:
+    await until(lambda: loader.status is not None, WAIT, "loaderd says how it is")
+    assert loader.status is not None
+    return loader.status
+
+
+@pytest.mark.chaos
+async def test_a_second_instance_after_a_kill(tmp_path: Path, loader: Loader) -> None:
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    right = hashlib.sha256((checkpoint / partition_name(0)).read_bytes()).hexdigest()
+    async with contextlib.AsyncExitStack() as stack:
+        async with loaderd(tmp_path, pool_bytes=ROOM) as daemon:
+            model = await registered(loader, checkpoint)
+            one = await stack.enter_async_context(loader_worker(await loader.grant(model, "one", nothing)))
+            await kill(daemon, loader)
+        assert await seen(one) == right
+        async with loaderd(tmp_path, pool_bytes=ROOM) as again:
+            held = (await status(loader)).pool
+            assert held.used == held.held == 5 * SMALL_CHUNK
+            (again.model_directory(model.digest) / partition_name(0)).unlink()
+            async with loader_worker(await loader.grant(model, "two", nothing)) as two:
+                assert await seen(two) == await seen(one) == right
+            await loader.gone("two")
+            await loader.gone("one")
+            assert (await again.control.status()).pool.held == 0
+            await kill(again, loader)
+
+        # Nobody holds them any more, but they are there: a start after the next kill binds them, too.
+        async with loaderd(tmp_path, pool_bytes=ROOM) as third:
+            async with loader_worker(await loader.grant(model, "three", nothing)) as three:
+                assert await seen(three) == right
+            await kill(third, loader)
+            await loader.gone("three")
+        async with loaderd(tmp_path, pool_bytes=ROOM) as fourth:
+            await status(loader)
+            pool = (await fourth.control.status()).pool
+            assert (pool.used, pool.held) == (5 * SMALL_CHUNK, 0), "who died meanwhile holds nothing"
