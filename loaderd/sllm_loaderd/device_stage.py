@@ -32,12 +32,15 @@ class CopyChunk(Task):
         chunk: Chunk,
         place: tuple[Device, Allocation, int],
         done: Callable[[Task, SllmError | None], None],
+        pin: Callable[[Chunk], None],
     ) -> None:
         device, self._allocation, self._offset = place
+        self._pin = pin
         super().__init__(number, nbytes, (device.path,), done)
         self._chunk = chunk
 
     def run(self, path: str) -> None:
+        self._pin(self._chunk)
         with self._chunk.view[: self.nbytes] as view:
             self._allocation.write(self._offset, view)
 
@@ -248,7 +251,14 @@ class DeviceStage:
             self._post(lambda: self._copied(part, task.number, error))
 
         copies = [
-            CopyChunk(n, resident.nbytes_of(n), resident.chunks[n], (part.device, part.allocation, n * size), done)
+            CopyChunk(
+                n,
+                resident.nbytes_of(n),
+                resident.chunks[n],
+                (part.device, part.allocation, n * size),
+                done,
+                self._residency.pin_memory,
+            )
             for n in numbers
         ]
         part.copies.update((copy.number, copy) for copy in copies)

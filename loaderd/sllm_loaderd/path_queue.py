@@ -66,7 +66,7 @@ class PathQueue:
         self._changed = threading.Condition(lock or threading.RLock())
         self._heap: list[tuple[int, int, int, Task]] = []
         self._threads: list[threading.Thread] = []
-        self._waiting = 0
+        self._mode = ""
         self._measured_at = 0.0
         self._closing = False
 
@@ -120,7 +120,7 @@ class PathQueue:
                 name: sum(task.nbytes for task in ahead if task.priority == number)
                 for number, name in enumerate(PRIORITIES)
             }
-            return PathStatus(path=self.path, bandwidth=self.bandwidth.value, queued=queued)
+            return PathStatus(path=self.path, bandwidth=self.bandwidth.value, queued=queued, mode=self._mode)
 
     @property
     def idle(self) -> bool:
@@ -186,6 +186,7 @@ class PathQueue:
             if error is None and now > self._measured_at:
                 self.bandwidth.add(task.nbytes, now - self._measured_at)
             self._measured_at = now
+            self._mode = task.mode or self._mode
 
 
 def bytes_before(task: Task, waiting: Sequence[Task]) -> int:

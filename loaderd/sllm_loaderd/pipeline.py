@@ -6,7 +6,7 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
-from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.reader import ChunkSource, mode_of
 from sllm_loaderd.store import StoredModel
 
 
@@ -41,6 +41,7 @@ class _ByTensor:
         self.path = source.path
         self.name = source.name
         self.close = source.close
+        self.mode = mode_of(source)
 
     def read(self, view: memoryview, offset: int) -> None:
         end = offset + len(view)

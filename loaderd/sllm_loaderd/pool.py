@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 from sllm_loaderd.client import memory
 from sllm_loaderd.sealed import create_sealed, is_sealed
-from sllm_runtime.protocol.errors import Conflict, PoolExhausted
+from sllm_runtime.protocol.errors import Conflict, PoolExhausted, Unavailable
 from sllm_runtime.protocol.loader import PoolStatus
 from sllm_runtime.protocol.states import check
 
@@ -62,6 +62,7 @@ class Chunk:
     adopted: bool = False
     state: ChunkState = ChunkState.FREE
     prefaulted: bool = False
+    pinned: bool = False
     dirty: int = 0
     holders: set[str] = field(default_factory=set)
 
@@ -76,14 +77,31 @@ class Chunk:
         self.dirty = used
 
 
+class Pinner(Protocol):
+    """Whoever wants to know host memory before it is copied from: the devices of this node."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin it. Raises ``Unavailable``."""
+
+    def unregister(self, address: int) -> None:
+        """Unpin it, before it is unmapped."""
+
+
 class ChunkPool:
     """At most ``limit`` bytes of chunks. Thread-safe. ``prefault`` bytes are kept ready in the background.
+
+    ``huge``: pages of 2 MiB where the kernel gives them. ``pinner`` is told chunks that devices will copy from.
 
     Who allocates makes room first (``shortage``); the pool itself does not know what a model is.
     """
 
-    def __init__(self, chunk_bytes: int, limit: int, prefault: int) -> None:
+    def __init__(
+        self, chunk_bytes: int, limit: int, prefault: int, *, huge: bool = False, pinner: Pinner | None = None
+    ) -> None:
         self.chunk_bytes = chunk_bytes
+        self._huge = huge and chunk_bytes % memory.HUGE_PAGE == 0
+        self._pinner = pinner
+        self._pinning = threading.Lock()
         self._most = max(limit // chunk_bytes, 1)
         self._ahead = min(-(-prefault // chunk_bytes), self._most)
         self._chunks: set[Chunk] = set()
@@ -187,6 +205,19 @@ class ChunkPool:
         self.on_freed(freed)
         return len(freed)
 
+    def pin(self, chunk: Chunk) -> None:
+        """Have the devices know a chunk before they copy from it. What cannot be pinned is copied more slowly."""
+        if self._pinner is None or chunk.adopted:
+            return
+        with self._pinning:
+            if not chunk.pinned:
+                try:
+                    self._pinner.register(chunk.address, self.chunk_bytes)
+                    chunk.pinned = True
+                except Unavailable as error:
+                    log.warning("chunks are copied to devices without being pinned: %s", error)
+                    self._pinner = None
+
     def inodes_of(self, holder: str) -> set[int]:
         """Inodes of the chunks that ``holder`` was given: what /proc calls them."""
         with self._changed:
@@ -206,6 +237,7 @@ class ChunkPool:
                 held=sum(bool(chunk.holders) for chunk in self._chunks if chunk.state is ChunkState.USED) * size,
                 retiring=states.count(ChunkState.RETIRING) * size,
                 reserved=reserved,
+                huge_pages=self._huge,
             )
 
     def close(self) -> None:
@@ -221,6 +253,8 @@ class ChunkPool:
     def _close(self, chunk: Chunk) -> None:
         """Its memory goes, as soon as no sandbox has it either."""
         self._chunks.discard(chunk)
+        if chunk.pinned and self._pinner is not None:
+            self._pinner.unregister(chunk.address)
         chunk.view.release()
         memory.unmap(chunk.address, self.chunk_bytes)
         os.close(chunk.fd)
@@ -235,7 +269,7 @@ class ChunkPool:
         self._free.append(chunk)
 
     def _create(self) -> Chunk:
-        fd, address = create_sealed(MEMFD_NAME, self.chunk_bytes)
+        fd, address = create_sealed(MEMFD_NAME, self.chunk_bytes, huge=self._huge)
         chunk = Chunk(fd, address, memory.view(address, self.chunk_bytes), os.fstat(fd).st_ino)
         self._chunks.add(chunk)
         return chunk
@@ -254,6 +288,7 @@ class ChunkPool:
                 memory.advise(chunk.address, self.chunk_bytes, memory.MADV_POPULATE_WRITE)
             except OSError as error:  # short of memory: the chunk serves as it is, its pages come one by one
                 log.warning("pre-faulting: %s", error)
+            self.pin(chunk)
             with self._changed:
                 self._faulting -= 1
                 chunk.prefaulted = True

@@ -40,6 +40,11 @@ class ByteSource(ChunkSource, Protocol):
     def nbytes(self) -> int: ...
 
 
+def mode_of(source: ChunkSource) -> str:
+    """How a local source reads: ``direct`` or ``buffered``; empty for what is not local."""
+    return str(getattr(source, "mode", ""))
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Bytes ``[offset, offset + nbytes)`` of a partition are ``[source_offset, …)`` of ``source``."""
@@ -72,6 +77,11 @@ class SegmentedPartition:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def mode(self) -> str:
+        """How its sources read."""
+        return mode_of(self._segments[0].source)
 
     def read(self, view: memoryview, offset: int) -> None:
         """As ``ChunkSource.read``; a chunk may span several segments."""

@@ -220,6 +220,10 @@ class Residency:
         resident.copying[number] += 1
         return resident.chunks[number]
 
+    def pin_memory(self, chunk: Chunk) -> None:
+        """Have the devices know a chunk before they copy from it. Thread-safe."""
+        self._pool.pin(chunk)
+
     def give_back(self, resident: Resident, number: int, *, drop: bool = False) -> None:
         """It was copied. ``drop``: it is not worth its memory, unless somebody else needs it."""
         resident.copying[number] -= 1

@@ -12,12 +12,15 @@ SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10
 """SEAL, SHRINK, GROW, FUTURE_WRITE: no new writable mapping, no write(), no change of size, no further seal."""
 
 
-def create_sealed(name: str, nbytes: int) -> tuple[int, int]:
-    """A sealed memfd and the address of its only writable mapping. Raises ``OSError``."""
+def create_sealed(name: str, nbytes: int, *, huge: bool = False) -> tuple[int, int]:
+    """A sealed memfd and the address of its only writable mapping. Raises ``OSError``.
+
+    ``huge``: with pages of 2 MiB where the kernel gives them; ``nbytes`` must be a multiple of that.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
-        address = memory.map_shared(fd, nbytes)
+        address = memory.map_shared_huge(fd, nbytes) if huge else memory.map_shared(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)

@@ -10,7 +10,7 @@ from typing import Final
 from sllm_loaderd.disk.local import PATH as DISK
 from sllm_loaderd.files import chunk_digest
 from sllm_loaderd.pool import Chunk
-from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.reader import ChunkSource, mode_of
 from sllm_runtime.protocol.errors import CorruptCheckpoint, SllmError
 from sllm_runtime.protocol.states import check
 
@@ -39,7 +39,7 @@ class Task(ABC):
     """``nbytes`` of chunk ``number`` over one of ``paths`` (preferred first).
 
     ``done(task, error)`` is called once a run, in the thread of the path. ``path``, ``priority`` and ``order`` are set
-    by the queues.
+    by the queues. ``mode`` is how a read was done.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Task(ABC):
         self.paths = tuple(paths)
         self.done = done
         self.path = ""
+        self.mode = ""
         self.priority = 0
         self.order = 0
         self.state = TaskState.NEW
@@ -92,6 +93,7 @@ class ReadChunk(Task):
         with self.chunk.view[: self.nbytes] as view:
             self.chunk.zero_tail(self.nbytes)
             source.read(view, self.offset)
+            self.mode = mode_of(source)
             self.found = chunk_digest(view)
         if self._digest and self.found != self._digest:
             raise CorruptCheckpoint(

@@ -12,6 +12,7 @@ from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_loaderd.device_stage import DeviceStage
 from sllm_loaderd.devices.registry import Devices, open_devices
 from sllm_loaderd.disk.local import PATH as DISK
+from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.load_job import plan_job
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
 from sllm_loaderd.paths import Paths
@@ -49,8 +50,14 @@ class LoaderService:
         self.store = ModelStore(
             settings.data, ssd_bytes=settings.ssd_bytes, sources=SourceSettings(settings.peer_token)
         )
-        self.pool = ChunkPool(settings.chunk_bytes, settings.pool_bytes, settings.prefault_bytes)
         self.devices = Devices(open_devices(settings.fake_devices, settings.cuda_devices))
+        self.pool = ChunkPool(
+            settings.chunk_bytes,
+            settings.pool_bytes,
+            settings.prefault_bytes,
+            huge=settings.huge_pages and have_huge_pages(),
+            pinner=self.devices if settings.pipeline.pinned and any(True for _ in self.devices) else None,
+        )
         self.paths = Paths(self._threads_of)
         self.residency = Residency(self.pool, self.paths, loop.call_soon_threadsafe, ssd=self.store.ssd)
         self.stage = DeviceStage(
@@ -72,10 +79,10 @@ class LoaderService:
         await asyncio.to_thread(self.paths.close)  # what the last tasks post to this loop is done when this returns
         self.residency.close()
         self.stage.close()
-        self.devices.close()
         for model in (*self._open.values(), *self._superseded):
             model.close()
         self.pool.close()
+        self.devices.close()
         self.store.close()
 
     async def model(self, digest: str) -> StoredModel:

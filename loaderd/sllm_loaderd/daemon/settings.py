@@ -31,6 +31,8 @@ class LoaderSettings(Settings):
     """Most memory for chunks."""
     prefault_bytes: int = Field(256 * MIB, ge=0)
     """Free chunks kept with their pages in place."""
+    huge_pages: bool = True
+    """Chunks have pages of 2 MiB where the kernel gives them; as root, it is set to do so."""
     ssd_bytes: int | None = Field(None, ge=0)
     """Most bytes for copies of remote models below ``data``; None: half of what the disk has for them, 0: no copies."""
     peer_listen: str = ""
@@ -60,8 +62,8 @@ class LoaderSettings(Settings):
 
 
 _FLAGS = (
-    "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "ssd_bytes", "peer_listen", "io_threads",
-    "remote_threads", "conversions", "bulk", "direct", "pinned", "overlap", "fake_devices",
+    "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "huge_pages", "ssd_bytes", "peer_listen",
+    "io_threads", "remote_threads", "conversions", "bulk", "direct", "pinned", "overlap", "fake_devices",
     "cuda_devices",
 )  # fmt: skip
 

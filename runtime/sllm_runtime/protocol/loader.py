@@ -346,6 +346,12 @@ class ModelInfo(Message, frozen=True, kw_only=True):
     biggest: tuple[tuple[str, int], ...] = ()
     files: tuple[str, ...] = ()
     aliases: int = 0
+    splits: int = 0
+    """Tensors that several ranks have, in parts or as copies."""
+    packed: dict[str, int] = {}
+    """Bytes of tensors kept in quantised blocks, by kind."""
+    adapter: str = ""
+    """The base model, if this is an adapter."""
     sources: tuple[str, ...] = ()
     resident: int = 0
     """Bytes of it in the DRAM pool."""
@@ -359,7 +365,10 @@ class ModelList(Message, frozen=True, kw_only=True):
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of the chunk pool by state; ``prefaulted`` are free ones that already have their pages."""
+    """Bytes of the chunk pool by state; ``prefaulted`` are free ones that already have their pages.
+
+    ``huge_pages``: chunks ask for pages of 2 MiB, and the kernel is set to give them.
+    """
 
     chunk_bytes: int
     limit: int
@@ -369,6 +378,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     held: int
     retiring: int
     reserved: int
+    huge_pages: bool = False
 
 
 class ResidentStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -383,11 +393,16 @@ class ResidentStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A path's moving bandwidth (bytes/s; 0: never used) and the bytes that wait in its queue, by class."""
+    """A path's moving bandwidth (bytes/s; 0: never used) and the bytes that wait or are under way on it, by class.
+
+    What begins in a class is served behind the bytes of that class and of those before it. ``mode``: how the disk is
+    read, ``direct`` or ``buffered``.
+    """
 
     path: str
     bandwidth: float
     queued: dict[str, int]
+    mode: str = ""
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,14 +6,17 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from sllm_loaderd.client import memory
+from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.pool import Chunk, ChunkPool, ChunkState
-from sllm_runtime.protocol.errors import PoolExhausted, ProtocolError
+from sllm_runtime.protocol.errors import PoolExhausted, ProtocolError, Unavailable
 
 SIZE = 16384
 WAIT = 10.0
@@ -178,3 +181,65 @@ PoolMachine.TestCase.settings = settings(
     max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestPoolMachine = PoolMachine.TestCase
+
+
+class PinningDevices:
+    """Remembers what is pinned; refuses when told to, as a driver short of memory does."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.pinned: set[int] = set()
+
+    def register(self, address: int, nbytes: int) -> None:
+        if self.refuses:
+            raise Unavailable("no more memory can be pinned")
+        assert address not in self.pinned
+        self.pinned.add(address)
+
+    def unregister(self, address: int) -> None:
+        self.pinned.remove(address)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_chunks_are_pinned_once_and_unpinned_before_they_go(refuses: bool) -> None:
+    devices = PinningDevices(refuses)
+    pool = ChunkPool(SIZE, 4 * SIZE, 2 * SIZE, pinner=devices)
+    assert pool.wait_prefaulted(2 * SIZE, WAIT)
+    chunks = pool.allocate(4)
+    for chunk in (*chunks, *chunks):
+        pool.pin(chunk)
+    assert devices.pinned == (set() if refuses else {chunk.address for chunk in chunks})
+    pool.close()
+    assert not devices.pinned
+
+
+def test_chunks_of_2_mib_lie_at_its_borders_and_ask_for_huge_pages() -> None:
+    pool = ChunkPool(2 * memory.HUGE_PAGE, 2 * memory.HUGE_PAGE, 0, huge=True)
+    try:
+        (chunk,) = pool.allocate(1)
+        assert chunk.address % memory.HUGE_PAGE == 0
+        chunk.view[:4] = b"ours"
+        with open("/proc/self/smaps") as maps:
+            lines = iter(maps.read().splitlines())
+        assert any(line.startswith(f"{chunk.address:x}-") for line in lines)
+        flags = next(line for line in lines if line.startswith("VmFlags"))
+        assert " hg " in flags + " "
+        assert pool.status().huge_pages
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "have", "after"),
+    [
+        ("always within_size [advise] never deny force", True, None),
+        ("always within_size advise [never] deny force", True, "advise"),
+        ("rubbish", False, None),
+    ],
+)
+def test_huge_pages_are_turned_on_where_allowed(tmp_path: Path, content: str, have: bool, after: str | None) -> None:
+    setting = tmp_path / "shmem_enabled"
+    setting.write_text(content)
+    assert have_huge_pages(setting) is have
+    assert setting.read_text() == (after or content)
+    assert not have_huge_pages(tmp_path / "none")
