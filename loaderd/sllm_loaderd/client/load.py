@@ -12,7 +12,14 @@ from typing import Final, TypeVar
 
 from sllm_loaderd.client.device_memory import open_device_memory
 from sllm_loaderd.client.mapping import Mapping, PartitionMemory
-from sllm_runtime.protocol.checkpoint import INDEX_NAME, BlockRecord, CheckpointIndex, decode_index, rank_blocks
+from sllm_runtime.protocol.checkpoint import (
+    INDEX_NAME,
+    BlockRecord,
+    CheckpointIndex,
+    block_spans,
+    decode_index,
+    rank_blocks,
+)
 from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.loader import (
     Cancel,
@@ -156,12 +163,17 @@ class SessionLoad:
         blocks = self.blocks()
         warm: set[int] = set()
         while (number := self._cold.get()) is not None:
-            memory.populate(blocks[number].offset, blocks[number].nbytes)
+            self._populate_block(memory, blocks[number])
             warm.add(number)
         if self._done and self._error is None and not self._partial:
             for number, block in enumerate(blocks):
-                if number not in warm and block.nbytes:
-                    memory.populate(block.offset, block.nbytes)
+                if number not in warm:
+                    self._populate_block(memory, block)
+
+    def _populate_block(self, memory: PartitionMemory, block: BlockRecord) -> None:
+        for offset, nbytes in block_spans(self.index(0), block):
+            if nbytes:
+                memory.populate(offset, nbytes)
 
     @property
     def _partial(self) -> bool:

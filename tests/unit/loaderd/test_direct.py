@@ -28,13 +28,14 @@ from sllm_runtime.protocol.checkpoint import (
     BLOCK_ALIGN,
     CheckpointIndex,
     block_chunks,
+    block_spans,
     check_index,
     decode_index,
     encode_index,
 )
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, SllmError, UnsupportedModel
 from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NEVER
-from tests.fixtures.loaderd import LoaderProcess, loaderd, numbers_model
+from tests.fixtures.loaderd import LoaderProcess, loaderd, mapped, numbers_model, session
 from tests.fixtures.models import save_model
 from tests.fixtures.range_server import range_server
 
@@ -272,3 +273,22 @@ async def test_converting_now_what_was_loaded_as_it_is(tmp_path: Path) -> None:
         assert (await daemon.control.register(str(tmp_path / "model"))).model == after.model
         for digest in (before.model, after.model):  # both names of it serve
             same(await loaded(daemon, digest), arrays)
+
+
+async def test_page_tables_are_filled_in_behind_each_block(tmp_path: Path) -> None:
+    arrays = sharded(tmp_path / "model")
+    async with loaderd(tmp_path, **POOL) as daemon:
+        info = await daemon.control.register(str(tmp_path / "model"), convert=CONVERT_NEVER)
+        async with session(daemon, info.model) as opened:
+            load = opened.load()
+            tensors = await asyncio.to_thread(bind, load)
+            await asyncio.to_thread(load.wait_all)
+            index = load.index()
+            spans = [span for block in index.blocks for span in block_spans(index, block)]
+            assert sum(nbytes for _, nbytes in spans) == sum(array.nbytes for array in arrays.values())
+            address = tensors["layers.0.weight"].untyped_storage().data_ptr()
+            deadline = time.monotonic() + WAIT
+            while mapped(address, 16 * 2**20)["Rss"] * 1024 < sum(array.nbytes for array in arrays.values()):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            assert mapped(address, 16 * 2**20)["Private_Dirty"] == 0

@@ -52,11 +52,23 @@ def block_chunks(index: CheckpointIndex, rank: int) -> list[tuple[int, ...]]:
 
 
 def block_bytes(index: CheckpointIndex, block: BlockRecord) -> int:
-    """Bytes that are a block's own: its range, or, where nothing was converted, the tensors that it names."""
+    """Bytes that are a block's own."""
+    return sum(nbytes for _, nbytes in block_spans(index, block))
+
+
+def block_spans(index: CheckpointIndex, block: BlockRecord) -> list[tuple[int, int]]:
+    """Ranges (offset, bytes) that are a block's own: one, or, where nothing was converted, those of its tensors."""
     if not index.segments:
-        return block.nbytes
+        return [(block.offset, block.nbytes)]
     names = set(block.shared)
-    return sum(tensor.nbytes for tensor in index.tensors if tensor.rank == block.rank and tensor.name in names)
+    own = sorted((t.offset, t.nbytes) for t in index.tensors if t.rank == block.rank and t.name in names)
+    spans: list[tuple[int, int]] = []
+    for offset, nbytes in own:
+        if spans and sum(spans[-1]) == offset:
+            spans[-1] = (spans[-1][0], spans[-1][1] + nbytes)
+        else:
+            spans.append((offset, nbytes))
+    return spans
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
