@@ -18,9 +18,28 @@ from sllm_runtime.protocol.worker import CallFrames, FromWorker, Heartbeat, Log
 
 _MAX_LOG_BYTES = limits.MIB
 _TOGETHER_S = 0.001
-_AT_ONCE = 4.0
+_AT_ONCE = 4
 _TURN_S = 0.002
 """An async function that yields without ever waiting holds up the loop no longer than this, nor do its outputs wait."""
+
+
+class Pace:
+    """Allows ``most`` events at once, and one more for each ``every_s`` seconds that pass."""
+
+    def __init__(self, most: int, every_s: float, now: float) -> None:
+        self._most = most
+        self._every_s = every_s
+        self._left = float(most)
+        self._since = now
+
+    def take(self, now: float) -> bool:
+        """Whether one more may be now; then it is counted."""
+        self._left = min(self._most, self._left + (now - self._since) / self._every_s)
+        self._since = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class Sender:
@@ -54,8 +73,8 @@ class Sender:
         """When the loop is known to have turned last."""
         self._turning = False
         """Whether frames wait for the end of the loop's turn."""
-        self._writes = _AT_ONCE
-        """Writes of the loop's frames that need not wait."""
+        self._pace = Pace(_AT_ONCE, _TOGETHER_S, self._turned)
+        """Of writes of the loop's frames that need not wait."""
         self._beaten = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
         self._started = False
@@ -115,6 +134,7 @@ class Sender:
         if now - self._turned < _TURN_S:
             return False
         self._turned = now
+        self._pace.take(now)
         self._write_now()
         return True
 
@@ -126,17 +146,18 @@ class Sender:
     def _end_of_turn(self) -> None:
         """Write at once, but on average once a millisecond: each message costs every process on its way more than the
         frames in it."""
-        now = time.monotonic()
-        self._writes = min(_AT_ONCE, self._writes + (now - self._turned) / _TOGETHER_S)
-        self._turned = now
-        if self._writes >= 1:
-            self._write_turns()
+        self._turned = time.monotonic()
+        if self._pace.take(self._turned):
+            self._write_turn()
         else:
             assert self._loop is not None
             self._loop.call_later(_TOGETHER_S, self._write_turns)
 
     def _write_turns(self) -> None:
-        self._writes -= 1
+        self._pace.take(time.monotonic())
+        self._write_turn()
+
+    def _write_turn(self) -> None:
         self._turning = False
         self._write_now()
 
@@ -246,5 +267,3 @@ def _batches(frames: dict[int, list[Frame]]) -> Iterator[FromWorker]:
         batch.append((number, tuple(items[start:])))
     if batch:
         yield FromWorker(CallFrames(tuple(batch)))
-
-

@@ -20,7 +20,7 @@ from sllm_runtime.protocol.worker import CallFrames, FromWorker, Log
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.console import MAX_LINE, LineWriter, current_call
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
-from sllm_runtime.worker.sender import Sender
+from sllm_runtime.worker.sender import Pace, Sender
 from sllm_runtime.worker.values import encode
 
 
@@ -151,6 +151,18 @@ async def test_credit_and_cancel_wake_a_coroutine(wired: Wired) -> None:
     outgoing.cancel(Cancelled("enough").body())
     with pytest.raises(CallEnded, match="enough"):
         await second
+
+
+@given(gaps=st.lists(st.floats(0, 0.004), max_size=200))
+def test_a_pace_is_kept_and_nobody_waits_who_need_not(gaps: list[float]) -> None:
+    pace, now, last, taken = Pace(4, 0.001, 0.0), 0.0, 0.0, 0
+    for gap in gaps:
+        now += gap
+        if pace.take(now):
+            last, taken = now, taken + 1
+        else:
+            assert now - last < 0.001 + 1e-9, "one is allowed for each millisecond that passes"
+        assert taken <= 4 + now / 0.001 + 1e-6
 
 
 @pytest.mark.parametrize("value", [object(), {"a": {1: object()}}, 1j, lambda: 0])
