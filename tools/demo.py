@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from rich.table import Table
 from sllm import Client, profiles
 from sllm.answers import Trace
 from sllm_runtime.platform.process import PARENT, die_with_parent
+from sllm_runtime.platform.scratch import scratch
 from sllm_runtime.protocol.errors import SllmError, StartFailed
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.timeline import Span
@@ -51,20 +51,20 @@ def command(words: list[str], env: dict[str, str]) -> None:
 @contextlib.contextmanager
 def platform(keep: bool) -> Iterator[dict[str, str]]:
     """A platform of our own: in the user's home with ``keep``, else in a directory that goes away with it."""
-    with tempfile.TemporaryDirectory(prefix="sllm-demo-") as scratch:
-        home = str(Path(os.environ.get("SLLM_HOME") or Path.home() / ".sllm") if keep else Path(scratch))
-        env = {key: value for key, value in os.environ.items() if key not in ("SLLM_URL", "SLLM_TOKEN")}
-        env |= {"SLLM_HOME": home}
-        if keep:
-            with kept(env):
-                yield env
-            return
+    env = {key: value for key, value in os.environ.items() if key not in ("SLLM_URL", "SLLM_TOKEN")}
+    if keep:
+        env |= {"SLLM_HOME": os.environ.get("SLLM_HOME") or str(Path.home() / ".sllm")}
+        with kept(env):
+            yield env
+        return
+    with scratch("sllm-demo-") as own:
+        env |= {"SLLM_HOME": str(own.path)}
         console.print("[bold]$ sllm up[/]")
         words = [*SLLM, "up", "--json", "--with-parent", "--port", "0"]
         # In a session of its own: a Ctrl-C reaches it through us, once and in order.
         born = env | {PARENT: str(os.getpid())}
         with subprocess.Popen(
-            words, cwd=ROOT, env=born, stdout=subprocess.PIPE, text=True, start_new_session=True
+            words, cwd=ROOT, env=born, stdout=subprocess.PIPE, text=True, start_new_session=True, pass_fds=(own.held,)
         ) as process:
             try:
                 yield env | address(process)

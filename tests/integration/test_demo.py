@@ -151,7 +151,7 @@ def test_ctrl_c_leaves_nothing(tree: Path, moment: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("below", [(), ("sh", "-c", '"$@"; exit $?', "make")], ids=["of itself", "of its parent"])
-def test_kill_9_leaves_no_process(tree: Path, below: tuple[str, ...]) -> None:
+def test_kill_9_leaves_nothing(tree: Path, below: tuple[str, ...]) -> None:
     with demo(tree, below=below) as running:
         running.until("cold call")
         family = running.family()
@@ -159,6 +159,7 @@ def test_kill_9_leaves_no_process(tree: Path, below: tuple[str, ...]) -> None:
         running.process.kill()
         running.process.wait(10)
         wait_gone(family)
+    nothing_left(tree)
 
 
 @pytest.mark.parametrize("words", [(), ("--keep",)])
