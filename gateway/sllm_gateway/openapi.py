@@ -40,6 +40,9 @@ OPERATIONS = (
         "post", f"{API}/functions", "Deploy a bundle that was put before", http.DeployRequest, http.DeployResult,
         events=True,
     ),
+    Operation(
+        "delete", f"{API}/deployments/{{request}}", "Undo a deployment that goes on", answer=http.WithdrawnView
+    ),
     Operation("get", f"{API}/functions/{{name}}", "One function", answer=http.FunctionView),
     Operation("delete", f"{API}/functions/{{name}}", "Delete a function; force cancels what runs", query=("force",)),
     Operation(

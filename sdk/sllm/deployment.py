@@ -11,7 +11,7 @@ from sllm.bundle import Bundle
 from sllm.client import Client
 from sllm.function import ModelFunction
 from sllm_runtime.protocol.errors import NotFound
-from sllm_runtime.protocol.http import API, DeployRequest, DeployResult, ProgressView
+from sllm_runtime.protocol.http import API, DeployRequest, DeployResult, ProgressView, WithdrawnView
 
 _PIECE = 256 * 1024
 
@@ -30,11 +30,16 @@ def deploy_bundle(built: Bundle, client: Client, observe: Observe = ignore) -> D
     return deploy_stored(built, client, observe)
 
 
-def deploy_stored(built: Bundle, client: Client, observe: Observe = ignore) -> DeployResult:
-    """``deploy`` of what is uploaded already."""
-    request = DeployRequest(manifest=built.manifest, bundle=built.digest, bundle_bytes=len(built.data))
-    result = client.operation(f"{API}/functions", request.model_dump(mode="json"), observe)
+def deploy_stored(built: Bundle, client: Client, observe: Observe = ignore, request: str | None = None) -> DeployResult:
+    """``deploy`` of what is uploaded already. ``request``: 32 random hex digits by which ``withdraw`` undoes it."""
+    wanted = DeployRequest(manifest=built.manifest, bundle=built.digest, bundle_bytes=len(built.data), request=request)
+    result = client.operation(f"{API}/functions", wanted.model_dump(mode="json"), observe)
     return DeployResult.model_validate_json(result)
+
+
+def withdraw(client: Client, request: str) -> WithdrawnView:
+    """Undo a deployment that goes on, also one that has not reached the platform yet."""
+    return WithdrawnView.model_validate(client.request("DELETE", f"{API}/deployments/{request}"))
 
 
 def upload(built: Bundle, client: Client, observe: Observe = ignore) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from uuid import uuid4
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from sllm_gateway import sse, views
@@ -15,7 +16,7 @@ from sllm_gateway.asgi import Receive, Scope, Send, answer, declared_length
 from sllm_gateway.controller import Controller
 from sllm_gateway.events import EventWriter, Source
 from sllm_gateway.lookup import ROUTE_WAIT_S
-from sllm_gateway.routes.api import body_of
+from sllm_gateway.routes.api import body_of, shown
 from sllm_gateway.routes.calling import wants_events
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable
@@ -30,7 +31,7 @@ from sllm_runtime.protocol.errors import (
     InvalidRequest,
     NotFound,
 )
-from sllm_runtime.protocol.http import API, BundleView, DeployRequest, DeployResult, ModelRegisterRequest
+from sllm_runtime.protocol.http import API, BundleView, DeployRequest, DeployResult, ModelRegisterRequest, WithdrawnView
 from sllm_runtime.protocol.node import Progress
 
 _HEX = re.compile(r"^(?:sha256:)?([0-9a-f]{64})$")
@@ -53,6 +54,7 @@ class Deploying:
         return [
             Route(f"{API}/bundles/{{digest}}", _Put(self), methods=["PUT", "HEAD"]),
             Route(f"{API}/functions", _Long(self, self.deploy), methods=["POST"]),
+            Route(f"{API}/deployments/{{request}}", self.withdraw, methods=["DELETE"]),
             Route(f"{API}/models", _Long(self, self.register), methods=["POST"]),
         ]
 
@@ -77,7 +79,10 @@ class Deploying:
         """A version from a bundle that is stored."""
         wanted = await body_of(request, DeployRequest)
         verb = ctl.Deploy(
-            request=uuid4().hex, manifest=wanted.manifest, bundle=wanted.bundle, bundle_bytes=wanted.bundle_bytes
+            request=wanted.request or uuid4().hex,
+            manifest=wanted.manifest,
+            bundle=wanted.bundle,
+            bundle_bytes=wanted.bundle_bytes,
         )
         return self._deploying(verb)
 
@@ -93,6 +98,12 @@ class Deploying:
                     function=views.function(info), version=news.version.version, unchanged=news.unchanged
                 )
                 yield sse.event(result.model_dump_json().encode(), name="done")
+
+    async def withdraw(self, request: Request) -> Response:
+        """Undo a deployment that goes on."""
+        wanted = ctl.Withdraw(request=request.path_params["request"])
+        withdrawn = await self._controller.ask("withdraw", wanted, ctl.Withdrawn)
+        return shown(WithdrawnView(undone=withdrawn.version is None, version=withdrawn.version))
 
     async def register(self, request: Request) -> Source:
         """A model without a function."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Final
 
 from sllm_runtime.control import registry, routes
 from sllm_runtime.control.changes import NODES
+from sllm_runtime.control.deployment import CALLED_BACK, Deployment, unless
 from sllm_runtime.control.fits import need_of, unsupported
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
@@ -20,10 +21,10 @@ from sllm_runtime.control.view import Key, View
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.ctl import Deploy, Deployed
+from sllm_runtime.protocol.ctl import Deploy, Deployed, Withdraw, Withdrawn
 from sllm_runtime.protocol.errors import (
+    Cancelled,
     Conflict,
-    ErrorBody,
     InternalError,
     InvalidBundle,
     InvalidManifest,
@@ -41,6 +42,8 @@ from sllm_runtime.protocol.records import ModelRecord, VersionRecord
 log = logging.getLogger(__name__)
 
 MAX_MANIFEST: Final = 256 * KIB
+WITHDRAW_S: Final = 1.0
+"""Somebody waits at a terminal for what became of their Ctrl-C."""
 KEEP_S: Final = 120.0
 """How long the outcome of a deployment is kept for an asker whose reply was lost."""
 STORE_S: Final = 30.0
@@ -49,33 +52,14 @@ CRASHES: Final = 3
 """Nodes that may die under a trial before the deployment gives up."""
 
 
-class Deployment:
-    """One request's deployment, running or done."""
-
-    def __init__(self, request: Deploy) -> None:
-        self.request = request
-        self.done = asyncio.Event()
-        self.ended = 0.0
-        self.task: asyncio.Task[None] | None = None
-        self.outcome: Deployed | None = None
-        self.error: ErrorBody | None = None
-        self.tell: Callable[[], Progress] = lambda: Progress(stage="check")
-
-    def result(self) -> Deployed:
-        """Raises what ended it. Valid when ``done``."""
-        if self.error is not None:
-            raise self.error.to_error()
-        if self.outcome is None:
-            raise InternalError(f"deployment {self.request.request} has no outcome; deploy again")
-        return self.outcome
-
-
 class Deployments:
     """Runs deployments, one at a time for each function. ``close`` breaks them off; a new controller forgets them."""
 
     def __init__(self, loop: Loop, ledger: Ledger, models: Models, bus: Bus) -> None:
         self._loop, self._ledger, self._models, self._bus = loop, ledger, models, bus
         self._known: dict[str, Deployment] = {}
+        self._withdrawn: dict[str, float] = {}
+        """Requests called back before they came, with the time; forgotten after KEEP_S."""
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: Counter[str] = Counter()
         self._tasks = Tasks("deployments")
@@ -93,11 +77,28 @@ class Deployments:
             return Deployed(progress=deployment.tell())
         return deployment.result()
 
-    def _join(self, request: Deploy) -> Deployment:
-        now = time.monotonic()
+    async def withdraw(self, request: Withdraw) -> Withdrawn:
+        """Call a deployment back. Answered when nothing of it is left, or its version has got the route first."""
+        deployment = self._known.get(request.request)
+        if deployment is None:  # not here yet; or of a controller that is gone, and with it what it was doing
+            self._withdrawn[request.request] = time.monotonic()
+            return Withdrawn()
+        deployment.withdrawn.set()
+        with contextlib.suppress(TimeoutError):  # behind another deployment: it will find itself called back
+            async with asyncio.timeout(WITHDRAW_S):
+                await deployment.done.wait()
+        return Withdrawn(version=deployment.active)
+
+    def _forget(self, now: float) -> None:
         for name, old in tuple(self._known.items()):
             if old.done.is_set() and now - old.ended > KEEP_S:
                 del self._known[name]
+        self._withdrawn = {name: at for name, at in self._withdrawn.items() if now - at <= KEEP_S}
+
+    def _join(self, request: Deploy) -> Deployment:
+        self._forget(time.monotonic())
+        if request.request in self._withdrawn:
+            raise Cancelled(CALLED_BACK)
         deployment = self._known.get(request.request)
         if deployment is None:
             deployment = self._known[request.request] = Deployment(request)
@@ -132,33 +133,39 @@ class Deployments:
         request = deployment.request
         deployment.tell = lambda: Progress(stage="check")
         try:
-            await self._check(request)
-            model = await self._model(deployment)
+            model = await unless(deployment.withdrawn, self._prepare(deployment))
         except SllmError:
             await self._clean(request.bundle)
             raise
         digest = registry.content(request.manifest, request.bundle, model.digest if model else None)
         known = registry.same(self._loop.view, request.manifest.name, digest)
         if known is not None:
+            deployment.active = known.version
             return await self._again(known)
         version = self._version(request, model, digest)
         key = (version.function, version.version)
         try:
             self._loop.change(lambda view: registry.create(view, version, model))
-            await self._trial(deployment, key, request.manifest)
+            await unless(deployment.withdrawn, self._trial(deployment, key, request.manifest))
         except SllmError as error:
             body = error.body()
-            self._loop.change(lambda view: registry.discard(view, key, body))
+            undo = registry.withdraw if deployment.withdrawn.is_set() else registry.discard
+            self._loop.change(lambda view: undo(view, key, body))
             await self._ledger.settled(STORE_S)
             await self._clean(request.bundle)
             raise
-        before = self._loop.view.versions_of(key[0])
+        before, deployment.active = self._loop.view.versions_of(key[0]), key[1]
         self._loop.change(lambda view: registry.prune(registry.activate(view, key), key[0]))
         await self._ledger.settled(STORE_S)
         kept = {record.version for record in self._loop.view.versions_of(key[0])}
         for bundle in {record.bundle for record in before if record.version not in kept}:
             await self._clean(bundle)
         return Deployed(version=self._loop.view.versions.get(key, version))
+
+    async def _prepare(self, deployment: Deployment) -> ModelRecord | None:
+        """Everything before the version is made: its model, if it has one."""
+        await self._check(deployment.request)
+        return await self._model(deployment)
 
     async def _again(self, known: VersionRecord) -> Deployed:
         """The content is there already: it gets the route, and a new chance if it was in a back-off."""

@@ -133,6 +133,12 @@ def discard(view: View, key: Key, error: ErrorBody) -> View:
     )
 
 
+def withdraw(view: View, key: Key, error: ErrorBody) -> View:
+    """A version whose deployment was called back: as ``discard``, and not even its error is kept."""
+    view = discard(view, key, error)
+    return replace(view, versions=without(view.versions, [key]))
+
+
 def remove(view: View, name: str) -> View:
     """Forget a function with all its versions."""
     keys = [key for key in view.versions if key[0] == name]

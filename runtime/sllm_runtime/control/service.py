@@ -49,6 +49,7 @@ class Service:
             "acquire": self.acquire,
             "locate": self.locate,
             "deploy": self._deployments.deploy,
+            "withdraw": self._deployments.withdraw,
             "functions": self.functions,
             "function": self.function,
             "rollback": self.rollback,

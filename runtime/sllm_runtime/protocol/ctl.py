@@ -90,6 +90,18 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None = None
 
 
+class Withdraw(msgspec.Struct, frozen=True, kw_only=True):
+    """Undo the deployment ``request`` unless its version has the route already. It may come before the ``Deploy``."""
+
+    request: str
+
+
+class Withdrawn(msgspec.Struct, frozen=True, kw_only=True):
+    """``version`` None: nothing of the deployment is left, or will be; else it was active before this was asked."""
+
+    version: int | None = None
+
+
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
     """A page of a list: what follows ``after``, the ``next`` of the page before; empty: from the beginning."""
 
@@ -200,6 +212,7 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "acquire": (Acquire, Acquired),
     "locate": (Locate, Located),
     "deploy": (Deploy, Deployed),
+    "withdraw": (Withdraw, Withdrawn),
     "functions": (Listing, FunctionList),
     "function": (FunctionRef, FunctionInfo),
     "rollback": (Rollback, FunctionInfo),

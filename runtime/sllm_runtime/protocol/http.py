@@ -50,6 +50,8 @@ class DeployRequest(Frozen):
     manifest: Manifest
     bundle: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     bundle_bytes: int = Field(ge=1)
+    request: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
+    """A fresh random name, by which ``DELETE /api/v1/deployments/{request}`` undoes a deployment that goes on."""
 
 
 class ProgressView(Frozen):
@@ -101,6 +103,13 @@ class DeployResult(Frozen):
     function: FunctionView
     version: int
     unchanged: bool = False
+
+
+class WithdrawnView(Frozen):
+    """``undone``: nothing is left of the deployment; else ``version`` had the route already."""
+
+    undone: bool
+    version: int | None = None
 
 
 class RollbackRequest(Frozen):

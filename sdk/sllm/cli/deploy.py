@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated
+from uuid import uuid4
 
 import typer
 
@@ -12,6 +13,7 @@ from sllm.cli import load, output
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.client import Client
+from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.http import DeployResult
 from sllm_runtime.protocol.quantities import show_bytes
 
@@ -38,7 +40,7 @@ def deploy(
 
 def _deploy(built: Bundle, connection: Client, *, quiet: bool) -> DeployResult:
     name = built.manifest.name
-    asked = False
+    asked, request = False, uuid4().hex
     if not quiet:
         output.note(f"{name}: {len(built.files)} files, {show_bytes(len(built.data))}")
         for link in built.left_out:
@@ -47,9 +49,21 @@ def _deploy(built: Bundle, connection: Client, *, quiet: bool) -> DeployResult:
     def fate() -> str:
         if not asked:
             return f"{name} is not deployed"
-        return f"the deployment of {name} goes on; `sllm fn describe {name}` says how it ended"
+        return _undone(connection, name, request)
 
     with naming(fate), output.progress(name, quiet=quiet) as observe:
         deployment.upload(built, connection, observe)
         asked = True
-        return deployment.deploy_stored(built, connection, observe)
+        return deployment.deploy_stored(built, connection, observe, request)
+
+
+def _undone(connection: Client, name: str, request: str) -> str:
+    """Call the deployment back; what became of it."""
+    try:
+        withdrawn = deployment.withdraw(connection, request)
+    except SllmError as error:
+        goes_on = f"the deployment of {name} may go on; `sllm fn describe {name}` says how it ended"
+        return f"{goes_on} (it could not be called back: {error.message})"
+    if withdrawn.undone:
+        return f"{name} is not deployed: what was begun is undone"
+    return f"{name} v{withdrawn.version} was deployed already; `sllm fn rollback {name}` goes back"

@@ -67,13 +67,17 @@ class Gateway:
     asked: list[tuple[str, str, Any, dict[str, str]]] = field(default_factory=list)
     bundles: dict[str, bytes] = field(default_factory=dict)
     deployed: list[Manifest] = field(default_factory=list)
+    requests: list[str | None] = field(default_factory=list)
+    """The names of the deployments."""
+    withdrawal: Answer = field(default_factory=Answer)
+    """To who calls a deployment back."""
     left: threading.Event = field(default_factory=threading.Event)
     """Set when a caller of a hanging answer has gone."""
     reached: threading.Event = field(default_factory=threading.Event)
 
     def forget(self) -> None:
         """As it was at the beginning."""
-        for memory in (self.answers, self.asked, self.bundles, self.deployed):
+        for memory in (self.answers, self.asked, self.bundles, self.deployed, self.requests):
             memory.clear()
         self.left.clear()
         self.reached.clear()
@@ -136,12 +140,17 @@ class Gateway:
             return JSONResponse({"functions": [self.view("chat").model_dump(mode="json")]})
         wanted = DeployRequest.model_validate_json(await request.body())
         self.deployed.append(wanted.manifest)
+        self.requests.append(wanted.request)
         answer = self.answers[0] if self.answers else None
         if answer is not None:
             return await self._respond(answer, request)
         result = DeployResult(function=self.view(wanted.manifest.name), version=1)
         pieces = (progress("sandbox"), ": heartbeat\n", sse(result.model_dump(mode="json"), event="done"), DONE)
         return await self._respond(Answer(pieces), request)
+
+    async def withdraw(self, request: Request) -> Response:
+        self.asked.append((request.method, request.url.path, None, dict(request.headers)))
+        return await self._respond(self.withdrawal, request)
 
     async def bundle(self, request: Request) -> Response:
         digest = request.path_params["digest"]
@@ -162,6 +171,7 @@ class Gateway:
         return Starlette(
             routes=[
                 Route("/api/v1/functions", self.functions, methods=["GET", "POST"]),
+                Route("/api/v1/deployments/{request}", self.withdraw, methods=["DELETE"]),
                 Route("/api/v1/bundles/{digest}", self.bundle, methods=["HEAD", "PUT"]),
                 Route("/api/v1/functions/{name}", self.function, methods=["GET"]),
                 *(Route(path, self.call, methods=["GET", "POST", "DELETE"]) for path in (*scripted, *more)),

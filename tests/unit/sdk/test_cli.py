@@ -25,6 +25,7 @@ from sllm_runtime.protocol.errors import (
     QueueFull,
     StartFailed,
     Unauthorized,
+    Unavailable,
 )
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
 
@@ -196,14 +197,25 @@ def test_ctrl_c_cancels_the_call(gateway: Gateway) -> None:
     assert gateway.left.wait(5)
 
 
-def test_ctrl_c_of_a_deployment_names_what_goes_on(gateway: Gateway, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Answer(json={"undone": True}), "chat is not deployed: what was begun is undone"),
+        (Answer(json={"undone": False, "version": 3}), "chat v3 was deployed already; `sllm fn rollback chat`"),
+        (Answer(problem=Unavailable("no controller")), "the deployment of chat may go on; `sllm fn describe chat`"),
+    ],
+)
+def test_ctrl_c_of_a_deployment_undoes_it(gateway: Gateway, tmp_path: Path, answer: Answer, said: str) -> None:
     (tmp_path / "function.py").write_text(TEXT)
     gateway.will(Answer((progress("sandbox"),), hangs=True))
+    gateway.withdrawal = answer
     status, errors = interrupted(gateway, "fn", "deploy", "function.py", "--json")
     assert status == 130
     problem = json.loads(errors)["error"]
     assert problem["code"] == "interrupted"
-    assert "the deployment of chat goes on; `sllm fn describe chat`" in problem["message"]
+    assert said in problem["message"]
+    (request,) = gateway.requests
+    assert {path for method, path, *_ in gateway.asked if method == "DELETE"} == {f"/api/v1/deployments/{request}"}
 
 
 def test_ctrl_c_of_logs(gateway: Gateway) -> None:

@@ -1,0 +1,54 @@
+"""One deployment: what was asked, how far it is, how it ended, and whether it was called back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from sllm_runtime.protocol.ctl import Deploy, Deployed
+from sllm_runtime.protocol.errors import Cancelled, ErrorBody, InternalError
+from sllm_runtime.protocol.node import Progress
+
+T = TypeVar("T")
+
+CALLED_BACK: Final = "the deployment was called back before its version was active; nothing of it is left"
+
+
+class Deployment:
+    """One request's deployment, running or done."""
+
+    def __init__(self, request: Deploy) -> None:
+        self.request = request
+        self.done = asyncio.Event()
+        self.withdrawn = asyncio.Event()
+        self.active: int | None = None
+        """The version that got the route: from then on it cannot be called back."""
+        self.ended = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self.outcome: Deployed | None = None
+        self.error: ErrorBody | None = None
+        self.tell: Callable[[], Progress] = lambda: Progress(stage="check")
+
+    def result(self) -> Deployed:
+        """Raises what ended it. Valid when ``done``."""
+        if self.error is not None:
+            raise self.error.to_error()
+        if self.outcome is None:
+            raise InternalError(f"deployment {self.request.request} has no outcome; deploy again")
+        return self.outcome
+
+
+async def unless(withdrawn: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` brings; ended with ``Cancelled`` once ``withdrawn`` is set, if that comes first."""
+    working = asyncio.create_task(work, name="deployment")
+    called_back = asyncio.create_task(withdrawn.wait(), name="withdrawn")
+    try:
+        await asyncio.wait([working, called_back], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled(CALLED_BACK)
+        return working.result()
+    finally:
+        for task in (working, called_back):
+            task.cancel()
+        await asyncio.wait([working, called_back])

@@ -1,0 +1,92 @@
+"""A deployment that is called back: nothing of it is left, wherever it was; one that was active stays."""
+
+import asyncio
+import uuid
+from typing import Any
+
+import pytest
+
+from sllm_runtime.platform import bundles
+from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.errors import Cancelled
+from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
+from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.waiting import until
+from tests.unit.control.bench import Bench, manifest
+
+
+async def begun(bench: Bench, data: bytes = b"new", **fields: Any) -> tuple[str, str, asyncio.Task[ctl.Deployed]]:
+    """Request, bundle and poll of a deployment."""
+    request, digest = uuid.uuid4().hex, await bench.gateway.upload(data)
+    deploy = ctl.Deploy(
+        request=request, manifest=manifest(**fields), bundle=digest, bundle_bytes=len(data), wait_s=10.0
+    )
+    return request, digest, asyncio.create_task(bench.gateway.ask("deploy", deploy))
+
+
+async def withdraw(bench: Bench, request: str) -> ctl.Withdrawn:
+    answer: ctl.Withdrawn = await bench.gateway.ask("withdraw", ctl.Withdraw(request=request))
+    return answer
+
+
+async def test_in_the_middle_of_its_trial(bench: Bench) -> None:
+    bench.node.behave = lambda command: InstanceState.STARTING
+    request, bundle, deploying = await begun(bench)
+    await until(lambda: bench.node.starts)
+    assert (await withdraw(bench, request)).version is None
+    with pytest.raises(Cancelled, match="called back"):
+        await deploying
+    await bench.none_left()
+    assert [stop.grace_s for stop in bench.node.stops][:1] == [0.0], "the start that goes on is ended at once"
+    assert await bench.stored(subjects.function_key("chat"), FunctionRecord) is None
+    assert await bench.stored(subjects.version_key("chat", 1), VersionRecord) is None
+    assert await bench.stored(subjects.route_key("chat", 1), Route) is None
+    assert not await bundles.exists(bench.gateway.bus, bundle)
+    assert (await withdraw(bench, request)).version is None, "asked again"
+
+
+async def test_of_a_function_that_runs_already_only_the_new_version_goes(bench: Bench) -> None:
+    await bench.gateway.deploy(manifest())
+    bench.node.behave = lambda command: InstanceState.STARTING
+    bench.node.starts.clear()
+    request, _, deploying = await begun(bench)
+    await until(lambda: bench.node.starts)
+    await withdraw(bench, request)
+    with pytest.raises(Cancelled):
+        await deploying
+    info: ctl.FunctionInfo = await bench.gateway.ask("function", ctl.FunctionRef(function="chat"))
+    assert (info.record.active, [version.version for version in info.versions]) == (1, [1])
+    bench.node.behave = lambda command: InstanceState.READY
+    deployed = await bench.gateway.deploy(manifest(), b"new")
+    assert deployed.version is not None
+    assert deployed.version.version == 3, "a number is never used twice"
+
+
+async def test_before_it_came_and_behind_another_one(bench: Bench) -> None:
+    early = uuid.uuid4().hex
+    assert (await withdraw(bench, early)).version is None
+    digest = await bench.gateway.upload(b"late")
+    late = ctl.Deploy(request=early, manifest=manifest(), bundle=digest, bundle_bytes=4, wait_s=1.0)
+    with pytest.raises(Cancelled):
+        await bench.gateway.ask("deploy", late)
+
+    bench.node.behave = lambda command: InstanceState.STARTING
+    _, _, first = await begun(bench, b"first")
+    await until(lambda: bench.node.starts)
+    request, _, second = await begun(bench, b"second")
+    withdrawing = asyncio.create_task(withdraw(bench, request))
+    bench.node.put(bench.node.starts[0].instance, InstanceState.READY)
+    assert (await first).version is not None
+    assert (await withdrawing).version is None
+    with pytest.raises(Cancelled):
+        await second
+    assert len(bench.node.starts) == 1
+
+
+async def test_too_late(bench: Bench) -> None:
+    request, bundle, deploying = await begun(bench)
+    assert (await deploying).version is not None
+    assert (await withdraw(bench, request)).version == 1
+    assert await bundles.exists(bench.gateway.bus, bundle)
+    info: ctl.FunctionInfo = await bench.gateway.ask("function", ctl.FunctionRef(function="chat"))
+    assert info.record.active == 1
