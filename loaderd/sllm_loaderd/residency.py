@@ -18,7 +18,14 @@ from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import ReadChunk, Task
 from sllm_loaderd.write_back import SsdTier, WriteBack
 from sllm_runtime.protocol.checkpoint import chunk_count
-from sllm_runtime.protocol.errors import Conflict, InternalError, InvalidCheckpoint, PoolExhausted, SllmError
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    CorruptCheckpoint,
+    InternalError,
+    InvalidCheckpoint,
+    PoolExhausted,
+    SllmError,
+)
 from sllm_runtime.protocol.loader import ResidentStatus
 
 log = logging.getLogger(__name__)
@@ -143,6 +150,8 @@ class Residency:
         task = resident.tasks[number]
         if error is None:
             error = resident.model.learn(resident.key[1], number, task.found)
+        if isinstance(error, CorruptCheckpoint):
+            resident.model.doubt(resident.key[1], task.path)
         if error is not None and number in resident.wanted() and task.next_source():
             # One line for a source that is down, not one a chunk.
             level = logging.DEBUG if task.path in resident.doubted else logging.WARNING

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from sllm_loaderd.disk.local import PATH as DISK
 from sllm_loaderd.files import sync_directory, write_durable
 from sllm_loaderd.learnt import LearntDigests
 from sllm_loaderd.origins import Origins, SourceRecord
@@ -58,6 +59,11 @@ class StoredModel:
         if all(self._learnt.of(rank)):
             self._refresh(self._learnt)
         return error
+
+    def doubt(self, rank: int, path: str) -> None:
+        """Bytes that came by ``path`` had another digest than they should: an SSD copy is not used again."""
+        if path == DISK:
+            self._store.ssd.drop(self.checkpoint.digest, rank)
 
     def _refresh(self, learnt: LearntDigests) -> None:
         parts = (msgspec.structs.replace(part, digests=learnt.of(part.rank)) for part in self.index.partitions)

@@ -107,6 +107,14 @@ class SsdDirectory:
         with self._lock:
             (self._ledger.pinned.add if pinned else self._ledger.pinned.discard)(digest_hex(digest))
 
+    def drop(self, digest: str, rank: int) -> None:
+        """Remove the copy of a partition, if there is one: its bytes are not what they should be."""
+        with self._lock:
+            copy = self._ledger.copies.get((digest_hex(digest), rank))
+            if copy is not None:
+                log.warning("the SSD copy of partition %d of %s is spoiled and removed", rank, digest)
+                self._remove(copy)
+
     def delete(self, digest: str) -> None:
         """Remove the copies of a model; who reads one goes on doing so."""
         with self._lock:

@@ -118,6 +118,8 @@ async def test_a_spoiled_ssd_copy_is_made_good_by_the_source(
             file.seek(70_000)
             file.write(b"spoiled")
         same(await loaded(daemon, info.model, "two"), arrays)
+        whole = (published[0] / "partition_0.bin").read_bytes()
+        await until(lambda: copy.exists() and copy.read_bytes() == whole, "a new copy in place of the spoiled one")
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,9 @@ def test_a_copy_that_is_not_what_it_should_be_is_dropped(tmp_path: Path) -> None
     (tmp_path / f"{name(1)}.0.bin").unlink()
     assert tier.open(digest(1), 0, 2 * CHUNK) is None
     assert put(tier, 1, 2)
+    tier.drop(digest(1), 0)
+    tier.drop(digest(1), 0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_tier_can_be_off(tmp_path: Path) -> None:
