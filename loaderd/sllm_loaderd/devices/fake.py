@@ -49,7 +49,8 @@ def parse_fake_devices(text: str) -> FakeSpecification:
 class FakeDevice:
     """``Device`` in shared memory."""
 
-    threads = 1
+    threads = 2
+    """One copies while the other waits for the link."""
     uuid = b""
 
     def __init__(self, ordinal: int, limit: int, link: Link) -> None:
@@ -111,6 +112,7 @@ class FakeAllocation:
         self.size = size
         self._device = device
         self._fd, self._address = create_sealed(MEMFD_NAME, size)
+        memory.advise(self._address, size, memory.MADV_HUGEPAGE)  # its pages come with the first copy
 
     def export(self) -> int:
         return os.dup(self._fd)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-_SLACK_S: Final = 0.002
-"""What a link may catch up after a thread woke too late; it never runs ahead."""
+SLACK_S: Final = 0.02
+"""What a link may catch up, since a thread wakes late and a link of hardware does not; it never runs ahead."""
 
 
 class Link:
@@ -29,7 +29,7 @@ class Link:
     def take(self, nbytes: int) -> float:
         """Claim the link for ``nbytes``; when they will have crossed, by the clock."""
         with self._lock:
-            self._free_at = max(self._free_at, self._clock() - _SLACK_S) + nbytes / self.bandwidth
+            self._free_at = max(self._free_at, self._clock() - SLACK_S) + nbytes / self.bandwidth
             return self._free_at
 
     def wait(self, until: float) -> None:

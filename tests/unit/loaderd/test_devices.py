@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sllm_loaderd.client import memory
 from sllm_loaderd.client.device_memory import open_device_memory
 from sllm_loaderd.devices.fake import FakeDevice, FakeSpecification, fake_devices, parse_fake_devices
-from sllm_loaderd.devices.link import Link
+from sllm_loaderd.devices.link import SLACK_S, Link
 from sllm_loaderd.devices.registry import Devices, open_devices
 from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, InvalidRequest, ProtocolError
 from sllm_runtime.protocol.loader import MEMFD, POSIX_FD, DeviceMemory
@@ -85,7 +85,7 @@ def test_a_link_is_never_faster_than_its_bandwidth_and_idles_only_when_nothing_c
         link.wait(link.take(nbytes))
         total += nbytes
         assert clock.now <= before + nbytes / 1e9 + 1e-6, "a copy waits for no more than its own bytes"
-        assert clock.now - began >= total / 1e9 - 0.003, "at most the slack is caught up"
+        assert clock.now - began >= total / 1e9 - SLACK_S - 1e-6, "at most the slack is caught up"
 
 
 def test_copies_of_several_threads_queue_on_one_link_and_not_on_another(clock: Clock) -> None:
@@ -96,7 +96,7 @@ def test_copies_of_several_threads_queue_on_one_link_and_not_on_another(clock: C
 
 def test_a_late_wake_up_is_caught_up_within_the_slack() -> None:
     clock = Clock()
-    link = Link(1e9, clock, lambda seconds: clock.sleep(seconds + 0.0005))
+    link = Link(1e9, clock, lambda seconds: clock.sleep(seconds + SLACK_S / 4))
     for _ in range(1000):
         link.wait(link.take(1_000_000))
     assert clock.now - 100.0 == pytest.approx(1.0, abs=0.01)

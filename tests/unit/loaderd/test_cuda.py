@@ -1,0 +1,118 @@
+"""A real GPU: memory that loaderd allocates and another process imports. Skipped, with the reason, where there is none.
+
+What does not need a GPU of the way to one is tested with fake devices: `test_devices.py`, `test_device_loads.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sllm_loaderd.client import memory
+from sllm_loaderd.client.cuda_driver import call, open_driver
+from sllm_loaderd.devices.cuda import CudaAllocation, CudaDevice, IpcAllocation, VmmAllocation, cuda_devices
+from sllm_loaderd.sealed import create_sealed
+from sllm_runtime.protocol.errors import DeviceOutOfMemory, Unavailable
+from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
+
+IMPORTER = """
+import hashlib, sys
+from sllm_loaderd.client.cuda_driver import call, open_driver
+from sllm_loaderd.client.device_memory import open_device_memory
+from sllm_runtime.protocol.loader import DeviceMemory
+size, nbytes, fd = (int(text) for text in sys.argv[2:5])
+memory = open_device_memory(
+    DeviceMemory(request=1, device="cuda:0", nbytes=nbytes, size=size, kind=sys.argv[1],
+                 uuid=bytes.fromhex(sys.argv[5]), handle=bytes.fromhex(sys.argv[6])),
+    [fd] if fd >= 0 else [],
+)
+interface = memory.exporter().__cuda_array_interface__
+assert interface["shape"] == (nbytes,) and interface["typestr"] == "|u1"
+host = bytearray(nbytes)
+call(open_driver().cuMemcpyDtoH, host, interface["data"][0], nbytes)
+print(hashlib.sha256(host).hexdigest())
+memory.release()
+"""
+
+
+def test_without_cuda_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # as where sllm[cuda] is not installed
+    with pytest.raises(Unavailable, match=r"sllm\[cuda\]"):
+        open_driver()
+    with pytest.raises(Unavailable, match=r"sllm\[cuda\]"):
+        cuda_devices("all")
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    try:
+        found = cuda_devices("0")
+    except Unavailable as error:
+        pytest.skip(f"no GPU: {error.message}")
+    with contextlib.closing(found[0]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def chunk(device: CudaDevice) -> Iterator[memoryview]:
+    """A chunk as the pool has them, pinned."""
+    fd, address = create_sealed("chunk", CHUNK_BYTES)
+    view = memory.view(address, CHUNK_BYTES)
+    view[:] = os.urandom(CHUNK_BYTES)
+    device.register(address, CHUNK_BYTES)
+    device.register(address, CHUNK_BYTES)
+    yield view
+    device.unregister(address)
+    view.release()
+    memory.unmap(address, CHUNK_BYTES)
+    os.close(fd)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [VmmAllocation, IpcAllocation])
+def test_another_process_sees_what_was_copied(device: CudaDevice, chunk: memoryview, kind: Any) -> None:
+    import hashlib
+
+    nbytes = CHUNK_BYTES + MIB
+    allocation: CudaAllocation = kind(device, nbytes)
+    fd = allocation.export()
+    try:
+        allocation.write(0, chunk)
+        allocation.write(CHUNK_BYTES, chunk[:MIB])
+        words = [allocation.kind, allocation.size, nbytes, -1 if fd is None else fd, device.uuid.hex()]
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTER, *map(str, words), allocation.handle.hex()],
+            pass_fds=[] if fd is None else [fd], capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == hashlib.sha256(bytes(chunk) + bytes(chunk[:MIB])).hexdigest()
+    finally:
+        if fd is not None:
+            os.close(fd)
+        allocation.free()
+        allocation.free()
+
+
+@pytest.mark.gpu
+def test_more_than_the_gpu_has_is_a_typed_error(device: CudaDevice) -> None:
+    with pytest.raises(DeviceOutOfMemory, match=r"cuda:0 has \d+ bytes"):
+        device.allocate(device.limit * 2)
+    assert device.used == 0
+    device.allocate(MIB).free()
+
+
+@pytest.mark.gpu
+def test_memory_that_nobody_pinned_is_copied_too(device: CudaDevice) -> None:
+    allocation = device.allocate(MIB)
+    data = bytearray(os.urandom(MIB))
+    allocation.write(0, memoryview(data))
+    back = bytearray(MIB)
+    call(device.gpu.driver.cuMemcpyDtoH, back, allocation.address, MIB)
+    assert back == data
+    allocation.free()
