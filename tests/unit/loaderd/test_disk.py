@@ -110,6 +110,13 @@ def test_what_is_not_there_or_not_whole_is_named(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_disk_that_cannot_be_read_is_named_with_the_place() -> None:
+    source = LocalFile(Path("/proc/self/mem"))  # nothing is mapped at 0: the kernel answers EIO
+    with pytest.raises(CorruptCheckpoint, match=r"/proc/self/mem cannot be read at byte 0: Input/output error"):
+        source.read(memoryview(bytearray(16)), 0)
+    source.close()
+
+
 @given(
     lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=5),
     gaps=st.lists(st.integers(0, 5000), min_size=5, max_size=5),
@@ -139,7 +146,7 @@ def test_segments_that_overlap_or_come_by_two_ways_are_refused(file: Path) -> No
     with pytest.raises(InvalidCheckpoint, match="overlap"):
         SegmentedPartition("bad", [Segment(source, 0, 0, 10), Segment(source, 0, 9, 10)])
     other = LocalFile(file)
-    other.path = "peer x"  # type: ignore[misc]
+    other.path = "peer x"
     with pytest.raises(InvalidCheckpoint, match="2 paths"):
         SegmentedPartition("bad", [Segment(source, 0, 0, 10), Segment(other, 0, 10, 10)])
     source.close()

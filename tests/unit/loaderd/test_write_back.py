@@ -1,0 +1,162 @@
+"""The SSD copy of what comes from elsewhere: written beside the load, and whatever goes wrong with it stops only it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sllm_loaderd.ssd.tier import SsdDirectory
+from sllm_loaderd.store import StoredModel
+from sllm_loaderd.write_back import SsdWrite
+from sllm_runtime.protocol.checkpoint import partition_name
+from sllm_runtime.protocol.errors import Unavailable
+from tests.unit.loaderd.node import WAIT, Node, RemoteSource, stored_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
+    with stored_model(tmp_path_factory.mktemp("one")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
+    with stored_model(tmp_path_factory.mktemp("two"), seed=1) as made:
+        yield made
+
+
+class HookedTier:
+    """The real tier, with something that happens before each write."""
+
+    def __init__(self, directory: Path, before: Callable[[int], None]) -> None:
+        self.real = SsdDirectory(directory, 2**30)
+        self.before = before
+
+    def begin(self, model: StoredModel, rank: int) -> SsdWrite | None:
+        write = self.real.begin(model, rank)
+        return None if write is None else HookedWrite(write, self.before)
+
+
+class HookedWrite:
+    def __init__(self, real: SsdWrite, before: Callable[[int], None]) -> None:
+        self.real = real
+        self.before = before
+        self.finish = real.finish
+        self.abandon = real.abandon
+
+    def write(self, number: int, view: memoryview) -> None:
+        self.before(number)
+        self.real.write(number, view)
+
+
+def copy_of(model: StoredModel, tier: SsdDirectory) -> bytes | None:
+    opened = tier.open(model.checkpoint.digest, 0, model.index.partitions[0].nbytes)
+    if opened is None:
+        return None
+    data = bytearray(opened.nbytes)
+    opened.read(memoryview(data), 0)
+    opened.close()
+    return bytes(data)
+
+
+def original(model: StoredModel) -> bytes:
+    return (model.checkpoint.directory / partition_name(0)).read_bytes()
+
+
+def test_a_remote_load_leaves_a_copy_and_a_local_one_none(tmp_path: Path, model: StoredModel) -> None:
+    tier = SsdDirectory(tmp_path / "ssd", 2**30)
+    with contextlib.closing(Node(ssd=tier)) as node:
+        local = node.wish(model, holder="")
+        node.until(lambda: local.ended)
+        node.settle()
+        assert copy_of(model, tier) is None
+        node.residency.evict(model.checkpoint.digest)
+        remote = node.wish(model, sources=[RemoteSource(model)])
+        node.until(lambda: remote.ended)
+        node.settle()
+        assert copy_of(model, tier) == original(model)
+        node.gone("w")
+        node.residency.evict(model.checkpoint.digest)
+
+
+def test_parts_of_a_model_become_a_copy_when_the_last_one_is_there(tmp_path: Path, model: StoredModel) -> None:
+    tier = SsdDirectory(tmp_path / "ssd", 2**30)
+    with contextlib.closing(Node(ssd=tier)) as node:
+        for blocks in ([(2, 2)], [(0, 0)], []):
+            assert copy_of(model, tier) is None
+            wish = node.wish(model, sources=[RemoteSource(model)], blocks=blocks)
+            node.until(lambda wish=wish: wish.ended)  # type: ignore[misc]
+            node.settle()
+        assert copy_of(model, tier) == original(model)
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), Unavailable("a bad disk")])
+def test_a_disk_that_fails_ends_the_copy_and_the_load_goes_on(
+    tmp_path: Path, model: StoredModel, failure: Exception
+) -> None:
+    def fail(number: int) -> None:
+        if number == 2:
+            raise failure
+
+    tier = HookedTier(tmp_path / "ssd", fail)
+    with contextlib.closing(Node(ssd=tier)) as node:
+        wish = node.wish(model, sources=[RemoteSource(model)], holder="")
+        node.until(lambda: wish.ended)
+        assert wish.ended == [None]
+        node.settle()
+        assert os.listdir(tmp_path / "ssd") == []
+        node.residency.evict(model.checkpoint.digest)
+        assert node.pool.status().used == 0
+
+
+def test_a_tier_that_is_off_or_full_is_no_error(tmp_path: Path, model: StoredModel) -> None:
+    tier = SsdDirectory(tmp_path / "ssd", 0)
+    with contextlib.closing(Node(ssd=tier)) as node:
+        wish = node.wish(model, sources=[RemoteSource(model)])
+        node.until(lambda: wish.ended)
+        node.settle()
+        assert wish.ended == [None]
+        assert copy_of(model, tier) is None
+
+
+def test_the_load_does_not_wait_for_its_copy_and_a_start_takes_the_room_of_one(
+    tmp_path: Path, model: StoredModel, other: StoredModel
+) -> None:
+    gate, began = threading.Event(), threading.Event()
+
+    def wait(number: int) -> None:
+        began.set()
+        assert gate.wait(WAIT)
+
+    tier = HookedTier(tmp_path / "ssd", wait)
+    chunks = len(model.index.partitions[0].digests)
+    with contextlib.closing(Node(ssd=tier, chunks=chunks + 2, threads=1)) as node:
+        wish = node.wish(model, sources=[RemoteSource(model)], holder="")
+        node.until(lambda: wish.ended)  # while the disk stands still
+        assert began.wait(WAIT)
+        (resident,) = node.residency.residents()
+        assert resident.write_back is not None
+        assert resident.write_back.running
+        gate.set()
+        node.until(lambda: not resident.write_back.running)  # type: ignore[union-attr]
+        start = node.wish(other)  # whatever of the copy waits still is given up for it
+        node.until(lambda: start.ended)
+        assert start.ended == [None]
+        node.settle()
+        assert all(not name.startswith(".") for name in os.listdir(tmp_path / "ssd"))
+
+
+def test_a_node_that_stops_leaves_no_half_copy(tmp_path: Path, model: StoredModel) -> None:
+    tier = SsdDirectory(tmp_path / "ssd", 2**30)
+    with contextlib.closing(Node(ssd=tier)) as node:
+        wish = node.wish(model, sources=[RemoteSource(model)], blocks=[(0, 0)])
+        node.until(lambda: wish.ended)
+        node.settle()
+        assert len(os.listdir(tmp_path / "ssd")) == 1
+    assert os.listdir(tmp_path / "ssd") == []
