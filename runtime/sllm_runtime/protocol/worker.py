@@ -34,6 +34,8 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     """RLIMIT_DATA in bytes: the manifest's memory + the model's bytes (private writable mappings count); 0: none."""
     threads: int = 1
     gpus: tuple[int, ...] = ()
+    proof: str = ""
+    """``Ready.proof`` of an earlier instance of the same version on this node, which the worker checks; empty: none."""
     workdir: str = ""
     """Directory of this sandbox alone, removed by the invoker."""
     fds: int = 1
@@ -106,7 +108,11 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     spans: tuple[Span, ...] = ()
     fingerprint: str = ""
+    """Instances with equal ones compute the same bits: a call may move between them."""
     capabilities: tuple[str, ...] = ()
+    """``engine:<name>`` and what that engine can do."""
+    proof: str = ""
+    """What the engine's self-test found, at most MAX_PROOF bytes, for the next start of this version on this node."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

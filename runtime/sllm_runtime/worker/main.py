@@ -98,7 +98,12 @@ class Worker:
         self._begin(assign, started, loop)
         threading.Thread(target=self._read, args=(loop,), name="reader", daemon=True).start()
         self._sender.send(
-            Ready(spans=tuple(stages.spans), fingerprint=started.fingerprint, capabilities=started.capabilities)
+            Ready(
+                spans=tuple(stages.spans),
+                fingerprint=started.fingerprint,
+                capabilities=started.capabilities,
+                proof=started.proof,
+            )
         )
         grace_s = await self._stop
         if grace_s is None:

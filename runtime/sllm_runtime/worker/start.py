@@ -20,6 +20,7 @@ from typing import Any
 from sllm_loaderd.client import LoaderSession, SessionLoad
 from sllm_runtime.protocol.errors import (
     DeadlineExceeded,
+    FunctionError,
     InvalidBundle,
     OutOfMemory,
     SllmError,
@@ -37,6 +38,8 @@ from sllm_runtime.worker.tokens import Tokens
 
 log = logging.getLogger(__name__)
 _PROGRESS_S = 0.25
+_KV_SHARE = 4
+"""The KV cache may take this part of the manifest's memory; the rest is the function's and the activations'."""
 Report = Callable[[str, int, int], None]
 """Told of each stage's beginning and of bytes: ``(stage, done, total)``."""
 
@@ -100,6 +103,8 @@ class Started:
     handle: ModelHandle | None
     fingerprint: str
     capabilities: tuple[str, ...]
+    proof: str = ""
+    """See ``Ready``."""
 
 
 def confine(assign: Assign) -> Path:
@@ -137,9 +142,9 @@ def import_user(manifest: Manifest, fd: int, home: Path) -> tuple[Any, ModuleTyp
 
 
 def load_model(
-    manifest: Manifest, home: Path, pending: Weights, module: ModuleType | None, report: Report
+    manifest: Manifest, home: Path, pending: Weights, module: ModuleType | None, report: Report, proof: str = ""
 ) -> ModelHandle:
-    """Build the module, bind its tensors, wait for their bytes."""
+    """Build the module, bind its tensors, wait for their bytes. ``proof``: see ``Assign``."""
     timeout = manifest.startup_timeout
     index, files = pending.load.index(timeout), pending.load.files(timeout)
     config = weights.read_config(files)
@@ -159,26 +164,22 @@ def load_model(
     weights.bind(net, tensors, dtype)
     if not copies:
         pending.wait(timeout, report)
-    return ModelHandle(net, files, home / "model", lambda: start_engine(net, files, config))
+    options = {"kv_bytes": manifest.memory // _KV_SHARE, "model": pending.session.model, "proof": proof}
+    return ModelHandle(net, files, home / "model", lambda: start_engine(net, files, config, **options))
 
 
-def start_engine(module: Any, files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[EngineLoop, Tokens]:
-    """The engine for ``module`` on its thread. Raises ``FunctionError`` if it is no causal language model."""
-    from sllm_runtime.protocol.errors import FunctionError
-    from sllm_runtime.worker.engine import admission
-    from sllm_runtime.worker.engine import transformers_engine as engine
+def start_engine(
+    module: Any, files: Mapping[str, bytes], config: Mapping[str, Any], **options: Any
+) -> tuple[EngineLoop, Tokens]:
+    """The engine for ``module`` on its thread; ``options`` are those of ``choose_engine``. Raises ``FunctionError`` if
+    it is no causal language model."""
+    from sllm_runtime.worker.engine.choice import choose_engine
 
     if not hasattr(module, "lm_head") and getattr(module, "get_output_embeddings", lambda: None)() is None:
         raise FunctionError(f"{type(module).__name__} generates no text; use model.module")
     tokens = _tokens(files)
-    vocabulary = int(module.get_input_embeddings().weight.shape[0])
-    core = engine.TransformersEngine(
-        module,
-        admission.end_ids(config, files.get("generation_config.json")),
-        admission.max_context(config),
-        vocabulary,
-    )
-    loop = EngineLoop(core, tokens)
+    chosen = choose_engine(module, files, config, **options)
+    loop = EngineLoop(chosen.engine, tokens, proof=chosen.proof)
     loop.start()
     return loop, tokens
 
@@ -223,20 +224,24 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
         target, module = import_user(manifest, fds[0], home)
     if pending is not None:
         with stages.stage(WEIGHTS, pending.began):
-            handle = load_model(manifest, home, pending, module, stages.report)
+            handle = load_model(manifest, home, pending, module, stages.report, assign.proof)
     capabilities: tuple[str, ...] = ()
+    proof = ""
     with stages.stage(SETUP):
         if handle is not None and manifest.engine:
             loop, _ = handle.engine()
-            capabilities = loop.engine.capabilities.names()
+            capabilities = (f"engine:{loop.engine.name}", *loop.engine.capabilities.names())
+            proof = loop.proof
         run, on_loop = await prepare(target, handle, manifest)
-    return Started(run, on_loop, handle, fingerprint(assign, handle), capabilities)
+    return Started(run, on_loop, handle, fingerprint(assign, handle), capabilities, proof)
 
 
 def fingerprint(assign: Assign, handle: ModelHandle | None) -> str:
     """What decides the bits of this instance's numbers: libraries, CPU, threads, dtype, weights, engine."""
     import torch
 
+    if handle is not None and assign.manifest.engine and (own := handle.engine()[0].engine.fingerprint):
+        return own
     dtype = next((str(p.dtype) for p in handle.module.parameters()), "") if handle is not None else ""
     parts = (
         torch.__version__,

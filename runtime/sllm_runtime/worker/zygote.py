@@ -40,7 +40,7 @@ PRELOAD: Final = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
-    "sllm_runtime.worker.engine.transformers_engine",
+    "sllm_runtime.worker.engine.choice",
     "sllm_runtime.worker.main",
 )
 """What an engine start needs; other architectures are imported when a worker first wants them."""

@@ -127,8 +127,10 @@ class _Output:
 class EngineLoop:
     """Owner of the engine's thread. ``submit`` and ``cancel`` may be called from any thread."""
 
-    def __init__(self, engine: Engine, decoder: Decoder) -> None:
+    def __init__(self, engine: Engine, decoder: Decoder, *, proof: str = "") -> None:
         self.engine = engine
+        self.proof = proof
+        """What the engine found out about its numerics, for later starts."""
         self._decoder = decoder
         self._outputs: dict[int, _Output] = {}
         self._commands: deque[Callable[[], None]] = deque()

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.ours.engine import OurEngine
+from sllm_runtime.worker.engine.ours.model import build
+from sllm_runtime.worker.engine.ours.numerics import EXACT
 from tests.unit.worker.engine.driver import MIB, Rows, decoder, engine, finish, ids, request, run
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.2, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
@@ -176,15 +181,8 @@ def test_pages_move_with_a_request() -> None:
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_resumed_tokens() -> None:
     """The demo model, bfloat16: streams are resumed at random places, in batches of random sizes."""
-    from pathlib import Path
-
-    import transformers
-
-    from sllm_runtime.worker.engine.ours.model import build
-    from sllm_runtime.worker.engine.ours.numerics import EXACT
-
     path = Path(__file__).parents[4] / "functions" / "coder" / "model"
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     made = build("LlamaForCausalLM", model.config, dict(model.named_parameters()), torch.bfloat16, EXACT.rows)
     core = OurEngine(made, frozenset(), EXACT, 512 * MIB)
     generator = torch.Generator().manual_seed(7)

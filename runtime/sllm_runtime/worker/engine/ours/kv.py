@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sllm_runtime.worker.engine.ours.pages import PAGE
@@ -28,12 +29,13 @@ class KvShape:
 
 
 class KvStore:
-    """``pages`` pages and one more, into which rows that pad a step write. Zeroed memory is not touched before use."""
+    """``pages`` pages and one more, into which rows that pad a step write. Memory is not touched before use."""
 
     def __init__(self, shape: KvShape, pages: int) -> None:
         self.shape = shape
         self.pages = pages
-        self.data = torch.zeros(shape.layers, 2, pages + 1, shape.heads, PAGE, shape.width, dtype=torch.float32)
+        # calloc: torch.zeros writes every byte, which takes time and memory for pages that nobody may ever use.
+        self.data = torch.from_numpy(np.zeros((shape.layers, 2, pages + 1, shape.heads, PAGE, shape.width), np.float32))
         """Shape (layers, K or V, pages + 1, heads, PAGE, width)."""
         self._flat = [layer.view(-1, shape.width) for layer in self.data]
         self._pairs = [(layer[0], layer[1]) for layer in self.data]

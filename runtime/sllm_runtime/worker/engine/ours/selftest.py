@@ -1,0 +1,138 @@
+"""Proves, on the real weights and threads, that a row's bits do not depend on its batch; finds the cheapest level.
+
+Each of several texts is computed as one prefill by itself, then all of them together in uneven pieces, single tokens
+among them, across page borders, with texts that join, pause and leave. Every row's logits must be equal bit by bit.
+The layers of a model are alike: the first few stand for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence as Many
+from typing import Final
+
+import msgspec
+import torch
+
+from sllm_runtime.worker.engine.base import Request, Sampling
+from sllm_runtime.worker.engine.ours.batch import Batches
+from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
+from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
+from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
+
+VERSION: Final = 1
+"""Of the arithmetic: raised when the same weights may give other bits."""
+_DEPTH: Final = 3
+_LENGTHS: Final = (PAGE + 9, 70, 33, 21, 18, 17, 12, 9, 5)
+_PIECES: Final = (1, 1, 3, 1, 31, 1, 1, 64, 2, 1, 1)
+_VARIABLES: Final = (
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+)
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """What a self-test found, valid where ``fingerprint`` is the same."""
+
+    fingerprint: str
+    level: str
+    exact: bool
+    probe: str
+    """Digest of the logits of a fixed text."""
+
+    @property
+    def numerics(self) -> Numerics:
+        """The level."""
+        return next((level for level in LEVELS if level.name == self.level), EXACT)
+
+    @property
+    def numerics_class(self) -> str:
+        """Instances of one class go on with each other's calls, token by token."""
+        return hashlib.sha256("\n".join((self.fingerprint, self.level, self.probe)).encode()).hexdigest()
+
+
+def fingerprint(architecture: str, model: str, dtype: torch.dtype) -> str:
+    """What decides the bits, known before any weight is there: libraries, CPU, threads, dtype, model."""
+    parts = (
+        str(VERSION), torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()), str(dtype), architecture, model, *(os.environ.get(n, "") for n in _VARIABLES),
+    )  # fmt: skip
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def remembered(text: str, mark: str) -> Proof | None:
+    """The proof in ``text`` (``Proof`` as JSON), if it is one for ``mark``."""
+    try:
+        proof = msgspec.json.decode(text, type=Proof)
+    except msgspec.MsgspecError:
+        return None
+    return proof if proof.fingerprint == mark else None
+
+
+def prove(decoder: Decoder, mark: str, levels: Many[Numerics] = LEVELS) -> Proof:
+    """The first level that holds. Where none does, exactness is not promised. Takes as long as some 1,000 tokens."""
+    with torch.inference_mode():
+        for level in levels:
+            test = _Test(decoder, level)
+            if test.holds():
+                return Proof(fingerprint=mark, level=level.name, exact=True, probe=test.digest())
+        return Proof(fingerprint=mark, level=EXACT.name, exact=False, probe=_Test(decoder, EXACT).digest())
+
+
+class _Test:
+    def __init__(self, decoder: Decoder, level: Numerics) -> None:
+        self._decoder = decoder
+        self._depth = min(decoder.count, _DEPTH)
+        self._lengths = [min(length, decoder.context) for length in _LENGTHS]
+        shape = KvShape(self._depth, decoder.heads.kv, decoder.heads.width)
+        self._kv = KvStore(shape, 2 * sum(map(pages_for, self._lengths)))
+        self._batches = Batches(self._kv, decoder.heads, level)
+
+    def holds(self) -> bool:
+        """Whether every row is the same in both ways."""
+        alone = [self._rows([Chunk(text, 0, len(text.tokens))]) for text in self._texts(0)]
+        mixed = self._texts(self._kv.pages // 2)
+        done = [0] * len(mixed)
+        turn = 0
+        while any(at < len(text.tokens) for at, text in zip(done, mixed, strict=True)):
+            turn += 1
+            taking = [i for i, text in enumerate(mixed) if done[i] < len(text.tokens) and (turn + i) % 4]
+            counts = [min(_PIECES[(turn + 3 * i) % len(_PIECES)], len(mixed[i].tokens) - done[i]) for i in taking]
+            order = sorted(range(len(taking)), key=lambda at: counts[at] > 1)  # as Batches puts them
+            chunks = [Chunk(mixed[taking[at]], done[taking[at]], counts[at]) for at in order]
+            rows = self._rows(chunks) if chunks else torch.empty(0)
+            for at in order:
+                i, count = taking[at], counts[at]
+                if not torch.equal(rows[:count], alone[i][done[i] : done[i] + count]):
+                    return False
+                rows = rows[count:]
+                done[i] += count
+        return True
+
+    def digest(self) -> str:
+        """Of the logits of the first text's last rows."""
+        text = self._texts(0)[0]
+        rows = self._rows([Chunk(text, 0, len(text.tokens))])[-4:]
+        return hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
+
+    def _texts(self, page: int) -> list[Sequence]:
+        texts = []
+        for number, length in enumerate(self._lengths):
+            tokens = [(number * 7919 + at * 104_729 + 17) % self._decoder.vocabulary for at in range(length)]
+            request = Request(id=number, prompt=tuple(tokens), sampling=Sampling())
+            texts.append(Sequence(request, tokens, pages=list(range(page, page + pages_for(length)))))
+            page += pages_for(length)
+        return texts
+
+    def _rows(self, chunks: Many[Chunk]) -> torch.Tensor:
+        batch = self._batches.make(chunks)
+        hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._depth)
+        count = sum(chunk.count for chunk in chunks)
+        wanted = torch.arange(self._batches.numerics.padded(count)).clamp_(max=count - 1)
+        return self._decoder.logits(hidden, wanted)[:count]
