@@ -21,6 +21,17 @@ from sllm_runtime.protocol.quantities import show_bytes
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Directory = Annotated[Path, typer.Argument(help="A converted model.")]
+_SOURCE = "A model directory, a GGUF file, hf://org/name@revision, s3://…, https://… or peer://…"
+_PLAN = (
+    "Which rank has what: auto:N (tensor parallel, llama-like models), auto-layers:N (a run of layers per rank) or a"
+    " JSON plan file. One partition file per rank; all is in rank 0 without it."
+)
+_ORDERS = {
+    "traced": "as a forward pass uses them",
+    "module": "as the module registers them",
+    "names": "by the layer numbers in their names",
+}
+_BLOCKS_SHOWN = 8
 _SHOW_AFTER_S = 1.0
 _SHOW_EVERY_S = 0.2
 
@@ -31,11 +42,12 @@ class _Meter:
     def __init__(self, what: str, quiet: bool) -> None:
         self._what = what
         self._shows = not quiet and sys.stderr.isatty()
-        self._begun = time.monotonic()
-        self._last = self._begun + _SHOW_AFTER_S - _SHOW_EVERY_S
+        self._begun = self._last = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
+        if not self._begun:  # the rate is that of this stage, not of what was before it
+            self._begun, self._last = now, now + _SHOW_AFTER_S - _SHOW_EVERY_S
         if not self._shows or now - self._last < _SHOW_EVERY_S:
             return
         self._last = now
@@ -47,7 +59,7 @@ class _Meter:
 
     def close(self) -> None:
         """Give the line back."""
-        if self._shows and time.monotonic() - self._begun >= _SHOW_AFTER_S:
+        if self._shows and self._begun and time.monotonic() - self._begun >= _SHOW_AFTER_S:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
@@ -69,21 +81,30 @@ def _meter(what: str, quiet: bool) -> Iterator[_Meter]:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A Hugging Face directory, hf://org/name@revision or s3://…")],
+    source: Annotated[str, typer.Argument(help=_SOURCE)],
     target: Annotated[Path, typer.Argument(help="The checkpoint to make; must not be there yet.")],
+    plan: Annotated[str | None, typer.Option(help=_PLAN)] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave GGUF's quantised blocks packed.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every bit with the source afterwards.")] = False,
     cache: Annotated[Path | None, typer.Option(help="Where remote sources are fetched to.")] = None,
     json: Json = False,
 ) -> None:
-    """Write a model as a loading-optimised checkpoint."""
-    from sllm_loaderd.convert import convert_directory
+    """Write a model or a LoRA adapter as a loading-optimised checkpoint.
+
+    Reads safetensors and PyTorch .bin files (single or sharded), GGUF files and PEFT adapters. The checkpoint appears
+    whole or not at all.
+    """
+    from sllm_loaderd.convert import ConvertOptions, convert_directory
+    from sllm_loaderd.convert.ranks import read_plan
     from sllm_loaderd.sources import open_source
     from sllm_loaderd.sources.fetch import resolve
 
+    options = ConvertOptions(plan=None if plan is None else read_plan(plan), keep=keep)
     kept = cache or Path.home() / ".cache" / "sllm" / "sources"
     with _meter("fetching", json) as meter:
         directory = resolve(open_source(source), kept, meter)
-    with _meter("converting", json) as meter:
-        convert_directory(directory, target, progress=meter)
+    with _meter("converting", json) as meter, _meter("comparing", json) as checking:
+        convert_directory(directory, target, options=options, progress=meter, verify=checking if verify else None)
     _show(describe_checkpoint(open_checkpoint(target)), json)
 
 
@@ -109,20 +130,31 @@ def _show(info: ModelInfo, json: bool) -> None:
             document.pop(field, None)
         _write(msgspec.json.encode(document).decode())
         return
-    order = {"traced": "as a forward pass uses them", "module": "as the module registers them"}
-    rows = [
-        ("model", info.model),
-        ("architecture", info.architecture or "not stated (no config.json that says so)"),
-        ("size", f"{show_bytes(info.nbytes)} in {len(info.partitions)} partition(s)"),
-        ("tensors", f"{info.tensors}, {info.aliases} other names"),
-        ("dtypes", ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in info.dtypes.items())),
-        ("order", order.get(info.order, "by offset in the source's files: its module is not known here")),
-        ("blocks", f"{len(info.blocks)}: {', '.join(_block(b.layers, b.nbytes) for b in info.blocks[:8])}"),
-        ("biggest", ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in info.biggest[:5])),
-        ("files", ", ".join(info.files)),
-    ]
-    for name, value in rows:
+    for name, value in _rows(info):
         _write(f"{name:<13} {value}")
+
+
+def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
+    """What a person is told, line by line."""
+    yield "model", info.model
+    if info.adapter:
+        yield "adapter of", info.adapter
+    else:
+        yield "architecture", info.architecture or "not stated (no config.json that says so)"
+    yield "size", f"{show_bytes(info.nbytes)} in {len(info.partitions)} partition(s), layout {info.layout}"
+    split = f", {info.splits} of them over several ranks" if info.splits else ""
+    yield "tensors", f"{info.tensors}{split}; {info.aliases} other names"
+    yield "dtypes", ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in info.dtypes.items())
+    if info.packed:
+        yield "packed", ", ".join(f"{kind} {show_bytes(nbytes)}" for kind, nbytes in info.packed.items())
+    yield "order", _ORDERS.get(info.order, "by offset in the source's files: its module is not known here")
+    for rank, nbytes in enumerate(info.partitions):
+        blocks = [block for block in info.blocks if block.rank == rank]
+        shown = ", ".join(_block(block.layers, block.nbytes) for block in blocks[:_BLOCKS_SHOWN])
+        more = f", and {len(blocks) - _BLOCKS_SHOWN} more" if len(blocks) > _BLOCKS_SHOWN else ""
+        yield f"partition {rank}", f"{show_bytes(nbytes)} in {len(blocks)} block(s): {shown}{more}"
+    yield "biggest", ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in info.biggest[:5])
+    yield "files", ", ".join(info.files)
 
 
 def _block(layers: tuple[int, int] | None, nbytes: int) -> str:

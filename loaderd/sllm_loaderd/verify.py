@@ -128,12 +128,17 @@ def describe(checkpoint: Checkpoint, *, sources: tuple[str, ...] = (), resident:
     dtypes: Counter[str] = Counter()
     for tensor in index.tensors:
         dtypes[tensor.dtype] += tensor.nbytes
+    kinds = {quant.name: quant.kind for quant in index.quants}
+    packed: Counter[str] = Counter()
+    for tensor in index.tensors:
+        if tensor.name in kinds:
+            packed[kinds[tensor.name]] += tensor.nbytes
     biggest = sorted(index.tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))[:10]
     return ModelInfo(
         model=checkpoint.digest,
         nbytes=index.nbytes,
         partitions=tuple(partition.nbytes for partition in index.partitions),
-        tensors=len(index.tensors),
+        tensors=len({tensor.name for tensor in index.tensors}),
         dtype=max(dtypes, key=lambda name: (dtypes[name], name), default=""),
         dtypes=dict(sorted(dtypes.items())),
         architecture=_architecture(checkpoint),
@@ -143,6 +148,9 @@ def describe(checkpoint: Checkpoint, *, sources: tuple[str, ...] = (), resident:
         biggest=tuple((tensor.name, tensor.nbytes) for tensor in biggest),
         files=tuple(file.name for file in index.files),
         aliases=len(index.aliases),
+        splits=len(index.splits),
+        packed=dict(sorted(packed.items())),
+        adapter=index.adapter.base if index.adapter is not None else "",
         sources=sources,
         resident=resident,
     )

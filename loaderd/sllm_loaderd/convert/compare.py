@@ -16,7 +16,7 @@ from sllm_runtime.protocol.errors import CorruptCheckpoint
 
 
 def compare_with_source(
-    directory: Path, index: CheckpointIndex, source: TensorSource, plan: StoragePlan, progress: Progress | None = None
+    directory: Path, index: CheckpointIndex, source: TensorSource, plan: StoragePlan, progress: Progress
 ) -> None:
     """Compare bit for bit. Raises ``CorruptCheckpoint`` naming tensor and byte."""
     aliases = {alias.name: alias.of for alias in index.aliases}

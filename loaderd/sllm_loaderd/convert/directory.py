@@ -44,20 +44,24 @@ class ConvertOptions:
     """Which rank has what; all is in rank 0 without it."""
     keep: bool = False
     """Quantised tensors stay packed."""
-    verify: bool = False
-    """Compare every bit with the source when all is written."""
 
 
 def convert_directory(
-    source: Path, target: Path, *, options: ConvertOptions | None = None, progress: Progress | None = None
+    source: Path,
+    target: Path,
+    *,
+    options: ConvertOptions | None = None,
+    progress: Progress | None = None,
+    verify: Progress | None = None,
 ) -> str:
     """Convert the model directory (or GGUF file) ``source`` to the checkpoint ``target`` and return its digest.
 
-    ``target`` appears whole or not at all. Raises ``InvalidCheckpoint``, ``UnsupportedModel``, or ``Conflict`` if
-    ``target`` is there already.
+    ``target`` appears whole or not at all. Where ``verify`` is given, every bit is compared with the source before,
+    and it is told how far that is. Raises ``InvalidCheckpoint``, ``UnsupportedModel``, ``CorruptCheckpoint`` if the
+    comparison fails, or ``Conflict`` if ``target`` is there already.
     """
     with staged(target) as staging:
-        return _write(source, staging, options or ConvertOptions(), progress)
+        return _write(source, staging, options or ConvertOptions(), progress, verify)
 
 
 def write_checkpoint(
@@ -68,10 +72,12 @@ def write_checkpoint(
     What is there after an error is the caller's to remove.
     """
     target.mkdir()
-    return _write(source, target, options or ConvertOptions(), progress)
+    return _write(source, target, options or ConvertOptions(), progress, None)
 
 
-def _write(source: Path, target: Path, options: ConvertOptions, progress: Progress | None) -> str:
+def _write(
+    source: Path, target: Path, options: ConvertOptions, progress: Progress | None, verify: Progress | None
+) -> str:
     tensors = open_source(source, keep=options.keep)
     try:
         files = {**tensors.extras.files, **(small_files(source) if source.is_dir() else {})}
@@ -83,8 +89,8 @@ def _write(source: Path, target: Path, options: ConvertOptions, progress: Progre
         written = write_partitions(target, tensors, plan, shares, layouts, options.chunk_bytes, progress)
         index = _index(plan, written, tensors, files, options)
         check_index(index)
-        if options.verify:
-            compare_with_source(target, index, tensors, plan, progress)
+        if verify is not None:
+            compare_with_source(target, index, tensors, plan, verify)
     finally:
         tensors.close()
     encoded = encode_index(index)

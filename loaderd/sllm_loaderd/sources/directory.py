@@ -1,4 +1,4 @@
-"""Source: a directory on this machine."""
+"""Source: a directory on this machine, or one GGUF file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sllm_runtime.protocol.errors import ModelNotFound
 
 
 class DirectorySource:
-    """A local directory, taken where it stands."""
+    """A local directory or GGUF file, taken where it stands."""
 
     path = "disk"
 
@@ -24,7 +24,7 @@ class DirectorySource:
     def fingerprint(self) -> str:
         """Names, sizes and times of its files."""
         digest = hashlib.sha256()
-        for entry in sorted(self._existing().iterdir()):
+        for entry in self._files():
             if entry.is_file():
                 stat = entry.stat()
                 digest.update(f"{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
@@ -34,7 +34,7 @@ class DirectorySource:
         return self._existing()
 
     def entries(self) -> list[Entry]:
-        files = [path for path in sorted(self._existing().iterdir()) if wanted(path.name) and path.is_file()]
+        files = [path for path in self._files() if wanted(path.name) and path.is_file()]
         return [Entry(path.name, (stat := path.stat()).st_size, str(stat.st_mtime_ns)) for path in files]
 
     def open(self, entry: Entry) -> LocalFile:
@@ -47,7 +47,11 @@ class DirectorySource:
     def close(self) -> None:
         """Nothing is held."""
 
+    def _files(self) -> list[Path]:
+        place = self._existing()
+        return sorted(place.iterdir()) if place.is_dir() else [place]
+
     def _existing(self) -> Path:
-        if not self._path.is_dir():
+        if not self._path.is_dir() and not (self._path.suffix == ".gguf" and self._path.is_file()):
             raise ModelNotFound(f"model directory {self._path} is not there on this node", field="model")
         return self._path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import struct
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sllm_loaderd.convert.staging import staged
+from sllm_runtime.protocol.errors import Conflict
 from tests.fixtures.loaderd import numbers_model
 from tests.fixtures.models import save_model
 
@@ -93,3 +96,49 @@ def write_sparse(path: Path, nbytes: int) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + nbytes)
+
+
+def test_a_plan_and_a_comparison_with_the_source(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "source")
+    done = sllm("convert", tmp_path / "source", tmp_path / "checkpoint", "--plan", "auto:2", "--verify", "--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["layout"] == "hf-tp2"
+    assert len(made["partitions"]) == 2
+    shown = sllm("describe", tmp_path / "checkpoint").stdout
+    for text in ("2 partition(s), layout hf-tp2", "over several ranks", "partition 1", "layers 0-2"):
+        assert text in shown
+    refused = sllm("convert", tmp_path / "source", tmp_path / "other", "--plan", "auto:x")
+    assert refused.returncode == 2
+    assert "auto-layers:N" in refused.stderr
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    write_sparse(tmp_path / "source" / "model.safetensors", 2**31)
+    command = [sys.executable, "-m", "sllm", "model", "convert", str(tmp_path / "source"), str(tmp_path / "checkpoint")]
+    with subprocess.Popen(command) as process:
+        deadline = time.monotonic() + WAIT
+        while not (left := list(tmp_path.glob(".checkpoint.*.tmp"))) or not any(left[0].iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        other = tmp_path / ".checkpoint.mine.tmp"  # not of a conversion: its name is another one
+        other.mkdir()
+        process.kill()
+    assert left[0].is_dir()
+    (tmp_path / "source" / "model.safetensors").unlink()
+    numbers_model(tmp_path / "source")
+    assert sllm("convert", tmp_path / "source", tmp_path / "checkpoint").returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "checkpoint", "source"]
+
+
+def test_what_another_conversion_is_writing_is_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with contextlib.ExitStack() as slow:
+        late = slow.enter_context(staged(target))
+        with staged(target) as first:  # begins later, ends earlier
+            assert late.is_dir()
+            (first / "index.json").write_text("first")
+        with pytest.raises(Conflict, match="is there already"):
+            slow.close()
+    assert not late.exists()
+    assert (target / "index.json").read_text() == "first"
