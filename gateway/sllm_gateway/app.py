@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute, Route, Router
 
 from sllm_gateway.asgi import Receive, Scope, Send
 from sllm_gateway.auth import Auth
+from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
 from sllm_gateway.controller import Controller
 from sllm_gateway.events import EventWriter
@@ -27,11 +28,13 @@ from sllm_gateway.routes.openai import ChatCompletions, Completions, Models
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
 from sllm_gateway.table import RouteTable, Version
+from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import records, subjects
+from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.node import NodeStatus
 
 
@@ -51,7 +54,8 @@ class Gateway:
         self.metrics = Metrics()
         self._starts = Starts()
         self._tasks = Tasks("gateway")
-        self.calls = Calls(bus, settings, self.metrics, clock, self._starts)
+        self._announcer = Announcer(bus, "gateway", clock, wall)
+        self.calls = Calls(bus, settings, self.metrics, clock, self._starts, self._ended)
         self.table = RouteTable(self._on_version, wall)
         responder = Responder(self.calls, self._starts, settings, clock, self._tasks)
         controller = Controller(bus, clock)
@@ -90,6 +94,20 @@ class Gateway:
             *Logs(bus, controller, writer).routes(),
         ]
 
+    def _ended(self, call: Call) -> None:
+        """What ended a call without its caller's doing is an event."""
+        error = call.error
+        if error is None or error.status < 500:
+            return
+        self._announcer.tell(
+            Kind.CALL_FAILED,
+            error.message,
+            {"code": error.code},
+            function=call.version.function,
+            version=call.version.number,
+            call=call.id,
+        )
+
     def _on_version(self, version: Version) -> None:
         self.calls.dispatcher.on_version(version)
 
@@ -110,9 +128,11 @@ class Gateway:
         await self.calls.start()
         self._statuses = await self._bus.subscribe(subjects.STATUS_ALL, NodeStatus, self.calls.on_status)
         self._watch = await store.watch(subjects.ROUTE_KEYS, records.Route, self.table.apply)
+        self._announcer.tell(Kind.GATEWAY_READY)
 
     async def drain(self) -> None:
         """No new call; running ones may end within ``drain`` seconds."""
+        self._announcer.tell(Kind.GATEWAY_STOPPING, f"{len(self.calls)} call(s) have {self.settings.drain:g} s to end")
         await self.calls.drain(self.settings.drain)
 
     async def stop(self) -> None:

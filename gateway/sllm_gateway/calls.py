@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from sllm_gateway.arrivals import Arrivals
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call, Marks, Order
 from sllm_gateway.dispatch import Dispatcher
@@ -46,10 +47,18 @@ class Calls:
     """All calls by id. ``start`` before use; ``close`` ends what is left."""
 
     def __init__(
-        self, bus: Bus, settings: GatewaySettings, metrics: Metrics, clock: Callable[[], float], starts: Starts
+        self,
+        bus: Bus,
+        settings: GatewaySettings,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        starts: Starts,
+        on_end: Callable[[Call], None] = lambda _: None,
     ) -> None:
+        """``on_end`` is told of each call that is over, once."""
         self._settings = settings
         self._metrics = metrics
+        self._on_end = on_end
         self._clock = clock
         self._starts = starts
         self._link = Link(bus, settings.gateway, clock)
@@ -60,6 +69,7 @@ class Calls:
         self._empty.set()
         self._tasks = Tasks("calls")
         self._draining = False
+        self._arrivals = Arrivals(self.fail)
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -154,6 +164,7 @@ class Calls:
             return
         if self._calls.pop(call.id, None) is not None:
             self._metrics.ended(call, self._clock())
+            self._on_end(call)
         if not self._calls:
             self._timers.some.clear()
             self._empty.set()
@@ -264,7 +275,7 @@ class Calls:
             self._deliver(call, binding, ready, now)
         if end is not None:
             self._ended(call, binding, codec.unpack(End, end.data))
-        elif binding is call.binding:
+        elif binding is call.binding and not (ready and call.order.stream):  # those the reader acknowledges
             self._acknowledge(binding, now)
 
     def _deliver(self, call: Call, binding: Binding, ready: list[Frame], now: float) -> None:
@@ -278,7 +289,7 @@ class Calls:
         call.frames += ready
         call.buffered += cost
         if call.order.stream:
-            call.wake()
+            self._arrivals.add(call)
             return
         binding.inbox.consume(cost)  # collected here, and bounded by max_output
         if call.buffered > self._settings.max_output:

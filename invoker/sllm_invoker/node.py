@@ -28,12 +28,13 @@ from sllm_invoker.report import Reporter
 from sllm_invoker.settings import InvokerSettings
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.platform import bundles
+from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import SllmError, StaleTerm
-from sllm_runtime.protocol.events import LogRecord
+from sllm_runtime.protocol.events import Kind, LogRecord
 from sllm_runtime.protocol.frames import Open, ToGateway, ToNode
 from sllm_runtime.protocol.node import (
     ModelCommand,
@@ -76,6 +77,8 @@ class Node:
         self._tasks = Tasks(f"node {settings.node}", self._failed)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         clock = time.monotonic
+        self._announcer = Announcer(bus, "node", clock, time.time)
+        self._loader_there = False
         self._labels = machine.parse_labels(settings.labels)
         self._reporter = Reporter(self._compose, self._publish_status)
         self._loader = Loader(settings.loaderd_socket, self._storage_changed)
@@ -132,6 +135,7 @@ class Node:
             await self._serve(stack)
             self._tasks.start(self._reporter.run(), "report")
             on_ready()
+            self._announcer.tell(Kind.NODE_STARTED, f"life {self._boot}", node=self._node)
             stopped = self._tasks.start(_wait(stop), "stop")
             await asyncio.wait({stopped, self._failure}, return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
@@ -139,6 +143,7 @@ class Node:
 
     async def _end(self) -> None:
         """Instances first: their callers are told before the bus is closed."""
+        self._announcer.tell(Kind.NODE_STOPPING, f"{len(self._instances)} instance(s) end", node=self._node)
         await self._instances.close()
         await self._models.close()
         await self._bundles.close()
@@ -231,8 +236,12 @@ class Node:
         return await self._models.command(request)
 
     def _storage_changed(self) -> None:
+        there = self._loader.status is not None
         if self._loader.status is not None:  # while it is away its pool is as it was
             self._instances.reserve(self._loader.status.pool.limit)
+        if there != self._loader_there:
+            self._loader_there = there
+            self._announcer.tell(Kind.LOADER_CONNECTED if there else Kind.LOADER_LOST, node=self._node)
         self._reporter.changed()
 
     # --- report -----------------------------------------------------------------------------------------

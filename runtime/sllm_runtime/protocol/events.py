@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import Final
+
 import msgspec
 
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+
+DROPPED: Final = "dropped"
+"""Field of an event: as many of its daemon were dropped before it, by its rate limit."""
+
+
+class Kind(StrEnum):
+    """What gateways and nodes tell of themselves. The controller's kinds name a state: ``instance.ready``,
+    ``version.active``, ``function.created``, ``node.lost`` (``control.changes``)."""
+
+    GATEWAY_READY = "gateway.ready"
+    GATEWAY_STOPPING = "gateway.stopping"
+    CALL_FAILED = "call.failed"
+    """A call ended for its caller with an error that is not the caller's own: field ``code``."""
+    NODE_STARTED = "node.started"
+    """A new life of its invoker: whatever ran on this node is gone."""
+    NODE_STOPPING = "node.stopping"
+    LOADER_CONNECTED = "loader.connected"
+    LOADER_LOST = "loader.lost"
+    """loaderd is away: running instances go on, no model can be loaded."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

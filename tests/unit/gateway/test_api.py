@@ -12,7 +12,7 @@ from sllm.sse import Event, Parser
 from sllm_gateway.openapi import OPERATIONS, document
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import ctl, subjects
-from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, StartFailed, Unsatisfiable
+from sllm_runtime.protocol.errors import FunctionError, FunctionNotFound, ModelNotFound, StartFailed, Unsatisfiable
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import API
@@ -21,7 +21,7 @@ from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelR
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import NODE, Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import World, manifest, world
+from tests.unit.gateway.peer import Run, World, entry, manifest, world
 
 SSE = {"accept": "text/event-stream"}
 BUNDLE = b"PK" + bytes(range(256)) * 4000
@@ -278,6 +278,27 @@ async def test_events_are_read(nats: Nats) -> None:
         await w.node.bus.flush()
         found = events((await w.http.get(f"{API}/events", params={"function": "f"})).text)
     assert json.loads(found[0].data)["kind"] == "instance.ready"
+
+
+async def test_the_gateway_tells_of_itself_and_of_calls_that_fail_by_no_fault_of_their_caller(nats: Nats) -> None:
+    async def raises(run: Run) -> None:
+        run.end(FunctionError("ValueError: no"))
+
+    async with world(nats) as w:
+        await w.deploy(manifest("f"), entry(), script=raises)
+        failed = await w.http.post("/fn/f")
+        assert failed.status_code == 500
+        assert (await w.http.post("/fn/nothing")).status_code == 404
+        assert (await w.http.post("/fn/f", content=b"[")).status_code == 400
+        await w.gateway._bus.flush()
+        found = [
+            json.loads(each.data) for each in events((await w.http.get(f"{API}/events")).text) if each.data[0] == "{"
+        ]
+    assert [each["kind"] for each in found] == ["gateway.ready", "call.failed"]
+    (_, told) = found
+    assert told["call"] == failed.headers["sllm-call-id"]
+    assert (told["function"], told["version"], told["message"]) == ("f", 1, "ValueError: no")
+    assert told["fields"] == {"code": "function_error"}
 
 
 async def test_the_openapi_document_names_every_route(nats: Nats) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sllm_runtime.protocol import limits
+from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import NoCapacity, StaleTerm
+from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.frames import Cancel, Open
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import BUNDLE, NodeUnderTest, node_under_test, order
-from tests.fixtures.nats import Nats, nats  # noqa: F401 - a fixture is used by being here
+from tests.fixtures.nats import NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
 from tests.fixtures.waiting import until
 
 
@@ -49,6 +50,21 @@ async def test_the_bundle_comes_as_a_sealed_file_and_no_secret_with_it(
     assert facts["memory"] == 64 * 2**20
     assert facts["env"]["MINE"] == "yes"
     assert not {key for key in facts["env"] if key.startswith("SLLM_")} - {"SLLM_NODE", "SLLM_PARENT_PID"}
+
+
+async def test_the_node_tells_of_its_life(node: NodeUnderTest) -> None:
+    """By an event with its own right, which says the same life as its reports."""
+
+    async def told() -> list[Event]:
+        js = node.controller.jetstream
+        count = (await js.stream_info(subjects.EVENTS_STREAM)).state.messages
+        found = [await js.get_msg(subjects.EVENTS_STREAM, number) for number in range(1, count + 1)]
+        return [codec.unpack(Event, message.data or b"") for message in found]
+
+    await until(told, what="an event is stored")
+    (event,) = await told()
+    assert (event.kind, event.component, event.node) == ("node.started", "node", NODE)
+    assert node.status.boot in event.message
 
 
 async def test_slots_are_judged_by_the_node_and_an_open_is_accepted_once(node: NodeUnderTest) -> None:
