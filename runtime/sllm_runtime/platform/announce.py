@@ -31,7 +31,7 @@ class Announcer:
         self._dropped = 0
 
     def tell(self, kind: Kind, message: str = "", fields: dict[str, str] | None = None, **about: Any) -> None:
-        """Publish one event; ``about``: function, version, instance, node, call. Never waits, and raises nothing while the
+        """Publish one event; ``about``: function, version, instance, node, call. Never waits; raises nothing while the
         bus is open."""
         now = self._clock()
         self._left = min(float(BURST), self._left + (now - self._at) * RATE)
