@@ -32,6 +32,7 @@ from sllm_runtime.protocol.loader import (
     LoadProgress,
     Message,
     Ready,
+    Reorder,
 )
 
 DEADLINE_S: Final = 60.0
@@ -91,6 +92,10 @@ class SessionLoad:
     def ready(self) -> bool:
         """Whether all that was asked for is there."""
         return self._done
+
+    def reorder(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """From now on bring the blocks of these ranges first, in this order. Blocks that are not there end the load."""
+        self._send(Reorder(request=self._number, blocks=tuple(blocks)))
 
     def cancel(self) -> None:
         """Stop it; who waits gets ``Cancelled``."""

@@ -1,0 +1,102 @@
+"""The pipeline in the real daemon: with each of its parts off, with an order that changes, with faults in mid-load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sllm_loaderd.client import LoaderSession
+from sllm_loaderd.daemon.settings import read_settings
+from sllm_loaderd.devices.tensors import bind
+from sllm_loaderd.pipeline import Pipeline
+from sllm_runtime.protocol.checkpoint import partition_name
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, loaderd, numbers_model, small_checkpoint
+
+WAIT = 20.0
+SWITCHES = ("bulk", "direct", "pinned", "overlap", "huge_pages")
+OFF: dict[str, Any] = {**dict.fromkeys(SWITCHES, "false"), "io_threads": 1}
+    "bulk": "false",
+    "direct": "false",
+    "pinned": "false",
+    "overlap": "false",
+    "io_threads": 1,
+    "huge_pages": "no",
+}
+
+
+def test_each_part_is_a_switch_of_its_own(tmp_path: Path) -> None:
+    needed = ["--node", "n", "--data", str(tmp_path), "--socket", str(tmp_path / "s")]
+    assert read_settings(needed).pipeline == Pipeline()
+    given = [text for name, value in OFF.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert read_settings([*needed, *given]).pipeline == Pipeline(False, False, 1, False, False)
+
+
+async def test_the_same_bytes_come_whatever_is_off_and_in_whatever_order(tmp_path: Path) -> None:
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    arrays = numbers_model(tmp_path / "same")
+    ways: dict[str, dict[str, Any]] = {"on": {}, "off": OFF}
+    for name, settings in ways.items():
+        async with loaderd(tmp_path / name, fake_devices="1x4MiB@8GB/s", **settings) as daemon:
+            info = await daemon.control.register(str(checkpoint))
+            session = await asyncio.to_thread(LoaderSession, await daemon.control.grant("w", info.model))
+            try:
+                for device in ("cpu", "fake:0"):
+                    load = session.load(device=device)
+                    load.reorder([(3, 3), (0, 1)])
+                    tensors = await asyncio.to_thread(bind, load)
+                    await asyncio.to_thread(load.wait_all, WAIT)
+                    for key, array in arrays.items():
+                        np.testing.assert_array_equal(tensors[key].numpy(), array)
+                    load.reorder([(0, 0)])  # it is over: nothing happens
+                    del tensors
+                    load.detach()
+                status = await daemon.control.status()
+                (disk,) = [path for path in status.paths if path.path == "disk"]
+                assert disk.mode in ({"buffered"} if settings else {"direct", "buffered"})
+                assert not any(disk.queued.values())
+            finally:
+                await asyncio.to_thread(session.close)
+            await daemon.control.gone("w")
+            status = await daemon.control.status()
+            assert (status.pool.held, status.pool.retiring) == (0, 0)
+            assert [each.used for each in status.devices] == [0]
+
+
+async def test_faults_on_the_way_to_a_device_free_everything(tmp_path: Path) -> None:
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    async with loaderd(tmp_path, fake_devices="1x4MiB@200KB/s") as daemon:  # slow: it is still under way when it ends
+        info = await daemon.control.register(str(checkpoint))
+        path = daemon.model_directory(info.model) / partition_name(0)
+        good = path.read_bytes()
+        session = await asyncio.to_thread(LoaderSession, await daemon.control.grant("w", info.model))
+        try:
+            spoiled = bytearray(good)
+            spoiled[SMALL_CHUNK + 5] ^= 1
+            path.write_bytes(spoiled)
+            load = session.load(device="fake:0")
+            with pytest.raises(CorruptCheckpoint, match=r"partition_0\.bin: chunk 1 "):
+                await asyncio.to_thread(load.wait_all, WAIT)
+            load.detach()
+            path.write_bytes(good)
+            bad = session.load(device="fake:0")
+            bad.reorder([(0, 99)])
+            with pytest.raises(InvalidCheckpoint, match="blocks"):
+                await asyncio.to_thread(bad.wait_all, WAIT)
+            bad.detach()
+            again = session.load(device="fake:0")
+            await asyncio.to_thread(again.wait_all, WAIT)
+            again.detach()
+        finally:
+            await asyncio.to_thread(session.close)
+        fds = Path(f"/proc/{daemon.process.pid}/fd")
+        assert not [fd for fd in os.listdir(fds) if os.readlink(fds / fd) == str(path)]
+        await daemon.control.gone("w")
+        await daemon.control.evict(info.model)
+        status = await daemon.control.status()
+        assert (status.pool.used, status.devices[0].used) == (0, 0)
