@@ -72,6 +72,16 @@ def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {limit} bytes; send less, or a reference to the data")
 
 
+def send_now(send: Send, message: Message) -> None:
+    """``send`` to a client whose connection is writable: then it never waits, and one step ends it."""
+    sending = send(message).__await__()
+    try:
+        next(sending)
+    except StopIteration:
+        return
+    raise RuntimeError("a writable connection made its sender wait")
+
+
 async def answer(send: Send, status: int, headers: Headers, body: bytes) -> None:
     """A whole small response."""
     headers = [*headers, (b"content-length", b"%d" % len(body))]

@@ -74,6 +74,8 @@ class Call:
     """Since when the reader waits for its client to take something."""
     unblock: Callable[[], None] | None = None
     """Frees a reader that waits for its client."""
+    write_now: Callable[[], bool] | None = None
+    """Set while the reader waits: writes what is here without waking it; False: the reader has to."""
     due: float = 0.0
     """When its deadlines are to be looked at next."""
     wake_at: float = NEVER

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sllm_gateway import sse, timing
-from sllm_gateway.asgi import PIECE, Headers, Receive, Scope, Send, answer
+from sllm_gateway.asgi import PIECE, Headers, Receive, Scope, Send, answer, send_now
 from sllm_gateway.binding import NEVER
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
 from sllm_gateway.outputs import Body, Stream
+from sllm_gateway.server import Connection
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
 from sllm_runtime.platform.owned import Tasks
@@ -55,15 +56,16 @@ class Responder:
                 raise call.error
             headers = [*_SSE, *_head(call)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._write_all(call, encoder, send)
+            await self._write_all(call, encoder, send, connection)
             if isinstance(call.error, SlowConsumer) and connection is not None:
                 connection.abort_after(CLOSE_AFTER_S)
         finally:
             watcher.cancel()
             self._calls.leave(call)
 
-    async def _write_all(self, call: Call, encoder: Stream, send: Send) -> None:
+    async def _write_all(self, call: Call, encoder: Stream, send: Send, connection: Connection | None) -> None:
         pause = _Pause(self._clock(), self._settings.heartbeat)
+        write_now = None if connection is None else self._write_now(call, encoder, send, connection, pause)
         while True:
             cost = call.buffered
             data = encoder.frames(call.take())
@@ -80,7 +82,28 @@ class Responder:
             if over:
                 return
             if not call.frames and not call.over:
-                await call.changed(pause.due)
+                call.write_now = write_now
+                try:
+                    await call.changed(pause.due)
+                finally:
+                    call.write_now = None
+
+    def _write_now(
+        self, call: Call, encoder: Stream, send: Send, connection: Connection, pause: _Pause
+    ) -> Callable[[], bool]:
+        """What writes new frames while the reader waits for them; a client that lags is for the reader to wait for."""
+
+        def write() -> bool:
+            cost = call.buffered
+            if call.over or cost > PIECE or not connection.writable:
+                return False
+            if data := encoder.frames(call.take()):
+                send_now(send, {"type": "http.response.body", "body": data, "more_body": True})
+                pause.wrote(self._clock())
+            self._calls.consumed(call, cost)
+            return True
+
+        return write
 
     def _progress(self, call: Call) -> Progress | None:
         return self._starts.of(call.version.key, self._clock()) if call.binding is None else None

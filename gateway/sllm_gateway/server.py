@@ -22,6 +22,11 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, "connection": self}
 
+    @property
+    def writable(self) -> bool:
+        """Whether the client takes what is written, so that a response need not wait."""
+        return not self.flow.write_paused
+
     def unblock(self) -> None:
         """Let a response that waits for this client write its end: it goes to the buffer, however full that is."""
         self.resume_writing()
