@@ -21,13 +21,6 @@ from tests.fixtures.loaderd import SMALL_CHUNK, loaderd, numbers_model, small_ch
 WAIT = 20.0
 SWITCHES = ("bulk", "direct", "pinned", "overlap", "huge_pages")
 OFF: dict[str, Any] = {**dict.fromkeys(SWITCHES, "false"), "io_threads": 1}
-    "bulk": "false",
-    "direct": "false",
-    "pinned": "false",
-    "overlap": "false",
-    "io_threads": 1,
-    "huge_pages": "no",
-}
 
 
 def test_each_part_is_a_switch_of_its_own(tmp_path: Path) -> None:
