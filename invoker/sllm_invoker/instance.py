@@ -178,7 +178,7 @@ class Instance:
         work = Work(self.order, sandbox.wire, around.ready, around.consumed, self._silent, around.clock)
         now = around.clock()
         self._assigned_ms = (now - self._began) * 1000
-        work.tell(assignment(self.order, prepared), prepared.fds)
+        work.tell(assignment(self.order, prepared, around.suppliers.proofs), prepared.fds)
         self.work, self.heard = work, now
         await self._listen(sandbox, work)
 
@@ -255,6 +255,7 @@ class Instance:
         assert self._timer is not None
         self._timer.cancel()
         self._fingerprint = clip(ready.fingerprint, NAME_BYTES)
+        self._around.suppliers.proofs.keep(self.order, ready.proof)
         self._spans = (Span(SANDBOX, 0.0, self._assigned_ms), *shift(clip_spans(ready.spans), self._assigned_ms))
         self._progress = None
         work.open()

@@ -23,6 +23,7 @@ from sllm_invoker.models import Models
 from sllm_invoker.pool import WarmPool
 from sllm_invoker.preparation import Suppliers
 from sllm_invoker.process_driver import ProcessDriver
+from sllm_invoker.proofs import Proofs
 from sllm_invoker.relay import Relay
 from sllm_invoker.report import Reporter
 from sllm_invoker.settings import InvokerSettings
@@ -93,7 +94,7 @@ class Node:
         self._instances = Instances(
             self._node,
             self._ledger(),
-            Suppliers(self._pool, self._bundles, self._loader, self._workdirs),
+            Suppliers(self._pool, self._bundles, self._loader, self._workdirs, Proofs(settings.data_dir / "proofs")),
             self._sink,
             ready=self._relay.ready,
             consumed=self._relay.consumed,

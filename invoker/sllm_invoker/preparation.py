@@ -6,12 +6,13 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from sllm_invoker.bundles import BundleCache
 from sllm_invoker.pool import WarmPool
+from sllm_invoker.proofs import Proofs
 from sllm_invoker.sandbox import Sandbox
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.protocol.errors import SllmError
@@ -41,6 +42,7 @@ class Suppliers:
     bundles: BundleCache
     weights: Weights
     workdirs: Workdirs
+    proofs: Proofs = field(default_factory=Proofs)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _stage(name: str) -> Iterator[None]:
         raise
 
 
-def assignment(order: StartInstance, prepared: Prepared) -> Assign:
+def assignment(order: StartInstance, prepared: Prepared, proofs: Proofs) -> Assign:
     """What the worker is told."""
     manifest = order.manifest
     weights = order.model.nbytes if order.model is not None else 0
@@ -124,6 +126,7 @@ def assignment(order: StartInstance, prepared: Prepared) -> Assign:
         memory_limit=manifest.memory + weights,
         threads=max(1, int(manifest.cpu)),
         gpus=order.gpus,
+        proof=proofs.get(order),
         workdir=str(prepared.workdir),
         fds=len(prepared.fds),
     )

@@ -45,5 +45,7 @@ LONG_POLL_S: Final = 5.0
 RPC_TIMEOUT_S: Final = 5.0
 
 CHUNK_BYTES: Final = 16 * MIB
+MAX_PROOF: Final = 4 * KIB
+"""Longest ``Ready.proof`` that an invoker keeps."""
 MAX_FDS: Final = 253
 """Most descriptors one SCM_RIGHTS message carries on Linux."""
