@@ -112,13 +112,10 @@ class _Fetch:
                 else:
                     futures.append(pool.submit(self._bring, *opened[entry.name], part, log, total))
         finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        if any(future.exception() for future in finished):
-            self.stop.set()
-            self.source.close()  # what still reads ends now
-        for future in futures:
-            future.cancel()
-        failures = [e for future in futures if not future.cancelled() and (e := future.exception()) is not None]
+        failures = [error for future in finished if (error := future.exception()) is not None]
         if failures:
+            self.stop.set()
+            self.source.close()  # what still reads ends now, with errors that say no more than this
             raise failures[0]
 
     def _bring(self, reader: ByteSource, fd: int, part: _Part, log: int, total: int) -> None:

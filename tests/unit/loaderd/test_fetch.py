@@ -1,0 +1,134 @@
+"""Fetching for a conversion: parallel, whole or not at all, resumed where an attempt broke off."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sllm_loaderd.sources import Entry
+from sllm_loaderd.sources.attempts import RemoteLimits
+from sllm_loaderd.sources.fetch import PART, fetch
+from sllm_loaderd.sources.http import HttpSource
+from sllm_loaderd.sources.remote import Remote
+from sllm_runtime.protocol.errors import Conflict, Forbidden, SllmError
+from tests.fixtures.range_server import RangeServer, range_server
+
+WAIT = 30.0
+SIZES = {"model.safetensors": 3 * PART + 17, "config.json": 5, "empty.json": 0}
+HASTE = RemoteLimits(stall_s=5, attempts=3, first_delay_s=0.001, longest_delay_s=0.01)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RangeServer]:
+    served = tmp_path / "served"
+    served.mkdir()
+    chance = random.Random(3)
+    for name, size in SIZES.items():
+        (served / name).write_bytes(chance.randbytes(size))
+    with range_server(served) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def source(server: RangeServer) -> Iterator[HttpSource]:
+    opened = HttpSource(server.url, Remote("http test", limits=HASTE))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def entries() -> list[Entry]:
+    return [Entry(name, size) for name, size in SIZES.items()]
+
+
+def whole(target: Path, server: RangeServer) -> bool:
+    return all((target / name).read_bytes() == (server.directory / name).read_bytes() for name in SIZES)
+
+
+def test_all_files_come_in_parts_with_progress(server: RangeServer, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with source(server) as opened:
+        fetch(opened, entries(), tmp_path / "target", lambda done, total: seen.append((done, total)))
+    assert whole(tmp_path / "target", server)
+    assert {file.name for file in (tmp_path / "target").iterdir()} == set(SIZES)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (sum(SIZES.values()),) * 2
+
+
+def test_an_attempt_that_fails_says_why_and_the_next_goes_on(server: RangeServer, tmp_path: Path) -> None:
+    server.script.extend([None, None, "status 403"])
+    with source(server) as opened, pytest.raises(Forbidden):
+        fetch(opened, entries(), tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+    server.script.clear()
+    with source(server) as opened:
+        fetch(opened, entries(), tmp_path / "target")
+    assert whole(tmp_path / "target", server)
+    assert not list(tmp_path.glob(".target*"))
+
+
+def test_a_part_whose_bytes_a_crash_lost_is_fetched_again(server: RangeServer, tmp_path: Path) -> None:
+    server.script.extend([None, None, None, "status 403"])
+    with source(server) as opened, pytest.raises(Forbidden):
+        fetch(opened, entries(), tmp_path / "target")
+    (partial,) = tmp_path.glob(".target*")
+    for name in SIZES:
+        if (partial / name).exists():
+            (partial / name).write_bytes(bytes(SIZES[name]))
+    with (partial / ".parts").open("ab") as notes:
+        notes.write(b'{"part": {"name": "../../x"')  # and a line that is torn
+    server.script.clear()
+    with source(server) as opened:
+        fetch(opened, entries(), tmp_path / "target")
+    assert whole(tmp_path / "target", server)
+
+
+def test_two_do_not_fetch_the_same_at_once(server: RangeServer, tmp_path: Path) -> None:
+    refused: list[SllmError] = []
+
+    def again(done: int, total: int) -> None:
+        if not refused:
+            with source(server) as other, pytest.raises(Conflict) as caught:
+                fetch(other, entries(), tmp_path / "target")
+            refused.append(caught.value)
+
+    with source(server) as opened:
+        fetch(opened, entries(), tmp_path / "target", again)
+    assert "being fetched by another" in refused[0].message
+    assert whole(tmp_path / "target", server)
+
+
+FETCH = """
+import sys
+from pathlib import Path
+from sllm_loaderd.sources.fetch import fetch
+from sllm_loaderd.sources.http import HttpSource
+from tests.unit.loaderd.test_fetch import entries
+fetch(HttpSource(sys.argv[1]), entries(), Path(sys.argv[2]), lambda done, total: print(done, flush=True))
+"""
+
+
+def test_a_kill_leaves_what_the_next_attempt_goes_on_with(server: RangeServer, tmp_path: Path) -> None:
+    server.script.extend([None, None, "stall 100", "stall 100"])
+    command = [sys.executable, "-c", FETCH, server.url, str(tmp_path / "target")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()  # one part is there
+        process.send_signal(signal.SIGKILL)
+        process.wait(WAIT)
+    assert not (tmp_path / "target").exists()
+    server.script.clear()
+    server.released.set()
+    server.ranges.clear()
+    with source(server) as opened:
+        fetch(opened, entries(), tmp_path / "target")
+    assert whole(tmp_path / "target", server)
+    assert len(server.ranges) < 5  # the part that was there was not asked for again
