@@ -53,14 +53,6 @@ def document(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
-def until(cluster: Cluster, name: str, condition: Any, within_s: float = 30.0) -> None:
-    with Client(cluster.url, cluster.token) as client:
-        deadline = time.monotonic() + within_s
-        while not condition(client.request("GET", "/api/v1/functions/" + name)):
-            assert time.monotonic() < deadline, cluster.logs()
-            time.sleep(0.02)
-
-
 def test_the_life_of_a_function(cluster: Cluster) -> None:
     """Found by the profile that `sllm up` wrote: no URL and no token is given."""
     assert document(sllm(cluster, "fn", "deploy", "functions/echo", "--json"))["version"] == 1
@@ -126,7 +118,7 @@ def test_ctrl_c_ends_the_work_of_a_call(cluster: Cluster) -> None:
         assert list(Function.lookup("counter", client=client).stream(to=3)) == [1, 2, 3]
 
 
-def test_ctrl_c_of_a_deployment_names_what_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_ctrl_c_of_a_deployment_undoes_it(cluster: Cluster, tmp_path: Path) -> None:
     gate, folder = tmp_path / "gate", tmp_path / "slow"
     folder.mkdir()
     (folder / "function.py").write_text(SLOW_SETUP.replace("GATE", repr(str(gate))))
@@ -139,9 +131,10 @@ def test_ctrl_c_of_a_deployment_names_what_goes_on(cluster: Cluster, tmp_path: P
                 time.sleep(0.02)
         status, errors = interrupt(process)
     assert status == 130
-    assert "the deployment of slow goes on; `sllm fn describe slow` says how it ended" in errors
+    assert "slow is not deployed: what was begun is undone" in errors
+    assert sllm(cluster, "fn", "describe", "slow").returncode == 3
     gate.touch()
-    until(cluster, "slow", lambda view: view["active"] == 1)
+    assert document(sllm(cluster, "fn", "deploy", str(folder), "--json"))["version"] == 1
     assert document(sllm(cluster, "fn", "invoke", "slow", "--json")) == "ready"
 
 
