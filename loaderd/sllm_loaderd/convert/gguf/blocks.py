@@ -22,15 +22,18 @@ def unpack(kind: str, data: Bytes) -> Floats:
     """The float32 numbers, [elements], in whole blocks ``data`` of ``kind``, a name in ``QUANT_BLOCKS``."""
     elements, nbytes = QUANT_BLOCKS[kind]
     blocks = data.reshape(-1, nbytes)
-    return np.asarray(_UNPACK[kind](blocks), dtype=np.float32).reshape(len(blocks) * elements)
+    with np.errstate(all="ignore"):  # scales that are no numbers give numbers that are none
+        return np.asarray(_UNPACK[kind](blocks), dtype=np.float32).reshape(len(blocks) * elements)
 
 
 def to_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
     """Bits of ``values`` as bfloat16, rounded to nearest, ties to even; a NaN stays one."""
     bits = values.view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    quiet = (bits >> 16) | np.uint32(0x40)
-    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).astype(np.uint16)
+    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    odd = np.isnan(values)
+    if odd.any():
+        rounded[odd] = ((bits[odd] >> 16) | 0x40).astype(np.uint16)
+    return rounded
 
 
 def _half(data: Bytes) -> Floats:

@@ -15,7 +15,7 @@ from sllm_runtime.protocol.checkpoint import ITEM_BYTES, QuantRecord
 from sllm_runtime.protocol.errors import UnsupportedModel
 from sllm_runtime.protocol.limits import MIB
 
-_AT_ONCE: Final = 256 * 1024
+_AT_ONCE: Final = 128 * 1024
 """Elements that are unpacked at once: what they need stays in the cache."""
 _STRIP_BYTES: Final = 8 * MIB
 _MAX_UNIT: Final = 128 * MIB
