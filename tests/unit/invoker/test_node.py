@@ -205,6 +205,7 @@ async def test_a_gateway_that_acknowledges_nothing_loses_its_call(
 async def test_a_start_that_fails_says_in_which_stage_and_why(
     node: NodeUnderTest, script: str, code: str, stage: str, words: str
 ) -> None:
+    await until(lambda: node.status.pool_idle, what="a warm sandbox waits, which takes none of the second")
     instance = await node.begin(script, startup_timeout=1.0 if script == "hang" else 20.0)
     status = await node.reaches(instance, InstanceState.FAILED)
     assert status.error is not None
