@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from sllm_loaderd.client.control_wire import DEADLINE_S, ControlWire, Report
 from sllm_loaderd.client.keeping import KeptBatch
 from sllm_runtime.protocol.loader import (
-    CONVERT_NOW,
     PREWARM,
     Adopt,
     Adopted,
@@ -43,7 +42,7 @@ class LoaderControl(ControlWire):
         uri: str,
         *,
         digest: str = "",
-        convert: str = CONVERT_NOW,
+        convert: str = "",
         report: Report | None = None,
         deadline_s: float = 24 * 3600.0,
     ) -> ModelInfo:

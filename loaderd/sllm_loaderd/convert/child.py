@@ -92,7 +92,10 @@ def _converted(source: Source, fingerprint: str, staging: Path, cache: Path) -> 
         checkpoint = open_checkpoint(directory)
         copy_checkpoint(checkpoint, staging, _reporter("convert"))
         return ChildOutcome(checkpoint.digest, fingerprint)
-    return ChildOutcome(write_checkpoint(directory, staging, progress=_reporter("convert")), fingerprint)
+    digest = write_checkpoint(directory, staging, progress=_reporter("convert"))
+    if directory.is_relative_to(cache / "fetched"):  # the checkpoint has it all now
+        shutil.rmtree(directory, ignore_errors=True)
+    return ChildOutcome(digest, fingerprint)
 
 
 def _step_back() -> None:

@@ -27,7 +27,6 @@ from sllm_loaderd.verify import Checkpoint, describe, validate_checkpoint
 from sllm_runtime.protocol.errors import DigestMismatch, InvalidCheckpoint, SllmError
 from sllm_runtime.protocol.loader import (
     CONVERT,
-    CONVERT_NOW,
     CPU,
     Load,
     ModelInfo,
@@ -113,8 +112,9 @@ class LoaderService:
     def _in_memory(self, digest: str) -> bool:
         return self.residency.has(digest) or self.stage.has(digest)
 
-    async def register(self, uri: str, expected: str, report: Report, convert: str = CONVERT_NOW) -> ModelInfo:
+    async def register(self, uri: str, expected: str, report: Report, convert: str = "") -> ModelInfo:
         """Have the model at ``uri`` in the store. Raises ``DigestMismatch`` if it is not ``expected``."""
+        convert = convert or self.settings.convert
         if convert not in CONVERT:
             raise InvalidCheckpoint(f"convert {convert!r} is none of {CONVERT}", field="convert")
         digest = await self.registrations.register(uri, report, convert)

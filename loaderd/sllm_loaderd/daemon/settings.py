@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -52,6 +53,8 @@ class LoaderSettings(Settings):
     """``4x2GiB@8GB/s``: devices in shared memory behind links of that bandwidth, called ``fake:0`` …; empty: none."""
     cuda_devices: str = ""
     """``all`` or the numbers of GPUs (``0,2``), called ``cuda:0`` …; empty: none, and CUDA is not imported."""
+    convert: Literal["now", "later", "never"] = "now"
+    """When safetensors are converted, unless a registration says it. The same on all nodes of a cluster."""
     conversions: int = Field(1, ge=1, le=16)
     """Conversions at a time; others wait."""
 
@@ -63,7 +66,7 @@ class LoaderSettings(Settings):
 
 _FLAGS = (
     "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "huge_pages", "ssd_bytes", "peer_listen",
-    "io_threads", "remote_threads", "conversions", "bulk", "direct", "pinned", "overlap", "fake_devices",
+    "io_threads", "remote_threads", "convert", "conversions", "bulk", "direct", "pinned", "overlap", "fake_devices",
     "cuda_devices",
 )  # fmt: skip
 

@@ -71,12 +71,12 @@ class Register(Request, frozen=True, kw_only=True):
     """Have the model at ``uri`` in the store, converting it if it is not there. Answers: ``Progress``…, ``ModelInfo``.
 
     ``digest``, where given, is the content expected; another one is ``digest_mismatch``. ``convert``: one of
-    ``CONVERT``. A model that is loaded as it is has another digest than its conversion.
+    ``CONVERT``, empty for what the node is set to; a model that is loaded as it is has another digest than converted.
     """
 
     uri: str
     digest: str = ""
-    convert: str = CONVERT_NOW
+    convert: str = ""
 
 
 class ListModels(Request, frozen=True, kw_only=True):

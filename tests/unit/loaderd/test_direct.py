@@ -248,8 +248,8 @@ async def test_files_of_a_server_are_loaded_and_copied_to_the_ssd_tier(tmp_path:
 
 async def test_a_conversion_behind_the_first_use_takes_its_place(tmp_path: Path) -> None:
     arrays = sharded(tmp_path / "model")
-    async with loaderd(tmp_path, **POOL) as daemon:
-        info = await daemon.control.register(str(tmp_path / "model"), convert=CONVERT_LATER)
+    async with loaderd(tmp_path, convert=CONVERT_LATER, **POOL) as daemon:
+        info = await daemon.control.register(str(tmp_path / "model"))
         same(await loaded(daemon, info.model), arrays)
         deadline = time.monotonic() + WAIT
         while len(await daemon.control.models()) < 2:

@@ -148,6 +148,7 @@ async def test_loaderd_registers_from_an_object_store(
             assert again.sources == ("s3://bucket/tiny",)
             assert stages[0] == "fetch"
             assert stages[-1] == "convert"
+            assert not list((daemon.data / "cache" / "fetched").iterdir())  # the checkpoint has it all
 
 
 # --- the rest --------------------------------------------------------------------------------------
