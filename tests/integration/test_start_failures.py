@@ -1,5 +1,6 @@
 """Starts that fail: 503 with stage and reason for everybody who waits, few attempts, and a platform that stays well."""
 
+import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sllm_loaderd.client import LoaderControl
 from sllm_runtime.protocol.errors import OutOfMemory, SllmError, StartFailed, StartTimeout
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, events, live, slack, wait, wait_cold, workers
@@ -173,6 +175,16 @@ def stored(cluster: Cluster, name: str) -> Path:
     return found
 
 
+async def evicted(cluster: Cluster) -> bool:
+    """Drop all models from the node's memory, unless a sandbox has something."""
+    async with LoaderControl(cluster.data / "nodes" / "n1" / "loaderd.sock") as loader:
+        if (await loader.status()).pool.held:
+            return False
+        for model in await loader.models():
+            await loader.evict(model)
+        return True
+
+
 def flip(file: Path) -> None:
     """Change one byte in the middle."""
     with file.open("r+b") as data:
@@ -199,8 +211,10 @@ DAMAGE = [
 def test_a_damaged_checkpoint_is_refused_before_a_function_sees_it(
     cluster: Cluster, completion: str, damage: Callable[[Path], None], name: str, code: str
 ) -> None:
-    """Damaged on the node's disk, and no copy in memory (loaderd is another one by then). Repaired, it works again."""
+    """Damaged on the node's disk, and no copy in memory: it was evicted, or the invoker would bring it back to the next
+    loaderd. Repaired, it works again."""
     whole = stored(cluster, name).read_bytes()
+    wait(lambda: asyncio.run(evicted(cluster)), 20 * slack(), "nothing is in memory")
     old = cluster.kill("loaderd")
     damage(stored(cluster, name))
     cluster.wait_restarted("loaderd", old)
