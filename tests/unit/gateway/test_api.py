@@ -85,6 +85,7 @@ async def test_a_deployment_tells_its_progress_and_its_result(nats: Nats) -> Non
     async with world(nats) as w:
         await w.controller.serve("deploy", ctl.Deploy, deploy)
         await w.controller.serve("function", ctl.FunctionRef, _info)
+        await w.deploy(manifest("f"), version=2)
         response = await w.http.post(f"{API}/functions", json=DEPLOY, headers=SSE)
         plain = await w.http.post(f"{API}/functions", json=DEPLOY)
     found = events(response.text)
@@ -145,6 +146,7 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
         await w.controller.serve("function", ctl.FunctionRef, _info)
         await w.controller.serve("rollback", ctl.Rollback, rollback)
         await w.controller.serve("delete", ctl.Delete, delete)
+        await w.deploy(manifest("f"), version=2)
         assert [f["name"] for f in (await w.http.get(f"{API}/functions")).json()["functions"]] == ["f"]
         view = (await w.http.get(f"{API}/functions/f")).json()
         assert [(v["version"], v["active"], v["state"]) for v in view["versions"]] == [

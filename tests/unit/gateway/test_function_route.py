@@ -351,7 +351,7 @@ async def test_deadlines_before_the_headers_have_their_status(nats: Nats) -> Non
         run.end()
 
     async with world(nats) as w:
-        await w.deploy(manifest("slow", timeout=0.2), entry(), script=never)
+        await w.deploy(manifest("slow", timeout=1.0), entry(), script=never)
         await w.deploy(manifest("idle", idle_timeout=0.2), entry("i2"), script=never)
         await w.deploy(manifest("full", queue_timeout=0.2), script=never)
         for name, status, code in [
