@@ -135,6 +135,7 @@ class Manifest(Resources):
     slo: Slo = Slo()
 
     network: bool = False
+    """Whether it may reach anything beyond its own loopback."""
     env: Annotated[dict[str, str], AfterValidator(_env)] = Field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     requirements: tuple[str, ...] = ()
