@@ -69,12 +69,12 @@ class Head:
 class Connection:
     """Used by one thread at a time; ``abort`` may come from any. ``OSError`` and ``ProtocolError`` end it."""
 
-    def __init__(self, origin: Origin, connect_s: float, stall_s: float) -> None:
+    def __init__(self, origin: Origin, connect_s: float, stall_s: float, context: ssl.SSLContext | None) -> None:
         self.origin = origin
         self.reusable = False
         self._stall_s = stall_s
         self._ahead = b""
-        self._socket = _connect(origin, connect_s, stall_s)
+        self._socket = _connect(origin, connect_s, stall_s, context)
 
     def request(self, method: str, target: str, headers: Mapping[str, str]) -> Head:
         """Send a request without a body and receive the head of its answer."""
@@ -143,12 +143,12 @@ def _parse(data: bytes) -> Head:
     return Head(int(status), headers)
 
 
-def _connect(origin: Origin, connect_s: float, stall_s: float) -> socket.socket:
+def _connect(origin: Origin, connect_s: float, stall_s: float, context: ssl.SSLContext | None) -> socket.socket:
     plain = socket.create_connection((origin.host, origin.port), timeout=connect_s)
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if origin.secure:
-            secured = ssl.create_default_context().wrap_socket(plain, server_hostname=origin.host)
+        if context is not None:
+            secured = context.wrap_socket(plain, server_hostname=origin.host)
             secured.settimeout(stall_s)
             return secured
         plain.settimeout(None)
@@ -172,6 +172,7 @@ class Connections:
         self._idle: dict[Origin, list[Connection]] = {}
         self._busy: set[Connection] = set()
         self._closed = False
+        self._context: ssl.SSLContext | None = None
 
     def take(self, origin: Origin) -> tuple[Connection, bool]:
         """A connection, and whether it has served before (then it may have been closed by the peer meanwhile)."""
@@ -180,13 +181,21 @@ class Connections:
                 connection = idle.pop()
                 self._busy.add(connection)
                 return connection, True
-        connection = Connection(origin, self._connect_s, self._stall_s)
+        context = self._tls_context() if origin.secure else None
+        connection = Connection(origin, self._connect_s, self._stall_s, context)
         with self._lock:
             if not self._closed:
                 self._busy.add(connection)
                 return connection, False
         connection.close()
         raise ConnectionAbortedError("the source is closed")
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Made once: reading the machine's certificates takes tens of milliseconds."""
+        with self._lock:
+            if self._context is None:
+                self._context = ssl.create_default_context()
+            return self._context
 
     def give_back(self, connection: Connection) -> None:
         """Its answer has been read whole."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,3 +230,37 @@ def test_attempts_end_when_they_bring_nothing_and_no_wait_is_long(gains: list[in
             return
         assert 0 <= delay <= RemoteLimits().longest_delay_s
         assert idle < RemoteLimits().attempts
+
+
+# --- TLS --------------------------------------------------------------------------------------------
+@pytest.fixture
+def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A certificate of 127.0.0.1 that this process trusts, with its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("the openssl command, which makes the certificate, is not here")
+    pem = tmp_path / "server.pem"
+    subprocess.run(
+        [
+            openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+            "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", pem, "-out", f"{pem}.crt",
+        ],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    pem.write_text(pem.read_text() + Path(f"{pem}.crt").read_text())
+    monkeypatch.setenv("SSL_CERT_FILE", f"{pem}.crt")
+    return pem
+
+
+def test_https_is_read_and_resumed_and_an_unknown_certificate_refused(
+    certificate: Path, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights.bin").write_bytes(data)
+    with range_server(tmp_path, certificate) as server:
+        server.script.extend(["cut 1000", "stall 5", None])
+        with opened(server) as source:
+            assert read(source) == data
+            assert read(source, 100_000, 5) == data[100_000:100_005]
+        monkeypatch.delenv("SSL_CERT_FILE")
+        with opened(server) as source, pytest.raises(Unavailable, match="certificate"):
+            read(source)
