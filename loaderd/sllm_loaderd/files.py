@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ import xxhash
 from sllm_runtime.protocol.checkpoint import is_plain_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 
+_GGUF_PART: Final = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 MAX_SMALL_FILE: Final = 64 * 2**20
 """A small file above this is refused: it would be sent to every sandbox."""
 SMALL_NAMES: Final = (
@@ -40,6 +42,14 @@ def small_files(directory: Path) -> dict[str, bytes]:
             raise InvalidCheckpoint(f"{path} has {size} bytes, above the limit of {MAX_SMALL_FILE}", field=name)
         found[name] = path.read_bytes()
     return found
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """The files of the model that a GGUF file is, or is a part of, by their names; they may be missing."""
+    match = _GGUF_PART.fullmatch(file.name)
+    if match is None or not int(match[2]):
+        return [file]
+    return [file.with_name(f"{match[1]}-{part:05}-of-{match[2]}.gguf") for part in range(1, int(match[2]) + 1)]
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, path: Path | str) -> None:

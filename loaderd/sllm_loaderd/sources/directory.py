@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from sllm_loaderd.disk.local import LocalFile
+from sllm_loaderd.files import gguf_parts
 from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.attempts import changed
 from sllm_loaderd.sources.listing import wanted
@@ -38,7 +39,8 @@ class DirectorySource:
         return [Entry(path.name, (stat := path.stat()).st_size, str(stat.st_mtime_ns)) for path in files]
 
     def open(self, entry: Entry) -> LocalFile:
-        opened = LocalFile(self._existing() / entry.name)
+        place = self._existing()
+        opened = LocalFile((place if place.is_dir() else place.parent) / entry.name)
         if (opened.nbytes, str(opened.modified_ns)) != (entry.nbytes, entry.etag):
             opened.close()
             raise changed(opened.name, "its size or its time is another one")
@@ -49,7 +51,7 @@ class DirectorySource:
 
     def _files(self) -> list[Path]:
         place = self._existing()
-        return sorted(place.iterdir()) if place.is_dir() else [place]
+        return sorted(place.iterdir()) if place.is_dir() else gguf_parts(place)
 
     def _existing(self) -> Path:
         if not self._path.is_dir() and not (self._path.suffix == ".gguf" and self._path.is_file()):

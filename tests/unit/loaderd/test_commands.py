@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import pty
+import re
+import select
 import signal
 import struct
 import subprocess
@@ -142,3 +146,21 @@ def test_what_another_conversion_is_writing_is_left_alone(tmp_path: Path) -> Non
             slow.close()
     assert not late.exists()
     assert (target / "index.json").read_text() == "first"
+
+
+def test_a_person_sees_rate_and_time_left(tmp_path: Path) -> None:
+    write_sparse(tmp_path / "source" / "model.safetensors", 2**34)
+    command = [sys.executable, "-m", "sllm", "model", "convert", str(tmp_path / "source"), str(tmp_path / "checkpoint")]
+    ours, theirs = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen, subprocess.Popen(command, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        deadline = time.monotonic() + WAIT
+        while b" s left" not in seen:
+            assert time.monotonic() < deadline, seen
+            readable, _, _ = select.select([screen], [], [], 1.0)
+            seen += screen.read(4096) if readable else b""
+        process.send_signal(signal.SIGINT)
+        process.wait(WAIT)
+    assert re.search(rb"converting: [0-9.]+ .iB of 16.0 GiB, [0-9.]+ .iB/s, \d+ s left", seen), seen
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

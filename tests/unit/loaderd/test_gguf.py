@@ -23,7 +23,7 @@ from sllm_loaderd.verify import Checkpoint, validate_checkpoint
 from sllm_runtime.protocol.checkpoint import QUANT_BLOCKS
 from sllm_runtime.protocol.errors import InvalidCheckpoint, SllmError, UnsupportedModel
 from tests.fixtures.gguf_files import EXAMPLES, arrays_of, model_of, swapped, write_gguf
-from tests.fixtures.loaderd import SMALL_CHUNK, bound_tensors, ignore
+from tests.fixtures.loaderd import SMALL_CHUNK, bound_tensors, ignore, loaderd
 
 OPTIONS = ConvertOptions(chunk_bytes=SMALL_CHUNK, min_block=0)
 QUANTISED = [Kind.Q4_0, Kind.Q8_0, Kind.Q5_1]
@@ -232,3 +232,15 @@ def test_a_damaged_header_gives_a_typed_error_or_readable_tensors(
         out = bytearray(min(tensor.nbytes, 4096))
         source.read(tensor.name, 0, memoryview(out))
     source.close()
+
+
+async def test_a_node_takes_a_gguf_file_as_a_model(tmp_path: Path) -> None:
+    model = model_of("qwen3")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3", arrays_of("qwen3", model), model.config)
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(str(path))
+        again = await daemon.control.register(str(path))
+    assert info.architecture == "Qwen3ForCausalLM"
+    assert info.order == "traced"
+    assert again.model == info.model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +17,9 @@ from sllm_loaderd.convert.gguf.header import GgufHeader, GgufTensor, read_header
 from sllm_loaderd.convert.gguf.tokenizer import derive_tokenizer
 from sllm_loaderd.convert.gguf.values import Values
 from sllm_loaderd.convert.source import SourceExtras, SourceTensor
+from sllm_loaderd.files import gguf_parts
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
-_SPLIT: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_FACTORS: Final = 4096
 """Numbers in a tensor of rotary factors: half a head's width."""
 
@@ -127,21 +126,14 @@ class GgufSource:
 
 def _one_model(files: Sequence[Path]) -> list[Path]:
     """All files of the model that ``files`` belong to. Raises ``InvalidCheckpoint`` if they are several models."""
-    first = _SPLIT.fullmatch(files[0].name)
-    if first is None:
-        if len(files) > 1:
-            names = ", ".join(path.name for path in files[:5])
-            raise InvalidCheckpoint(f"{files[0].parent} has several models ({names}); give one file", field="source")
-        return list(files)
-    count = int(first[3])
-    wanted = [files[0].with_name(f"{first[1]}-{number:05}-of-{first[3]}.gguf") for number in range(1, count + 1)]
+    wanted = gguf_parts(files[0])
     others = set(files) - set(wanted)
     if others:
         text = f"{files[0].parent} has several models ({files[0].name}, {min(others).name}); give one file"
         raise InvalidCheckpoint(text, field="source")
     missing = next((path for path in wanted if not path.is_file()), None)
     if missing is not None:
-        raise InvalidCheckpoint(f"{missing} is missing, one of {count} parts of the model", field=missing.name)
+        raise InvalidCheckpoint(f"{missing} is missing, one of {len(wanted)} parts of the model", field=missing.name)
     return wanted
 
 

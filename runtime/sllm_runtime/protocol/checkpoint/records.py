@@ -30,9 +30,9 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
     "bool": 1, "complex32": 4, "complex64": 8, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
+    "float4_e2m1fn_x2": 1, "bits8": 1, "bits16": 2, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1,
 }  # fmt: skip
-"""Bytes per element, by torch's name of the dtype."""
+"""Bytes per element, by torch's name of the dtype: all that torch can save without a quantiser of its own."""
 
 QUANT_BLOCKS: Final[dict[str, tuple[int, int]]] = {
     "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34),
