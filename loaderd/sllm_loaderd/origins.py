@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -43,11 +43,12 @@ class Origins:
         self._closed = False
 
     def open(
-        self, checkpoint: Checkpoint, rank: int, records: Iterable[SourceRecord], *, direct: bool = True
+        self, checkpoint: Checkpoint, rank: int, records: Callable[[], Iterable[SourceRecord]], *, direct: bool = True
     ) -> list[ChunkSource]:
         """Best first: a file of the store, which has all; or else the SSD copy, peers, object stores.
 
-        Nothing remote is asked before the first read. Raises ``ModelNotFound`` if there is no way at all.
+        ``records`` gives the sources that are known. Nothing remote is asked before the first read. Raises
+        ``ModelNotFound`` if there is no way at all.
         """
         nbytes = checkpoint.index.partition(rank).nbytes
         if (checkpoint.directory / partition_name(rank)).exists():
@@ -55,7 +56,7 @@ class Origins:
         found: list[ChunkSource] = []
         if (copy := self._ssd.open(checkpoint.digest, rank, nbytes)) is not None:
             found.append(copy)
-        for record in sorted(records, key=lambda record: not record.uri.startswith("peer://")):
+        for record in sorted(records(), key=lambda record: not record.uri.startswith("peer://")):
             if (source := self._partition(checkpoint, rank, record)) is not None:
                 found.append(source)
         if not found:

@@ -176,7 +176,7 @@ class ModelStore:
 
     def open_sources(self, checkpoint: Checkpoint, rank: int, *, direct: bool = True) -> list[ChunkSource]:
         """As ``Origins.open``."""
-        return self.origins.open(checkpoint, rank, self.sources(checkpoint.digest), direct=direct)
+        return self.origins.open(checkpoint, rank, lambda: self.sources(checkpoint.digest), direct=direct)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from sllm_loaderd.client import LoaderSession
 from sllm_loaderd.devices.tensors import bind
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import DigestMismatch, Forbidden, ModelNotFound, SllmError, Unavailable
+from sllm_runtime.protocol.loader import CONVERT_NEVER
 from tests.fixtures.loaderd import LoaderProcess, loaderd, numbers_model, small_checkpoint
 
 WAIT = 30.0
@@ -95,6 +97,23 @@ async def test_a_model_goes_from_node_to_node(tmp_path: Path) -> None:
         await two.control.evict(digest)
         with pytest.raises(SllmError, match="not on this node"):
             await loaded(two, digest)
+
+
+async def test_what_one_node_loaded_as_it_was_another_takes_from_its_memory(tmp_path: Path) -> None:
+    arrays = numbers_model(tmp_path / "model")
+    port, sizes = free_port(), {"chunk_bytes": 16 * 2**20, "pool_bytes": 2**27}
+    one_s: dict[str, Any] = {"peer_listen": f"127.0.0.1:{port}", **sizes}
+    async with loaderd(tmp_path / "one", **one_s) as one, loaderd(tmp_path / "two", **dict[str, Any](sizes)) as two:
+        info = await one.control.register(str(tmp_path / "model"), convert=CONVERT_NEVER)
+        uri = f"peer://127.0.0.1:{port}/{info.model}"
+        with pytest.raises(ModelNotFound):
+            await two.control.register(uri)  # it is nowhere as a whole yet
+        await one.control.prefetch(info.model)
+        assert (await two.control.register(uri)).model == info.model
+        found = await loaded(two, info.model)
+        assert found.keys() == arrays.keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found[name], array)
 
 
 async def test_who_has_no_token_gets_nothing_and_who_has_gets_only_models(tmp_path: Path) -> None:

@@ -142,6 +142,23 @@ async def test_a_load_that_is_refused_ends_with_the_reason_and_frees_everything(
         assert len(await loaded(daemon, info.model, "two")) == 6  # the daemon goes on
 
 
+async def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_of_it(
+    published: tuple[Path, str], server: RangeServer, arrays: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        server.script.extend([None, *["stall 10"] * 50])
+        load = asyncio.create_task(daemon.control.prefetch(info.model))
+        await until(lambda: bool(list((daemon.data / "ssd").glob(".*.partial"))), "the first chunk's copy")
+        daemon.process.kill()
+        with pytest.raises(SllmError):
+            await load
+    server.script.clear()
+    async with loaderd(tmp_path) as daemon:
+        assert not list((daemon.data / "ssd").iterdir())
+        same(await loaded(daemon, info.model), arrays)
+
+
 async def test_stopping_does_not_wait_for_a_server_that_hangs(
     published: tuple[Path, str], server: RangeServer, tmp_path: Path
 ) -> None:
