@@ -68,7 +68,7 @@ class WarmPool:
         while self._idle:
             sandbox = self._idle.popleft()
             self._changed()
-            if not sandbox.exited.done():
+            if _lives(sandbox):
                 return sandbox
             self._discard(sandbox)
         waiter: asyncio.Future[Sandbox] = loop.create_future()
@@ -130,7 +130,7 @@ class WarmPool:
         self._wake.set()
 
     def _put(self, sandbox: Sandbox) -> None:
-        if self._closed or sandbox.exited.done():
+        if self._closed or not _lives(sandbox):
             self._discard(sandbox)
             return
         while self._waiters:
@@ -170,6 +170,11 @@ class WarmPool:
         while self._idle:
             self._discard(self._idle.popleft())
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+def _lives(sandbox: Sandbox) -> bool:
+    """Not dead: neither known how (``exited``) nor still to be told."""
+    return sandbox.pid != 0 and not sandbox.exited.done()
 
 
 async def _close(sandbox: Sandbox) -> None:

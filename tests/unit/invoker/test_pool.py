@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sllm_invoker import process_driver
 from sllm_invoker.pool import WarmPool
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_runtime.platform.owned import Tasks
@@ -61,6 +62,23 @@ async def test_one_that_died_while_it_waited_is_replaced() -> None:
         await until(lambda: pool.idle == 1 and pool._idle[0] is not waiting, what="there is another one")
         sandbox = await pool.acquire()
         assert not sandbox.exited.done()
+        await sandbox.close()
+
+
+async def test_one_whose_end_is_not_told_yet_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork server that was killed takes its workers with it, and cannot say how they ended."""
+    monkeypatch.setattr(process_driver, "EXIT_REPORT_S", 2.0)
+    async with pool_of(1) as pool:
+        await until(lambda: pool.idle == 1, what="it is full")
+        waiting = pool._idle[0]
+        assert isinstance(pool._driver, ProcessDriver)
+        os.kill(pool._driver.fork_server_pid, signal.SIGKILL)
+        await until(lambda: waiting.pid == 0, what="the worker is dead")
+        assert not waiting.exited.done()
+        async with asyncio.timeout(20.0):
+            sandbox = await pool.acquire()
+        assert sandbox is not waiting
+        os.kill(sandbox.pid, 0)
         await sandbox.close()
 
 
