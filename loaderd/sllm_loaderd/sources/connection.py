@@ -14,12 +14,15 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint, ProtocolError
 from sllm_runtime.protocol.limits import KIB
 
 _MAX_HEAD: Final = 64 * KIB
+_MOST_DIGITS: Final = 16
+_KEPT: Final = "/%:@!$&'()*+,;=~?[]"
+"""Not quoted again in a URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ def split_url(url: str) -> tuple[Origin, str]:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise InvalidCheckpoint(f"{url!r} is no http(s) URL without a user name; give http://host/path", field="model")
     secure = parts.scheme == "https"
-    target = parts.path or "/"
-    target = f"{target}?{parts.query}" if parts.query else target
+    target = quote(parts.path or "/", safe=_KEPT)
+    target = f"{target}?{quote(parts.query, safe=_KEPT)}" if parts.query else target
     return Origin(secure, parts.hostname, port or (443 if secure else 80)), target
 
 
@@ -63,7 +66,8 @@ class Head:
     def length(self) -> int | None:
         """Bytes of the body, None if the answer does not say."""
         text = self.headers.get("content-length", "")
-        return int(text) if text.isascii() and text.isdigit() and "transfer-encoding" not in self.headers else None
+        plain = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+        return int(text) if plain and "transfer-encoding" not in self.headers else None
 
 
 class Connection:
@@ -125,13 +129,14 @@ class Connection:
                 raise ConnectionResetError("the connection was closed before the answer")
             data += more
         self._ahead = data[end + 4 :]
-        head = _parse(data[:end])
+        head = parse_head(data[:end])
         closes = "close" in head.headers.get("connection", "").lower()
         self.reusable = head.length is not None and not closes
         return head
 
 
-def _parse(data: bytes) -> Head:
+def parse_head(data: bytes) -> Head:
+    """The head of an answer, without the empty line behind it. Raises ``ProtocolError``."""
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     status = rest[:3]

@@ -109,7 +109,7 @@ class Remote:
         signed = self.sign(method, url, {"Accept-Encoding": "identity", **headers})
         try:
             connection, used = self._connections.take(origin)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a host that is no name is a UnicodeError
             raise self._cut(what, f"no connection to {origin.host}:{origin.port}: {error}") from error
         try:
             head = connection.request(method, target, signed)

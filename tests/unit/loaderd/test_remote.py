@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sllm_loaderd.sources import Entry, open_source
 from sllm_loaderd.sources.attempts import GAIN, Attempts, RemoteLimits, TryAgain
-from sllm_loaderd.sources.connection import split_url
+from sllm_loaderd.sources.connection import parse_head, split_url
 from sllm_loaderd.sources.http import HttpSource
 from sllm_loaderd.sources.remote import Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
@@ -26,6 +26,7 @@ from sllm_runtime.protocol.errors import (
     Forbidden,
     InvalidCheckpoint,
     ModelNotFound,
+    ProtocolError,
     SllmError,
     Unavailable,
 )
@@ -214,6 +215,25 @@ def test_the_files_of_a_url(server: RangeServer, tmp_path: Path) -> None:
 def test_what_is_no_http_url(url: str) -> None:
     with pytest.raises(InvalidCheckpoint):
         split_url(url)
+
+
+@pytest.mark.parametrize("path", ["a b?c=d e", "\u00fc/\u4e2d", "a\r\nInjected: yes", "%20already", "'\"<>"])
+def test_any_address_is_one_request_line(path: str) -> None:
+    target = split_url(f"http://host/{path}")[1]
+    assert target.isascii()
+    assert target.isprintable()
+    assert " " not in target
+    assert "%25" not in target  # nothing is quoted twice
+
+
+@given(data=st.binary(max_size=300) | st.text(max_size=200).map(lambda text: f"HTTP/1.1 200 OK\r\n{text}".encode()))
+def test_any_head_is_taken_or_refused(data: bytes) -> None:
+    try:
+        head = parse_head(data)
+    except ProtocolError:
+        return
+    assert 0 <= head.status <= 999
+    assert head.length is None or 0 <= head.length < 10**16
 
 
 # --- patience -------------------------------------------------------------------------------------
