@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.files import chunk_digest
-from sllm_loaderd.pool import Chunk, ChunkPool
+from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.errors import Conflict

@@ -8,82 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
+from sllm_loaderd.device_resident import CopyChunk, DeviceResident
 from sllm_loaderd.devices import Allocation, Device
 from sllm_loaderd.load_job import LoadJob
 from sllm_loaderd.paths import Paths
-from sllm_loaderd.pool import Chunk
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.resident import Resident
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import Task
 from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, SllmError, Unavailable
-
-
-class CopyChunk(Task):
-    """One chunk from DRAM to its place in a device's memory."""
-
-    def __init__(
-        self,
-        number: int,
-        nbytes: int,
-        chunk: Chunk,
-        place: tuple[Device, Allocation, int],
-        done: Callable[[Task, SllmError | None], None],
-        pin: Callable[[Chunk], None],
-    ) -> None:
-        device, self._allocation, self._offset = place
-        self._pin = pin
-        super().__init__(number, nbytes, (device.path,), done)
-        self._chunk = chunk
-
-    def run(self, path: str) -> None:
-        self._pin(self._chunk)
-        with self._chunk.view[: self.nbytes] as view:
-            self._allocation.write(self._offset, view)
-
-
-@dataclass(eq=False, slots=True)
-class DeviceResident:
-    """One partition in the memory of one device, or on its way there."""
-
-    resident: Resident
-    device: Device
-    allocation: Allocation
-    used_at: float
-    there: set[int] = field(default_factory=set)
-    pending: list[int] = field(default_factory=list)
-    """Chunks that DRAM was not asked for yet, in the order in which they are wanted."""
-    feeds: list[LoadJob] = field(default_factory=list)
-    """What DRAM was asked for."""
-    landed: list[int] = field(default_factory=list)
-    """Chunks in DRAM that wait for the others, where stages do not overlap."""
-    copies: dict[int, CopyChunk] = field(default_factory=dict)
-    jobs: list[LoadJob] = field(default_factory=list)
-    holders: set[str] = field(default_factory=set)
-    feeding: bool = False
-    in_parts: bool = False
-    leaving: bool = False
-
-    @property
-    def model(self) -> StoredModel:
-        return self.resident.model
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody has it or waits for it and nothing is on its way."""
-        return not (self.holders or self.jobs or self.copies or self.feeds)
-
-    def coming(self) -> set[int]:
-        """Chunks that are there or were asked for."""
-        asked = {number for feed in self.feeds for number in feed.lacking}
-        return {*self.there, *self.copies, *self.pending, *self.landed, *asked}
-
-    def open_to(self, holder: str) -> bool:
-        """Whether ``holder`` may have it: what one sandbox may have written another one never gets."""
-        return not self.leaving and (self.allocation.shareable or self.holders <= {holder})
 
 
 class DeviceStage:
@@ -104,6 +39,7 @@ class DeviceStage:
         self._overlap = overlap
         self._clock = clock
         self._partitions: list[DeviceResident] = []
+        residency.on_written = self._written
 
     # --- loading ------------------------------------------------------------------------------------
     def load(
@@ -197,8 +133,9 @@ class DeviceStage:
         missing = [number for number in part.pending if number not in resident.chunks]
         room = self._residency.room(resident.key[0], len(missing)) if missing else 0
         part.in_parts = part.in_parts or room < len(missing)
-        if part.pending and (room or not missing or not (part.feeds or part.copies)):
-            # With no room and nothing on its way this raises what says who holds the pool.
+        writing = resident.write_back is not None and resident.write_back.running
+        if part.pending and (room or not missing or not (part.feeds or part.copies or writing)):
+            # With no room and nothing that will make some this raises what says who holds the pool.
             stop = missing[room] if 0 < room < len(missing) else None
             count = part.pending.index(stop) if stop is not None else len(part.pending)
             batch, part.pending = part.pending[:count], part.pending[count:]
@@ -282,6 +219,12 @@ class DeviceStage:
             if job in part.jobs:  # ending one may have ended another
                 self.cancel(part, job)
                 job.failed(error)
+
+    def _written(self, resident: Resident) -> None:
+        """A chunk that could not be dropped while it was written to the SSD tier can be now."""
+        for part in [part for part in self._partitions if part.resident is resident and part.in_parts]:
+            self._residency.drop(resident, part.there)
+            self._ask(part)
 
     def _settle(self, part: DeviceResident) -> None:
         if part.feeding and not (part.feeds or part.pending or part.copies or part.landed):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sllm_loaderd.device_stage import DeviceResident, DeviceStage
+from sllm_loaderd.chunk import Chunk
+from sllm_loaderd.device_resident import DeviceResident
+from sllm_loaderd.device_stage import DeviceStage
 from sllm_loaderd.devices import Allocation
 from sllm_loaderd.load_job import LoadJob, expand
-from sllm_loaderd.pool import Chunk
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.resident import Resident
 from sllm_loaderd.store import StoredModel

@@ -57,7 +57,8 @@ class PathQueue:
     ) -> None:
         self.path = path
         self.bandwidth = Bandwidth()
-        self.running: set[Task] = set()
+        self.running: list[Task] = []
+        """What is under way, until its end was told."""
         self._shared: set[Task] = set()
         """Those that wait here and that another path could serve."""
         self._most_threads = threads
@@ -152,8 +153,10 @@ class PathQueue:
                 error = failure
             except Exception as failure:  # a bug must end the load, not this thread
                 error = InternalError(f"chunk {task.number} on {self.path} failed: {failure!r}")
-            self._finish(task, error)
+            self._measure(task, error)
             task.done(task, error)
+            with self._changed:
+                self.running.remove(task)
 
     def _next(self) -> Task | None:
         """The task to serve, now running; None when it is time for this thread to end."""
@@ -164,7 +167,7 @@ class PathQueue:
                     task.move(TaskState.RUNNING)
                     if not self.running:
                         self._measured_at = self._clock()
-                    self.running.add(task)
+                    self.running.append(task)
                     return task
                 if not self._changed.wait(timeout=_IDLE_S) and not self._heap:
                     self._threads.remove(threading.current_thread())
@@ -178,10 +181,9 @@ class PathQueue:
                 return task
         return None
 
-    def _finish(self, task: Task, error: SllmError | None) -> None:
+    def _measure(self, task: Task, error: SllmError | None) -> None:
         with self._changed:
             task.move(TaskState.DONE)
-            self.running.discard(task)
             now = self._clock()
             if error is None and now > self._measured_at:
                 self.bandwidth.add(task.nbytes, now - self._measured_at)

@@ -1,6 +1,6 @@
 """The chunk pool: memfds of one size, pre-faulted in the background, sealed, mapped writable only here.
 
-A chunk's life is the table ``CHUNK``. A chunk that a sandbox has been given may be mapped there for as long as
+A chunk that a sandbox has been given may be mapped there for as long as
 any of its processes lives, so it is used again only after all of its holders are dead. A chunk of an earlier
 loaderd (``adopt``) can only be read, since its seal refuses a new writable mapping: it is closed where others are
 freed.
@@ -12,69 +12,19 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Final, Protocol
 
+from sllm_loaderd.chunk import Chunk, ChunkState
 from sllm_loaderd.client import memory
 from sllm_loaderd.sealed import create_sealed, is_sealed
 from sllm_runtime.protocol.errors import Conflict, PoolExhausted, Unavailable
 from sllm_runtime.protocol.loader import PoolStatus
-from sllm_runtime.protocol.states import check
 
 log = logging.getLogger(__name__)
 
 F_ADD_SEALS: Final = 1033
 MEMFD_NAME: Final = "sllm-chunk"
 _FAULT_DEADLINE_S: Final = 5.0
-
-
-class ChunkState(StrEnum):
-    """Where a chunk is in its life."""
-
-    FREE = "free"  # in the pool; ``prefaulted`` says whether its pages are there
-    USED = "used"  # belongs to a model
-    RETIRING = "retiring"  # its model is gone, a sandbox that had it is not
-    CLOSED = "closed"
-
-
-C = ChunkState
-CHUNK: Final[dict[ChunkState, frozenset[ChunkState]]] = {
-    C.FREE: frozenset({C.USED, C.CLOSED}),
-    C.USED: frozenset({C.FREE, C.RETIRING, C.CLOSED}),
-    C.RETIRING: frozenset({C.FREE, C.CLOSED}),
-    C.CLOSED: frozenset(),
-}
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """One memfd. ``view`` is this process's mapping, writable but for what was ``adopted``.
-
-    ``id`` (its inode) names it in every process for as long as it lives. ``dirty``: bytes from the start that are not
-    zero.
-    """
-
-    fd: int
-    address: int
-    view: memoryview
-    id: int
-    adopted: bool = False
-    state: ChunkState = ChunkState.FREE
-    prefaulted: bool = False
-    pinned: bool = False
-    dirty: int = 0
-    holders: set[str] = field(default_factory=set)
-
-    def move(self, state: ChunkState) -> None:
-        """Go to ``state``, if the table allows it."""
-        self.state = check(CHUNK, self.state, state)
-
-    def zero_tail(self, used: int) -> None:
-        """Nothing of the chunk's last model may be seen behind ``used`` bytes of the next."""
-        if self.dirty > used:
-            self.view[used : self.dirty] = bytes(self.dirty - used)
-        self.dirty = used
 
 
 class Pinner(Protocol):

@@ -9,21 +9,21 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.load_job import LoadJob
 from sllm_loaderd.paths import Paths
-from sllm_loaderd.pool import Chunk, ChunkPool
+from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.reader import ChunkSource
-from sllm_loaderd.resident import Key, Resident, victims, why_kept
+from sllm_loaderd.resident import Key, Resident, why_kept
+from sllm_loaderd.room import Room
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import ReadChunk, Task
 from sllm_loaderd.write_back import SsdTier, WriteBack
-from sllm_runtime.protocol.checkpoint import chunk_count
 from sllm_runtime.protocol.errors import (
     Conflict,
     CorruptCheckpoint,
     InternalError,
     InvalidCheckpoint,
-    PoolExhausted,
     SllmError,
 )
 from sllm_runtime.protocol.loader import ResidentStatus
@@ -49,8 +49,9 @@ class Residency:
         self._ssd = ssd
         self._clock = clock
         self._residents: dict[Key, Resident] = {}
-        self._pinned: set[str] = set()
-        self._reserved: dict[str, int] = {}
+        self._room = Room(pool, self._residents)
+        self.on_written: Callable[[Resident], None] = lambda resident: None
+        """A chunk was written to the SSD tier: whoever waits for its memory may have it."""
 
     # --- loading ------------------------------------------------------------------------------------
     def lacks(self, model: StoredModel, rank: int, chunks: Iterable[int]) -> bool:
@@ -181,7 +182,9 @@ class Residency:
         if self._ssd is None or (resident.write_back is None and not task.remote):
             return
         if resident.write_back is None:
-            resident.write_back = WriteBack(self._ssd, resident.model, resident.key[1], self._paths, self._post)
+            resident.write_back = WriteBack(
+                self._ssd, resident.model, resident.key[1], self._paths, self._post, lambda: self.on_written(resident)
+            )
         for number in [number for number in resident.chunks if resident.there(number)]:
             resident.write_back.add(number, resident.chunks[number], resident.nbytes_of(number))
 
@@ -238,14 +241,20 @@ class Residency:
         resident.copying[number] -= 1
         if not resident.copying[number]:
             del resident.copying[number]
-            if drop and not resident.chunks[number].holders and number not in resident.wanted():
+            if drop:
+                self.drop(resident, [number])
+
+    def drop(self, resident: Resident, numbers: Iterable[int]) -> None:
+        """Use the memory of these chunks for others, but for those that somebody has, wants, copies or writes."""
+        wanted, write_back = resident.wanted(), resident.write_back
+        for number in numbers:
+            busy = number in wanted or number in resident.copying or not resident.there(number)
+            if not (busy or resident.chunks[number].holders) and (write_back is None or write_back.let_go(number)):
                 self._pool.free([resident.chunks.pop(number)])
 
     def room(self, digest: str, count: int) -> int:
         """How many of ``count`` further chunks a model could have now, others being evicted for them."""
-        shortage = self._pool.shortage(count + self._reserved_by_others(digest))
-        _, short = victims(self._residents.values(), shortage, {digest, *self._pinned})
-        return max(count - short, 0)
+        return self._room.available(count, digest)
 
     # --- what stays ---------------------------------------------------------------------------------
     def find(self, digest: str, rank: int) -> Resident | None:
@@ -258,20 +267,12 @@ class Residency:
 
     def pin(self, digest: str, pinned: bool) -> None:
         """Keep a model in memory, or stop doing so."""
-        (self._pinned.add if pinned else self._pinned.discard)(digest)
+        (self._room.pinned.add if pinned else self._room.pinned.discard)(digest)
 
     def reserve(self, digest: str, nbytes: int) -> None:
         """Keep room for ``nbytes`` of a model, evicting others now; 0 ends it. Raises ``PoolExhausted``."""
-        before = self._reserved.pop(digest, 0)
-        if not nbytes:
-            return
-        try:
-            self._make_room(chunk_count(nbytes, self._pool.chunk_bytes) - self._used_by(digest), digest)
-        except PoolExhausted:
-            if before:
-                self._reserved[digest] = before
-            raise
-        self._reserved[digest] = nbytes
+        for resident in self._room.reserve(digest, nbytes):
+            self._drop(resident)
 
     def evict(self, digest: str) -> int:
         """Drop a model from memory; the number of its chunks. Raises ``Conflict`` while it is being loaded."""
@@ -308,44 +309,10 @@ class Residency:
         resident.chunks.clear()
         return count
 
-    def _used_by(self, digest: str) -> int:
-        return sum(len(resident.chunks) for key, resident in self._residents.items() if key[0] == digest)
-
-    def _reserved_by_others(self, digest: str) -> int:
-        """Chunks that are kept free for other models."""
-        return sum(
-            max(chunk_count(nbytes, self._pool.chunk_bytes) - self._used_by(other), 0)
-            for other, nbytes in self._reserved.items()
-            if other != digest
-        )
-
     def _make_room(self, count: int, digest: str) -> None:
-        """Evict, least recently used first, until ``count`` chunks are free for ``digest``; or nothing at all."""
-        if count <= 0:
-            return
-        shortage = self._pool.shortage(count + self._reserved_by_others(digest))
-        chosen, short = victims(self._residents.values(), shortage, {digest, *self._pinned})
-        if short:
-            raise self._exhausted(count, digest)
-        for resident in chosen:
+        """Evict until ``count`` chunks are free for ``digest``; or nothing at all. Raises ``PoolExhausted``."""
+        for resident in self._room.victims(count, digest):
             self._drop(resident)
-
-    def _exhausted(self, count: int, digest: str) -> PoolExhausted:
-        status = self._pool.status()
-        size = status.chunk_bytes
-        kept = [
-            f"{key[0][:19]}/{key[1]} {len(resident.chunks) * size} ({why_kept(resident, self._pinned)})"
-            for key, resident in self._residents.items()
-            if key[0] in self._pinned or not resident.evictable
-        ]
-        kept += [f"retiring {status.retiring}"] if status.retiring else []
-        kept += [f"reserved {others * size}"] if (others := self._reserved_by_others(digest)) else []
-        return PoolExhausted(
-            f"{digest[:19]} needs {count * size} bytes of the pool of {status.limit}; the rest is held by:"
-            f" {', '.join(kept) or 'nothing, the pool is too small'}. Stop instances, unpin, or raise --pool-bytes",
-            field="pool",
-            retry_after_s=1.0,
-        )
 
     # --- reports --------------------------------------------------------------------------------------
     def residents(self) -> tuple[Resident, ...]:
@@ -355,7 +322,7 @@ class Residency:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of all reservations."""
-        return sum(self._reserved.values())
+        return self._room.reserved_bytes
 
     def resident_bytes(self, digest: str) -> int:
         """Bytes of a model that are in memory and checked."""
@@ -370,7 +337,7 @@ class Residency:
                 partition=resident.key[1],
                 nbytes=sum(resident.nbytes_of(number) for number in resident.chunks if resident.there(number)),
                 total=resident.nbytes,
-                pinned=resident.key[0] in self._pinned,
+                pinned=resident.key[0] in self._room.pinned,
                 holders=tuple(sorted(resident.holders)),
             )
             for resident in ordered

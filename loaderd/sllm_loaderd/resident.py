@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.load_job import LoadJob
-from sllm_loaderd.pool import Chunk
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import ReadChunk

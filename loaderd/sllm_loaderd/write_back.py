@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.disk.local import PATH
 from sllm_loaderd.paths import Paths
-from sllm_loaderd.pool import Chunk
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import Task, TaskState
 from sllm_runtime.protocol.errors import SllmError, Unavailable
@@ -52,11 +52,13 @@ class WriteBack:
         rank: int,
         paths: Paths,
         post: Callable[[Callable[[], None]], object],
+        written: Callable[[], None] = lambda: None,
     ) -> None:
         partition = model.index.partitions[rank]
         self._copy = _Copy(tier, model, rank, -(-partition.nbytes // model.index.chunk_bytes))
         self._paths = paths
         self._post = post
+        self._tell = written
         self._queued: dict[int, _WriteChunk] = {}
         self._seen: set[int] = set()
 
@@ -79,6 +81,14 @@ class WriteBack:
         """Whether chunks wait to be written."""
         return bool(self._queued)
 
+    def let_go(self, number: int) -> bool:
+        """Whether a chunk's memory may be used for others: not while it is written. A copy without it stays undone."""
+        task = self._queued.get(number)
+        if task is not None and self._paths.cancel(task):
+            del self._queued[number]
+            self._seen.discard(number)
+        return number not in self._queued
+
     def stop(self) -> None:
         """Write no more chunks; a copy that is not complete is abandoned as soon as nothing is written any more."""
         for number, task in list(self._queued.items()):
@@ -95,6 +105,7 @@ class WriteBack:
         self._queued.pop(number, None)
         if not self._queued:
             self._copy.settle()
+        self._tell()
 
 
 class _Copy:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from sllm_loaderd.pool import Chunk
+from sllm_loaderd.chunk import Chunk
 from sllm_runtime.protocol.limits import MAX_FDS
 from sllm_runtime.protocol.loader import Store, Unstore
 
@@ -35,8 +35,9 @@ class Keeper:
     What waits is bounded: each chunk of the pool waits at most once for each sandbox that was given it.
     """
 
-    def __init__(self, say: Callable[[Store | Unstore, Sequence[int]], None]) -> None:
+    def __init__(self, say: Callable[[Store | Unstore, Sequence[int]], None], most_in_flight: int = _IN_FLIGHT) -> None:
         self._say = say
+        self._most_in_flight = most_in_flight
         self._batches = itertools.count(1)
         self._in_flight: set[int] = set()
         self._waiting: deque[Handout] = deque()
@@ -70,7 +71,7 @@ class Keeper:
         self._send()
 
     def _send(self) -> None:
-        while self._waiting and len(self._in_flight) < _IN_FLIGHT:
+        while self._waiting and len(self._in_flight) < self._most_in_flight:
             handout = self._waiting.popleft()
             pairs = sorted(handout.chunks, key=lambda pair: pair[1].id in self._kept)
             fresh = [chunk for _, chunk in pairs if chunk.id not in self._kept]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from sllm_loaderd.pool import Chunk
+from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.store import ModelStore
 from sllm_loaderd.verify import Checkpoint, open_checkpoint

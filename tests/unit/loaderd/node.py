@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,9 +202,11 @@ class Node:
 
     def settle(self) -> None:
         """Do everything there is to do; gates have to be open."""
-        self.turn()
+        until = time.monotonic() + WAIT
         while not self.quiet() or not self.posted.empty():
-            self.posted.get(timeout=WAIT)()
+            assert time.monotonic() < until, "something never ends"
+            with contextlib.suppress(queue.Empty):  # a thread may be between telling its end and waiting again
+                self.posted.get(timeout=0.01)()
 
     def close(self) -> None:
         self.paths.close()

@@ -105,6 +105,7 @@ def test_classes_go_before_arrival_and_arrival_orders_a_class(bench: Bench) -> N
     (status,) = bench.paths.status()
     assert status.queued == {"start": 2 * SIZE, "prewarm": 2 * SIZE, "write-back": 2 * SIZE}  # what runs counts
     assert bench.finish(6) == [0, 4, 5, 3, 1, 2]
+    bench.paths.close()  # the threads are done with it too
     (status,) = bench.paths.status()
     assert status.bandwidth > 0
     assert set(status.queued.values()) == {0}
@@ -235,7 +236,7 @@ def test_a_chunk_changes_paths_only_if_it_is_there_sooner(speeds: tuple[int, int
     owner, thief = PathQueue("a", 1), PathQueue("b", 1)
     owner.bandwidth.add(speeds[0] * SIZE, 1.0)
     thief.bandwidth.add(speeds[1] * SIZE, 1.0)
-    thief.running = {Nothing.of(SIZE) for _ in range(busy)}
+    thief.running = [Nothing.of(SIZE) for _ in range(busy)]
     stays, goes = (ahead + 1) / speeds[0], (busy + 1) / speeds[1]
     if stays != pytest.approx(goes):
         assert sooner(Nothing.of(SIZE), ahead * SIZE, owner, thief) is (goes < stays)

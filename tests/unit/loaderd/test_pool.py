@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from sllm_loaderd.chunk import Chunk, ChunkState
 from sllm_loaderd.client import memory
 from sllm_loaderd.huge_pages import have_huge_pages
-from sllm_loaderd.pool import Chunk, ChunkPool, ChunkState
+from sllm_loaderd.pool import ChunkPool
 from sllm_runtime.protocol.errors import PoolExhausted, ProtocolError, Unavailable
 
 SIZE = 16384

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sllm_loaderd.chunk import ChunkState
 from sllm_loaderd.loading import DeviceLoad
-from sllm_loaderd.pool import ChunkState
 from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import (

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from sllm_loaderd.store import StoredModel
 from sllm_loaderd.write_back import SsdWrite
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Unavailable
-from tests.unit.loaderd.node import WAIT, Node, RemoteSource, stored_model
+from tests.unit.loaderd.node import WAIT, Node, RemoteSource, check_ready, on_device, stored_model
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,36 @@ def test_the_load_does_not_wait_for_its_copy_and_a_start_takes_the_room_of_one(
         assert start.ended == [None]
         node.settle()
         assert all(not name.startswith(".") for name in os.listdir(tmp_path / "ssd"))
+
+
+def test_memory_that_is_being_written_is_not_used_again_before(tmp_path: Path, model: StoredModel) -> None:
+    gate = threading.Event()
+
+    def wait(number: int) -> None:
+        assert gate.wait(WAIT)
+
+    tier = HookedTier(tmp_path / "ssd", wait)
+    with contextlib.closing(Node(ssd=tier, chunks=2, devices=1, threads=1)) as node:
+        wish = node.wish(model, sources=[RemoteSource(model)], device=0, on_ready=check_ready)
+        node.until(lambda: len(wish.job.lacking) < 4)  # in parts, one of the two chunks stands still at the gate
+        (resident,) = node.residency.residents()
+        assert resident.write_back is not None
+        assert resident.write_back.running
+        gate.set()
+        node.until(lambda: wish.ended)
+        assert wish.ended == [None]
+        assert all(on_device(wish, number) for number in wish.job.chunks)
+        node.settle()
+        assert copy_of(model, tier.real) in (None, original(model))
+
+
+def test_one_chunk_of_memory_is_enough_for_a_device_and_a_slow_disk(tmp_path: Path, model: StoredModel) -> None:
+    tier = HookedTier(tmp_path / "ssd", lambda number: time.sleep(0.005))
+    with contextlib.closing(Node(ssd=tier, chunks=1, devices=1)) as node:
+        wish = node.wish(model, sources=[RemoteSource(model)], device=0, on_ready=check_ready)
+        node.until(lambda: wish.ended)
+        assert wish.ended == [None]
+        node.settle()
 
 
 def test_a_node_that_stops_leaves_no_half_copy(tmp_path: Path, model: StoredModel) -> None:

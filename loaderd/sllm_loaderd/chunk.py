@@ -1,0 +1,57 @@
+"""One chunk of the pool: its memory, and its life (the table ``CHUNK``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from sllm_runtime.protocol.states import check
+
+
+class ChunkState(StrEnum):
+    """Where a chunk is in its life."""
+
+    FREE = "free"  # in the pool; ``prefaulted`` says whether its pages are there
+    USED = "used"  # belongs to a model
+    RETIRING = "retiring"  # its model is gone, a sandbox that had it is not
+    CLOSED = "closed"
+
+
+C = ChunkState
+CHUNK: Final[dict[ChunkState, frozenset[ChunkState]]] = {
+    C.FREE: frozenset({C.USED, C.CLOSED}),
+    C.USED: frozenset({C.FREE, C.RETIRING, C.CLOSED}),
+    C.RETIRING: frozenset({C.FREE, C.CLOSED}),
+    C.CLOSED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One memfd. ``view`` is this process's mapping, writable but for what was ``adopted``.
+
+    ``id`` (its inode) names it in every process for as long as it lives. ``dirty``: bytes from the start that are not
+    zero.
+    """
+
+    fd: int
+    address: int
+    view: memoryview
+    id: int
+    adopted: bool = False
+    state: ChunkState = ChunkState.FREE
+    prefaulted: bool = False
+    pinned: bool = False
+    dirty: int = 0
+    holders: set[str] = field(default_factory=set)
+
+    def move(self, state: ChunkState) -> None:
+        """Go to ``state``, if the table allows it."""
+        self.state = check(CHUNK, self.state, state)
+
+    def zero_tail(self, used: int) -> None:
+        """Nothing of the chunk's last model may be seen behind ``used`` bytes of the next."""
+        if self.dirty > used:
+            self.view[used : self.dirty] = bytes(self.dirty - used)
+        self.dirty = used
