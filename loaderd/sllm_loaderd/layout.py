@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,17 +18,22 @@ from sllm_runtime.protocol.limits import MIB
 
 MIN_BLOCK: Final = 1 * MIB
 """Consecutive layers are put into one block until it has this many bytes."""
-_LAYER = re.compile(r"^(?P<stack>(?:[^.]*[^.\d][^.]*\.)*?)(?P<number>\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor to be stored, in bytes; ``name`` is what the index will call it."""
+    """A tensor to be stored, in bytes; ``name`` is what the index will call it. ``granule``: so many indices of the
+    innermost dimension belong together (the bytes of a packed block) and are never split."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    granule: int = 1
+
+    def granules(self, dim: int) -> int:
+        """Indices of dimension ``dim``, counted by what must stay together."""
+        return self.shape[dim] // self.granule if dim == len(self.shape) - 1 else self.shape[dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,9 @@ class _Section:
 
 def layer_key(name: str) -> str | None:
     """The layer a tensor belongs to, by its name: all up to the first number that is a component of its own."""
-    match = _LAYER.match(name)
-    return match.group(0) if match else None
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts[:-1]) if part.isdecimal()), None)
+    return None if number is None else ".".join(parts[: number + 1]) + "."
 
 
 def place(

@@ -60,7 +60,7 @@ def _dim(tensor: PlannedTensor, ranks: int) -> int | None:
             f" plan file, or auto-layers:{ranks}",
             field=tensor.name,
         )
-    if dim is not None and tensor.shape[dim] % ranks and not _VOCABULARY.fullmatch(tensor.name):
+    if dim is not None and tensor.granules(dim) % ranks and not _VOCABULARY.fullmatch(tensor.name):
         raise InvalidCheckpoint(
             f"{tensor.name!r} of {tensor.shape} cannot be split evenly over {ranks} ranks; give a plan file, or"
             f" auto-layers:{ranks}",

@@ -76,8 +76,10 @@ def lay_out(plan: StoragePlan, shares: Mapping[str, Share], ranks: int, min_bloc
 def _piece(tensor: PlannedTensor, share: Share, rank: int) -> Piece | None:
     if share.dim is None:
         return None
-    start, stop = piece_bounds(tensor.shape[share.dim], len(share.ranks))[share.ranks.index(rank)]
-    return Piece(tensor.shape, ITEM_BYTES[tensor.dtype], share.dim, start, stop)
+    count = tensor.granules(share.dim)
+    unit = tensor.shape[share.dim] // count if count else 1
+    start, stop = piece_bounds(count, len(share.ranks))[share.ranks.index(rank)]
+    return Piece(tensor.shape, ITEM_BYTES[tensor.dtype], share.dim, start * unit, stop * unit)
 
 
 def _part(tensor: PlannedTensor, piece: Piece | None) -> PlannedTensor:

@@ -65,11 +65,14 @@ def plan_storage(
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBERS.split(name)]
+    parts = _NUMBERS.split(name)  # every second one is a number
+    return [(int(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]
 
 
 def _plain(tensor: SourceTensor) -> StoredTensor:
-    return StoredTensor(PlannedTensor(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes), (tensor.name,))
+    return StoredTensor(
+        PlannedTensor(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes, tensor.granule), (tensor.name,)
+    )
 
 
 def _fused(

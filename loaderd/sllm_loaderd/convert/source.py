@@ -11,13 +11,15 @@ from sllm_runtime.protocol.checkpoint import AdapterRecord, QuantRecord
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor as the source names it. ``position`` orders the tensors as they stand in the files."""
+    """A tensor as the source names it. ``position`` orders the tensors as they stand in the files; ``granule`` is
+    ``PlannedTensor``'s."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     position: tuple[int, int]
+    granule: int = 1
 
 
 @dataclass(frozen=True, slots=True)

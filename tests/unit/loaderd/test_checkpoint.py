@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sllm_loaderd.devices.tensors import BoundTensors
 from sllm_runtime.protocol.checkpoint import (
     BLOCK_ALIGN,
     ITEM_BYTES,
@@ -205,6 +207,9 @@ def test_a_hostile_index_gives_a_typed_error_or_is_sound(changes: list[tuple[tup
         assert 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= size
         assert tensor.offset % ITEM_BYTES[tensor.dtype] == 0
     for rank, partition in enumerate(index.partitions):
+        base = torch.zeros(partition.nbytes, dtype=torch.uint8)
+        for name, bound in BoundTensors(index, rank, base).items():
+            assert bound.untyped_storage().nbytes() <= partition.nbytes, name
         chunks = {number for needed in block_chunks(index, rank) for number in needed}
         assert chunks == set(range(len(partition.digests)))
 
@@ -225,8 +230,6 @@ def test_what_is_no_digest_never_becomes_a_path(text: str) -> None:
 
 
 def test_strides_of_shapes_with_zeros_are_those_of_torch() -> None:
-    import torch
-
     for shape in [(), (3,), (2, 0, 4), (0, 3), (5, 1, 2), (0,)]:
         assert contiguous_stride(shape) == tuple(torch.empty(shape).stride())
     assert BLOCK_ALIGN == 4096

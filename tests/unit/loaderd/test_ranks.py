@@ -17,7 +17,10 @@ from safetensors.numpy import save_file
 
 from sllm_loaderd.assemble import WholeTensors
 from sllm_loaderd.convert import ConvertOptions, convert_directory
-from sllm_loaderd.convert.ranks import AutoPlan, PlanRule, RankPlan, read_plan
+from sllm_loaderd.convert.partitions import lay_out
+from sllm_loaderd.convert.plan import StoragePlan, StoredTensor
+from sllm_loaderd.convert.ranks import AutoPlan, PlanRule, RankPlan, Share, read_plan
+from sllm_loaderd.layout import PlannedTensor
 from sllm_loaderd.verify import Checkpoint, validate_checkpoint
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, UnsupportedModel
 from tests.fixtures.loaderd import SMALL_CHUNK, bound_tensors, ignore, numbers_model
@@ -68,6 +71,17 @@ def test_joining_what_was_split_gives_the_tensor(tmp_path: Path, data: st.DataOb
         if name in splits and splits[name].dim is not None:
             parts = [bound_tensors(checkpoint, rank)[name].numpy() for rank in splits[name].ranks]
             np.testing.assert_array_equal(np.concatenate(parts, axis=splits[name].dim), array)
+
+
+@given(granule=st.integers(1, 40), count=st.integers(0, 9), ranks=st.integers(2, 5))
+def test_what_belongs_together_is_never_cut(granule: int, count: int, ranks: int) -> None:
+    tensor = PlannedTensor("a", "uint8", (3, granule * count), 3 * granule * count, granule)
+    plan = StoragePlan({"a": StoredTensor(tensor, ("a",))}, ("a",), "offset", {}, {})
+    layouts = lay_out(plan, {"a": Share(tuple(range(ranks)), 1)}, ranks, 0)
+    pieces = [layout.pieces["a"] for layout in layouts]
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+    assert pieces[-1].stop == granule * count
+    assert all(piece.stop % granule == 0 for piece in pieces)
 
 
 def test_rows_that_are_longer_than_a_window_are_split_too(tmp_path: Path) -> None:

@@ -85,7 +85,10 @@ class GgufSource:
             raise InvalidCheckpoint(f"{path}: tensor {target.name!r} is there twice", field=target.name)
         value = Values(target, self._fds[file], keep=keep)
         self._values[target.name] = value
-        self._tensors[target.name] = SourceTensor(target.name, value.dtype, value.shape, value.nbytes, position)
+        granule = target.source.block[1] if value.kept else 1
+        self._tensors[target.name] = SourceTensor(
+            target.name, value.dtype, value.shape, value.nbytes, position, granule
+        )
 
     def _derived(self) -> dict[str, bytes]:
         embedding = next((t for header in self._headers for t in header.tensors if t.name == "token_embd.weight"), None)
