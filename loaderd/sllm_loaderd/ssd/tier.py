@@ -63,15 +63,14 @@ class SsdDirectory:
             ledger.writing[key] = nbytes
             for victim in victims:
                 self._remove(victim)
-            partial = self._directory / f".{key[0]}.{key[1]}.{secrets.token_hex(4)}.partial"
-            try:
-                self._allocate(partial, nbytes)
-            except OSError as error:
-                log.warning("the SSD tier has no room for %d bytes: %s", nbytes, error.strerror)
-                partial.unlink(missing_ok=True)
-                del ledger.writing[key]
-                return None
-        return CopyWrite(partial, nbytes, chunk_bytes, lambda whole: self._ended(key, partial, nbytes, whole))
+        partial = self._directory / f".{key[0]}.{key[1]}.{secrets.token_hex(4)}.partial"
+        try:
+            self._allocate(partial, nbytes)  # may take its time where the file system has to write for it
+            return CopyWrite(partial, nbytes, chunk_bytes, lambda whole: self._ended(key, partial, nbytes, whole))
+        except OSError as error:
+            log.warning("the SSD tier has no room for %d bytes: %s", nbytes, error.strerror)
+            self._ended(key, partial, nbytes, whole=False)
+            return None
 
     def open(self, digest: str, rank: int, nbytes: int) -> LocalFile | None:
         """The copy of a partition, if there is one; it stays until it is closed."""
@@ -144,8 +143,9 @@ class SsdDirectory:
         """Take over what a predecessor left: whole copies stay, within the limit, the rest goes."""
         for entry in list(os.scandir(self._directory)):
             match = _NAME.fullmatch(entry.name)
-            if match is None:
-                Path(entry.path).unlink()
+            if match is None or not entry.is_file(follow_symlinks=False):
+                if entry.name.endswith(".partial"):
+                    Path(entry.path).unlink()
                 continue
             stat, key = entry.stat(), (match[1], int(match[2]))
             self._ledger.copies[key] = Copy(key, stat.st_size, stat.st_atime_ns)
@@ -160,14 +160,19 @@ class SsdDirectory:
                 try:
                     os.posix_fallocate(fd, 0, nbytes)
                 except OSError as error:
-                    victim = next(iter(self._ledger.evictable()), None)
-                    if error.errno not in _FULL or victim is None:
+                    if error.errno not in _FULL or not self._evict_one():
                         raise
-                    self._remove(victim)
                 else:
                     return
         finally:
             os.close(fd)
+
+    def _evict_one(self) -> bool:
+        with self._lock:
+            victim = next(iter(self._ledger.evictable()), None)
+            if victim is not None:
+                self._remove(victim)
+            return victim is not None
 
     def _remove(self, copy: Copy) -> None:
         self._path(copy.key).unlink(missing_ok=True)
