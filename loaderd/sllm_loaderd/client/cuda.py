@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
 
-from sllm_loaderd.client.cuda_driver import Gpu, call, map_allocation, open_driver, unmap_allocation
+from sllm_loaderd.client.cuda_driver import Gpu, call, ipc_handle, map_allocation, open_driver, unmap_allocation
 from sllm_runtime.protocol.errors import Cancelled, Unavailable
-from sllm_runtime.protocol.loader import CUDA_IPC, POSIX_FD, DeviceMemory
+from sllm_runtime.protocol.loader import POSIX_FD, DeviceMemory
 
 
 class CudaMemory:
@@ -45,35 +45,52 @@ class CudaBytes:
 class _Region:
     """What has to be undone when nobody refers to the memory any more."""
 
-    def __init__(self, gpu: Gpu, undo: Any, *arguments: Any) -> None:
+    def __init__(self, gpu: Gpu, undo: Callable[..., None], *arguments: int) -> None:
         self.gpu = gpu
         # At the end of the process the driver does it.
-        weakref.finalize(self, undo, gpu, *arguments).atexit = False
+        weakref.finalize(self, _give_back, gpu, undo, *arguments).atexit = False
+
+
+def _give_back(gpu: Gpu, undo: Callable[..., None], *arguments: int) -> None:
+    gpu.use()
+    undo(gpu, *arguments)
+    gpu.close()
 
 
 def import_cuda(message: DeviceMemory, fd: int | None) -> CudaMemory:
     """The memory that loaderd exported; the caller closes ``fd``. Raises ``Unavailable``."""
     gpu = _gpu(message)
-    gpu.use()
+    try:
+        gpu.use()
+        if message.kind == POSIX_FD:
+            address = _import_posix_fd(gpu, fd, message.size)
+            region = _Region(gpu, unmap_allocation, address, message.size)
+        else:
+            address = _import_ipc(gpu, message.handle)
+            region = _Region(gpu, _close_ipc, address)
+    except BaseException:
+        gpu.close()
+        raise
+    return CudaMemory(address, message.nbytes, region)
+
+
+def _import_posix_fd(gpu: Gpu, fd: int | None, size: int) -> int:
     driver = gpu.driver
-    if message.kind == POSIX_FD:
-        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        handle = call(driver.cuMemImportFromShareableHandle, fd, kind)
-        try:
-            address = map_allocation(gpu, handle, message.size)
-        finally:
-            call(driver.cuMemRelease, handle)  # the mapping keeps the memory
-        return CudaMemory(address, message.nbytes, _Region(gpu, unmap_allocation, address, message.size))
-    assert message.kind == CUDA_IPC
-    opened = driver.CUipcMemHandle()
-    opened.reserved = message.handle
-    lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
-    address = int(call(driver.cuIpcOpenMemHandle, opened, lazy))
-    return CudaMemory(address, message.nbytes, _Region(gpu, _close_ipc, address))
+    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    handle = call(driver.cuMemImportFromShareableHandle, fd, kind)
+    try:
+        return map_allocation(gpu, handle, size)
+    finally:
+        call(driver.cuMemRelease, handle)  # the mapping keeps the memory
+
+
+def _import_ipc(gpu: Gpu, exported: bytes) -> int:
+    handle = ipc_handle(gpu.driver, exported)
+    lazy = gpu.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+    return int(call(gpu.driver.cuIpcOpenMemHandle, handle, lazy))
 
 
 def _close_ipc(gpu: Gpu, address: int) -> None:
-    gpu.use()
     call(gpu.driver.cuIpcCloseMemHandle, address)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, Final
 
-from sllm_runtime.protocol.errors import DeviceOutOfMemory, Unavailable
+from sllm_runtime.protocol.errors import DeviceOutOfMemory, ProtocolError, Unavailable
 
-SUPPORTED_ALREADY: Final = ("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
+PINNED_ALREADY: Final = ("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
 """Pinning is portable: another device of this process may have done it, or undone it."""
 
 
@@ -69,11 +70,7 @@ def map_allocation(gpu: Gpu, handle: Any, size: int) -> int:
     try:
         call(driver.cuMemMap, address, size, 0, handle, 0)
         try:
-            access = driver.CUmemAccessDesc()
-            access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            access.location.id = gpu.ordinal
-            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            call(driver.cuMemSetAccess, address, size, [access], 1)
+            call(driver.cuMemSetAccess, address, size, [access_description(driver, gpu.ordinal)], 1)
         except BaseException:
             driver.cuMemUnmap(address, size)
             raise
@@ -83,7 +80,30 @@ def map_allocation(gpu: Gpu, handle: Any, size: int) -> int:
     return int(address)
 
 
+def access_description(driver: Any, ordinal: int) -> Any:
+    """Reading and writing by one GPU."""
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = ordinal
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
 def unmap_allocation(gpu: Gpu, address: int, size: int) -> None:
     """Undo ``map_allocation``."""
     call(gpu.driver.cuMemUnmap, address, size)
     call(gpu.driver.cuMemAddressFree, address, size)
+
+
+def ipc_bytes(driver: Any, handle: Any) -> bytes:
+    """An IPC handle as it travels. The bindings give the address of the structure, not its bytes."""
+    return ctypes.string_at(int(handle.getPtr()), driver.CU_IPC_HANDLE_SIZE)
+
+
+def ipc_handle(driver: Any, travelled: bytes) -> Any:
+    """Its reverse. Raises ``ProtocolError`` for bytes that are no handle."""
+    if len(travelled) != driver.CU_IPC_HANDLE_SIZE:
+        raise ProtocolError(f"a CUDA IPC handle has {driver.CU_IPC_HANDLE_SIZE} bytes, not {len(travelled)}")
+    handle = driver.CUipcMemHandle()
+    ctypes.memmove(int(handle.getPtr()), travelled, len(travelled))
+    return handle

@@ -12,9 +12,10 @@ from typing import Any
 
 from sllm_loaderd.client import memory
 from sllm_loaderd.client.cuda_driver import (
-    SUPPORTED_ALREADY,
+    PINNED_ALREADY,
     Gpu,
     call,
+    ipc_bytes,
     map_allocation,
     open_driver,
     unmap_allocation,
@@ -37,7 +38,8 @@ class CudaDevice:
         self.uuid = self.gpu.uuid
         self.limit = int(call(driver.cuDeviceTotalMem, self.gpu.device))
         self.stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
-        self._events = threading.local()
+        self._event = threading.local()
+        self._events: list[Any] = []
         self._lock = threading.Lock()
         self._allocations: set[CudaAllocation] = set()
         self._exports = self.gpu.has("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED") and self.gpu.has(
@@ -75,23 +77,29 @@ class CudaDevice:
         """Host to device, complete when it returns. Pageable memory works too, at the speed of the driver's staging."""
         driver = self.gpu.driver
         self.gpu.use()
-        event = getattr(self._events, "event", None)
-        if event is None:
-            flags = driver.CUevent_flags
-            both = flags.CU_EVENT_BLOCKING_SYNC.value | flags.CU_EVENT_DISABLE_TIMING.value
-            event = self._events.event = call(driver.cuEventCreate, both)
+        event = self._event_of_thread()
         call(driver.cuMemcpyHtoDAsync, address, memory.address_of(view), len(view), self.stream)
         call(driver.cuEventRecord, event, self.stream)
         call(driver.cuEventSynchronize, event)
 
+    def _event_of_thread(self) -> Any:
+        event = getattr(self._event, "event", None)
+        if event is None:
+            flags = self.gpu.driver.CUevent_flags
+            both = flags.CU_EVENT_BLOCKING_SYNC.value | flags.CU_EVENT_DISABLE_TIMING.value
+            event = self._event.event = call(self.gpu.driver.cuEventCreate, both)
+            with self._lock:
+                self._events.append(event)
+        return event
+
     def register(self, address: int, nbytes: int) -> None:
         driver = self.gpu.driver
         self.gpu.use()
-        call(driver.cuMemHostRegister, address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE, passing=SUPPORTED_ALREADY)
+        call(driver.cuMemHostRegister, address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE, passing=PINNED_ALREADY)
 
     def unregister(self, address: int) -> None:
         self.gpu.use()
-        call(self.gpu.driver.cuMemHostUnregister, address, passing=SUPPORTED_ALREADY)
+        call(self.gpu.driver.cuMemHostUnregister, address, passing=PINNED_ALREADY)
 
     def close(self) -> None:
         with self._lock:
@@ -99,6 +107,8 @@ class CudaDevice:
         for allocation in left:
             allocation.free()
         self.gpu.use()
+        for event in self._events:
+            call(self.gpu.driver.cuEventDestroy, event)
         call(self.gpu.driver.cuStreamDestroy, self.stream)
         self.gpu.close()
 
@@ -141,12 +151,8 @@ class VmmAllocation(CudaAllocation):
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         gpu, driver = device.gpu, device.gpu.driver
-        wanted = driver.CUmemAllocationProp()
-        wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        wanted.location.id = gpu.ordinal
-        self._type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        wanted.requestedHandleTypes = self._type
+        wanted = allocation_properties(driver, gpu.ordinal)
+        self._type = wanted.requestedHandleTypes
         border = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         unit = int(call(driver.cuMemGetAllocationGranularity, wanted, border))
         super().__init__(device, nbytes, max(-(-nbytes // unit), 1) * unit)
@@ -179,7 +185,7 @@ class IpcAllocation(CudaAllocation):
         super().__init__(device, nbytes, max(-(-nbytes // memory.HUGE_PAGE), 1) * memory.HUGE_PAGE)
         self.address = int(call(driver.cuMemAlloc, self.size))
         try:
-            self.handle = bytes(call(driver.cuIpcGetMemHandle, self.address).reserved)
+            self.handle = ipc_bytes(driver, call(driver.cuIpcGetMemHandle, self.address))
         except BaseException:
             driver.cuMemFree(self.address)
             raise
@@ -189,6 +195,16 @@ class IpcAllocation(CudaAllocation):
 
     def _release(self) -> None:
         call(self._device.gpu.driver.cuMemFree, self.address)
+
+
+def allocation_properties(driver: Any, ordinal: int) -> Any:
+    """Memory on one GPU that can be exported as a POSIX descriptor."""
+    wanted = driver.CUmemAllocationProp()
+    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = ordinal
+    wanted.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return wanted
 
 
 def cuda_devices(wanted: str) -> list[CudaDevice]:

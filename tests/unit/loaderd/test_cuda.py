@@ -6,7 +6,9 @@ What does not need a GPU of the way to one is tested with fake devices: `test_de
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +16,13 @@ from typing import Any
 
 import pytest
 
-from sllm_loaderd.client import memory
-from sllm_loaderd.client.cuda_driver import call, open_driver
+from sllm_loaderd.client import cuda as cuda_client
+from sllm_loaderd.client import cuda_driver, memory
+from sllm_loaderd.client.cuda_driver import PINNED_ALREADY, access_description, call, ipc_bytes, ipc_handle, open_driver
+from sllm_loaderd.devices import cuda as cuda_device
 from sllm_loaderd.devices.cuda import CudaAllocation, CudaDevice, IpcAllocation, VmmAllocation, cuda_devices
 from sllm_loaderd.sealed import create_sealed
-from sllm_runtime.protocol.errors import DeviceOutOfMemory, Unavailable
+from sllm_runtime.protocol.errors import DeviceOutOfMemory, ProtocolError, Unavailable
 from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
 
 IMPORTER = """
@@ -47,6 +51,36 @@ def test_without_cuda_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         open_driver()
     with pytest.raises(Unavailable, match=r"sllm\[cuda\]"):
         cuda_devices("all")
+
+
+def test_an_ipc_handle_travels_as_its_bytes() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed (sllm[cuda])")
+    travelled = os.urandom(driver.CU_IPC_HANDLE_SIZE)
+    assert ipc_bytes(driver, ipc_handle(driver, travelled)) == travelled
+    with pytest.raises(ProtocolError, match="64 bytes"):
+        ipc_handle(driver, travelled[:-1])
+
+
+def test_the_bindings_have_what_is_used_of_them() -> None:
+    """Names and attributes change between releases of the bindings; this needs the package, not a GPU."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed (sllm[cuda])")
+    prop, access = cuda_device.allocation_properties(driver, 3), access_description(driver, 3)
+    assert (prop.location.id, access.location.id) == (3, 3)
+    assert prop.location.type == access.location.type == driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    assert len(bytes(driver.CUuuid().bytes)) in (0, 16)
+    assert set(PINNED_ALREADY) <= {result.name for result in driver.CUresult}
+    code = "".join(inspect.getsource(module) for module in (cuda_client, cuda_driver, cuda_device))
+    used = set(re.findall(r"\bdriver\.((?:cu|CU)\w+(?:\.CU\w+)?)", code))
+    assert len(used) > 25
+    assert [name for name in sorted(used) if not has(driver, name)] == []
+
+
+def has(owner: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
 
 
 @pytest.fixture
