@@ -27,6 +27,7 @@ from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT, FAST, LEVELS
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
+from sllm_runtime.worker.engine.scripted import ScriptedEngine
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.families import family
 from tests.fixtures.models import BUILDERS
@@ -57,11 +58,18 @@ def test_ends() -> None:
     assert (got[0], got[1], got[2], got[3], len(got[4])) == (whole[:at], whole, (), (), 7)
 
 
+def any_engine(kind: str) -> Engine:
+    if kind == "scripted":
+        return ScriptedEngine(vocabulary=101)
+    return engine() if kind == "ours" else TransformersEngine(family("llama"), frozenset(), 512, 101)
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ()}, "prompt"),
     ({"prompt": (101,)}, "prompt"),
     ({"prompt": (-1,)}, "prompt"),
     ({"emitted": (400,)}, "emitted"),
+    ({"emitted": (7,) * 5000}, "emitted"),
     ({"logit_bias": {101: 1.0}}, "logit_bias"),
     ({"logit_bias": {1: float("nan")}}, "logit_bias"),
     ({"stop_ids": (101,)}, "stop_ids"),
@@ -76,9 +84,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "field"), BAD)
-@pytest.mark.parametrize("kind", ["ours", "transformers"])
+@pytest.mark.parametrize("kind", ["ours", "transformers", "scripted"])
 def test_bad_requests_are_refused_and_others_go_on(kind: str, wrong: dict[str, Any], field: str) -> None:
-    core: Engine = engine() if kind == "ours" else TransformersEngine(family("llama"), frozenset(), 512, 101)
+    core = any_engine(kind)
     core.add(request(1))
     with pytest.raises(InvalidRequest) as caught:
         core.add(request(2, **wrong))
@@ -259,6 +267,18 @@ def test_the_self_test_finds_a_level_and_tells_when_none_holds(dtype: torch.dtyp
     assert msgspec.structs.replace(proof, level="exact-16").numerics_class != proof.numerics_class
 
 
+def test_a_script_decides_what_is_said() -> None:
+    broken = FunctionError("as told")
+    core = ScriptedEngine(lambda prompt, output: broken if len(output) == 2 else 9, eos=frozenset({8}))
+    core.add(request(1))
+    events = finish(core)[1]
+    assert [event.ids for event in events] == [(9,), (9,), ()]
+    assert events[-1].error is broken
+    core = ScriptedEngine(eos=frozenset({20}))
+    core.add(request(1, [17]))
+    assert [(event.ids, event.finish) for event in finish(core)[1]] == [((18,), None), ((19,), None), ((), "stop")]
+
+
 def test_the_engine_is_chosen_by_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     known = choose_engine(family("llama"), {}, {"eos_token_id": 2}, kv_bytes=MIB, model="sha256:1")
     assert known.engine.name == "ours"
@@ -271,9 +291,9 @@ def test_the_engine_is_chosen_by_architecture(monkeypatch: pytest.MonkeyPatch) -
     assert (other.engine.name, other.proof) == ("transformers", "")
 
 
-@pytest.mark.parametrize("kind", ["ours", "transformers"])
-def test_both_sleep_and_drain(kind: str) -> None:
-    core: Engine = engine() if kind == "ours" else TransformersEngine(family("llama"), frozenset(), 512, 101)
+@pytest.mark.parametrize("kind", ["ours", "transformers", "scripted"])
+def test_every_engine_sleeps_resumes_and_drains(kind: str) -> None:
+    core = any_engine(kind)
     whole = run(core, request(1, max_tokens=9))[1]
     core.add(request(2, max_tokens=9))
     got = [token for _ in range(3) for event in core.step() for token in event.ids]
@@ -282,6 +302,12 @@ def test_both_sleep_and_drain(kind: str) -> None:
     assert core.step() == []
     core.wake()
     assert tuple(got + [token for event in finish(core)[2] for token in event.ids]) == whole
+    core.add(request(3, max_tokens=9))
+    core.step()
+    exported = core.export(3)
+    core.cancel(3)
+    assert not core.busy
+    assert exported.ids + run(core, request(4, max_tokens=9, emitted=exported.ids))[4] == whole
     core.drain()
     with pytest.raises(Draining):
         core.add(request(3))

@@ -42,7 +42,7 @@ class Plan:
     """Pages of the longest row."""
     pages: slice | torch.Tensor
     to_pages: torch.Tensor
-    """(n * kv * m) row of q (rows * heads) that stands there."""
+    """(n * kv * m) row of qkv (rows * (queries + 2 * kv)) that stands there."""
     to_rows: torch.Tensor
     """(rows * heads * span) row of the pages' scores that belongs there."""
     back: torch.Tensor
@@ -68,12 +68,15 @@ def plan(tables: Sequence[Sequence[int]], heads: Heads, tile: int, first: int, p
     # Axes: row, page of the row, KV head, query head of its group.
     at = (local[:, :, None, None] * kv + np.arange(kv)[:, None]) * m + slot[:, :, None, None] * group + np.arange(group)
     head = np.arange(kv)[:, None] * group + np.arange(group)
-    query = np.broadcast_to((np.arange(rows)[:, None, None, None] * heads.queries + head), at.shape)
+    row = np.arange(rows)[:, None, None, None]
+    width = heads.queries + 2 * kv
+    source = np.broadcast_to((first + row) * width + head, at.shape)
+    result = np.broadcast_to(row * heads.queries + head, at.shape) * span
     page = np.arange(span)[None, :, None, None]
-    to_pages = np.full(n * kv * m, first * heads.queries, dtype=np.int64)
+    to_pages = np.full(n * kv * m, first * width, dtype=np.int64)
     back = np.zeros(n * kv * m, dtype=np.int64)
-    to_pages[at[valid]] = query[valid] + first * heads.queries
-    back[at[valid]] = (query * span + page)[valid]
+    to_pages[at[valid]] = source[valid]
+    back[at[valid]] = (result + page)[valid]
     parts = np.full((span, rows + pad, kv, group), n * kv * m, dtype=np.int64)
     parts[:, :rows] = np.where(valid[:, :, None, None], at, n * kv * m).transpose(1, 0, 2, 3)
     return Plan(
@@ -129,22 +132,22 @@ class Group:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, *, window: int = 0, cap: float = 0.0
+    qkv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, scale: float, window: int, cap: float
 ) -> torch.Tensor:
-    """``q`` (rows * heads, width), scaled; ``k`` and ``v`` (pages, kv, PAGE, width); all float32. Gives
-    (rows_out * heads, width). ``cap``: scores are bent below it by tanh."""
+    """``qkv`` (rows * (queries + 2 * kv), width) as projected; ``k`` and ``v`` (pages, kv, PAGE, width); all float32.
+    Gives (rows_out * queries, width). ``cap``: scores are bent below it by tanh."""
     here, heads = group.plan, group.heads
     if isinstance(here.pages, slice):
         k, v = k[here.pages], v[here.pages]
     else:
         k, v = k.index_select(0, here.pages), v.index_select(0, here.pages)
     batch = here.n * heads.kv
-    queries = q.index_select(0, here.to_pages).view(batch, here.m, heads.width)
+    queries = qkv.index_select(0, here.to_pages).view(batch, here.m, heads.width)
     scores = torch.bmm(queries, k.view(batch, PAGE, heads.width).transpose(1, 2))
     scores = scores.view(-1, PAGE).index_select(0, here.to_rows).view(-1, heads.queries, here.span * PAGE)
     if cap:
-        scores.div_(cap).tanh_().mul_(cap)
-    weights = torch.softmax(scores.add_(group.mask(window)), -1)
+        scores, scale = scores.mul_(scale / cap).tanh_(), cap
+    weights = torch.softmax(torch.add(group.mask(window), scores, alpha=scale), -1)
     weights = weights.view(-1, PAGE).index_select(0, here.back).view(batch, here.m, PAGE)
     torch.bmm(weights, v.view(batch, PAGE, heads.width), out=group.buffer[:-1].view(batch, here.m, heads.width))
     if here.span == 1:

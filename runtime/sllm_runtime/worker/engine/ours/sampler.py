@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.worker.engine import endings
 from sllm_runtime.worker.engine.base import Sampling, TokenChoice
 from sllm_runtime.worker.engine.ours.scheduler import Sequence
-from sllm_runtime.worker.engine.sampling import choose
+from sllm_runtime.worker.engine.sampling import Row, choose
+
+Matrix = npt.NDArray[np.float32]
 
 
 def choose_rows(logits: torch.Tensor, sequences: Many[Sequence], eos: frozenset[int]) -> list[TokenChoice | SllmError]:
@@ -18,12 +22,12 @@ def choose_rows(logits: torch.Tensor, sequences: Many[Sequence], eos: frozenset[
 
     The first of equal maxima wins in both ways.
     """
-    values, indexes = logits.max(-1)
-    best: list[int] = indexes.tolist()
-    broken: list[bool] = values.isnan().tolist()
+    rows: Matrix = logits[: len(sequences)].numpy()
+    best = rows.argmax(-1)  # the first NaN, where there is one
+    broken = np.isnan(np.take_along_axis(rows, best[:, None], 1)[:, 0])
     return [
-        TokenChoice(best[row], 0.0) if _plain(sequence) and not broken[row] else _choose(logits[row], sequence, eos)
-        for row, sequence in enumerate(sequences)
+        TokenChoice(int(best[at]), 0.0) if _plain(sequence) and not broken[at] else _choose(rows[at], sequence, eos)
+        for at, sequence in enumerate(sequences)
     ]
 
 
@@ -38,10 +42,10 @@ def _plain(sequence: Sequence) -> bool:
     )
 
 
-def _choose(row: torch.Tensor, sequence: Sequence, eos: frozenset[int]) -> TokenChoice | SllmError:
+def _choose(row: Row, sequence: Sequence, eos: frozenset[int]) -> TokenChoice | SllmError:
     request, output = sequence.request, sequence.output
     sampling = endings.blocked(request.sampling, len(output), eos)
     try:
-        return choose(row.numpy(), sampling, request.prompt, output, request.choice)
+        return choose(row, sampling, request.prompt, output, request.choice)
     except SllmError as error:
         return error

@@ -42,16 +42,15 @@ class Attention:
         qkv = self.qkv(x).to(torch.float32).view(rows, both + heads.kv, heads.width)
         if self.order is not None:
             qkv = qkv.index_select(1, self.order)
-        qk = qkv[:, :both]
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : heads.queries]), self.k_norm(qk[:, heads.queries :])), 1)
+            q, k = self.q_norm(qkv[:, : heads.queries]), self.k_norm(qkv[:, heads.queries : both])
+            qkv = torch.cat((q, k, qkv[:, both:]), 1)
         if self.rope is not None:
-            qk = self.rope(qk, waves[self.rope])
-        new = torch.cat((qk[:, heads.queries :], qkv[:, both:]), 1)
-        batch.kv.write(layer, batch.places, new.view(-1, heads.width))
-        q = (qk[:, : heads.queries] * self.scale).view(-1, heads.width)
-        k, v = batch.kv.layer(layer)
-        seen = [attend(q, k, v, group, window=self.window, cap=self.cap) for group in batch.groups]
+            self.rope.turn(qkv[:, :both], waves[self.rope])
+        batch.kv.write(layer, batch.places, qkv[:, heads.queries :].reshape(-1, heads.width))
+        flat = qkv.view(-1, heads.width)
+        keys, values = batch.kv.layer(layer)
+        seen = [attend(flat, keys, values, each, self.scale, self.window, self.cap) for each in batch.groups]
         whole = seen[0] if len(seen) == 1 else torch.cat(seen)
         return whole.view(rows, -1).to(x.dtype)
 

@@ -86,14 +86,11 @@ class RmsNorm:
         # sqrt(mean + eps) = hypot(norm, sqrt(eps * width)) / sqrt(width): four operators in place of seven.
         self._scale = (weight.float() + plus) * math.sqrt(width)
         self._eps = torch.tensor([math.sqrt(eps * width)])
-        self._dtype = weight.dtype
 
     def __call__(self, x: Rows) -> Rows:
-        size = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
-        scaled = torch.div(x, torch.hypot(size, self._eps))
-        if x.dtype == torch.float32:
-            return scaled.mul_(self._scale)
-        return torch.mul(scaled, self._scale, out=torch.empty(x.shape, dtype=x.dtype))
+        wide = x.to(torch.float32)
+        size = torch.linalg.vector_norm(wide, 2, -1, True)
+        return torch.div(wide, torch.hypot(size, self._eps)).mul_(self._scale).to(x.dtype)
 
 
 class LayerNorm:

@@ -45,10 +45,10 @@ class Rope:
             sin = torch.nn.functional.pad(sin, (0, self._rest))
         return cos.unsqueeze(1), (sin * self._sign).unsqueeze(1)
 
-    def __call__(self, x: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """``x`` (rows, heads, width), float32."""
+    def turn(self, x: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Rotate ``x`` (rows, heads, width), float32, where it lies."""
         swapped = x.index_select(2, self._swap) if self._rest else x.roll(self.rotated // 2, 2)
-        return torch.addcmul(x * waves[0], swapped, waves[1])
+        x.mul_(waves[0]).addcmul_(swapped, waves[1])
 
 
 def _scaled(config: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
