@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sllm_loaderd.disk.local import LocalPartition
-from sllm_loaderd.files import chunk_digest, read_exactly
+from sllm_loaderd.files import chunk_digest, read_exactly, write_durable
 from sllm_loaderd.reader import ChunkSource
 from sllm_runtime.protocol.checkpoint import (
     INDEX_NAME,
@@ -125,14 +124,7 @@ def chunk_tensors(index: CheckpointIndex, rank: int, number: int) -> list[str]:
 def describe(checkpoint: Checkpoint, *, sources: tuple[str, ...] = (), resident: int = 0) -> ModelInfo:
     """What there is to say about a checkpoint without reading its bytes."""
     index = checkpoint.index
-    dtypes: Counter[str] = Counter()
-    for tensor in index.tensors:
-        dtypes[tensor.dtype] += tensor.nbytes
-    kinds = {quant.name: quant.kind for quant in index.quants}
-    packed: Counter[str] = Counter()
-    for tensor in index.tensors:
-        if tensor.name in kinds:
-            packed[kinds[tensor.name]] += tensor.nbytes
+    dtypes, packed = _sizes(index)
     biggest = sorted(index.tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))[:10]
     return ModelInfo(
         model=checkpoint.digest,
@@ -140,7 +132,7 @@ def describe(checkpoint: Checkpoint, *, sources: tuple[str, ...] = (), resident:
         partitions=tuple(partition.nbytes for partition in index.partitions),
         tensors=len({tensor.name for tensor in index.tensors}),
         dtype=max(dtypes, key=lambda name: (dtypes[name], name), default=""),
-        dtypes=dict(sorted(dtypes.items())),
+        dtypes=dtypes,
         architecture=_architecture(checkpoint),
         layout=index.layout,
         order=index.order,
@@ -149,11 +141,23 @@ def describe(checkpoint: Checkpoint, *, sources: tuple[str, ...] = (), resident:
         files=tuple(file.name for file in index.files),
         aliases=len(index.aliases),
         splits=len(index.splits),
-        packed=dict(sorted(packed.items())),
+        packed=packed,
         adapter=index.adapter.base if index.adapter is not None else "",
         sources=sources,
         resident=resident,
     )
+
+
+def _sizes(index: CheckpointIndex) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by dtype, and of packed tensors by the kind of their blocks."""
+    kinds = {quant.name: quant.kind for quant in index.quants}
+    dtypes: Counter[str] = Counter()
+    packed: Counter[str] = Counter()
+    for tensor in index.tensors:
+        dtypes[tensor.dtype] += tensor.nbytes
+        if tensor.name in kinds:
+            packed[kinds[tensor.name]] += tensor.nbytes
+    return dict(sorted(dtypes.items())), dict(sorted(packed.items()))
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
@@ -193,15 +197,8 @@ def copy_checkpoint(source: Checkpoint, target: Path, progress: Callable[[int, i
                 validate_checkpoint(source.directory)  # raises with the chunk and its tensors
                 raise CorruptCheckpoint(f"{reader.name} changed while it was copied; try again", field=reader.name)
     for record in index.files:
-        _write_durable(target / record.name, read_small_file(source.directory, record))
-    _write_durable(target / INDEX_NAME, source.encoded)
-
-
-def _write_durable(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        write_durable(target / record.name, read_small_file(source.directory, record))
+    write_durable(target / INDEX_NAME, source.encoded)
 
 
 __all__ = [

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sllm_loaderd.convert.auto_ranks import auto_shares
-from sllm_loaderd.convert.compare import compare_with_source
 from sllm_loaderd.convert.formats import open_source
 from sllm_loaderd.convert.partitions import Progress, Written, full_order, lay_out, write_partitions
 from sllm_loaderd.convert.plan import StoragePlan, alias_records, plan_storage
 from sllm_loaderd.convert.ranks import AutoPlan, RankPlan, Share, assign
 from sllm_loaderd.convert.source import TensorSource
 from sllm_loaderd.convert.staging import staged
-from sllm_loaderd.files import small_files, sync_directory
+from sllm_loaderd.files import small_files, sync_directory, write_durable
 from sllm_loaderd.layout import MIN_BLOCK
 from sllm_runtime.protocol.checkpoint import (
     INDEX_NAME,
@@ -82,7 +80,7 @@ def _write(
     try:
         files = {**tensors.extras.files, **(small_files(source) if source.is_dir() else {})}
         for name, data in files.items():
-            _write_durable(target / name, data)
+            write_durable(target / name, data)
         plan = _plan(target, tensors)
         shares, ranks = _shares(plan, options.plan, files)
         layouts = lay_out(plan, shares, ranks, options.min_block)
@@ -90,11 +88,13 @@ def _write(
         index = _index(plan, written, tensors, files, options)
         check_index(index)
         if verify is not None:
+            from sllm_loaderd.convert.compare import compare_with_source
+
             compare_with_source(target, index, tensors, plan, verify)
     finally:
         tensors.close()
     encoded = encode_index(index)
-    _write_durable(target / INDEX_NAME, encoded)
+    write_durable(target / INDEX_NAME, encoded)
     sync_directory(target)
     return index_digest(encoded)
 
@@ -161,10 +161,3 @@ def _same_bytes(source: TensorSource, a: str, b: str) -> bool:
         if one[:count] != two[:count]:
             return False
     return True
-
-
-def _write_durable(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

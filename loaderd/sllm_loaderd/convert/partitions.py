@@ -112,11 +112,15 @@ def write_partitions(
         blocks=tuple(block for layout in layouts for block in layout.placement.blocks),
         tensors=tuple(record for record, _ in placed),
         views=view_records(plan, source.tensors, placed),
-        splits=tuple(
-            SplitRecord(name, stored.tensor.shape, shares[name].ranks, shares[name].dim)
-            for name, stored in plan.stored.items()
-            if len(shares[name].ranks) > 1
-        ),
+        splits=_splits(plan, shares),
+    )
+
+
+def _splits(plan: StoragePlan, shares: Mapping[str, Share]) -> tuple[SplitRecord, ...]:
+    return tuple(
+        SplitRecord(name, stored.tensor.shape, shares[name].ranks, shares[name].dim)
+        for name, stored in plan.stored.items()
+        if len(shares[name].ranks) > 1
     )
 
 

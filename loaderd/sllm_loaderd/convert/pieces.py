@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-import numpy as np
-
 from sllm_loaderd.convert.source import TensorSource
 from sllm_loaderd.convert.writer import PartitionWriter
 from sllm_runtime.protocol.limits import KIB, MIB
@@ -86,6 +84,8 @@ def copy_piece(read: Read, piece: Piece, writer: PartitionWriter) -> Iterator[No
         for number in range(outer):
             yield from copy_range(read, number * row + first, run, writer)
         return
+    import numpy as np  # the daemon imports this package, and never splits a tensor
+
     at_once = min(_WINDOW // row, outer)
     buffer = np.empty((at_once, row), dtype=np.uint8)
     for number in range(0, outer, at_once):
