@@ -8,6 +8,7 @@ freed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 F_ADD_SEALS: Final = 1033
 MEMFD_NAME: Final = "sllm-chunk"
 _FAULT_DEADLINE_S: Final = 5.0
+_PREFAULT_NICE: Final = 10
 
 
 class Pinner(Protocol):
@@ -232,7 +234,9 @@ class ChunkPool:
             return None
 
     def _prefault(self) -> None:
-        """Keep the free chunks that have their pages at the number wanted. A thread of its own."""
+        """Keep the free chunks that have their pages at the number wanted. A thread of its own, behind all others."""
+        with contextlib.suppress(OSError):  # not allowed everywhere, and only a courtesy
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)
         while (chunk := self._next_cold()) is not None:
             try:
                 memory.advise(chunk.address, self.chunk_bytes, memory.MADV_POPULATE_WRITE)
