@@ -115,7 +115,7 @@ def each(batch: KeptBatch) -> Iterator[tuple[int, int, tuple[str, ...]]]:
 
 
 def test_both_ends_agree() -> None:
-    run_state_machine_as_test(Keeping, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(Keeping, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
 
 
 @pytest.fixture
