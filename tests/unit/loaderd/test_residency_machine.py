@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.store import StoredModel
+from sllm_runtime.protocol.checkpoint import digest_hex, partition_name
 from sllm_runtime.protocol.errors import Conflict, PoolExhausted, SllmError
 from sllm_runtime.protocol.loader import PRIORITIES
 from tests.unit.loaderd.node import CHUNK, Node, RemoteSource, Wish, check_ready, stored_model
@@ -28,9 +32,11 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     models: ClassVar[Sequence[StoredModel]] = ()
 
-    @initialize(overlap=st.booleans(), shareable=st.booleans(), threads=st.integers(1, 2))
-    def begin(self, overlap: bool, shareable: bool, threads: int) -> None:
-        self.node = Node(chunks=POOL, devices=DEVICES, overlap=overlap, shareable=shareable, threads=threads)
+    @initialize(overlap=st.booleans(), shareable=st.booleans(), ssd=st.booleans(), threads=st.integers(1, 2))
+    def begin(self, overlap: bool, shareable: bool, ssd: bool, threads: int) -> None:
+        self.directory = Path(tempfile.mkdtemp())
+        tier = SsdDirectory(self.directory, 2**30 if ssd else 0)
+        self.node = Node(chunks=POOL, devices=DEVICES, overlap=overlap, shareable=shareable, threads=threads, ssd=tier)
         self.wishes: list[Wish] = []
         self.sources: list[RemoteSource] = []
 
@@ -157,6 +163,12 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.node.pool.status().used == 0
             assert self.node.pool.status().retiring == 0
             assert [device.used for device in self.node.devices] == [0] * DEVICES
+            for copy in self.directory.iterdir():  # whole and right, or none
+                model = next(
+                    model for model in self.models if copy.name.startswith(digest_hex(model.checkpoint.digest))
+                )
+                assert copy.read_bytes() == (model.checkpoint.directory / partition_name(0)).read_bytes()
+            shutil.rmtree(self.directory)
 
 
 def test_any_order_keeps_the_books_right(tmp_path: Path) -> None:
