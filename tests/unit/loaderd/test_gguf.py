@@ -189,6 +189,14 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert tokenizer.chat_template == "{{ messages }}"
 
 
+def test_a_vocabulary_that_cannot_be_rebuilt_is_left_out(tmp_path: Path) -> None:
+    model = model_of("qwen2")
+    keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "aaab"], "tokenizer.ggml.merges": ["a"]}
+    write_gguf(tmp_path / "model.gguf", "qwen2", arrays_of("qwen2", model), model.config, keys=keys)
+    checkpoint = converted(tmp_path / "model.gguf", tmp_path / "checkpoint")
+    assert [file.name for file in checkpoint.index.files] == ["config.json"]
+
+
 # --- broken files -----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def small() -> Any:

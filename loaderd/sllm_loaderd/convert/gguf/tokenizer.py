@@ -33,8 +33,11 @@ def derive_tokenizer(architecture: str, metadata: Mapping[str, Value]) -> dict[s
 
         backend, _ = convert_gguf_tokenizer(architecture, fields)
         content: str = backend.to_str()
-    # The builders take a vocabulary as it is meant to be, and may raise anything on another; weights are of use alone.
-    except Exception as error:
+    # The builders take a vocabulary as it is meant to be, and may raise anything on another, even a panic of Rust's,
+    # which is no Exception. Weights are of use alone.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         log.warning("no tokenizer from this GGUF file (%s: %s)", type(error).__name__, error)
         return {}
     config = _config(metadata, [str(token) for token in tokens])
