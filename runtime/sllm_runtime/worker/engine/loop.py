@@ -203,9 +203,10 @@ class EngineLoop:
             return []
         try:
             return self.engine.step()
-        except Exception as error:  # a bug of the engine: nobody may wait for ever
+        except Exception as error:  # weights that do not come, or a bug of the engine: nobody may wait for ever
             log.exception("engine step failed")
-            failure = InternalError(f"the engine failed: {type(error).__name__}: {error}")
+            text = f"the engine failed: {type(error).__name__}: {error}"
+            failure = error if isinstance(error, SllmError) else InternalError(text)
             for number in self._outputs:
                 self.engine.cancel(number)
             return [Event(request=number, error=failure) for number in self._outputs]

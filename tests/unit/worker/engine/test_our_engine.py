@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,13 +21,15 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.worker.engine.base import Engine
 from sllm_runtime.worker.engine.choice import choose_engine
+from sllm_runtime.worker.engine.loop import EngineLoop, ThreadSink
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.batch import Batches
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT, FAST, LEVELS
-from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
+from sllm_runtime.worker.engine.ours.scheduler import Chunk
+from sllm_runtime.worker.engine.ours.scheduler import Sequence as Running
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.families import family
@@ -233,10 +236,39 @@ def test_weights_that_do_not_come_fail_the_step_and_a_later_one_goes_on() -> Non
     assert len(finish(core)[1]) == 12
 
 
+def test_who_waits_for_weights_that_do_not_come_hears_why() -> None:
+    made = decoder("llama")
+    source = Slow(made.count)
+    for event in source.here:
+        event.set()
+    source.error = Unavailable("the node's loaderd is gone")
+    made.arrival = source
+    loop = EngineLoop(OurEngine(made, frozenset(), EXACT, MIB), Letters())
+    loop.start()
+    try:
+        sink = ThreadSink()
+        loop.submit(request(), sink)
+        with pytest.raises(Unavailable, match="loaderd is gone"):
+            list(sink)
+        source.error = None
+        sink = ThreadSink()
+        loop.submit(request(), sink)
+        assert len([token for piece in sink for token in piece.ids]) == 12
+    finally:
+        loop.close()
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        return "".join(chr(32 + number % 90) for number in numbers)
+
+
 def test_ranges_of_layers_are_stages() -> None:
     made = decoder("gemma 3")
     tokens = list(range(3, 60))
-    sequence = Sequence(request(0, tokens), tokens, pages=[0])
+    sequence = Running(request(0, tokens), tokens, pages=[0])
 
     def stages(*cuts: int) -> torch.Tensor:
         stores = [KvStore(KvShape(high - low, made.heads.kv, made.heads.width), 1) for low, high in pairwise(cuts)]
