@@ -35,6 +35,8 @@ class Strided:
 
 def read_strided(buffer: mmap.mmap | memoryview, tensor: Strided, start: int, view: memoryview) -> None:
     """Fill ``view`` with the row-major bytes of ``tensor`` from byte ``start`` on."""
+    if not len(view):
+        return  # a shape with a size of zero has no rows to count by
     strides = tuple(step * tensor.item for step in tensor.stride)
     whole: npt.NDArray[Any] = np.ndarray(tensor.shape, _ITEMS[tensor.item], buffer, tensor.offset, strides)
     first, last = start // tensor.item, -(-(start + len(view)) // tensor.item)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,9 @@ class _File:
 
     def load(self) -> Any:
         """What is pickled in it; raises any of ``_LOAD_ERRORS``."""
-        return torch.load(self.path, map_location="meta" if self.zipped else "cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch only wonders about is judged here, by name
+            return torch.load(self.path, map_location="meta" if self.zipped else "cpu", weights_only=True)
 
     def place(self, tensor: torch.Tensor, item: int) -> Strided:
         """Where the bytes of ``tensor`` are. Raises ``InvalidCheckpoint`` if that is outside its storage."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -173,6 +173,9 @@ def test_a_file_that_lies_about_its_storages_is_refused(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2000), st.integers(0, 255), st.integers(0, 400))
+@example(65, 75, 0)  # a pickle protocol that torch warns of
+@example(220, 75, 0)  # a storage class that torch warns of
+@example(262, 0, 0)  # a shape without elements
 def test_a_damaged_file_gives_a_typed_error_or_readable_tensors(
     tmp_path: Path, place: int, value: int, cut: int
 ) -> None:
