@@ -18,6 +18,7 @@ from sllm_runtime.worker import console
 from sllm_runtime.worker.call import Call, current
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
 from sllm_runtime.worker.sender import Sender
+from sllm_runtime.worker.words import sendable, words_of
 
 log = logging.getLogger(__name__)
 _MESSAGE_CHARS = 2000
@@ -181,12 +182,11 @@ class Calls:
 
 def described(raised: BaseException) -> ErrorBody:
     """What a user's code raised, for its caller, with the traceback below our own frames as ``detail``."""
-    trace = "".join(traceback.format_exception(type(raised), raised, _users_part(raised)))
+    trace = sendable("".join(traceback.format_exception(type(raised), raised, _users_part(raised))))
     if isinstance(raised, FunctionError):
         raised.detail = raised.detail or trace[-_TRACE_CHARS:]
         return raised.body()
-    text = f"{type(raised).__name__}: {raised}"[:_MESSAGE_CHARS]
-    return FunctionError(text, detail=trace[-_TRACE_CHARS:]).body()
+    return FunctionError(words_of(raised)[:_MESSAGE_CHARS], detail=trace[-_TRACE_CHARS:]).body()
 
 
 def _users_part(raised: BaseException) -> Any:

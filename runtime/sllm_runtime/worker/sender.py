@@ -15,6 +15,7 @@ from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.frames import Frame
 from sllm_runtime.protocol.worker import CallFrames, FromWorker, Heartbeat, Log
+from sllm_runtime.worker.words import sendable
 
 _MAX_LOG_BYTES = limits.MIB
 _TOGETHER_S = 0.001
@@ -108,6 +109,7 @@ class Sender:
 
     def log(self, number: int | None, stream: str, text: str, level: str = "info") -> None:
         """Queue a log line. It never blocks: above 1 MiB of waiting lines they are dropped and counted."""
+        text = sendable(text)
         with self._changed:
             if self._log_bytes + len(text) > _MAX_LOG_BYTES:
                 self._dropped += 1

@@ -35,6 +35,7 @@ from sllm_runtime.worker.calls import run_async, run_sync
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.tokens import Tokens
+from sllm_runtime.worker.words import sendable, words_of
 
 log = logging.getLogger(__name__)
 _PROGRESS_S = 0.25
@@ -260,13 +261,13 @@ def failed(error: BaseException, stage: str) -> SllmError:
 
     A model that cannot run keeps its code, for who deploys it; the controller tells callers 503 all the same.
     """
-    trace = "".join(traceback.format_exception(error))[-64 * 1024 :]
+    trace = sendable("".join(traceback.format_exception(error)))[-64 * 1024 :]
     if isinstance(error, SllmError):
         if error.status >= 500 or isinstance(error, StartFailed | UnsupportedModel):
             error.stage, error.detail = error.stage or stage, error.detail or trace
             return error
         return StartFailed(error.message, field=error.field, stage=stage, detail=trace)
-    text = f"{type(error).__name__}: {error}"
+    text = words_of(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
         return OutOfMemory(
             f"the function ran out of memory during {stage} ({text[:200]}); raise memory=... in @model_function",

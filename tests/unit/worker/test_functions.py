@@ -111,6 +111,14 @@ def test_an_exception_reaches_the_caller_and_its_traceback_the_log(start: Start)
     assert "raise ValueError(text)" in logged[0].text
 
 
+def test_what_has_no_text_ends_its_call_and_not_its_instance(start: Start) -> None:
+    worker = start("says_the_unsayable", concurrency=2)
+    assert "WordlessError" in worker.run({"what": "wordless"}).error.message
+    assert worker.run({"what": "surrogate"}).error.message == "ValueError: bad \\ud800 text"
+    assert worker.run({"what": "print"}).outputs == ["still here"]
+    assert "printed \\ud800" in [log.text for log in worker.logs]
+
+
 def test_an_exception_after_outputs(start: Start) -> None:
     answer = start("raises_midstream", kind="generator").run()
     assert answer.outputs == [1, 2]
@@ -224,6 +232,7 @@ def test_more_prints_than_can_be_taken_are_counted(start: Start) -> None:
         ("not_a_function", "fn", "function", "import", "is a int"),
         ("kinds", "nothing", "function", "import", "has no 'nothing'"),
         ("swallows_cancel", "fn", "function", "setup", "add model="),
+        ("says_the_unsayable", "Setup", "class", "setup", "WordlessError"),
     ],
 )
 def test_a_start_that_fails_names_stage_and_reason(
