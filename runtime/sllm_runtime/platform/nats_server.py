@@ -101,7 +101,7 @@ class EmbeddedNats:
         """Choose the port, write the configuration (mode 0600: it holds the passwords) and an identity file each."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.port = self.port or free_port()
-        write_private(self.config_file, json.dumps(self._config(), indent=1))
+        write_private(self.config_file, json.dumps(self._config(), indent=1, ensure_ascii=False))
         for identity in self.identities:
             write_private(self.identity_file(identity.identity), _identity_json(identity))
 

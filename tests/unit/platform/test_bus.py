@@ -1,11 +1,13 @@
 """The bus against a real nats-server: requests, order, losses that are told, rights."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.streams import ensure_streams
 from sllm_runtime.protocol import codec, subjects
@@ -205,6 +207,17 @@ async def test_a_slow_subscriber_is_told_once_it_has_caught_up(nats: Nats) -> No
 
 
 # --- who may what ---------------------------------------------------------------------------------
+async def test_a_directory_of_any_name(tmp_path: Path) -> None:
+    directory = tmp_path / 'a "quoted" \\ $name with spaces, é and 模'
+    server = EmbeddedNats(directory=directory, identities=(new_identity("controller", "ctl"),))
+    server.prepare()
+    try:
+        await server.start()
+        assert (directory / "jetstream").is_dir()
+    finally:
+        await server.stop()
+
+
 async def test_no_access_without_or_with_a_wrong_password(nats: Nats) -> None:
     plain = Settings.load({"SLLM_NATS_URL": nats.url})
     with pytest.raises(Unauthorized, match="refuses n1"):
