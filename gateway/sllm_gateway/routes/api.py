@@ -37,6 +37,7 @@ from sllm_runtime.protocol.node import Ok
 B = TypeVar("B", bound=BaseModel)
 DELETE_WAIT_S = 40.0
 MAX_JSON = 2 * 2**20
+_YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
 _DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
 
 
@@ -65,6 +66,14 @@ def name_of(request: Request) -> str:
     if not NAME.match(name):
         raise FunctionNotFound(f"no function is named {name!r}")
     return name
+
+
+def flag_of(request: Request, key: str) -> bool:
+    """A yes or no in the query; not given: no. Raises ``InvalidRequest``: a guess would do what nobody asked for."""
+    given = request.query_params.get(key, "").lower()
+    if given not in _YES + _NO:
+        raise InvalidRequest(f"{key} must be true or false, not {given[:40]!r}", field=key)
+    return given in _YES
 
 
 class Api:
@@ -111,7 +120,7 @@ class Api:
     async def delete(self, request: Request) -> Response:
         """200 when it is gone; 202 when running calls still hold it after ``DELETE_WAIT_S``."""
         name = name_of(request)
-        force = request.query_params.get("force", "").lower() in ("1", "true", "yes")
+        force = flag_of(request, "force")
         until = self._clock() + DELETE_WAIT_S
         asked = False
         while True:

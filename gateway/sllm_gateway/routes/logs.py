@@ -23,6 +23,8 @@ from sllm_runtime.protocol.events import Event, LogRecord
 from sllm_runtime.protocol.http import API
 
 MOST_LINES = 10_000
+LATEST = 2.0**33
+"""Of a Unix time that a query may give: some centuries from now, and nothing that a date cannot hold."""
 Render = Callable[[bytes], bytes | None]
 """One message as an SSE event; None: it is not wanted."""
 
@@ -93,6 +95,8 @@ class _Query(msgspec.Struct, frozen=True):
             raise InvalidRequest(f"query: {error}", field=str(error).rpartition("$.")[2].rstrip("`")) from error
         if not 0 <= found.limit <= MOST_LINES:
             raise InvalidRequest(f"limit must be between 0 and {MOST_LINES}", field="limit")
+        if found.since is not None and not abs(found.since) <= LATEST:
+            raise InvalidRequest("since must be a Unix time in seconds", field="since")
         return found
 
 

@@ -160,6 +160,8 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
         assert (await w.http.post(f"{API}/functions/f/rollback")).status_code == 200
         assert [r.version for r in rollbacks] == [1, None]
         assert (await w.http.delete(f"{API}/functions/f?force=true")).json()["deleted"] is True
+        wrong = await w.http.delete(f"{API}/functions/f?force=maybe")
+        assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "force")
         assert [d.force for d in deletes] == [True, True]
 
 
@@ -271,6 +273,9 @@ async def test_logs_of_nothing_and_wrong_queries(nats: Nats) -> None:
         wrong = await w.http.get(f"{API}/functions/f/logs?limit=x")
         assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "limit")
         assert (await w.http.get(f"{API}/functions/f/logs?limit=99999")).status_code == 400
+        for since in ("nan", "inf", "-inf", "1e300"):
+            wrong = await w.http.get(f"{API}/functions/f/logs?since={since}")
+            assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "since"), since
 
 
 async def test_events_are_read(nats: Nats) -> None:
