@@ -1,0 +1,15 @@
+"""transformers' from_pretrained, in the checkpoint's dtype."""
+
+from typing import Any
+
+import torch
+from loading import Loaded, all_of, serve
+from transformers import LlamaForCausalLM
+
+
+def load(order: dict[str, Any]) -> Loaded:
+    model = LlamaForCausalLM.from_pretrained(order["directory"], dtype=torch.bfloat16)
+    return all_of(model.state_dict())
+
+
+serve(load)

@@ -1,0 +1,88 @@
+"""The parts of ``load`` that need no daemon: checkpoints, fio's report, clocks, sums over loads."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from benchmarks.load_model import ONE, TWO_AND_A_HALF, Shape, write
+from benchmarks.load_node import cpu_clock
+from benchmarks.load_reference import BLOCK, read_report
+from benchmarks.load_ssd import on_cores, same
+from benchmarks.load_systems import MODEL_PEERS, SCRIPTS, Loading, take
+from benchmarks.programs import ProgramFailed
+from benchmarks.record import Case
+
+SMALL = Shape(1, 64, 128)
+
+
+def test_a_written_checkpoint_is_one_that_safetensors_opens_with_no_nan(tmp_path: Path) -> None:
+    made = write(tmp_path / "m", SMALL)
+    with safe_open(made.weights, framework="pt") as file:
+        names = list(file.keys())
+        assert sorted(names) == sorted(json.loads(made.names.read_text()))
+        tensors = [file.get_tensor(name) for name in names]
+    assert made.tensors == len(tensors)
+    assert made.nbytes == sum(tensor.numel() * 2 for tensor in tensors)
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def test_a_digest_says_which_bytes_were_written(tmp_path: Path) -> None:
+    first, again, other = (write(tmp_path / name, SMALL, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    same("sllm", again.digest, first.digest)
+    with pytest.raises(ProgramFailed, match="other tensors"):
+        same("sllm", other.digest, first.digest)
+
+
+@pytest.mark.parametrize(("shape", "gigabytes", "tensors"), [(ONE, 1.0, 80), (TWO_AND_A_HALF, 2.5, 1000)])
+def test_the_shapes_are_of_the_sizes_their_cases_are_called_by(shape: Shape, gigabytes: float, tensors: int) -> None:
+    made = shape.tensors()
+    nbytes = sum(2 * rows * (columns[0] if columns else 1) for _, (rows, *columns) in made)
+    assert gigabytes <= nbytes / 1e9 < gigabytes * 1.1
+    assert len(made) >= tensors
+
+
+def _report(nbytes: int, error: int = 0) -> str:
+    read = {"io_bytes": nbytes, "bw_bytes": 2 * BLOCK}
+    job = {"read": read, "error": error, "usr_cpu": 1.0, "sys_cpu": 4.0, "job_runtime": 2000}
+    return "fio: a note\n" + json.dumps({"jobs": [job]})
+
+
+def test_fio_is_believed_when_it_read_the_whole_file() -> None:
+    made = read_report(_report(8 * BLOCK), 8 * BLOCK)
+    assert made.seconds == pytest.approx(4.0)
+    assert made.cpu_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("text", [_report(7 * BLOCK), _report(8 * BLOCK, error=5)])
+def test_fio_is_not_believed_when_it_did_not(text: str) -> None:
+    with pytest.raises(ProgramFailed, match="fio read"):
+        read_report(text, 8 * BLOCK)
+
+
+def test_the_cpu_clock_of_a_process_is_its_own() -> None:
+    before, known = time.clock_gettime(cpu_clock(os.getpid())), time.process_time()
+    after = time.clock_gettime(cpu_clock(os.getpid()))
+    assert before <= known <= after
+
+
+def test_fewer_cores_are_used_inside_only() -> None:
+    before = os.sched_getaffinity(0)
+    with on_cores(1):
+        assert len(os.sched_getaffinity(0)) == 1
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_case_has_the_mean_of_costs_and_the_peak_of_memory() -> None:
+    case = Case("c", "sllm", "s")
+    for seconds, cpu_s, peak, daemon in ((1.0, 0.1, 50.0, 0.3), (3.0, 0.3, 40.0, 0.1)):
+        take(case, Loading(seconds, seconds / 2, cpu_s, cpu_s, 10, 0, 2, peak, 7, "", daemon))
+    assert (case.samples, case.cpu_s, case.peak_rss_mib) == ([1.0, 3.0], 0.4, 50.0)
+    assert case.extra == {"loaded_s": 1.0, "minor_faults": 10, "major_faults": 0, "touch_faults": 2}
+
+
+def test_every_peer_has_its_program() -> None:
+    assert all((SCRIPTS / peer.words[0]).is_file() for peer in MODEL_PEERS)
