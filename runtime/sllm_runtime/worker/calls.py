@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import logging
+import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, Draining, ErrorBody, FunctionError, SllmError
@@ -140,6 +143,7 @@ class Calls:
         """Run user code that blocks. A thread cannot be interrupted: a cancelled call waits for its next yield."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[ErrorBody | None] = loop.create_future()
+        process = os.getpid()
 
         def work() -> None:
             error = None
@@ -147,6 +151,8 @@ class Calls:
                 self._run(call)
             except BaseException as raised:  # everything ends in the call's END frame
                 error = self._described(call, raised)
+            if os.getpid() != process:
+                _end_child(error)
             loop.call_soon_threadsafe(done.set_result, error)
 
         context = contextvars.copy_context()
@@ -178,6 +184,14 @@ class Calls:
         error = described(raised)
         self._sender.log(call.number, "stderr", (error.detail or error.message)[-_TRACE_CHARS:], level="error")
         return error
+
+
+def _end_child(error: ErrorBody | None) -> NoReturn:
+    """End a process that user code forked and let return into the worker, where there is nothing for it to do."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0 if error is None else 1)
 
 
 def described(raised: BaseException) -> ErrorBody:

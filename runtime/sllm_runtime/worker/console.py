@@ -81,6 +81,10 @@ class Console:
         """From now on prints become log lines. The pipes 1 and 2 stay for what writes to them directly."""
         sys.stdout, sys.stderr = self._writers
 
+    def leave(self) -> None:
+        """Back to the pipes, which the invoker reads as well: in a child that user code forked."""
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
     def end_call(self, number: int | None) -> None:
         """Flush what this call wrote without a newline."""
         for writer in self._writers:

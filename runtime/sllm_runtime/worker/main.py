@@ -78,12 +78,18 @@ class Worker:
         set_title(f"sllm-worker {message.body.instance}")
         self._sender.start()
         self._console.install()
+        os.register_at_fork(after_in_child=self._forked)
         _log_to_console()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             status = runner.run(self._serve(message.body, fds, began))
         self._console.end_call(None)
         self._sender.close(_FLUSH_S)
         return status
+
+    def _forked(self) -> None:
+        """In a child that user code forked: it must not speak for this worker, whose socket it has."""
+        self._sender.mute()
+        self._console.leave()
 
     async def _serve(self, assign: Assign, fds: list[int], began: float) -> int:
         loop = asyncio.get_running_loop()

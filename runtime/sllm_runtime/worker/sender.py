@@ -179,6 +179,16 @@ class Sender:
                     self._changed.notify()
                 return
 
+    def mute(self) -> None:
+        """Nothing is written any more: in a child that user code forked, which would speak as its parent.
+
+        Of what the parent's threads held when it forked nothing is ever released there, so locks are made anew.
+        """
+        self._gone = True
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._writing = threading.Lock()
+
     def close(self, timeout_s: float) -> None:
         """Write what is queued, then end the thread. Repeatable."""
         with self._changed:

@@ -119,6 +119,12 @@ def test_what_has_no_text_ends_its_call_and_not_its_instance(start: Start) -> No
     assert "printed \\ud800" in [log.text for log in worker.logs]
 
 
+def test_a_forked_child_does_not_speak_for_its_worker(start: Start) -> None:
+    worker = start("forks_in_call", kind="generator")
+    for _ in range(3):
+        assert worker.run().outputs == ["parent", 0]
+
+
 def test_an_exception_after_outputs(start: Start) -> None:
     answer = start("raises_midstream", kind="generator").run()
     assert answer.outputs == [1, 2]
