@@ -181,6 +181,13 @@ def test_draws_follow_the_distribution() -> None:
     assert cold == [0] * 100
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-6, 1e-5])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    row = np.linspace(-40.0, 40.0, 100, dtype=np.float32)[::-1].copy()
+    row[7], row[0] = 41.0, 40.0
+    assert {choose(row, Sampling(temperature=temperature, seed=seed), (), ()).id for seed in range(20)} == {7}
+
+
 def test_penalties_and_bias() -> None:
     row = np.array([1.0, 0.9, -1.0], dtype=np.float32)
     assert choose(row, Sampling(repetition_penalty=2.0), (0,), ()).id == 1

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from sllm_runtime.protocol.errors import SllmError
 
 Finish = Literal["stop", "length"]
+GREEDY_BELOW: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,11 @@ class Sampling:
     """``None``: 0, unless the call that generates has one."""
     logprobs: int | None = None
     """Alternatives to report with each token; ``None``: no log probabilities at all."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken. A temperature too small to divide float32 logits by means that too."""
+        return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ def choose(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence
     if np.isnan(row).any():
         raise FunctionError("the model's logits are NaN; its weights or its inputs are broken")
     scores = _penalised(row, sampling, prompt, output)
-    if sampling.temperature <= 0:
+    if sampling.greedy:
         token = int(scores.argmax())
     else:
         kept = _filtered(scores / np.float32(sampling.temperature), sampling)

@@ -34,7 +34,7 @@ def choose_rows(logits: torch.Tensor, sequences: Many[Sequence], eos: frozenset[
 def _plain(sequence: Sequence) -> bool:
     sampling: Sampling = sequence.request.sampling
     return (
-        sampling.temperature <= 0
+        sampling.greedy
         and sampling.logprobs is None
         and sampling.repetition_penalty == 1.0
         and not (sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
