@@ -13,7 +13,7 @@ from typing import Final
 from benchmarks import page_cache
 from benchmarks.load_model import Checkpoint
 from benchmarks.load_node import Node, usable_cores
-from benchmarks.load_reference import disk_read, disk_system
+from benchmarks.load_reference import disk_read, disk_system, huge_read_s
 from benchmarks.load_systems import NOT_HERE, Loader, Peer, ours, peer, take
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, ratio
@@ -22,6 +22,7 @@ from benchmarks.runner import Run
 SLACK: Final = 2**28
 BELOW: Final = (4, 2**22)
 """Threads and bytes of a read that is not counted."""
+HUGE: Final = "direct read, 2 MiB pages"
 LOADED: Final = "sllm, before the touch"
 FIO_AIM: Final = 0.95
 CPU_AIM: Final = 0.15
@@ -62,6 +63,7 @@ def cold(run: Run, name: str, directory: Path, checkpoint: Checkpoint, *, cores:
             same(system.case.system, system.loader.load(checkpoint.names).digest, checkpoint.digest)
         node.until_free()
         turns: list[Callable[[], None]] = [lambda: _reference(run.case(name, disk_system(), "s"), partition)]
+        turns.append(lambda: _huge_reference(run.case(name, HUGE, "s"), partition))
         turns.append(lambda: _ours(run, name, node, model, mine))
         turns += [functools.partial(_peer, rival) for rival in rivals]
         for number in range(run.rounds):
@@ -115,6 +117,11 @@ def _reference(case: Case, partition: Path) -> None:
         case.cpu_s = round(made.cpu_s, 4)
 
 
+def _huge_reference(case: Case, partition: Path) -> None:
+    _empty(partition)
+    case.samples.append(round(huge_read_s(partition), 4))
+
+
 def _ours(run: Run, name: str, node: Node, model: str, mine: Competitor) -> None:
     """A load with nothing in the pool and the page cache, twice in the record: with the touch and without."""
     node.forget(model)
@@ -137,7 +144,11 @@ def same(system: str, digest: str, expected: str) -> None:
 def _aims(run: Run, name: str, *, partition_bytes: int) -> None:
     """Against the disk without the touch, which no disk benchmark has; against peers with it."""
     mine, before, limit = run.case(name, "sllm", "s"), run.case(name, LOADED, "s"), run.case(name, disk_system(), "s")
-    rivals = [case for case in run.cases if case.case == name and case.samples and case not in (mine, before, limit)]
+    huge = run.case(name, HUGE, "s")
+    run.aims.append(Aim(f"{name}: {HUGE} / sllm", ratio(huge, before, least=run.least), at_least=FIO_AIM))
+    rivals = [
+        case for case in run.cases if case.case == name and case.samples and case not in (mine, before, limit, huge)
+    ]
     run.aims.append(Aim(f"{name}: {limit.system} / sllm", ratio(limit, before, least=run.least), at_least=FIO_AIM))
     if rivals:
         best = min(rivals, key=lambda case: case.median or 0.0)

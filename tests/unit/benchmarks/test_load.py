@@ -6,12 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from benchmarks.load_model import ONE, TWO_AND_A_HALF, Shape, write
 from benchmarks.load_node import cpu_clock
-from benchmarks.load_reference import BLOCK, read_report
+from benchmarks.load_reference import BLOCK, huge_read_s, read_report
 from benchmarks.load_ssd import on_cores, same
+from benchmarks.load_store import ranges
 from benchmarks.load_systems import MODEL_PEERS, SCRIPTS, Loading, take
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Case
@@ -86,3 +89,19 @@ def test_a_case_has_the_mean_of_costs_and_the_peak_of_memory() -> None:
 
 def test_every_peer_has_its_program() -> None:
     assert all((SCRIPTS / peer.words[0]).is_file() for peer in MODEL_PEERS)
+
+
+@given(st.integers(0, 10**12), st.integers(1, 64))
+def test_ranges_cover_every_byte_once(nbytes: int, count: int) -> None:
+    borders = [edge for first, last in ranges(nbytes, count) for edge in (first, last + 1)]
+    assert borders == sorted(borders)
+    assert sum(last - first + 1 for first, last in ranges(nbytes, count)) == nbytes
+
+
+def test_a_direct_read_into_huge_pages_brings_the_whole_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(2 * BLOCK + 4096))
+    try:
+        assert huge_read_s(file) > 0
+    except OSError as error:
+        pytest.skip(f"this filesystem has no direct I/O: {error}")

