@@ -8,10 +8,10 @@ in the background), digests are on. CPU seconds are those of client and daemon t
 - ``ssd_cold_1gb``, ``ssd_cold_2_5gb``, ``ssd_cold_2_5gb_1core``: a Llama-shaped random checkpoint, the pool empty, the
   file out of the page cache (dropped, and mincore says so). It is read past the cache just before, for every system
   alike, since what lies below the disk may keep what was read; the order changes from round to round. The limits
-  are fio, 4 MiB direct sequential reads at depth 32 of our partition, and a bare direct read into pages of 2 MiB, as our
-  chunks have (fio's buffers have small ones, of which a disk request takes few). Against both stands the load before
-  that last touch, whose page faults are in the record; against peers the whole. A quick run has 0.3 GB in place of 1 GB,
-  and not the others.
+  are fio, 4 MiB direct sequential reads at depth 32 of our partition, and a bare direct read into pages of 2 MiB, as
+  our chunks have (fio's buffers have small ones, of which a disk request takes few). Against both stands the load before
+  that last touch, whose page faults are in the record; against peers the whole. A quick run has 0.3 GB in place of
+  1 GB, and not the others.
 - ``dram_demo``, ``dram_2_5gb``: the model is in the pool, its instance is not. From opening the session until all
   tensors are bound and all blocks ready. ``dram_read_2mib``, ``dram_read_4kib``: the same and every byte read once,
   beside reading a mapping of the same bytes whose pages were all touched; judged on pages of 2 MiB. Quick: 0.3 GB.
