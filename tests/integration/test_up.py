@@ -74,6 +74,28 @@ def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
     assert "default" not in tomllib.loads(profiles.read_text()).get("profiles", {})
 
 
+def test_a_second_platform_leaves_the_profile_of_the_first(platform: Cluster, tmp_path: Path) -> None:
+    def profiles() -> dict[str, str]:
+        stored = tomllib.loads((platform.home / "profiles.toml").read_text())["profiles"]
+        return {name: each["url"] for name, each in stored.items()}
+
+    before, data = profiles(), ("--data", str(tmp_path / "p2"))
+    done = run("up", "-d", *data, "--port", "0", "--json", env=platform.env)
+    try:
+        assert "sllm --profile p2" in done.stderr
+        assert profiles() == {**before, "p2": json.loads(done.stdout)["url"]}
+    finally:
+        run("down", *data, env=platform.env)
+    assert profiles() == before
+
+
+def test_a_home_that_cannot_be_written_is_named(platform: Cluster) -> None:
+    error = json.loads(run("up", "--json", env={**platform.env, "SLLM_HOME": "/proc/x"}, expect=2).stderr)["error"]
+    assert error["code"] == "invalid_request"
+    assert "/proc/x" in error["message"]
+    assert "SLLM_HOME" in error["message"]
+
+
 def test_a_second_up_on_the_same_data_says_what_runs(platform: Cluster) -> None:
     data = ["--data", str(platform.data), "--port", "0", "--json"]
     error = json.loads(run("up", *data, env=platform.env, expect=2).stderr.splitlines()[-1])["error"]

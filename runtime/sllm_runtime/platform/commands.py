@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -62,6 +64,8 @@ def up(
         profile=os.environ.get("SLLM_PROFILE") or "default",
         nats_url=settings.nats_url,
     )
+    for directory in (options.home, options.data):
+        _require_writable(directory)
     if detach:
         return _detached(options, port, as_json)
     if with_parent:
@@ -72,7 +76,8 @@ def up(
 
         async def run() -> int:
             platform = Platform(options, os.environ, report)
-            return await platform.run(lambda running: _show(running, platform.token, platform.began, as_json, report))
+            shown = partial(_show, asked=options.profile, token=platform.token, began=platform.began)
+            return await platform.run(lambda running: shown(running, as_json=as_json, report=report))
 
         status = asyncio.run(run())
     if status:
@@ -96,6 +101,19 @@ def down(data: Data = None, as_json: Json = False) -> None:
         _note(f"stopped {running.url}")
 
 
+def _require_writable(directory: Path) -> None:
+    """Make it. Raises ``InvalidRequest`` where nothing can be kept in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise InvalidRequest(
+            f"nothing can be kept in {directory} ({error.strerror}); "
+            "choose a directory that you may write by SLLM_HOME, or by --data for what runs"
+        ) from error
+
+
 def _ports(port: int, gateways: int) -> tuple[int, ...]:
     if port:
         if port + gateways > 65536:
@@ -107,8 +125,15 @@ def _ports(port: int, gateways: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _show(running: Running, token: str, began: float, as_json: bool, report: Callable[[str], None]) -> None:
+def _show(running: Running, asked: str, token: str, began: float, as_json: bool, report: Callable[[str], None]) -> None:
+    """``asked``: the profile that it was to have."""
     seconds = time.monotonic() - began
+    report("")
+    if running.profile != asked:
+        _note(
+            f"the profile {asked!r} names another platform that runs; this one is {running.profile!r}: "
+            f"sllm --profile {running.profile} ..., or SLLM_PROFILE={running.profile}"
+        )
     if as_json:
         document = {
             "url": running.url,
@@ -124,7 +149,6 @@ def _show(running: Running, token: str, began: float, as_json: bool, report: Cal
         sys.stdout.write(json.dumps(document) + "\n")
         sys.stdout.flush()
         return
-    report("")
     _note(f"ready in {seconds:.1f} s: {running.url}  (token in profile {running.profile!r}, data in {running.data})")
     _note("next: sllm fn init hello && sllm fn deploy hello/function.py   -   Ctrl-C or `sllm down` stops it")
 
@@ -197,7 +221,7 @@ def _detached(options: Options, port: int, as_json: bool) -> int:
             child.wait(_DOWN_S)
             raise _failure(log)
         token = Layout(options.data).token.read_text().strip()
-        _show(running, token, began, as_json, report)
+        _show(running, options.profile, token, began, as_json, report)
     return 0
 
 

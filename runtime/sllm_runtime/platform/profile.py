@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import http.client
+import itertools
 import json
+import re
 import tomllib
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sllm_runtime.platform.nats_server import write_private
 from sllm_runtime.protocol.errors import Conflict
+
+DEFAULT: Final = "default"
+_ANSWER_S: Final = 2.0
+
+
+def free_name(home: Path, url: str, data: Path, alive: Callable[[str], bool]) -> str:
+    """``default``, or where that names another platform that is ``alive``, a name after the directory ``data``.
+
+    Raises ``Conflict`` if the file there cannot be read.
+    """
+    known = {name: str(each.get("url", "")) for name, each in _read(home / "profiles.toml").get("profiles", {}).items()}
+    own = re.sub(r"[^A-Za-z0-9._]+", "-", data.name).strip("-") or "platform"
+    names = itertools.chain((DEFAULT, own), (f"{own}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if known.get(name, url) == url or not alive(known[name]))
+
+
+def answers_alive(url: str) -> bool:
+    """Whether a gateway at ``url`` answers ``GET /livez`` with 200 within 2 s."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{url}/livez", timeout=_ANSWER_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError, http.client.HTTPException):  # nobody, no gateway, or no URL
+        return False
 
 
 def write_profile(home: Path, name: str, url: str, token: str) -> Path:

@@ -16,14 +16,17 @@ from typing import Any
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.daemon import FORCED, ready
-from sllm_runtime.platform.local import CONTROLLER, Layout, Options, prepare, specs
+from sllm_runtime.platform.disk import DiskWatch, free, require_room
+from sllm_runtime.platform.local import CONTROLLER, NATS, Layout, Options, prepare, specs
+from sllm_runtime.platform.nats_server import LEAST_STORE
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import become_subreaper, end_orphans, start_time, tail
-from sllm_runtime.platform.profile import remove_token, write_profile
+from sllm_runtime.platform.profile import DEFAULT, answers_alive, free_name, remove_token, write_profile
 from sllm_runtime.platform.running import Lock, Running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.supervise import Supervisor
 from sllm_runtime.protocol.errors import Conflict, InternalError, SllmError, StartFailed, Unavailable
+from sllm_runtime.protocol.quantities import show_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Platform:
         self._report = report
         self._supervisor: Supervisor | None = None
         self._nats_url = options.nats_url or ""
+        self._profile = options.profile
         self._tasks = Tasks("up")
         self.stop = asyncio.Event()
         self.signal: int | None = None
@@ -57,6 +61,7 @@ class Platform:
         """
         for port in self.options.ports:
             require_port(self.options.host, port)
+        self._require_disk()
         with Lock(self.options.data) as lock, self._signals():
             become_subreaper()
             try:
@@ -75,6 +80,9 @@ class Platform:
             specs(self.options, self.layout, server, self._environment), changed=lambda: lock.write(self._running())
         )
         self._tasks.start(self._end_orphans(supervisor), "orphans")
+        if server is not None:
+            watch = DiskWatch(server.directory, server.log_file, lambda: supervisor.restart(NATS))
+            self._tasks.start(watch.run(), "disk")
         stopping: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
         starting: asyncio.Future[Any] = asyncio.ensure_future(self._start(supervisor))
         try:
@@ -82,8 +90,9 @@ class Platform:
             if not starting.done():
                 return
             await starting
+            await self._name_profile()
             lock.write(self._running())
-            write_profile(self.options.home, self.options.profile, self.options.url, self.token)
+            write_profile(self.options.home, self._profile, self.options.url, self.token)
             on_ready(self._running())
             ready()
             failed: asyncio.Future[Any] = supervisor.failed
@@ -95,6 +104,19 @@ class Platform:
                 task.cancel()
             await asyncio.wait([starting, stopping])
 
+    def _require_disk(self) -> None:
+        """Raises ``Unavailable`` where the state has no room at all; warns where it may run out of it."""
+        if self.options.nats_url:
+            return
+        require_room(self.options.data)
+        if (left := free(self.options.data)) < LEAST_STORE:
+            log.warning(
+                "the disk of %s has %s free, the state may grow to %s: free some space or choose another with --data",
+                self.options.data,
+                show_bytes(left),
+                show_bytes(LEAST_STORE),
+            )
+
     async def _start(self, supervisor: Supervisor) -> None:
         self._report("starting NATS, controller, nodes and gateways")
         await supervisor.start()
@@ -105,6 +127,13 @@ class Platform:
                     end = tail(self.layout.log(f"gateway-{name}"))
                     raise StartFailed(f"gateway {name} does not answer /readyz on port {port}; its log ends:\n{end}")
                 await asyncio.sleep(_POLL_S)
+
+    async def _name_profile(self) -> None:
+        """Another platform that still runs keeps the profile ``default``; one that was asked for by name is taken."""
+        options = self.options
+        if options.profile == DEFAULT:
+            found = (options.home, options.url, options.data, answers_alive)
+            self._profile = await asyncio.to_thread(free_name, *found)
 
     async def _try_cluster(self) -> None:
         """One clear error now rather than one from each daemon."""
@@ -119,7 +148,7 @@ class Platform:
             started=start_time(os.getpid()),
             url=self.options.url,
             urls=self.options.urls,
-            profile=self.options.profile,
+            profile=self._profile,
             nats_url=self._nats_url,
             data=str(self.options.data),
             pids=self._supervisor.pids() if self._supervisor else {},
@@ -147,7 +176,7 @@ class Platform:
         end_orphans(set())
         shutil.rmtree(self.layout.far_sockets, ignore_errors=True)
         with contextlib.suppress(SllmError):
-            remove_token(self.options.home, self.options.profile, self.options.url)
+            remove_token(self.options.home, self._profile, self.options.url)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_runtime.platform.process import start_time
-from sllm_runtime.platform.profile import _toml, remove_token, write_profile
+from sllm_runtime.platform.profile import _toml, answers_alive, free_name, remove_token, write_profile
 from sllm_runtime.platform.running import Lock, Running, read_running, stop_running
 from sllm_runtime.protocol.errors import Conflict
 
@@ -78,6 +79,32 @@ def test_a_profile_is_written_among_others_and_taken_away(tmp_path: Path) -> Non
     assert "default" in tomllib.loads(path.read_text())["profiles"]
     remove_token(tmp_path, "default", "http://a")
     assert list(tomllib.loads(path.read_text())["profiles"]) == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("alive", "name"),
+    [
+        (set(), "default"),
+        ({"http://a"}, "p2"),
+        ({"http://a", "http://b"}, "p2-2"),
+        ({"http://own"}, "default"),
+    ],
+)
+def test_another_platform_that_runs_keeps_its_profile(tmp_path: Path, alive: set[str], name: str) -> None:
+    data = tmp_path / "p2"
+    assert free_name(tmp_path, "http://own", data, alive.__contains__) == "default"
+    write_profile(tmp_path, "default", "http://a", "secret")
+    write_profile(tmp_path, "p2", "http://b", "secret")
+    assert free_name(tmp_path, "http://own", data, alive.__contains__) == name
+    assert free_name(tmp_path, "http://a", data, alive.__contains__) == "default"
+    assert free_name(tmp_path, "http://own", Path("/"), {"http://a"}.__contains__) == "platform"
+
+
+def test_nobody_is_not_alive() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody else listens there meanwhile
+        assert not answers_alive(f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert not answers_alive("")
 
 
 def test_a_profile_file_that_is_none_is_left_alone(tmp_path: Path) -> None:
