@@ -86,16 +86,25 @@ def _write(document: dict[str, Any]) -> Path:
         lines += ["", f"[profiles.{json.dumps(name)}]"]
         lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in fields.items()]
     path = profiles_file()
+    try:
+        _replace(path, "\n".join(lines).lstrip("\n") + "\n")
+    except OSError as error:
+        raise InvalidRequest(
+            f"{path} cannot be written ({error.strerror}); choose a directory that you may write by SLLM_HOME"
+        ) from error
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, new = tempfile.mkstemp(dir=path.parent, prefix=".profiles-")  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines).lstrip("\n") + "\n")
+            file.write(text)
         os.replace(new, path)
     except BaseException:
         os.unlink(new)
         raise
-    return path
 
 
 @dataclass(frozen=True)

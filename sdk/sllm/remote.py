@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import aclosing, asynccontextmanager, closing
 from typing import Any
 
+from sllm import transport
 from sllm.client import AsyncClient, Client
 from sllm_runtime.protocol.errors import VersionNotFound
-from sllm_runtime.protocol.http import API, FunctionView
+from sllm_runtime.protocol.http import FunctionView
 
 
 class Remote:
@@ -91,10 +92,10 @@ class Function(Remote):
     def lookup(cls, name: str, *, version: int | None = None, client: Client | None = None) -> Function:
         """The function deployed as ``name``. Raises ``FunctionNotFound``, ``VersionNotFound``."""
         if client is not None:
-            found = client.request("GET", f"{API}/functions/{name}")
+            found = client.request("GET", transport.about(name))
         else:
             with Client() as own:
-                found = own.request("GET", f"{API}/functions/{name}")
+                found = own.request("GET", transport.about(name))
         return cls(_exists(found, version), version=version, client=client)
 
 
@@ -109,10 +110,10 @@ class AsyncFunction(AsyncRemote):
     async def lookup(cls, name: str, *, version: int | None = None, client: AsyncClient | None = None) -> AsyncFunction:
         """As ``Function.lookup``."""
         if client is not None:
-            found = await client.request("GET", f"{API}/functions/{name}")
+            found = await client.request("GET", transport.about(name))
         else:
             async with AsyncClient() as own:
-                found = await own.request("GET", f"{API}/functions/{name}")
+                found = await own.request("GET", transport.about(name))
         return cls(_exists(found, version), version=version, client=client)
 
 

@@ -14,7 +14,8 @@ from sllm import profiles
 from sllm.answers import Trace, broken_off
 from sllm.profiles import Profile
 from sllm_runtime.protocol.errors import InstanceLost, InvalidArgument, SllmError, Unavailable
-from sllm_runtime.protocol.http import EVENT_STREAM
+from sllm_runtime.protocol.http import API, EVENT_STREAM
+from sllm_runtime.protocol.manifest import NAME
 
 JSON: Final = {"Content-Type": "application/json"}
 # A proxy that compresses would also collect events before it lets them go.
@@ -66,7 +67,25 @@ def whole(timeout: float | None) -> httpx.Timeout:
 
 
 def function_path(name: str, version: int | None) -> str:
-    return f"/fn/{name}" if version is None else f"/fn/{name}/v{version}"
+    """Where it is called. Raises ``InvalidArgument`` for what is no function's name."""
+    checked = _checked(name)
+    return f"/fn/{checked}" if version is None else f"/fn/{checked}/v{version}"
+
+
+def about(name: str) -> str:
+    """Where the function ``name`` is described and looked after. Raises as ``function_path``."""
+    return f"{API}/functions/{_checked(name)}"
+
+
+def _checked(name: str) -> str:
+    """Nothing else goes into a path: ``../x`` would ask for something else."""
+    if not NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"{name!a:.100} is no function's name: lower-case letters, digits and '-', beginning with a letter, "
+            "at most 63; `sllm fn list` names those that there are",
+            field="name",
+        )
+    return name
 
 
 def encoded(arguments: Mapping[str, Any]) -> bytes:

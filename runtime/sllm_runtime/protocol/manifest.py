@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from sllm_runtime.protocol.quantities import Bytes, Seconds, parse_gpu
 
 SCHEMA_VERSION: Final = 1
-NAME = re.compile(r"^[a-z][a-z0-9-]{0,62}$")
+NAME = re.compile(r"^[a-z][a-z0-9-]{0,62}\Z")
 ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 
 TARGET_ATTRIBUTE: Final = "__sllm_target__"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sllm import project
+from sllm import project, transport
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm.cli.deploy import deploy
@@ -54,7 +54,7 @@ def list_(context: typer.Context, json: Json = False) -> None:
 
 def _view(context: typer.Context, name: str) -> FunctionView:
     with client(context) as connection:
-        return FunctionView.model_validate(connection.request("GET", f"{API}/functions/{name}"))
+        return FunctionView.model_validate(connection.request("GET", transport.about(name)))
 
 
 @app.command()
@@ -90,7 +90,7 @@ def rollback(
 ) -> None:
     """Give the route back to an earlier version, at once."""
     with client(context) as connection, naming(f"the rollback may be done: `sllm fn history {name}` says so"):
-        answer: Any = connection.request("POST", f"{API}/functions/{name}/rollback", json={"version": version})
+        answer: Any = connection.request("POST", f"{transport.about(name)}/rollback", json={"version": version})
     view = FunctionView.model_validate(answer)
     if json:
         output.value(view.model_dump(mode="json"))
@@ -121,7 +121,7 @@ def _delete(connection: Any, name: str, force: bool) -> Any:
     while True:
         try:
             query = {"force": "true"} if force else {}
-            answer = connection.request("DELETE", f"{API}/functions/{name}", params=query)
+            answer = connection.request("DELETE", transport.about(name), params=query)
         except FunctionNotFound:
             if not asked:
                 raise

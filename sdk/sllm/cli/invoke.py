@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from sllm import transport
 from sllm.answers import Trace
 from sllm.cli import arguments, output, show
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.client import Client
 from sllm_runtime.protocol.errors import InvalidArgument
-from sllm_runtime.protocol.http import API, FunctionView, ProgressView
+from sllm_runtime.protocol.http import FunctionView, ProgressView
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments.")]
 Args = Annotated[
@@ -63,7 +64,7 @@ def _meant(connection: Client, name: str, words: dict[str, str]) -> dict[str, An
     """The words as the function's parameters take them; its types are only asked for where it matters."""
     schemas: dict[str, Any] = {}
     if any(arguments.ambiguous(raw) for raw in words.values()):
-        view = FunctionView.model_validate(connection.request("GET", f"{API}/functions/{name}"))
+        view = FunctionView.model_validate(connection.request("GET", transport.about(name)))
         schemas = (view.manifest.handler.input_schema if view.manifest else {}).get("properties", {})
     return {key: arguments.value(raw, schemas.get(key)) for key, raw in words.items()}
 

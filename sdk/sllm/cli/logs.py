@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from sllm import answers
+from sllm import answers, transport
 from sllm.answers import Trace
 from sllm.cli import output
 from sllm.cli.context import Json, client
 from sllm.client import Client
 from sllm_runtime.protocol.errors import FunctionNotFound
-from sllm_runtime.protocol.http import API, LogView
+from sllm_runtime.protocol.http import LogView
 
 
 def logs(
@@ -32,7 +32,7 @@ def logs(
     with client(context) as connection:
         if follow and not json:
             _tell_if_absent(connection, name)
-        for event in connection.events("GET", f"{API}/functions/{name}/logs", params=query):
+        for event in connection.events("GET", f"{transport.about(name)}/logs", params=query):
             if event.comment is not None or event.done:
                 continue
             if event.event == "error":
@@ -47,7 +47,7 @@ def logs(
 def _tell_if_absent(connection: Client, name: str) -> None:
     """A name that nothing has would otherwise be followed in silence."""
     try:
-        connection.request("GET", f"{API}/functions/{name}")
+        connection.request("GET", transport.about(name))
     except FunctionNotFound:
         output.note(f"no function is deployed as {name}; its lines are shown as they come, should it be")
 

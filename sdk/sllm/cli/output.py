@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import SllmError, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,14 +19,22 @@ if TYPE_CHECKING:
 
 def value(document: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    text(json.dumps(document, ensure_ascii=False))
 
 
 def text(line: str, end: str = "\n") -> None:
     """A result for people, on stdout."""
-    sys.stdout.write(line + end)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(line + end)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        close_stdout()
+        raise Unavailable(
+            f"the result cannot be written to stdout ({error.strerror}), and what was asked for may be done; "
+            "make room where stdout leads, or lead it elsewhere"
+        ) from error
 
 
 def note(line: str) -> None:
@@ -88,7 +96,13 @@ def usage(problem: Any, *, as_json: bool) -> None:
 
 
 def prepare() -> None:
-    """Text that a terminal's encoding lacks is written as an escape, and no reason to fail."""
+    """Text that a terminal's encoding lacks is written as an escape, and no reason to fail.
+
+    What was closed (``>&-``) leads nowhere: results are not wanted then, and no socket may get its descriptor.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the life of the program
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

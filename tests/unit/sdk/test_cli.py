@@ -365,3 +365,44 @@ def test_a_terminal_gets_a_table_and_colours_if_it_wants_them(gateway: Gateway, 
     finally:
         os.close(leader)
         os.close(follower)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "a?b", "a\n", "Chat", "", "é", "x" * 5000])
+@pytest.mark.parametrize(
+    "words", [("invoke", "--"), ("describe", "--"), ("logs", "--"), ("rollback", "--"), ("delete", "--")]
+)
+def test_what_is_no_function_name_is_never_asked(gateway: Gateway, words: tuple[str, ...], name: str) -> None:
+    done = here("fn", *words, name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is no function's name" in done.stderr
+    assert len(done.stderr) < 400
+    assert gateway.asked == []
+
+
+def test_a_closed_stdout_is_no_error(gateway: Gateway) -> None:
+    gateway.will(Answer(PIECES))
+    words = ["/bin/sh", "-c", 'exec "$0" -m sllm fn invoke chat >&-', sys.executable]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path for _, path, *_ in gateway.asked] == ["/fn/chat"]
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_a_full_stdout_is_said(gateway: Gateway, stream: str) -> None:
+    gateway.will(Answer(PIECES) if stream == "--stream" else Answer(json="def"))
+    with open("/dev/full", "wb") as full:
+        words = [*SLLM, "fn", "invoke", "chat", stream]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == Unavailable.exit_code
+    assert "No space left on device" in done.stderr
+    assert "[unavailable]" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_place_that_cannot_be_written_is_said() -> None:
+    for words in (("fn", "init", "/proc/x"), ("--url", "http://h", "profile", "set", "p")):
+        done = here(*words, SLLM_HOME="/proc/x")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert "/proc/x" in done.stderr
+        assert "choose" in done.stderr
