@@ -30,6 +30,7 @@ from sllm_gateway.starts import Starts
 from sllm_gateway.table import RouteTable, Version
 from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.disk import shortage
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Watch
@@ -115,12 +116,12 @@ class Gateway:
         await self._front(scope, receive, send)
 
     def problem(self) -> str:
-        """Why calls cannot be served now; empty if they can."""
+        """Why this gateway is not ready; empty if it is. On a full disk ready functions are called all the same."""
         if not self._bus.connected:
             return "NATS is not connected"
         if self._watch is None or not self._watch.synced.is_set():
             return "the route table is not complete"
-        return ""
+        return shortage(self.settings.nats_store)
 
     async def start(self) -> None:
         """Subscribe, learn the routes. Raises ``Unavailable``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from sllm import bundle
@@ -52,11 +53,19 @@ def upload(built: Bundle, client: Client, observe: Observe = ignore) -> bool:
     else:
         return False
     headers = {"Content-Type": "application/octet-stream", "Content-Length": str(len(built.data))}
-    client.request("PUT", path, content=_pieces(built.data, observe), headers=headers)
+    client.request("PUT", path, content=_Pieces(built.data, observe), headers=headers)
     return True
 
 
-def _pieces(data: bytes, observe: Observe) -> Iterator[bytes]:
-    for start in range(0, len(data), _PIECE):
-        yield data[start : start + _PIECE]
-        observe(ProgressView(stage="upload", done=min(len(data), start + _PIECE), total=len(data)))
+@dataclass(frozen=True)
+class _Pieces:
+    """The body of an upload; from its beginning each time that it is sent again."""
+
+    data: bytes
+    observe: Observe
+
+    def __iter__(self) -> Iterator[bytes]:
+        total = len(self.data)
+        for start in range(0, total, _PIECE):
+            yield self.data[start : start + _PIECE]
+            self.observe(ProgressView(stage="upload", done=min(total, start + _PIECE), total=total))

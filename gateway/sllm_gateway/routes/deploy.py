@@ -22,6 +22,7 @@ from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.disk import require_room
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import (
     BodyTooLarge,
@@ -67,6 +68,7 @@ class Deploying:
 
     async def put_bundle(self, digest: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams the body into the store; its digest is checked on the way, and nothing is left of another one."""
+        require_room(self._settings.nats_store)
         limit = self._settings.max_bundle
         length = declared_length(scope)
         if length is not None and length > limit:
@@ -77,6 +79,7 @@ class Deploying:
     # --- deployments and models -------------------------------------------------------------------
     async def deploy(self, request: Request) -> Source:
         """A version from a bundle that is stored."""
+        require_room(self._settings.nats_store)
         wanted = await body_of(request, DeployRequest)
         verb = ctl.Deploy(
             request=wanted.request or uuid4().hex,
@@ -107,6 +110,7 @@ class Deploying:
 
     async def register(self, request: Request) -> Source:
         """A model without a function."""
+        require_room(self._settings.nats_store)
         wanted = await body_of(request, ModelRegisterRequest)
         return self._registering(ctl.RegisterModel(uri=wanted.uri))
 

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from sllm_runtime.control import restore
 from sllm_runtime.control.deletion import Deletions
@@ -21,6 +22,7 @@ from sllm_runtime.control.placement import Policy, Simple
 from sllm_runtime.control.service import Service
 from sllm_runtime.control.sweeping import Sweeps
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.disk import shortage
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.node import NodeStatus
@@ -75,7 +77,7 @@ async def lead(settings: Settings, identity: str, policy: Policy | None = None) 
         store = await StateStore.open(bus, create=True, replicas=settings.replicas)
         stack.push_async_callback(store.close)
         term = await store.elect(identity)
-        loop, ledger, nodes = await _take_over(bus, store, term, policy or Simple())
+        loop, ledger, nodes = await _take_over(bus, store, term, policy or Simple(), settings.nats_store)
         models = Models(loop, nodes)
         stack.push_async_callback(models.close)
         deployments = Deployments(loop, ledger, models, bus)
@@ -96,9 +98,11 @@ async def lead(settings: Settings, identity: str, policy: Policy | None = None) 
         yield Controller(loop, service, term)
 
 
-async def _take_over(bus: Bus, store: StateStore, term: int, policy: Policy) -> tuple[Loop, Ledger, Nodes]:
+async def _take_over(
+    bus: Bus, store: StateStore, term: int, policy: Policy, disk: Path | None
+) -> tuple[Loop, Ledger, Nodes]:
     stored = await restore.read(store)
-    ledger, nodes = Ledger(store), Nodes(bus, store, term)
+    ledger, nodes = Ledger(store, lambda: shortage(disk)), Nodes(bus, store, term)
     view = restore.as_stored(stored, time.monotonic())
     routes = {(route.function, route.version): route for route in stored.routes.values()}
     rng = random.Random(random.SystemRandom().getrandbits(64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from sllm_runtime.control.changes import Write
@@ -14,6 +15,8 @@ from sllm_runtime.protocol.records import Record
 log = logging.getLogger(__name__)
 
 AGAIN_S: Final = 0.2
+FULL_S: Final = 3.0
+"""How long is waited for a disk that is full: somebody has to do something first."""
 
 
 class Ledger:
@@ -22,8 +25,9 @@ class Ledger:
     While the store cannot be reached the writes wait; ``run`` ends with ``StaleTerm`` when another controller leads.
     """
 
-    def __init__(self, store: StateStore) -> None:
+    def __init__(self, store: StateStore, shortage: Callable[[], str] = lambda: "") -> None:
         self._store = store
+        self._shortage = shortage
         self._waiting: dict[str, Record | None] = {}
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
@@ -44,12 +48,13 @@ class Ledger:
             self._wake.set()
 
     async def settled(self, timeout_s: float) -> None:
-        """Wait until everything taken is stored. Raises ``Unavailable`` after ``timeout_s``."""
+        """Wait until everything taken is stored. Raises ``Unavailable`` after ``timeout_s``, FULL_S on a full disk."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(min(timeout_s, FULL_S) if self._shortage() else timeout_s):
                 await self._empty.wait()
         except TimeoutError as error:
-            raise Unavailable("the state cannot be stored now: NATS does not take it; try again") from error
+            why = self._shortage() or "NATS does not take it; try again"
+            raise Unavailable(f"the state cannot be stored now: {why}") from error
 
     async def run(self) -> None:
         """Write until cancelled. Raises ``StaleTerm``."""

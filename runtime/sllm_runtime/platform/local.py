@@ -17,6 +17,7 @@ from sllm_runtime.platform.settings import Identity
 from sllm_runtime.platform.supervise import ChildSpec
 
 CONTROLLER: Final = "controller"
+NATS: Final = "nats"
 DEFAULT_PORT: Final = 8600
 _SOCKET_PATH: Final = 100
 """Longest path of a unix socket that every system takes."""
@@ -137,9 +138,9 @@ def specs(
         "SLLM_DRAIN": environment.get("SLLM_DRAIN", "1"),
     }
     found = [_nats(server)] if server else []
-    found.append(
-        _daemon(layout, base, "controller", "sllm_runtime.control", CONTROLLER, 3, {"SLLM_CONTROLLER": CONTROLLER})
-    )
+    store = {"SLLM_NATS_STORE": str(server.directory)} if server else {}
+    leads = {"SLLM_CONTROLLER": CONTROLLER, **store}
+    found.append(_daemon(layout, base, "controller", "sllm_runtime.control", CONTROLLER, 3, leads))
     for name in options.node_names:
         found += _node(options, layout, base, name)
     for name, port in zip(options.gateway_names, options.ports, strict=True):
@@ -148,6 +149,7 @@ def specs(
             "SLLM_HOST": options.host,
             "SLLM_PORT": str(port),
             "SLLM_TOKEN_FILE": str(layout.token),
+            **store,
         }
         found.append(_daemon(layout, base, f"gateway-{name}", "sllm_gateway", name, 4, own))
     return found
@@ -155,7 +157,7 @@ def specs(
 
 def _nats(server: EmbeddedNats) -> ChildSpec:
     return ChildSpec(
-        name="nats",
+        name=NATS,
         argv=lambda: server.new_child().argv,
         env=server.new_child().env,
         log=server.log_file,

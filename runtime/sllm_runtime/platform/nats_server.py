@@ -32,7 +32,7 @@ START_S: Final = 15.0
 STOP_S: Final = 5.0
 _MEMORY_LIMIT: Final = 64 * MIB
 _FILE_LIMIT: Final = 8 * 1024 * MIB
-_LEAST: Final = 1024 * MIB
+LEAST_STORE: Final = 1024 * MIB
 """More than what the platform's bounded streams reserve."""
 _KEEP_FREE: Final = 512 * MIB
 
@@ -135,7 +135,7 @@ class EmbeddedNats:
 
     def _file_limit(self) -> int:
         free = shutil.disk_usage(self.directory).free
-        return max(_LEAST, min(_FILE_LIMIT, free - _KEEP_FREE))
+        return max(LEAST_STORE, min(_FILE_LIMIT, free - _KEEP_FREE))
 
     def new_child(self) -> Child:
         """The process, not started yet."""

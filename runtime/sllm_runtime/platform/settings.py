@@ -43,6 +43,8 @@ class Settings(BaseModel):
     nats_creds: Path | None = None
     nats_timeout: float = Field(default=10.0, gt=0)
     """Seconds until the first connection is given up."""
+    nats_store: Path | None = None
+    """Where an embedded server on this machine keeps its streams."""
     identity_file: Path | None = None
     replicas: int = Field(default=1, ge=1, le=5)
     """Copies of each JetStream stream: 1 embedded, 3 on a cluster."""

@@ -132,6 +132,12 @@ class Supervisor:
         """How often each child was started again."""
         return {kept.spec.name: kept.restarts for kept in self._kept}
 
+    async def restart(self, name: str) -> None:
+        """End ``name`` in order, if it is ready; its keeper starts it again."""
+        for kept in self._kept:
+            if kept.spec.name == name and kept.state is ChildState.READY and kept.child is not None:
+                await kept.child.stop(kept.spec.grace_s)
+
     async def start(self) -> None:
         """Start all, stage by stage. Raises ``StartFailed`` with the end of its log for the first that fails."""
         self._tasks.start(keep_short({kept.spec.log for kept in self._kept if kept.spec.log is not None}), "logs")

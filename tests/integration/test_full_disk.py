@@ -1,0 +1,52 @@
+"""A platform whose disk gets full, and has space again."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.small_disk import fill, small_disk  # noqa: F401 - a fixture is used by being here
+
+WITHIN_S = 30.0
+FUNCTION = """
+from sllm import model_function
+
+@model_function(memory="256MiB")
+def answers(prompt: str) -> str:
+    return prompt + {suffix!r}
+"""
+
+
+def _deploy(cluster: Cluster, file: Path, suffix: str) -> subprocess.CompletedProcess[str]:
+    file.write_text(FUNCTION.format(suffix=suffix))
+    argv = [sys.executable, "-m", "sllm", "fn", "deploy", str(file)]
+    return subprocess.run(argv, env=cluster.env, capture_output=True, text=True, check=False, timeout=WITHIN_S)
+
+
+def _call(cluster: Cluster) -> str:
+    return cluster.http.post("/fn/answers", json={"prompt": "so"}).text
+
+
+def test_a_full_disk_is_named_and_the_platform_goes_on_when_there_is_space(
+    tmp_path: Path,
+    small_disk: Path,  # noqa: F811
+) -> None:
+    file = tmp_path / "function.py"
+    with Cluster(small_disk) as cluster:
+        first = _deploy(cluster, file, "!")
+        assert first.returncode == 0, first.stderr
+        filled = fill(small_disk)
+        refused = _deploy(cluster, file, "?")
+        assert refused.returncode == 5
+        assert "is full: 0 B free" in refused.stderr
+        answer = cluster.http.get("/readyz")
+        assert answer.status_code == 503
+        assert "is full: 0 B free" in answer.json()["problem"]
+        assert "so!" in _call(cluster), "what is ready goes on"
+        filled.unlink()
+        deadline = time.monotonic() + WITHIN_S
+        while (again := _deploy(cluster, file, "?")).returncode:
+            assert time.monotonic() < deadline, again.stderr
+        assert "so?" in _call(cluster)
+        assert cluster.http.get("/readyz").status_code == 200
