@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import reprlib
+from typing import Any, Final
 
 import msgspec
 
@@ -12,6 +13,16 @@ from sllm_runtime.protocol.errors import ContextLengthExceeded, SllmError
 from sllm_runtime.protocol.http import CALL_ID, SHOULD_RETRY, error_view
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+SHOWN: Final = 100
+"""Characters of a caller's own text that an error repeats."""
+
+_QUOTED: Final = reprlib.Repr()
+_QUOTED.maxstring = SHOWN
+
+
+def quoted(text: str) -> str:
+    """``repr`` of what a caller sent, at most ``SHOWN`` characters: the middle of a longer one is left out."""
+    return _QUOTED.repr(text)
 
 
 def openai_view(error: SllmError) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from starlette.routing import Router
 from sllm_gateway import errors
 from sllm_gateway.asgi import Message, Receive, Scope, Send, answer, refuse_body
 from sllm_gateway.auth import Auth
+from sllm_gateway.errors import quoted
 from sllm_gateway.metrics import Metrics
 from sllm_runtime.protocol.errors import (
     BodyTimeout,
@@ -93,7 +94,7 @@ class _Seen:
 
 
 def _typed(error: HTTPException, scope: Scope) -> SllmError:
-    path = scope["path"]
+    path = quoted(scope["path"])[1:-1]
     if error.status_code == 404:
         return NotFound(f"there is no route {path}; docs/http.md and /api/v1/openapi.json list them")
     if error.status_code == 405:

@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from sllm_gateway.arguments import Arguments
+from sllm_gateway.errors import quoted
 from sllm_runtime.protocol.errors import FunctionNotFound, NotFound, VersionNotFound
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import Route
@@ -79,7 +80,7 @@ class RouteTable:
         """The version that a call goes to. Raises ``FunctionNotFound`` or ``VersionNotFound``."""
         known = self._versions.get(function)
         if not known:
-            raise FunctionNotFound(f"no function is named {function!r}{self._guess(function)}")
+            raise FunctionNotFound(f"no function is named {quoted(function)}{self._guess(function)}")
         if number is not None:
             if number not in known:
                 there = ", ".join(f"v{n}" for n in sorted(known))

@@ -17,6 +17,7 @@ from sllm_gateway import views
 from sllm_gateway.arguments import path_text
 from sllm_gateway.asgi import read_body
 from sllm_gateway.controller import Controller
+from sllm_gateway.errors import quoted
 from sllm_gateway.lookup import ROUTE_WAIT_S
 from sllm_gateway.openapi import document
 from sllm_gateway.settings import GatewaySettings
@@ -64,7 +65,7 @@ def name_of(request: Request) -> str:
     """The function's name in the path. Raises ``FunctionNotFound`` for what can be none."""
     name: str = request.path_params["name"]
     if not NAME.match(name):
-        raise FunctionNotFound(f"no function is named {name!r}")
+        raise FunctionNotFound(f"no function is named {quoted(name)}")
     return name
 
 
@@ -152,7 +153,7 @@ class Api:
     async def _model(self, request: Request, verb: Any) -> Response:
         digest = request.path_params["digest"].lower()
         if not _DIGEST.match(digest):
-            raise InvalidRequest(f"{digest!r} is no digest: give at least 4 hex digits", field="digest")
+            raise InvalidRequest(f"{quoted(digest)} is no digest: give at least 4 hex digits", field="digest")
         ref = ctl.ModelRef(digest=digest, verb=verb)
         return shown(views.model(await self._controller.ask("model", ref, ctl.ModelInfo, timeout_s=90)))
 

@@ -32,7 +32,15 @@ from sllm_runtime.protocol.errors import (
     InvalidRequest,
     NotFound,
 )
-from sllm_runtime.protocol.http import API, BundleView, DeployRequest, DeployResult, ModelRegisterRequest, WithdrawnView
+from sllm_runtime.protocol.http import (
+    API,
+    REQUEST_ID,
+    BundleView,
+    DeployRequest,
+    DeployResult,
+    ModelRegisterRequest,
+    WithdrawnView,
+)
 from sllm_runtime.protocol.node import Progress
 
 _HEX = re.compile(r"^(?:sha256:)?([0-9a-f]{64})$")
@@ -103,8 +111,11 @@ class Deploying:
                 yield sse.event(result.model_dump_json().encode(), name="done")
 
     async def withdraw(self, request: Request) -> Response:
-        """Undo a deployment that goes on."""
-        wanted = ctl.Withdraw(request=request.path_params["request"])
+        """Undo a deployment that goes on. Raises ``InvalidRequest`` for what can name none."""
+        name: str = request.path_params["request"]
+        if not re.fullmatch(REQUEST_ID, name):
+            raise InvalidRequest("a deployment is named by the 32 hex digits of its request", field="request")
+        wanted = ctl.Withdraw(request=name)
         withdrawn = await self._controller.ask("withdraw", wanted, ctl.Withdrawn)
         return shown(WithdrawnView(undone=withdrawn.version is None, version=withdrawn.version))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sllm_gateway.asgi import Receive, Scope, Send, read_body
+from sllm_gateway.errors import quoted
 from sllm_gateway.outputs import FunctionBody, FunctionStream
 from sllm_gateway.routes.calling import Caller, wants_events
 from sllm_gateway.table import Version
@@ -36,5 +37,5 @@ class FunctionRoute:
         if number is None:
             return await self._caller.lookup.find(name)
         if not (number.startswith("v") and number[1:].isdigit() and len(number) < 12):
-            raise VersionNotFound(f"{number!r} is no version; write /fn/{name}/v<n>")
+            raise VersionNotFound(f"{quoted(number)} is no version; write /fn/{quoted(name)[1:-1]}/v<n>")
         return await self._caller.lookup.find(name, int(number[1:]))

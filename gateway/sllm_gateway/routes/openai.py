@@ -11,6 +11,7 @@ import msgspec
 
 from sllm_gateway.arguments import IN_THREAD_BYTES
 from sllm_gateway.asgi import Receive, Scope, Send, answer, read_body
+from sllm_gateway.errors import quoted
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
 from sllm_gateway.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest, read
@@ -27,7 +28,7 @@ async def find_model(lookup: Lookup, model: str) -> Version:
     """The version that ``name`` or ``name:v3`` means. Raises ``ModelNotFound``, also for what is no language model."""
     found = _MODEL.match(model)
     if not found:
-        raise ModelNotFound(f"{model!r} names no model here: give a function's name, or name:v<n>", field="model")
+        raise ModelNotFound(f"{quoted(model)} names no model here: give a function's name, or name:v<n>", field="model")
     name, number = found.groups()
     try:
         version = await lookup.find(name, int(number) if number else None)

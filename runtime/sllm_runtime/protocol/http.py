@@ -14,6 +14,8 @@ SHOULD_RETRY: Final = "x-should-retry"
 SERVER_TIMING: Final = "Server-Timing"
 EVENT_STREAM: Final = "text/event-stream"
 API: Final = "/api/v1"
+REQUEST_ID: Final = r"^[0-9a-f]{32}$"
+"""What names a deployment that goes on."""
 
 
 class ErrorView(Frozen):
@@ -50,7 +52,7 @@ class DeployRequest(Frozen):
     manifest: Manifest
     bundle: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     bundle_bytes: int = Field(ge=1)
-    request: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
+    request: str | None = Field(default=None, pattern=REQUEST_ID)
     """A fresh random name, by which ``DELETE /api/v1/deployments/{request}`` undoes a deployment that goes on."""
 
 

@@ -278,6 +278,27 @@ async def test_logs_of_nothing_and_wrong_queries(nats: Nats) -> None:
             assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "since"), since
 
 
+async def test_what_names_nothing_is_refused_in_few_words(nats: Nats) -> None:
+    long = "x" * 5000
+    async with world(nats) as w:
+        for request in ("zz", "A" * 32, "a" * 33, long):
+            wrong = await w.http.delete(f"{API}/deployments/{request}")
+            assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "request")
+            assert len(wrong.text) < 300
+        for path in (f"/fn/{long}", f"/fn/{long}/v1", f"/fn/{long}/{long}", f"/{long}"):
+            lost = await w.http.post(path)
+            assert lost.status_code == 404
+            assert len(lost.text) < 400, path
+        for path in (f"functions/{long}", f"functions/{long}/logs", f"bundles/{long}", f"models/{long}"):
+            assert len((await w.http.get(f"{API}/{path}")).text) < 300, path
+        for text in ("chat/completions", "completions"):
+            body = {"model": long[:256], "messages": [{"role": "user", "content": "a"}], "prompt": "a"}
+            lost = await w.http.post(f"/v1/{text}", json=body)
+            assert lost.status_code == 404
+            assert len(lost.text) < 300
+        assert len((await w.http.get(f"/v1/models/{long}")).text) < 300
+
+
 async def test_events_are_read(nats: Nats) -> None:
     async with world(nats) as w:
         event = Happened(kind="instance.ready", at=1.0, component="node", function="f")
