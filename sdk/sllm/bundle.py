@@ -11,7 +11,7 @@ import inspect
 import io
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,9 @@ from sllm_runtime.protocol.quantities import show_bytes
 PICKLE_NAME: Final = "function.pkl"
 PICKLE_ENTRY: Final = "pickle:"
 MAX_FILES: Final = 10_000
+MANY_FILES: Final = 200
+MUCH: Final = 5 << 20
+"""Bytes. A bundle above this, or of more than ``MANY_FILES``, may hold what nobody meant to send."""
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 
 
@@ -40,6 +43,18 @@ class Bundle:
     digest: str
     files: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+    unpruned: Path | None = None
+    """The directory that travels whole: there is no ``.sllmignore`` in it."""
+
+    @property
+    def warning(self) -> str:
+        """What to say of a large bundle of which nobody said what to leave out; else empty."""
+        if self.unpruned is None or (len(self.files) <= MANY_FILES and len(self.data) <= MUCH):
+            return ""
+        return (
+            f"all of {self.unpruned} travels, {len(self.files)} files of {show_bytes(len(self.data))}; "
+            f"list what a call does not need in {self.unpruned / ignore.IGNORE_FILE} (as in a .gitignore)"
+        )
 
 
 def build(function: ModelFunction[Any, Any, Any]) -> Bundle:
@@ -51,7 +66,8 @@ def build(function: ModelFunction[Any, Any, Any]) -> Bundle:
     manifest = function.manifest(f"{module}:{_attribute(function, source)}")
     left_out: list[str] = []
     names = _names(root, source, manifest.model, function.include, left_out)
-    return _finish(manifest, _read(manifest.name, root, names), _told(root, manifest.model, left_out))
+    built = _finish(manifest, _read(manifest.name, root, names), _told(root, manifest.model, left_out))
+    return built if (root / ignore.IGNORE_FILE).is_file() else replace(built, unpruned=root)
 
 
 def locate(source: Path) -> tuple[Path, str]:

@@ -45,6 +45,8 @@ def _deploy(built: Bundle, connection: Client, *, quiet: bool) -> DeployResult:
         output.note(f"{name}: {len(built.files)} files, {show_bytes(len(built.data))}")
         for link in built.left_out:
             output.note(f"{name}: {link} is a link to outside its directory and is left out")
+        if built.warning:
+            output.note(f"{name}: {built.warning}")
 
     def fate() -> str:
         if not asked:

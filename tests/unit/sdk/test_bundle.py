@@ -113,6 +113,18 @@ def test_the_limit_names_the_largest(tmp_path: Path) -> None:
         build(tmp_path)
 
 
+@pytest.mark.parametrize(("files", "nbytes", "warned"), [(199, 0, False), (200, 0, True), (1, 5 << 20, True)])
+def test_a_large_bundle_of_which_nothing_is_left_out(tmp_path: Path, files: int, nbytes: int, warned: bool) -> None:
+    write(tmp_path, {"function.py": FUNCTION, **{f"{number}.txt": "x" * nbytes for number in range(files)}})
+    warning = build(tmp_path).warning
+    assert bool(warning) is warned
+    if warned:
+        assert f"{files + 1} files" in warning
+        assert f"{tmp_path}/.sllmignore" in warning
+    write(tmp_path, {".sllmignore": "nothing.csv"})
+    assert build(tmp_path).warning == ""
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     write(tmp_path, {"function.py": FUNCTION})
     function = load.one(str(tmp_path / "function.py"))

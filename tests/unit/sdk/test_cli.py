@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sllm import profiles
+from sllm import bundle, profiles
 from sllm.cli.main import main
 from sllm_runtime.protocol.errors import (
     BY_CODE,
@@ -241,6 +241,9 @@ def test_deploy(gateway: Gateway, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"chat v1: POST {gateway.url}/fn/chat\n")
     assert re.search(r"chat: 1 files, \d+ B", done.stderr)
     found = document(sllm("fn", "deploy", "function.py::hello", "--json"))
+    assert ".sllmignore" not in done.stderr
+    (tmp_path / "much").write_bytes(bytes(bundle.MUCH))
+    assert ".sllmignore" in sllm("fn", "deploy", "function.py::hello").stderr
     assert (found["version"], found["function"]["name"]) == (1, "chat")
 
 
