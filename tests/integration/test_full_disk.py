@@ -1,5 +1,6 @@
 """A platform whose disk gets full, and has space again."""
 
+import os
 import subprocess
 import sys
 import time
@@ -26,6 +27,16 @@ def _deploy(cluster: Cluster, file: Path, suffix: str) -> subprocess.CompletedPr
 
 def _call(cluster: Cluster) -> str:
     return cluster.http.post("/fn/answers", json={"prompt": "so"}).text
+
+
+def test_nothing_is_started_on_a_full_disk(tmp_path: Path, small_disk: Path) -> None:  # noqa: F811
+    fill(small_disk)
+    argv = [sys.executable, "-m", "sllm_runtime.platform", "up", "--detach", "--port", "0", "--data", str(small_disk)]
+    env = {**os.environ, "SLLM_HOME": str(tmp_path)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=WITHIN_S)
+    assert done.returncode == 5
+    assert f"the disk of {small_disk} is full: 0 B free" in done.stderr
+    assert os.listdir(small_disk) == ["fill"]
 
 
 def test_a_full_disk_is_named_and_the_platform_goes_on_when_there_is_space(

@@ -25,7 +25,7 @@ from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.platform.process import PARENT, die_with_parent, tail
 from sllm_runtime.platform.running import Running, read_running, stop_running
 from sllm_runtime.platform.settings import Settings
-from sllm_runtime.platform.up import Platform
+from sllm_runtime.platform.up import Platform, require_disk
 from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, StartFailed
 
 _DETACH_S: Final = 90.0
@@ -66,6 +66,8 @@ def up(
     )
     for directory in (options.home, options.data):
         _require_writable(directory)
+    if warning := require_disk(options):
+        _note(warning)
     if detach:
         return _detached(options, port, as_json)
     if with_parent:

@@ -61,7 +61,6 @@ class Platform:
         """
         for port in self.options.ports:
             require_port(self.options.host, port)
-        self._require_disk()
         with Lock(self.options.data) as lock, self._signals():
             become_subreaper()
             try:
@@ -103,19 +102,6 @@ class Platform:
             for task in (starting, stopping):
                 task.cancel()
             await asyncio.wait([starting, stopping])
-
-    def _require_disk(self) -> None:
-        """Raises ``Unavailable`` where the state has no room at all; warns where it may run out of it."""
-        if self.options.nats_url:
-            return
-        require_room(self.options.data)
-        if (left := free(self.options.data)) < LEAST_STORE:
-            log.warning(
-                "the disk of %s has %s free, the state may grow to %s: free some space or choose another with --data",
-                self.options.data,
-                show_bytes(left),
-                show_bytes(LEAST_STORE),
-            )
 
     async def _start(self, supervisor: Supervisor) -> None:
         self._report("starting NATS, controller, nodes and gateways")
@@ -202,6 +188,20 @@ def _given_up(error: BaseException) -> SllmError:
     if isinstance(error, StartFailed | Unavailable):
         return error
     return InternalError(f"the supervisor failed: {type(error).__name__}: {error}")
+
+
+def require_disk(options: Options) -> str:
+    """Raise ``Unavailable`` where the embedded server has no room; a warning where it may run out of it, or ""."""
+    if options.nats_url:
+        return ""
+    require_room(options.data)
+    left = free(options.data)
+    if left >= LEAST_STORE:
+        return ""
+    return (
+        f"the disk of {options.data} has {show_bytes(left)} free, the state may grow to {show_bytes(LEAST_STORE)}:"
+        " free some space or choose another with --data"
+    )
 
 
 def require_port(host: str, port: int) -> None:

@@ -66,6 +66,8 @@ class Gateway:
     answers: list[Answer] = field(default_factory=list)
     asked: list[tuple[str, str, Any, dict[str, str]]] = field(default_factory=list)
     bundles: dict[str, bytes] = field(default_factory=dict)
+    refused: list[SllmError] = field(default_factory=list)
+    """What the next uploads get, one each, once their bytes are here."""
     deployed: list[Manifest] = field(default_factory=list)
     requests: list[str | None] = field(default_factory=list)
     """The names of the deployments."""
@@ -77,7 +79,7 @@ class Gateway:
 
     def forget(self) -> None:
         """As it was at the beginning."""
-        for memory in (self.answers, self.asked, self.bundles, self.deployed, self.requests):
+        for memory in (self.answers, self.asked, self.bundles, self.refused, self.deployed, self.requests):
             memory.clear()
         self.left.clear()
         self.reached.clear()
@@ -158,6 +160,8 @@ class Gateway:
             return Response(status_code=200 if digest in self.bundles else 404)
         data = await request.body()
         assert hashlib.sha256(data).hexdigest() == digest
+        if self.refused:
+            return await self._respond(Answer(problem=self.refused.pop(0)), request)
         self.bundles[digest] = data
         return JSONResponse({"digest": f"sha256:{digest}", "bytes": len(data)}, 201)
 

@@ -43,6 +43,21 @@ def test_the_bundle_is_sent_once(gateway: Gateway, file: Path) -> None:
     assert [manifest.name for manifest in gateway.deployed] == ["chat", "chat"]
 
 
+def test_a_refused_upload_is_sent_again_from_its_beginning(gateway: Gateway, file: Path) -> None:
+    gateway.refused[:] = [Unavailable("the disk is full")]
+    built = bundle.build(load.one(str(file)))
+    with Client() as client:
+        assert deployment.upload(built, client)
+    assert list(gateway.bundles.values()) == [built.data]
+
+
+def test_an_upload_that_is_refused_each_time_says_why(gateway: Gateway, file: Path) -> None:
+    gateway.refused[:] = [Unavailable("the disk is full")] * 3
+    with Client() as client, pytest.raises(Unavailable, match="the disk is full"):
+        deployment.upload(bundle.build(load.one(str(file))), client)
+    assert not gateway.bundles
+
+
 @pytest.mark.parametrize(
     ("answer", "raised", "said"),
     [
