@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.errors import InvalidArgument, SllmError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,9 +31,10 @@ def text(line: str, end: str = "\n") -> None:
         raise
     except OSError as error:
         close_stdout()
-        raise Unavailable(
+        raise InvalidArgument(
             f"the result cannot be written to stdout ({error.strerror}), and what was asked for may be done; "
-            "make room where stdout leads, or lead it elsewhere"
+            "make room where stdout leads, or lead it elsewhere",
+            field="stdout",
         ) from error
 
 

@@ -390,15 +390,14 @@ def test_a_closed_stdout_is_no_error(gateway: Gateway) -> None:
     assert [path for _, path, *_ in gateway.asked] == ["/fn/chat"]
 
 
-@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
-def test_a_full_stdout_is_said(gateway: Gateway, stream: str) -> None:
-    gateway.will(Answer(PIECES) if stream == "--stream" else Answer(json="def"))
+@pytest.mark.parametrize("words", [("fn", "invoke", "chat"), ("profile", "list", "--json")])
+def test_a_full_stdout_is_said(gateway: Gateway, words: tuple[str, ...]) -> None:
+    gateway.will(Answer(PIECES))
     with open("/dev/full", "wb") as full:
-        words = [*SLLM, "fn", "invoke", "chat", stream]
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == Unavailable.exit_code
-    assert "No space left on device" in done.stderr
-    assert "[unavailable]" in done.stderr
+        done = subprocess.run([*SLLM, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == InvalidArgument.exit_code
+    assert "stdout (No space left on device)" in done.stderr
+    assert "invalid_argument" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
 
