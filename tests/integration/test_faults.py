@@ -174,7 +174,7 @@ def test_a_function_deaf_to_cancel_is_killed(ready: Cluster) -> None:
                 ended[name] = time.monotonic()
         return len(ended) == len(names)
 
-    wait(both_gone, (LOST_AFTER_S + 5) * slack(), "their workers are gone")
+    wait(both_gone, (LOST_AFTER_S + 5) * slack(), lambda: f"{old} are gone, only {ended} is\n{ready.logs()}")
     for name in names:
         assert ended[name] - cancelled[name] > LOST_AFTER_S - 1.5
         with Stream(ready, name) as stream:
