@@ -140,14 +140,15 @@ class DeviceStage:
             count = part.pending.index(stop) if stop is not None else len(part.pending)
             batch, part.pending = part.pending[:count], part.pending[count:]
             self._load(part, tuple(batch))
+        if part.landed and (part.in_parts or not (part.pending or part.feeds)):
+            # However the last feed has ended: what landed before it failed is wanted by others.
+            landed, part.landed = part.landed, []
+            self._copy(part, landed)
         self._settle(part)
 
     def _load(self, part: DeviceResident, numbers: tuple[int, ...]) -> None:
         def done() -> None:
             part.feeds.remove(feed)
-            if part.in_parts or not (part.pending or part.feeds):
-                landed, part.landed = part.landed, []
-                self._copy(part, landed)
             self._ask(part)
 
         def failed(error: SllmError) -> None:

@@ -19,6 +19,7 @@ from sllm_runtime.protocol.errors import (
     DeviceOutOfMemory,
     InvalidCheckpoint,
     PoolExhausted,
+    SllmError,
     Unavailable,
 )
 from sllm_runtime.protocol.loader import PREWARM
@@ -203,6 +204,21 @@ def test_without_overlap_nothing_is_copied_before_all_is_in_memory(model: Stored
         slow.gate.set()
         node.until(lambda: wish.ended)
         assert all(on_device(wish, number) for number in range(size_of(model)))
+
+
+def test_without_overlap_what_had_landed_is_copied_when_another_load_fails(model: StoredModel) -> None:
+    with contextlib.closing(Node(devices=1, overlap=False)) as node:
+        first, second = RemoteSource(model, "disk"), RemoteSource(model, "disk")
+        first.gate.clear()
+        second.gate.clear()
+        first.lost = second.lost = {size_of(model) - 1}
+        some = node.wish(model, sources=[first], blocks=[(0, 0)], device=0)
+        all_of_it = node.wish(model, sources=[second], device=0)
+        first.gate.set()
+        second.gate.set()
+        node.until(lambda: some.ended and all_of_it.ended)
+        assert some.ended == [None]
+        assert isinstance(all_of_it.ended[0], SllmError)
 
 
 def test_a_model_larger_than_the_pool_goes_to_a_device_in_parts(model: StoredModel) -> None:

@@ -153,7 +153,8 @@ class ResidencyMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "node"):
             return
-        with contextlib.closing(self.node):
+        with contextlib.closing(self.node), contextlib.ExitStack() as last:
+            last.callback(shutil.rmtree, self.directory)
             self.settle()
             for holder in HOLDERS[1:]:
                 self.node.gone(holder)
@@ -168,7 +169,6 @@ class ResidencyMachine(RuleBasedStateMachine):
                     model for model in self.models if copy.name.startswith(digest_hex(model.checkpoint.digest))
                 )
                 assert copy.read_bytes() == (model.checkpoint.directory / partition_name(0)).read_bytes()
-            shutil.rmtree(self.directory)
 
 
 def test_any_order_keeps_the_books_right(tmp_path: Path) -> None:
