@@ -11,7 +11,7 @@ RUN_TESTS := $(PY) -m pytest
 help:
 	@echo 'make demo         deploy a function and stream its tokens, cold and warm (KEEP=1 leaves it up)'
 	@echo 'make test         the tests but the slow ones'
-	@echo 'make test-all     all tests'
+	@echo 'make test-all     all tests, on new random examples'
 	@echo 'make check        ruff, mypy, import-linter'
 	@echo 'make setup        .venv; see the head of setup.sh for PYTHON, WHEELHOUSE, TORCH, TORCH_INDEX'
 	@echo 'make bench-peers  the systems the benchmarks compare with, in an environment of their own'
@@ -35,7 +35,7 @@ test: setup
 	$(RUN_TESTS) -m 'not slow' $(ARGS)
 
 test-all: setup
-	$(RUN_TESTS) $(ARGS)
+	$(RUN_TESTS) --hypothesis-profile explore $(ARGS)
 
 bench-peers: setup $(PEERS)/.done
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from sllm_loaderd.client import LoaderSession
@@ -18,6 +18,7 @@ from sllm_loaderd.pipeline import Pipeline
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, InvalidCheckpoint
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.waiting import until
 
 WAIT = 20.0
 SWITCHES = ("bulk", "direct", "pinned", "overlap", "huge_pages")
@@ -98,8 +99,8 @@ async def test_faults_on_the_way_to_a_device_free_everything(tmp_path: Path) -> 
             again.detach()
         finally:
             await asyncio.to_thread(session.close)
-        fds = Path(f"/proc/{daemon.process.pid}/fd")
-        assert not [fd for fd in os.listdir(fds) if os.readlink(fds / fd) == str(path)]
+        process = psutil.Process(daemon.process.pid)
+        await until(lambda: str(path) not in [file.path for file in process.open_files()], WAIT, "the file is closed")
         await daemon.control.gone("w")
         await evicted(daemon, info.model)
         status = await daemon.control.status()
