@@ -52,6 +52,14 @@ def gguf_parts(file: Path) -> list[Path]:
     return [file.with_name(f"{match[1]}-{part:05}-of-{match[2]}.gguf") for part in range(1, int(match[2]) + 1)]
 
 
+def open_source_file(path: Path) -> int:
+    """A descriptor for reading a file of a model's source. Raises ``InvalidCheckpoint``."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidCheckpoint(f"{path} cannot be opened: {error.strerror}", field=path.name) from error
+
+
 def read_exactly(fd: int, view: memoryview, offset: int, path: Path | str) -> None:
     """Fill ``view`` from ``fd`` at ``offset``. Raises ``CorruptCheckpoint`` if the file ends too early."""
     done = 0

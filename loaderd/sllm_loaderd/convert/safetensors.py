@@ -12,7 +12,7 @@ import msgspec
 
 from sllm_loaderd.convert.shards import check_shards, read_shard_index
 from sllm_loaderd.convert.source import SourceExtras, SourceTensor
-from sllm_loaderd.files import read_exactly
+from sllm_loaderd.files import open_source_file, read_exactly
 from sllm_runtime.protocol.checkpoint import ITEM_BYTES, MAX_DIMS
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 
@@ -78,10 +78,7 @@ class SafetensorsSource:
             os.close(self._fds.pop()[0])
 
     def _open(self, path: Path) -> None:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise InvalidCheckpoint(f"shard {path} cannot be opened: {error.strerror}", field=path.name) from error
+        fd = open_source_file(path)
         shard = len(self._fds)
         self._fds.append((fd, path))
         entries, data_start = _read_header(fd, path)

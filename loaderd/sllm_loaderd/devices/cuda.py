@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from abc import ABC, abstractmethod
 from typing import Any
 
 from sllm_loaderd.client import memory
@@ -113,7 +114,7 @@ class CudaDevice:
         self.gpu.close()
 
 
-class CudaAllocation:
+class CudaAllocation(ABC):
     """What both kinds share. Whoever is given GPU memory can write to it: it is for one sandbox alone."""
 
     kind = ""
@@ -136,12 +137,13 @@ class CudaAllocation:
             self.address = 0
             self._device.discard(self)
 
+    @abstractmethod
     def export(self) -> int | None:
         """See ``Allocation``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _release(self) -> None:
-        raise NotImplementedError
+        """Give the memory back to the driver."""
 
 
 class VmmAllocation(CudaAllocation):

@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sllm_loaderd.client import LoaderSession
-from sllm_loaderd.devices.tensors import bind
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import DigestMismatch, Forbidden, ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.loader import CONVERT_NEVER
-from tests.fixtures.loaderd import LoaderProcess, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import LoaderProcess, loaded, loaderd, numbers_model, small_checkpoint
 
 WAIT = 30.0
 TOKEN = "a token of this cluster"
@@ -42,22 +40,6 @@ async def serving(directory: Path) -> AsyncIterator[tuple[LoaderProcess, int]]:
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLLM_PEER_TOKEN", TOKEN)
-
-
-async def loaded(daemon: LoaderProcess, digest: str) -> dict[str, np.ndarray]:
-    fd = await daemon.control.grant("w", digest)
-
-    def session() -> dict[str, np.ndarray]:
-        with contextlib.closing(LoaderSession(fd)) as opened:
-            load = opened.load()
-            tensors = bind(load, WAIT)
-            load.wait_all(WAIT)
-            return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
-
-    try:
-        return await asyncio.to_thread(session)
-    finally:
-        await daemon.control.gone("w")
 
 
 def ask(port: int, path: str, token: str | None = TOKEN, **headers: str) -> tuple[int, bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sllm_loaderd.client import LoaderSession
-from sllm_loaderd.devices.tensors import bind
 from sllm_runtime.protocol.errors import Conflict, Forbidden, SllmError
-from tests.fixtures.loaderd import LoaderProcess, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import loaded, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.sources import object_store, s3_settings
 
@@ -39,23 +36,6 @@ def arrays(tmp_path: Path) -> dict[str, np.ndarray]:
 def server(published: tuple[Path, str]) -> Iterator[RangeServer]:
     with range_server(published[0].parent) as running:
         yield running
-
-
-async def loaded(daemon: LoaderProcess, digest: str, holder: str = "one") -> dict[str, np.ndarray]:
-    """What a sandbox sees of the model."""
-    fd = await daemon.control.grant(holder, digest)
-
-    def session() -> dict[str, np.ndarray]:
-        with contextlib.closing(LoaderSession(fd)) as opened:
-            load = opened.load()
-            tensors = bind(load, WAIT)
-            load.wait_all(WAIT)
-            return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
-
-    try:
-        return await asyncio.to_thread(session)
-    finally:
-        await daemon.control.gone(holder)
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

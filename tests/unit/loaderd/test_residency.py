@@ -26,18 +26,6 @@ from sllm_runtime.protocol.loader import PREWARM
 from tests.unit.loaderd.node import CHUNK, Node, RemoteSource, check_ready, in_memory, on_device, stored_model
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
-    with stored_model(tmp_path_factory.mktemp("one")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
-    with stored_model(tmp_path_factory.mktemp("two"), seed=1) as made:
-        yield made
-
-
 @pytest.fixture
 def node() -> Iterator[Node]:
     with contextlib.closing(Node(devices=2)) as made:

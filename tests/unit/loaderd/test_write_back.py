@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,19 +17,7 @@ from sllm_loaderd.store import StoredModel
 from sllm_loaderd.write_back import SsdWrite
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Unavailable
-from tests.unit.loaderd.node import WAIT, Node, RemoteSource, check_ready, on_device, stored_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
-    with stored_model(tmp_path_factory.mktemp("one")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
-    with stored_model(tmp_path_factory.mktemp("two"), seed=1) as made:
-        yield made
+from tests.unit.loaderd.node import WAIT, Node, RemoteSource, check_ready, on_device
 
 
 class HookedTier:

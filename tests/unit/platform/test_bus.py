@@ -202,8 +202,10 @@ async def test_a_slow_subscriber_is_told_once_it_has_caught_up(nats: Nats) -> No
     assert not told.is_set()
     go.set()
     await asyncio.wait_for(told.wait(), 5)
-    assert len(got) < 100
-    assert got == list(range(len(got)))
+    # What fitted is heard. The handler's first step frees one place more; what arrives just then has it, by chance.
+    assert got[:10] == list(range(10))
+    assert got == sorted(set(got))
+    assert len(got) <= 11
 
 
 # --- who may what ---------------------------------------------------------------------------------

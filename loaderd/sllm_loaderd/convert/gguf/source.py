@@ -17,7 +17,7 @@ from sllm_loaderd.convert.gguf.header import GgufHeader, GgufTensor, read_header
 from sllm_loaderd.convert.gguf.tokenizer import derive_tokenizer
 from sllm_loaderd.convert.gguf.values import Values
 from sllm_loaderd.convert.source import SourceExtras, SourceTensor
-from sllm_loaderd.files import gguf_parts
+from sllm_loaderd.files import gguf_parts, open_source_file
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
 _MAX_FACTORS: Final = 4096
@@ -65,10 +65,7 @@ class GgufSource:
             os.close(self._fds.pop())
 
     def _open(self, path: Path) -> GgufHeader:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise InvalidCheckpoint(f"{path} cannot be opened: {error.strerror}", field=path.name) from error
+        fd = open_source_file(path)
         self._fds.append(fd)
         return read_header(fd, path)
 

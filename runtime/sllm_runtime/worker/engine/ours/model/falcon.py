@@ -57,7 +57,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
 
     def finish() -> Any:
         last = LayerNorm.named(weights, "transformer.ln_f", config.layer_norm_epsilon)
-        head = Linear([weights.get("lm_head.weight") if "lm_head.weight" in weights else table])
+        head = Linear.head(weights, table)
         return lambda x: head(last(x))
 
     return Decoder(

@@ -54,7 +54,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
 
     def finish() -> Any:
         last = norm("model.norm")
-        head = Linear([weights.get("lm_head.weight") if "lm_head.weight" in weights else table])
+        head = Linear.head(weights, table)
         cap = config.final_logit_softcapping
 
         def logits(x: Rows) -> Rows:

@@ -34,7 +34,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
 
     def finish() -> Any:
         norm = LayerNorm.named(weights, "transformer.ln_f", config.layer_norm_epsilon)
-        head = Linear([weights.get("lm_head.weight") if "lm_head.weight" in weights else tokens_table])
+        head = Linear.head(weights, tokens_table)
         return lambda x: head(norm(x))
 
     return Decoder(

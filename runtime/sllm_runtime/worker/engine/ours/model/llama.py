@@ -78,7 +78,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
 
     def finish() -> Any:
         norm = RmsNorm(weights.get("model.norm.weight"), config.rms_norm_eps)
-        head = Linear([weights.get("lm_head.weight") if "lm_head.weight" in weights else table])
+        head = Linear.head(weights, table)
         return lambda x: head(norm(x))
 
     return Decoder(

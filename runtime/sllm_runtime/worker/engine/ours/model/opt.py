@@ -48,7 +48,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         last = f"{top}.final_layer_norm"
         norm = LayerNorm.named(weights, last, _EPS) if f"{last}.weight" in weights else None
         narrow = Linear.named(weights, f"{top}.project_out") if f"{top}.project_out.weight" in weights else None
-        head = Linear([weights.get("lm_head.weight") if "lm_head.weight" in weights else table])
+        head = Linear.head(weights, table)
 
         def logits(x: Rows) -> Rows:
             x = norm(x) if norm is not None else x

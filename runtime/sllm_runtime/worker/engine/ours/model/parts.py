@@ -58,6 +58,12 @@ class Linear:
         """Of a matrix that is stored as (in, out)."""
         return cls([weight.t()], bias)
 
+    @classmethod
+    def head(cls, weights: Weights, table: torch.Tensor) -> Linear:
+        """The output head, or the embedding ``table`` it is tied to."""
+        own = weights.find("lm_head.weight")
+        return cls([table if own is None else own])
+
     def __call__(self, x: Rows) -> Rows:
         if len(self._columns) == 1:
             only = self._columns[0]
