@@ -14,7 +14,8 @@ from sllm_loaderd.store import StoredModel
 class Pipeline:
     """``bulk``: whole chunks are read, not tensor by tensor. ``direct``: past the page cache. ``threads`` per disk.
 
-    ``pinned``: chunks are registered with the devices. ``overlap``: a chunk goes to its device at once.
+    ``pinned``: chunks are registered with the devices. ``overlap``: a chunk goes to its device at once. ``integrity``:
+    each chunk's digest is compared while it passes.
     """
 
     bulk: bool = True
@@ -22,6 +23,7 @@ class Pipeline:
     threads: int = 4
     pinned: bool = True
     overlap: bool = True
+    integrity: bool = True
 
     def open_sources(self, model: StoredModel, rank: int) -> list[ChunkSource]:
         """Where the partition's bytes come from, best first; the caller closes them. Blocking; raises typed errors."""

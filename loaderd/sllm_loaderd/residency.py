@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class Residency:
-    """The partitions of one pool. Not thread-safe: everything happens in one event loop."""
+    """The partitions of one pool. Not thread-safe: everything happens in one event loop.
+
+    ``integrity``: what is read is compared with its digests.
+    """
 
     def __init__(
         self,
@@ -41,12 +44,14 @@ class Residency:
         post: Callable[[Callable[[], None]], object],
         *,
         ssd: SsdTier | None = None,
+        integrity: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._paths = paths
         self._post = post
         self._ssd = ssd
+        self._integrity = integrity
         self._clock = clock
         self._residents: dict[Key, Resident] = {}
         self._room = Room(pool, self._residents)
@@ -133,7 +138,7 @@ class Residency:
             )
 
     def _read(self, resident: Resident, fresh: dict[int, Chunk], priority: int) -> None:
-        digests = resident.model.index.partitions[resident.key[1]].digests
+        stated = resident.model.index.partitions[resident.key[1]].digests
         chunk_bytes = resident.model.index.chunk_bytes
 
         def done(task: Task, error: SllmError | None) -> None:
@@ -141,15 +146,16 @@ class Residency:
 
         resident.chunks.update(fresh)
         tasks = [
-            ReadChunk(n, n * chunk_bytes, resident.nbytes_of(n), digests[n], chunk, resident.sources, done)
+            ReadChunk(n, n * chunk_bytes, resident.nbytes_of(n), digest, chunk, resident.sources, done)
             for n, chunk in fresh.items()
+            for digest in (stated[n] if self._integrity else None,)
         ]
         resident.tasks.update((task.number, task) for task in tasks)
         self._paths.put(tasks, priority)
 
     def _finished(self, resident: Resident, number: int, error: SllmError | None) -> None:
         task = resident.tasks[number]
-        if error is None:
+        if error is None and task.found:
             error = resident.model.learn(resident.key[1], number, task.found)
         if isinstance(error, CorruptCheckpoint):
             resident.model.doubt(resident.key[1], task.path)

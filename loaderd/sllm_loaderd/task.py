@@ -67,7 +67,7 @@ class Task(ABC):
 class ReadChunk(Task):
     """Fill a chunk from the first of ``sources`` that is on the path, and check its digest while it is in the cache.
 
-    An empty ``digest`` is one that is not known yet: ``found`` has what was read.
+    An empty ``digest`` is one that is not known yet: ``found`` has what was read. None: nothing is compared.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ReadChunk(Task):
         number: int,
         offset: int,
         nbytes: int,
-        digest: str,
+        digest: str | None,
         chunk: Chunk,
         sources: Sequence[ChunkSource],
         done: Callable[[Task, SllmError | None], None],
@@ -94,7 +94,8 @@ class ReadChunk(Task):
             self.chunk.zero_tail(self.nbytes)
             source.read(view, self.offset)
             self.mode = mode_of(source)
-            self.found = chunk_digest(view)
+            if self._digest is not None:
+                self.found = chunk_digest(view)
         if self._digest and self.found != self._digest:
             raise CorruptCheckpoint(
                 f"{source.name}: chunk {self.number} (bytes {self.offset} to {self.offset + self.nbytes}) has"

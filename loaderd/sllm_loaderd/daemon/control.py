@@ -214,6 +214,7 @@ class ControlConnection:
             devices=self._service.devices.status(),
             remote=tuple(self._service.store.remote()),
             ssd=self._service.store.ssd.report(),
+            integrity=self._service.settings.integrity,
         )
 
 

@@ -27,6 +27,8 @@ async def run(settings: LoaderSettings, stop: asyncio.Event) -> None:
     try:
         with _listening(settings.socket) as listener:
             log.info("loaderd of node %s serves %s", settings.node, settings.socket)
+            if not settings.integrity:
+                log.warning("--integrity off: what is loaded is NOT compared with its digests; damage goes unseen")
             ready()
             await _serve(service, listener, stop)
     finally:

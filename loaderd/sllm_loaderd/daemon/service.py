@@ -58,7 +58,13 @@ class LoaderService:
             pinner=self.devices if settings.pipeline.pinned and any(True for _ in self.devices) else None,
         )
         self.paths = Paths(self._threads_of)
-        self.residency = Residency(self.pool, self.paths, loop.call_soon_threadsafe, ssd=self.store.ssd)
+        self.residency = Residency(
+            self.pool,
+            self.paths,
+            loop.call_soon_threadsafe,
+            ssd=self.store.ssd,
+            integrity=settings.pipeline.integrity,
+        )
         self.stage = DeviceStage(
             self.residency, self.paths, loop.call_soon_threadsafe, overlap=settings.pipeline.overlap
         )

@@ -49,6 +49,8 @@ class LoaderSettings(Settings):
     pinned: bool = True
     overlap: bool = True
     """Parts of the pipeline: see ``Pipeline``. Off only to show what each is worth."""
+    integrity: bool = True
+    """Each chunk's digest is compared while it is loaded. Off: a disk or a network that damages bytes goes unseen."""
     fake_devices: str = ""
     """``4x2GiB@8GB/s``: devices in shared memory behind links of that bandwidth, called ``fake:0`` …; empty: none."""
     cuda_devices: str = ""
@@ -61,13 +63,13 @@ class LoaderSettings(Settings):
     @property
     def pipeline(self) -> Pipeline:
         """Which parts of it are on."""
-        return Pipeline(self.bulk, self.direct, self.io_threads, self.pinned, self.overlap)
+        return Pipeline(self.bulk, self.direct, self.io_threads, self.pinned, self.overlap, self.integrity)
 
 
 _FLAGS = (
     "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "huge_pages", "ssd_bytes", "peer_listen",
-    "io_threads", "remote_threads", "convert", "conversions", "bulk", "direct", "pinned", "overlap", "fake_devices",
-    "cuda_devices",
+    "io_threads", "remote_threads", "convert", "conversions", "bulk", "direct", "pinned", "overlap", "integrity",
+    "fake_devices", "cuda_devices",
 )  # fmt: skip
 
 

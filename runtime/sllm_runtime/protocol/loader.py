@@ -436,6 +436,8 @@ class Status(Message, frozen=True, kw_only=True):
     remote: tuple[str, ...] = ()
     """Those of ``models`` whose partitions are at a source; the SSD tier may have copies."""
     ssd: TierStatus | None = None
+    integrity: bool = True
+    """Whether what is loaded is compared with its digests."""
 
 
 ControlRequest: TypeAlias = (

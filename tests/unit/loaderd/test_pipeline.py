@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ import psutil
 import pytest
 
 from sllm_loaderd.client import LoaderSession
+from sllm_loaderd.convert import convert_directory
 from sllm_loaderd.daemon.settings import read_settings
 from sllm_loaderd.devices.tensors import bind
 from sllm_loaderd.pipeline import Pipeline
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, InvalidCheckpoint
+from sllm_runtime.protocol.limits import CHUNK_BYTES
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.waiting import until
 
 WAIT = 20.0
-SWITCHES = ("bulk", "direct", "pinned", "overlap", "huge_pages")
+SWITCHES = ("bulk", "direct", "pinned", "overlap", "integrity", "huge_pages")
+PARTS = {"io_threads": "threads"}
 OFF: dict[str, Any] = {**dict.fromkeys(SWITCHES, "false"), "io_threads": 1}
 
 
@@ -37,8 +41,38 @@ async def evicted(daemon: LoaderProcess, model: str) -> None:
 def test_each_part_is_a_switch_of_its_own(tmp_path: Path) -> None:
     needed = ["--node", "n", "--data", str(tmp_path), "--socket", str(tmp_path / "s")]
     assert read_settings(needed).pipeline == Pipeline()
-    given = [text for name, value in OFF.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    assert read_settings([*needed, *given]).pipeline == Pipeline(False, False, 1, False, False)
+    given = {name: [f"--{name.replace('_', '-')}", str(value)] for name, value in OFF.items()}
+    everything = [text for pair in given.values() for text in pair]
+    assert read_settings([*needed, *everything]).pipeline == Pipeline(False, False, 1, False, False, False)
+    for name, pair in given.items():
+        one = read_settings([*needed, *pair])
+        wanted = Pipeline() if name == "huge_pages" else replace(Pipeline(), **{PARTS.get(name, name): OFF[name] == 1})
+        assert (one.pipeline, one.huge_pages) == (wanted, name != "huge_pages")
+
+
+async def test_without_integrity_damage_goes_unseen_and_the_status_says_so(tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    numbers_model(source)
+    convert_directory(source, tmp_path / "converted")
+    whole: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "pool_bytes": 4 * CHUNK_BYTES, "prefault_bytes": 0}
+    async with loaderd(tmp_path, integrity="off", convert="never", **whole) as daemon:
+        assert not (await daemon.control.status()).integrity
+        info = await daemon.control.register(str(tmp_path / "converted"))
+        path = daemon.model_directory(info.model) / partition_name(0)
+        spoiled = bytearray(path.read_bytes())
+        spoiled[5] ^= 1
+        path.write_bytes(spoiled)
+        await daemon.control.prefetch(info.model)
+        plain = await daemon.control.register(str(source))
+        await daemon.control.prefetch(plain.model)
+        assert not list((daemon.data / "digests").iterdir()), "what was not looked at is not learnt"
+        await evicted(daemon, info.model)
+    async with loaderd(tmp_path, convert="never", **whole) as daemon:
+        assert (await daemon.control.status()).integrity
+        with pytest.raises(CorruptCheckpoint, match=r"partition_0\.bin: chunk 0 "):
+            await daemon.control.prefetch(info.model)
+        await daemon.control.prefetch(plain.model)
+        assert len(list((daemon.data / "digests").iterdir())) == 1
 
 
 async def test_the_same_bytes_come_whatever_is_off_and_in_whatever_order(tmp_path: Path) -> None:
