@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ def engine(
     numerics: Numerics = EXACT, **limits: int,
 ) -> OurEngine:  # fmt: skip
     return OurEngine(decoder(name, dtype), eos, numerics, kv, limits=Limits(**limits))
+
+
+@cache
+def page_bytes(name: str = "llama") -> int:
+    made = decoder(name)
+    return KvShape(made.count, made.heads.kv, made.heads.width).page_bytes
 
 
 def request(number: int = 0, prompt: Sequence[int] = tuple(range(5, 17)), **sampling: Any) -> Request:

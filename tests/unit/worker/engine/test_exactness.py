@@ -18,7 +18,7 @@ from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT
-from tests.unit.worker.engine.driver import MIB, Rows, decoder, engine, finish, ids, request, run
+from tests.unit.worker.engine.driver import MIB, Rows, decoder, engine, finish, ids, page_bytes, request, run
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -108,7 +108,7 @@ def test_batches_with_two_threads(dtype: torch.dtype) -> None:
 def test_no_schedule_changes_a_token(data: st.DataObject) -> None:
     """Joins, cancellations, exports and sleeps in any order, with too little KV memory for all."""
     core = engine(
-        kv=data.draw(st.integers(3, 8)) * _page_bytes(),
+        kv=data.draw(st.integers(3, 8)) * page_bytes(),
         prefill=data.draw(st.sampled_from([16, 100, 256])),
         quantum=data.draw(st.sampled_from([16, 60])),
         running=data.draw(st.integers(1, 6)),
@@ -146,10 +146,6 @@ def _move(core: OurEngine, number: int) -> None:
         return  # it has ended
     core.cancel(number)
     core.add(replace(exported.request, emitted=exported.ids))
-
-
-def _page_bytes() -> int:
-    return engine()._shape.page_bytes
 
 
 @cache

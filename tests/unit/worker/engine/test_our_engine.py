@@ -34,7 +34,7 @@ from sllm_runtime.worker.engine.scripted import ScriptedEngine
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.families import family
 from tests.fixtures.models import BUILDERS
-from tests.unit.worker.engine.driver import MIB, decoder, engine, finish, request, run
+from tests.unit.worker.engine.driver import MIB, decoder, engine, finish, page_bytes, request, run
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"temperature": 0.7, "seed": 4, "top_k": 9}])
@@ -100,7 +100,7 @@ def test_bad_requests_are_refused_and_others_go_on(kind: str, wrong: dict[str, A
 def test_what_can_never_fit_is_refused_with_the_reason() -> None:
     with pytest.raises(ContextLengthExceeded, match="context is 512"):
         engine().add(request(prompt=[7] * 512))
-    small = engine(kv=2 * engine()._shape.page_bytes)
+    small = engine(kv=2 * page_bytes())
     with pytest.raises(ContextLengthExceeded, match="KV memory of this instance holds 256"):
         small.add(request(prompt=[7] * 256))
     assert len(run(small, request(prompt=[7] * 250, max_tokens=50))[0]) == 6
@@ -177,7 +177,7 @@ def test_sleep_keeps_requests_and_gives_memory_back() -> None:
     core.sleep()
     assert not core.busy
     assert core.step() == []
-    assert core._kv is None
+    assert core.runner.kv is None
     core.wake()
     assert tuple(got + [token for event in finish(core)[2] for token in event.ids]) == whole
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -10,11 +11,10 @@ import torch
 from sllm_runtime.protocol.errors import ContextLengthExceeded, Draining, SllmError
 from sllm_runtime.worker.engine import admission, endings
 from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats, TokenChoice
-from sllm_runtime.worker.engine.ours.batch import Batches
-from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash
+from sllm_runtime.worker.engine.ours.runner import LocalRunner, Runner
 from sllm_runtime.worker.engine.ours.sampler import choose_rows
 from sllm_runtime.worker.engine.ours.scheduler import Limits, Scheduler, Sequence, State
 
@@ -27,8 +27,18 @@ class KvPage:
     content: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One that is on its way: whose rows come back, and how many tokens each had when it left."""
+
+    samples: tuple[Sequence, ...]
+    lengths: tuple[int, ...]
+
+
 class OurEngine:
     """``kv_bytes`` bounds the cache, at least one page. Used from one thread only; see ``base.Engine``.
+
+    ``runner``: who computes; the layers of ``decoder`` in this process unless it is given.
 
     Raises ``ContextLengthExceeded`` from ``add`` for what the cache could never hold, so a request that was taken is
     never starved of pages: what runs beside it is preempted first.
@@ -47,23 +57,25 @@ class OurEngine:
         fingerprint: str = "",
         max_context: int | None = None,
         limits: Limits | None = None,
+        runner: Runner | None = None,
     ) -> None:
         limits = limits or Limits()
         self.decoder = decoder
         self.vocabulary = decoder.vocabulary
         self.fingerprint = fingerprint
         self.numerics = numerics
-        self.capabilities = Capabilities(exact_resume=proven, layer_ranges=True, kv_transfer=True, sleep=True)
+        whole = runner is None
+        self.capabilities = Capabilities(exact_resume=proven, layer_ranges=True, kv_transfer=whole, sleep=True)
+        self.runner: Runner = runner or LocalRunner(decoder, numerics)
         self._eos = eos
-        self._shape = KvShape(decoder.count, decoder.heads.kv, decoder.heads.width)
         context = min(decoder.context, max_context or decoder.context)
         most = -(-context // PAGE) * limits.running
-        self._total = max(1, min(kv_bytes // self._shape.page_bytes, most))
+        self._total = max(1, min(self.runner.room(kv_bytes), most))
         self.max_context = min(context, self._total * PAGE)
         self._by_memory = self.max_context < context
         self.scheduler = Scheduler(Pages(self._total), limits)
-        self._kv: KvStore | None = None
-        self._batches: Batches | None = None
+        self._awake = False
+        self._steps: deque[Step] = deque()
         self._sequences: dict[int, Sequence] = {}
         self._complete: list[int] = []
         self._draining = False
@@ -73,7 +85,7 @@ class OurEngine:
     @property
     def busy(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return self._kv is not None and (self.scheduler.busy or bool(self._complete))
+        return self._awake and (self.scheduler.busy or bool(self._complete) or bool(self._steps))
 
     def add(self, request: Request) -> None:
         """See ``Engine.add``."""
@@ -92,29 +104,50 @@ class OurEngine:
         self._sequences[request.id] = self.scheduler.add(request)
 
     def step(self) -> list[Event]:
-        """See ``Engine.step``: one token for each that decodes, some prompt tokens for those that do not yet."""
+        """See ``Engine.step``: one token for each that decodes, some prompt tokens for those that do not yet.
+
+        Begins as many steps as the runner takes, and ends the oldest.
+        """
         events = [Event(request=number, finish="length") for number in self._complete]
         self._complete.clear()
-        chunks = self.scheduler.schedule() if self._kv is not None else []
-        if not chunks:
+        if not self._awake:
             return events
-        assert self._kv is not None
-        assert self._batches is not None
-        with torch.inference_mode():
-            for page in self.scheduler.pages.fresh():
-                self._kv.clear(page)
-            batch = self._batches.make(chunks)
-            hidden = self.decoder.run(self.decoder.begin(batch), batch, 0, self.decoder.count)
-            logits = self.decoder.logits(hidden, batch.wanted) if batch.samples else None
-        for chunk in chunks:
-            self._prefilled += chunk.count if chunk.sequence.state is State.PREFILL else 0
-            self.scheduler.computed(chunk)
-        if logits is not None:
-            picked = choose_rows(logits, batch.samples, self._eos)
-            events += [self._advance(*each) for each in zip(batch.samples, picked, strict=True)]
+        try:
+            while len(self._steps) < self.runner.depth and self._launch():
+                pass
+            if self._steps:
+                events += self._collect(self._steps.popleft())
+        except BaseException:
+            self._steps.clear()
+            raise
         if not self.scheduler.busy:
             self.scheduler.check()
         return events
+
+    def _launch(self) -> bool:
+        """Begin a step; False if there is nothing to compute. What is to be computed later sees it as done: steps are
+        computed in order."""
+        chunks = self.scheduler.schedule(self.runner.depth)
+        if not chunks:
+            return False
+        samples = self.runner.launch(chunks, self.scheduler.pages.fresh())
+        for chunk in chunks:
+            self._prefilled += chunk.count if chunk.sequence.state is State.PREFILL else 0
+            self.scheduler.computed(chunk)
+        self._steps.append(Step(samples, tuple(len(sequence.tokens) for sequence in samples)))
+        return True
+
+    def _collect(self, step: Step) -> list[Event]:
+        logits = self.runner.collect()
+        if logits is None:
+            return []
+        picked = choose_rows(logits, step.samples, self._eos)
+        return [
+            self._advance(sequence, choice)
+            for sequence, length, choice in zip(step.samples, step.lengths, picked, strict=True)
+            # Cancelled, or preempted and computed again, while the step was on its way.
+            if sequence.state is not State.DONE and len(sequence.tokens) == length
+        ]
 
     def cancel(self, request: int) -> None:
         """See ``Engine.cancel``."""
@@ -132,24 +165,25 @@ class OurEngine:
     def export_pages(self, request: int) -> list[KvPage]:
         """Copies of a request's full pages. Raises ``KeyError`` if there is no such request."""
         sequence = self._sequences[request]
-        if self._kv is None:
+        kv = self.runner.kv
+        if kv is None:
             return []
         return [
-            KvPage(tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]), self._kv.read(page))
+            KvPage(tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]), kv.read(page))
             for at, page in enumerate(sequence.pages[: sequence.computed // PAGE])
         ]
 
     def import_pages(self, pages: Many[KvPage]) -> int:
         """Take the first pages of a sequence from an engine of the same fingerprint: a request that begins with their
         tokens will find them. Returns how many found room. Raises ``ValueError`` for pages of another shape."""
-        key, taken = ROOT, []
+        kv, key, taken = self.runner.kv, ROOT, []
         for each in pages:
-            page = self.scheduler.pages.take() if self._kv is not None else None
-            if page is None or self._kv is None:
+            page = self.scheduler.pages.take() if kv is not None else None
+            if page is None or kv is None:
                 break
             taken.append(page)
             try:
-                self._kv.fill(page, each.content)
+                kv.fill(page, each.content)
             except ValueError:
                 self.scheduler.pages.release(taken)
                 raise
@@ -167,13 +201,14 @@ class OurEngine:
         """See ``Engine.sleep``: the KV cache is given back, what ran waits and is computed again after ``wake``."""
         self.scheduler.preempt_all()
         self.scheduler.pages.drop_cached()
-        self._kv = self._batches = None
+        self.runner.sleep()
+        self._awake = False
 
     def wake(self) -> None:
         """See ``Engine.wake``."""
-        if self._kv is None:
-            self._kv = KvStore(self._shape, self._total)
-            self._batches = Batches(self._kv, self.decoder.heads, self.numerics)
+        if not self._awake:
+            self.runner.wake(self._total)
+            self._awake = True
 
     def stats(self) -> Stats:
         """See ``Engine.stats``."""

@@ -135,10 +135,13 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
-    def schedule(self) -> list[Chunk]:
-        """The next step: decodes in order of age, then prefill chunks. Empty only if nothing is there to compute."""
+    def schedule(self, depth: int = 1) -> list[Chunk]:
+        """The next step: decodes in order of age, then prefill chunks. Empty only if nothing is there to compute.
+
+        ``depth``: steps that may be on their way at once; each takes its part of the decodes.
+        """
         self._step += 1
-        chunks = self._decodes()
+        chunks = self._decodes(-(-len(self.running) // depth))
         room = self.limits.prefill
         begun = [sequence for sequence in self.running if sequence.state is State.PREFILL]
         begun.sort(key=lambda sequence: sequence.served)
@@ -179,10 +182,13 @@ class Scheduler:
         self.pages.check(sequence.pages for sequence in self.running)
         assert all(not sequence.pages for sequence in self.waiting), "a waiting sequence holds pages"
 
-    def _decodes(self) -> list[Chunk]:
+    def _decodes(self, most: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         for sequence in list(self.running):
-            if sequence.state is State.DECODE and self._grow(sequence, len(sequence.tokens)):
+            if len(chunks) >= most:
+                break
+            awaited = sequence.computed >= len(sequence.tokens)  # its next token is still on its way
+            if sequence.state is State.DECODE and not awaited and self._grow(sequence, len(sequence.tokens)):
                 chunks.append(Chunk(sequence, sequence.computed, 1))
         return [chunk for chunk in chunks if chunk.sequence.state is State.DECODE]
 

@@ -1,0 +1,91 @@
+"""Who computes a step: this process, or several. The engine decides what a step is, and what becomes of its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Protocol
+
+import torch
+
+from sllm_runtime.worker.engine.ours.batch import Batches
+from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.numerics import Numerics
+from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
+
+
+class Runner(Protocol):
+    """Steps are launched and collected in one order. Used from the engine's thread only.
+
+    ``launch`` and ``collect`` raise the ``SllmError`` that kept the step from being computed; what was launched and not
+    collected is then lost.
+    """
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be on their way at once."""
+
+    @property
+    def kv(self) -> KvStore | None:
+        """The KV cache, where this process holds all of it and is awake."""
+
+    def room(self, kv_bytes: int) -> int:
+        """Pages that fit, when each process of this runner may use ``kv_bytes``; 0 if not one does."""
+
+    def wake(self, pages: int) -> None:
+        """Hold a KV cache of so many pages, with nothing in it."""
+
+    def sleep(self) -> None:
+        """Give the KV cache back."""
+
+    def launch(self, chunks: Many[Chunk], fresh: Many[int]) -> tuple[Sequence, ...]:
+        """Begin a step. ``fresh``: pages that hold what somebody else left there. Returns whose rows a token is chosen
+        from, in the order of the logits."""
+
+    def collect(self) -> torch.Tensor | None:
+        """Float32 logits (at least as many rows as were wanted, vocabulary) of the oldest step on its way; ``None``
+        where no row was wanted."""
+
+
+class LocalRunner:
+    """All layers in this process, one step at a time."""
+
+    depth = 1
+
+    def __init__(self, decoder: Decoder, numerics: Numerics) -> None:
+        self._decoder = decoder
+        self._numerics = numerics
+        self._shape = KvShape(decoder.count, decoder.heads.kv, decoder.heads.width)
+        self._batches: Batches | None = None
+        self._logits: torch.Tensor | None = None
+        self.kv: KvStore | None = None
+
+    def room(self, kv_bytes: int) -> int:
+        """See ``Runner.room``."""
+        return kv_bytes // self._shape.page_bytes
+
+    def wake(self, pages: int) -> None:
+        """See ``Runner.wake``."""
+        self.kv = KvStore(self._shape, pages)
+        self._batches = Batches(self.kv, self._decoder.heads, self._numerics)
+
+    def sleep(self) -> None:
+        """See ``Runner.sleep``."""
+        self.kv = self._batches = None
+
+    def launch(self, chunks: Many[Chunk], fresh: Many[int]) -> tuple[Sequence, ...]:
+        """See ``Runner.launch``; computes the whole step."""
+        assert self.kv is not None
+        assert self._batches is not None
+        with torch.inference_mode():
+            for page in fresh:
+                self.kv.clear(page)
+            batch = self._batches.make(chunks)
+            hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
+            self._logits = self._decoder.logits(hidden, batch.wanted) if batch.samples else None
+        return batch.samples
+
+    def collect(self) -> torch.Tensor | None:
+        """See ``Runner.collect``."""
+        logits, self._logits = self._logits, None
+        return logits
