@@ -19,6 +19,7 @@ class Options(TypedDict, total=False):
     name: str
     description: str
     model: str
+    adapters: Mapping[str, str]
     model_loader: Literal["auto", "causal_lm", "build"]
     engine: bool
     gpu: str | Sequence[str] | None

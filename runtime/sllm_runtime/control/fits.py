@@ -72,6 +72,8 @@ def unsupported(manifest: Manifest) -> str:
         return f"secrets={list(manifest.secrets)}: there is no secret store yet; pass what is no secret by env"
     if manifest.parallelism.tensor * manifest.parallelism.pipeline > 1:
         return "parallelism: a model runs on one rank so far; leave it out"
+    if manifest.adapters:
+        return "adapters: they cannot be deployed yet; leave them out"
     return ""
 
 

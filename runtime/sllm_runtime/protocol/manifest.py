@@ -17,6 +17,11 @@ SCHEMA_VERSION: Final = 1
 NAME = re.compile(r"^[a-z][a-z0-9-]{0,62}\Z")
 ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 
+MAX_PLACE: Final = 2048
+"""Characters of where a model or an adapter is."""
+MAX_ADAPTERS: Final = 256
+"""LoRA adapters of a function."""
+
 TARGET_ATTRIBUTE: Final = "__sllm_target__"
 """Attribute by which a decorated object gives the worker the user's own function or class."""
 MODEL_PARAMETER: Final = "model"
@@ -35,6 +40,16 @@ def _env(value: dict[str, str]) -> dict[str, str]:
     for key in value:
         if not ENV_NAME.match(key):
             raise ValueError(f"{key!r} is no environment variable's name")
+    return value
+
+
+def _adapters(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > MAX_ADAPTERS:
+        raise ValueError(f"{len(value)} adapters are named, at most {MAX_ADAPTERS} go with a function")
+    for name, place in value.items():
+        _name(name)
+        if not 0 < len(place) <= MAX_PLACE:
+            raise ValueError(f"adapter {name!r} needs a place of 1 to {MAX_PLACE} characters, as model has")
     return value
 
 
@@ -106,8 +121,10 @@ class Manifest(Resources):
     name: Name
     description: str = Field(default="", max_length=2000)
     handler: Handler
-    model: str | None = Field(default=None, max_length=2048)
+    model: str | None = Field(default=None, max_length=MAX_PLACE)
     """A directory, ``hf://org/name@revision``, ``s3://bucket/prefix``, or ``sha256:…`` of a registered model."""
+    adapters: Annotated[dict[str, str], AfterValidator(_adapters)] = Field(default_factory=dict)
+    """LoRA adapters of the model, by the name by which a call chooses one: each at a place such as ``model`` names."""
     model_loader: Literal["auto", "causal_lm", "build"] = "auto"
     """``auto``: the class config.json names; ``build``: the user's ``build()`` returns the module."""
     engine: bool = False
@@ -159,6 +176,8 @@ class Manifest(Resources):
             raise ValueError(f"min_instances {self.min_instances} is above max_instances {self.max_instances}")
         if self.engine and not self.model:
             raise ValueError("engine=True needs a model")
+        if self.adapters and not self.engine:
+            raise ValueError("adapters need engine=True: calls choose them by the OpenAI routes' model")
         if self.model is None and self.model_loader == "build":
             raise ValueError("model_loader 'build' needs a model: the checkpoint that fills the module")
         return self

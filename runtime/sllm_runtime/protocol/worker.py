@@ -29,6 +29,10 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     manifest: Manifest
     bundle: str
     model: str | None = None
+    devices: tuple[str, ...] = ("cpu",)
+    """Where the model's partitions go, by rank: what the loaderd session has rights to, and what is being loaded."""
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
+    """Digests of the LoRA adapters by the names that calls choose them by; the loaderd session may load them."""
     env: dict[str, str] = msgspec.field(default_factory=dict)
     memory_limit: int = 0
     """RLIMIT_DATA in bytes: the manifest's memory + the model's bytes (private writable mappings count); 0: none."""
