@@ -50,6 +50,8 @@ def instance(record: InstanceRecord) -> InstanceView:
         node=record.node,
         state=record.state.value,
         error=error(record.error),
+        fingerprint=record.fingerprint,
+        capabilities=record.capabilities,
     )
 
 

@@ -14,6 +14,7 @@ MESSAGE_BYTES: Final = 16 * 1024
 DETAIL_BYTES: Final = 64 * 1024
 """With the message well below MAX_PART: an error travels in one END frame."""
 MAX_SPANS: Final = 32
+MAX_NAMES: Final = 32
 
 
 def clip(text: str, nbytes: int) -> str:
@@ -43,3 +44,8 @@ def clip_error(error: ErrorBody) -> ErrorBody:
 def clip_spans(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """The first of ``spans``, with names of a bounded size."""
     return tuple(msgspec.structs.replace(span, name=clip(span.name, NAME_BYTES)) for span in spans[:MAX_SPANS])
+
+
+def clip_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The first of ``names``, each of a bounded size."""
+    return tuple(clip(name, NAME_BYTES) for name in names[:MAX_NAMES])

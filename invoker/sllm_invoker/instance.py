@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from sllm_invoker import exits, verdicts
-from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_spans
+from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_names, clip_spans
 from sllm_invoker.call import Call
 from sllm_invoker.logs import InstanceLog, PipeReader
 from sllm_invoker.preparation import Prepared, Suppliers, assignment, prepare
@@ -66,6 +66,7 @@ class Instance:
         self._error: SllmError | None = None
         self._spans: tuple[Span, ...] = ()
         self._fingerprint = ""
+        self._capabilities: tuple[str, ...] = ()
         self._began = around.clock()
         self._assigned_ms = 0.0
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
@@ -98,6 +99,7 @@ class Instance:
             progress=self._progress,
             error=_reported(self._error) if self._error is not None else None,
             fingerprint=self._fingerprint,
+            capabilities=self._capabilities,
             spans=self._spans,
             running=work.running if work is not None else 0,
             idle_s=work.idle_s(self._around.clock()) if work is not None else 0.0,
@@ -255,6 +257,7 @@ class Instance:
         assert self._timer is not None
         self._timer.cancel()
         self._fingerprint = clip(ready.fingerprint, NAME_BYTES)
+        self._capabilities = clip_names(ready.capabilities)
         self._around.suppliers.proofs.keep(self.order, ready.proof)
         self._spans = (Span(SANDBOX, 0.0, self._assigned_ms), *shift(clip_spans(ready.spans), self._assigned_ms))
         self._progress = None

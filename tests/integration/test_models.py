@@ -111,6 +111,15 @@ def test_a_hub_an_object_store_and_a_directory_give_one_model(cluster: Cluster, 
     assert model["nodes"] == ["n1"]
 
 
+def test_an_instance_states_its_engine_and_its_numerics_class(cluster: Cluster, shared: Path) -> None:
+    deploy(cluster, "says", name="stated", model=str(shared / "tiny"), min_instances=1)
+    (instance,) = sllm_json(cluster.env, "fn", "describe", "stated")["instances"]
+    assert instance["capabilities"][0].startswith("engine:")
+    assert len(instance["fingerprint"]) >= 12
+    assert instance["fingerprint"][:12] in sllm(cluster.env, "fn", "describe", "stated").stdout
+    sllm(cluster.env, "fn", "delete", "stated", "--force")
+
+
 @pytest.mark.parametrize(
     ("uri", "says"),
     [

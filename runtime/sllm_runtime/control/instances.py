@@ -58,7 +58,8 @@ def report(view: View, instance: Instance, status: InstanceStatus, now: float) -
     moved = move(instance, status.state, status.error)
     if moved.state is InstanceState.READY and instance.state is not InstanceState.READY:
         spans = status.spans if instance.adopted else ready_spans(instance, status, now)
-        moved = replace(moved, ready_at=now, spans=spans, fingerprint=status.fingerprint)
+        record = msgspec.structs.replace(moved.record, fingerprint=status.fingerprint, capabilities=status.capabilities)
+        moved = replace(moved, record=record, ready_at=now, spans=spans)
     moved = replace(moved, seen=status, seen_at=now)
     return settle(view.put_instance(moved), instance, moved, now)
 

@@ -61,7 +61,7 @@ def as_stored(stored: Stored, now: float) -> View:
 def _adopted(record: InstanceRecord, manifest: Manifest, entry: RouteEntry | None, now: float) -> Instance:
     ready = now if record.state is InstanceState.READY else None
     adopted = Instance(record=record, manifest=manifest, placed=now, adopted=True, ready_at=ready)
-    return replace(adopted, spans=entry.spans, fingerprint=entry.fingerprint) if entry else adopted
+    return replace(adopted, spans=entry.spans) if entry else adopted
 
 
 def unreferenced(stored: Stored, view: View) -> list[Write]:

@@ -23,7 +23,7 @@ def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | No
             node=instance.record.node,
             version=key[1],
             concurrency=version.manifest.concurrency,
-            fingerprint=instance.fingerprint,
+            fingerprint=instance.record.fingerprint,
             spans=instance.spans,
         )
         for instance in view.of(key)

@@ -70,7 +70,6 @@ class Instance:
     seen_at: float = 0.0
     ready_at: float | None = None
     spans: tuple[Span, ...] = ()
-    fingerprint: str = ""
     commanded: float | None = None
     acked: bool = False
     stop: Stop | None = None

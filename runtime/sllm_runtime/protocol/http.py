@@ -81,6 +81,10 @@ class InstanceView(Frozen):
     node: str
     state: str
     error: ErrorView | None = None
+    fingerprint: str = ""
+    """Its numerics class: instances with equal ones compute the same bits. Empty before it is ready."""
+    capabilities: tuple[str, ...] = ()
+    """``engine:<name>`` and what that engine can do."""
 
 
 class FunctionView(Frozen):

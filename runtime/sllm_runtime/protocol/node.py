@@ -43,6 +43,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None = None
     error: ErrorBody | None = None
     fingerprint: str = ""
+    capabilities: tuple[str, ...] = ()
+    """As ``Ready``'s."""
     spans: tuple[Span, ...] = ()
     running: int = 0
     """Calls it works on."""

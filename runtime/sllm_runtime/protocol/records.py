@@ -75,6 +75,9 @@ class InstanceRecord(Record, frozen=True, kw_only=True):
     state: InstanceState
     created: float = 0.0
     error: ErrorBody | None = None
+    fingerprint: str = ""
+    """Its numerics class, and what its engine can do: as it said when it became ready."""
+    capabilities: tuple[str, ...] = ()
 
 
 class RouteEntry(msgspec.Struct, frozen=True, kw_only=True):

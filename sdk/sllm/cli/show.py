@@ -40,10 +40,26 @@ def function(view: FunctionView) -> None:
             output.text(f"  {key}: {value}")
     versions(view.versions)
     rows = [
-        (each.instance, f"v{each.version}", each.node, each.state, each.error.message if each.error else "")
+        (
+            each.instance,
+            f"v{each.version}",
+            each.node,
+            each.state,
+            _engine(each.capabilities),
+            each.fingerprint[:12] or "-",
+            each.error.message if each.error else "",
+        )
         for each in view.instances
     ]
-    output.table(("INSTANCE", "VERSION", "NODE", "STATE", "ERROR"), rows, empty="no instances (scaled to zero)")
+    columns = ("INSTANCE", "VERSION", "NODE", "STATE", "ENGINE", "NUMERICS", "ERROR")
+    output.table(columns, rows, empty="no instances (scaled to zero)")
+
+
+def _engine(capabilities: Sequence[str]) -> str:
+    """``ours: resume, lora``; ``-`` for an instance without an engine."""
+    name = next((each.removeprefix("engine:") for each in capabilities if each.startswith("engine:")), "")
+    able = ", ".join(each for each in capabilities if not each.startswith("engine:"))
+    return ": ".join(filter(None, (name, able))) or "-"
 
 
 def versions(found: Iterable[VersionView]) -> None:

@@ -162,7 +162,7 @@ class ScriptedNode:
         if isinstance(outcome, ErrorBody):
             self.put(command.instance, InstanceState.FAILED, error=outcome)
         else:
-            self.put(command.instance, outcome, fingerprint="cpu", spans=SPANS)
+            self.put(command.instance, outcome, fingerprint="cpu", capabilities=("engine:cpu",), spans=SPANS)
         return Ok()
 
     async def _stop(self, command: StopInstance) -> Ok:

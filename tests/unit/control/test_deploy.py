@@ -46,6 +46,7 @@ async def test_a_deployed_function_has_a_route_and_an_instance(bench: Bench) -> 
     assert route.manifest == manifest(model="/models/tiny")
     instance = await bench.stored(subjects.instance_key(start.instance), InstanceRecord)
     assert instance.state is InstanceState.READY
+    assert (instance.fingerprint, instance.capabilities) == ("cpu", ("engine:cpu",))
 
 
 async def test_the_same_content_makes_no_new_version(bench: Bench) -> None:

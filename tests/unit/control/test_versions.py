@@ -78,9 +78,11 @@ def test_content_depends_on_all_three() -> None:
 def stored(*versions: VersionRecord, active: int | None, deleting: bool = False) -> restore.Stored:
     name = "chat"
     function = FunctionRecord(function=name, active=active, last_version=len(versions), deleting=deleting)
-    entry = RouteEntry(instance="i1", node="n1", version=1, concurrency=1, fingerprint="fp")
+    entry = RouteEntry(instance="i1", node="n1", version=1, concurrency=1)
     route = Route(function=name, version=1, manifest=CHAT, active=True, entries=(entry,))
-    instance = InstanceRecord(instance="i1", function=name, version=1, node="n1", state=InstanceState.READY)
+    instance = InstanceRecord(
+        instance="i1", function=name, version=1, node="n1", state=InstanceState.READY, fingerprint="fp"
+    )
     lost = msgspec.structs.replace(instance, instance="i9", version=9)
     return restore.Stored(
         functions={name: function},
@@ -103,7 +105,7 @@ def test_a_route_that_was_not_written_to_the_end_is_made_whole() -> None:
     assert view.versions["chat", 2].state is VersionState.ACTIVE
     assert {write.key for write in writes(before, view, {}, {})} == {"versions.chat.1", "versions.chat.2"}
     assert view.instances["i1"].ready
-    assert view.instances["i1"].fingerprint == "fp"
+    assert view.instances["i1"].record.fingerprint == "fp"
     assert [write.key for write in restore.unreferenced(records, view)] == ["instances.i9"]
 
 

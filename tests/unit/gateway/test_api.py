@@ -35,10 +35,21 @@ def version(number: int = 1, state: VersionState = VersionState.ACTIVE) -> Versi
     )
 
 
+ABLE = ("engine:ours", "lora")
 INFO = ctl.FunctionInfo(
     record=FunctionRecord(function="f", active=2, last_version=2),
     versions=(version(1, VersionState.RETIRED), version(2)),
-    instances=(InstanceRecord(instance="i1", function="f", version=2, node="n1", state=InstanceState.READY),),
+    instances=(
+        InstanceRecord(
+            instance="i1",
+            function="f",
+            version=2,
+            node="n1",
+            state=InstanceState.READY,
+            fingerprint="fp",
+            capabilities=ABLE,
+        ),
+    ),
 )
 MODEL = ctl.ModelInfo(
     record=ModelRecord(digest="sha256:ab", uri="/m", nbytes=10, partitions=(10,)), nodes=("n1",), used_by=("f.1",)
@@ -153,7 +164,10 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
             (1, False, "RETIRED"),
             (2, True, "ACTIVE"),
         ]
-        assert view["instances"][0]["node"] == "n1"
+        assert view["instances"] == [
+            {"instance": "i1", "version": 2, "node": "n1", "state": "READY", "error": None}
+            | {"fingerprint": "fp", "capabilities": list(ABLE)}
+        ]
         assert (await w.http.get(f"{API}/functions/g")).status_code == 404
         assert (await w.http.get(f"{API}/functions/G$")).status_code == 404
         assert (await w.http.post(f"{API}/functions/f/rollback", json={"version": 1})).json()["active"] == 2

@@ -29,6 +29,7 @@ async def test_a_call_goes_through_a_warm_sandbox_and_its_frames_come_back(node:
     status = node.instance(instance)
     assert status is not None
     assert status.fingerprint == "scripted"
+    assert status.capabilities == ("engine:scripted", "batching")
     assert [span.name for span in status.spans] == ["sandbox", "import"]
     opened, call = await node.gateway.open(instance)
     assert opened.status == "accepted"

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sllm_runtime.protocol.errors import SllmError
-from sllm_runtime.protocol.http import DeployRequest, DeployResult, FunctionView, VersionView, error_view
+from sllm_runtime.protocol.http import DeployRequest, DeployResult, FunctionView, InstanceView, VersionView, error_view
 from sllm_runtime.protocol.manifest import Handler, Manifest
 
 CALL = "call-1"
@@ -69,6 +69,8 @@ class Gateway:
     refused: list[SllmError] = field(default_factory=list)
     """What the next uploads get, one each, once their bytes are here."""
     deployed: list[Manifest] = field(default_factory=list)
+    instances: list[InstanceView] = field(default_factory=list)
+    """Of every function."""
     requests: list[str | None] = field(default_factory=list)
     """The names of the deployments."""
     withdrawal: Answer = field(default_factory=Answer)
@@ -79,7 +81,8 @@ class Gateway:
 
     def forget(self) -> None:
         """As it was at the beginning."""
-        for memory in (self.answers, self.asked, self.bundles, self.refused, self.deployed, self.requests):
+        kept = (self.answers, self.asked, self.bundles, self.refused, self.deployed, self.instances, self.requests)
+        for memory in kept:
             memory.clear()
         self.left.clear()
         self.reached.clear()
@@ -102,6 +105,7 @@ class Gateway:
             openai=False,
             manifest=Manifest(name=name, handler=handler),
             versions=(version,),
+            instances=tuple(self.instances),
         )
 
     # --- routes -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from sllm_runtime.protocol.errors import (
     Unauthorized,
     Unavailable,
 )
+from sllm_runtime.protocol.http import InstanceView
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
 
 SLLM = [sys.executable, "-m", "sllm"]
@@ -283,6 +284,16 @@ def test_lists(gateway: Gateway) -> None:
     gateway.will(Answer(json={"nodes": []}))
     assert document(here("node", "list", "--json")) == {"nodes": []}
     assert "no nodes have joined" in here("node", "list").stderr
+
+
+def test_a_functions_instances_say_what_they_are(gateway: Gateway) -> None:
+    ready = InstanceView(instance="i1", version=1, node="n1", state="READY")
+    said = {"fingerprint": "0123456789abcdef", "capabilities": ("engine:ours", "lora", "sleep")}
+    gateway.instances += [ready.model_copy(update=said), ready]
+    rows = [line.split("\t") for line in here("fn", "describe", "chat").stdout.splitlines()[-3:]]
+    assert rows[0] == ["INSTANCE", "VERSION", "NODE", "STATE", "ENGINE", "NUMERICS", "ERROR"]
+    assert rows[1][:6] == ["i1", "v1", "n1", "READY", "ours: lora, sleep", "0123456789ab"]
+    assert rows[2][4:6] == ["-", "-"]
 
 
 def test_logs(gateway: Gateway) -> None:
