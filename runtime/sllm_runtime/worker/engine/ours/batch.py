@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -11,7 +12,6 @@ from sllm_runtime.worker.engine.ours.attention import Group, Heads, Plan, plan
 from sllm_runtime.worker.engine.ours.kv import KvStore
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE
-from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Batch:
     """``rows`` rows, of which the last ones may be padding."""
 
     tokens: torch.Tensor
-    """(rows) ids, int64."""
+    """(rows) ids, int64; fewer where the rows come from another stage."""
     positions: torch.Tensor
     """(rows) int64."""
     places: torch.Tensor
@@ -27,14 +27,41 @@ class Batch:
     groups: tuple[Group, ...]
     wanted: torch.Tensor
     """Rows that a token is chosen from, padded like the rows."""
-    samples: tuple[Sequence, ...]
-    """Whose they are."""
     kv: KvStore
 
     @property
     def rows(self) -> int:
         """Rows of every activation."""
-        return self.tokens.shape[0]
+        return self.positions.shape[0]
+
+
+class Part(Protocol):
+    """What a step computes of one sequence: a ``Chunk``, or what another process said of one."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def samples(self) -> bool: ...
+
+    @property
+    def tokens(self) -> Many[int]:
+        """Of its positions."""
+
+    @property
+    def pages(self) -> Many[int]:
+        """From position 0 on."""
+
+
+AnyPart = TypeVar("AnyPart", bound=Part)
+
+
+def decodes_first(parts: Many[AnyPart]) -> list[AnyPart]:
+    """In the order in which a step has their rows."""
+    return sorted(parts, key=lambda part: part.count > 1)
 
 
 class Batches:
@@ -46,42 +73,41 @@ class Batches:
         self._heads = heads
         self._kept: tuple[tuple[tuple[int, ...], ...], int, Plan] | None = None
 
-    def make(self, chunks: Many[Chunk]) -> Batch:
+    def make(self, chunks: Many[Part]) -> Batch:
         """The step for ``chunks``, decodes (single positions) first."""
-        ordered = sorted(chunks, key=lambda chunk: chunk.count > 1)
+        ordered = decodes_first(chunks)
         tokens: list[int] = []
         positions: list[int] = []
         pages: list[int] = []
         for chunk in ordered:
-            sequence, end = chunk.sequence, chunk.start + chunk.count
-            tokens += sequence.tokens[chunk.start : end]
-            positions += range(chunk.start, end)
-            pages += [sequence.pages[position // PAGE] for position in range(chunk.start, end)]
-        count = len(tokens)
+            where = range(chunk.start, chunk.start + chunk.count)
+            tokens += chunk.tokens
+            positions += where
+            pages += [chunk.pages[position // PAGE] for position in where]
+        count = len(positions)
         pad = self.numerics.padded(count) - count
         tokens += [0] * pad
         pages += [self._kv.pages] * pad
-        where = torch.tensor(positions + [0] * pad)
+        at = torch.tensor(positions + [0] * pad)
         return Batch(
             torch.tensor(tokens),
-            where,
-            self._kv.places(torch.tensor(pages), where % PAGE),
-            self._groups(ordered, where, pad),
+            at,
+            self._kv.places(torch.tensor(pages), at % PAGE),
+            self._groups(ordered, at, pad),
             self._wanted(ordered),
-            tuple(chunk.sequence for chunk in ordered if chunk.samples),
             self._kv,
         )
 
-    def _groups(self, ordered: Many[Chunk], positions: torch.Tensor, pad: int) -> tuple[Group, ...]:
+    def _groups(self, ordered: Many[Part], positions: torch.Tensor, pad: int) -> tuple[Group, ...]:
         single = [chunk for chunk in ordered if chunk.count == 1]
         longer = ordered[len(single) :]
         groups = []
         if single:
-            tables = tuple(tuple(chunk.sequence.pages[: chunk.start // PAGE + 1]) for chunk in single)
+            tables = tuple(tuple(chunk.pages[: chunk.start // PAGE + 1]) for chunk in single)
             groups.append(self._group(self._decode(tables, 0 if longer else pad), positions[: len(single)]))
         row = len(single)
         for chunk in longer:
-            table = chunk.sequence.pages[: (chunk.start + chunk.count - 1) // PAGE + 1]
+            table = chunk.pages[: (chunk.start + chunk.count - 1) // PAGE + 1]
             tail = pad if chunk is longer[-1] else 0
             made = plan([table] * chunk.count, self._heads, self.numerics.queries, row, tail)
             groups.append(self._group(made, positions[row : row + chunk.count]))
@@ -96,7 +122,7 @@ class Batches:
             self._kept = (tables, pad, plan(tables, self._heads, self.numerics.queries, 0, pad))
         return self._kept[2]
 
-    def _wanted(self, ordered: Many[Chunk]) -> torch.Tensor:
+    def _wanted(self, ordered: Many[Part]) -> torch.Tensor:
         rows, at = [], 0
         for chunk in ordered:
             at += chunk.count

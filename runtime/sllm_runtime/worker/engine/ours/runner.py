@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from sllm_runtime.worker.engine.ours.batch import Batches
+from sllm_runtime.worker.engine.ours.batch import Batches, decodes_first
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
@@ -47,6 +47,11 @@ class Runner(Protocol):
         where no row was wanted."""
 
 
+def sampled(chunks: Many[Chunk]) -> tuple[Sequence, ...]:
+    """Whose rows a step gives logits of."""
+    return tuple(chunk.sequence for chunk in decodes_first(chunks) if chunk.samples)
+
+
 class LocalRunner:
     """All layers in this process, one step at a time."""
 
@@ -82,8 +87,8 @@ class LocalRunner:
                 self.kv.clear(page)
             batch = self._batches.make(chunks)
             hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
-            self._logits = self._decoder.logits(hidden, batch.wanted) if batch.samples else None
-        return batch.samples
+            self._logits = self._decoder.logits(hidden, batch.wanted) if len(batch.wanted) else None
+        return sampled(chunks)
 
     def collect(self) -> torch.Tensor | None:
         """See ``Runner.collect``."""

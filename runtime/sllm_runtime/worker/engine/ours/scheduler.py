@@ -90,6 +90,16 @@ class Chunk:
     count: int
 
     @property
+    def tokens(self) -> list[int]:
+        """Ids of its positions."""
+        return self.sequence.tokens[self.start : self.start + self.count]
+
+    @property
+    def pages(self) -> list[int]:
+        """Of its sequence, from position 0 on."""
+        return self.sequence.pages
+
+    @property
     def samples(self) -> bool:
         """Whether its last row's logits choose the next token."""
         return self.start + self.count == len(self.sequence.tokens)
