@@ -47,6 +47,12 @@ def test_what_is_unknown_or_incomplete_is_refused_by_name() -> None:
     lacking = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
     with pytest.raises(InvalidCheckpoint, match=r"layers\.1\.mlp\.up_proj"):
         Rows(build("LlamaForCausalLM", model.config, lacking, torch.float32, 4), TOKENS).chunk(0, 4)
+    shaped = {**model.state_dict(), "model.norm.weight": torch.ones(3)}
+    with pytest.raises(InvalidCheckpoint, match=r"'model.norm.weight' has shape \(3,\), the model wants \(64,\)"):
+        Rows(build("LlamaForCausalLM", model.config, shaped, torch.float32, 4), TOKENS).chunk(0, 4)
+    untied = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    with pytest.raises(InvalidCheckpoint, match="lm_head"):
+        Rows(build("LlamaForCausalLM", model.config, untied, torch.float32, 4), TOKENS).chunk(0, 4)
     with pytest.raises(UnsupportedModel, match="ALiBi"):
         build("FalconForCausalLM", type("Config", (), {"alibi": True}), {}, torch.float32, 4)
 

@@ -18,6 +18,7 @@ from sllm_runtime.worker.engine.ours.model.parts import Linear, Mlp, Norm, Rows
 from sllm_runtime.worker.engine.ours.model.rope import Rope
 
 Waves = dict[Rope, tuple[torch.Tensor, torch.Tensor]]
+Embed = Callable[[torch.Tensor, torch.Tensor], Rows]
 
 
 @dataclass(slots=True)
@@ -114,12 +115,14 @@ class Decoder:
 
     count: int
     """Layers of the whole model."""
+    hidden: int
+    """Numbers of a hidden row."""
     heads: Heads
     vocabulary: int
     context: int
     dtype: torch.dtype
-    embed: Callable[[torch.Tensor, torch.Tensor], Rows]
-    """Ids and positions (rows) to hidden rows."""
+    start: Callable[[], Embed]
+    """Makes what turns ids and positions (rows) into hidden rows."""
     layer: Callable[[int], Layer]
     finish: Callable[[], Callable[[Rows], Rows]]
     """Makes what turns the last hidden rows into logits."""
@@ -127,14 +130,14 @@ class Decoder:
     arrival: Arrival = field(default_factory=Here)
     _layers: dict[int, Layer] = field(default_factory=dict)
     _last: Callable[[Rows], Rows] | None = None
-    _begun: bool = False
+    _first: Embed | None = None
 
     def begin(self, batch: Batch) -> Rows:
         """Hidden rows before the first layer."""
-        if not self._begun:
+        if self._first is None:
             self.arrival.wait(-1)
-            self._begun = True
-        return self.embed(batch.tokens, batch.positions)
+            self._first = self.start()
+        return self._first(batch.tokens, batch.positions)
 
     def run(self, x: Rows, batch: Batch, low: int, high: int) -> Rows:
         """Through the layers ``[low, high)``: a stage. The batch's KV holds those layers alone."""

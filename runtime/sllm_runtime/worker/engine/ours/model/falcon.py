@@ -9,7 +9,7 @@ from torch.nn.functional import embedding
 
 from sllm_runtime.protocol.errors import UnsupportedModel
 from sllm_runtime.worker.engine.ours.attention import Heads
-from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Layer
+from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.parts import LayerNorm, Linear, Plain, activation
 from sllm_runtime.worker.engine.ours.model.rope import Rope
 from sllm_runtime.worker.engine.ours.model.weights import Weights
@@ -31,42 +31,58 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
     if config.alibi:
         raise UnsupportedModel("Falcon with ALiBi is unknown to this engine")
     heads, order = _heads(config)
+    hidden, inner, biased = config.hidden_size, config.ffn_hidden_size, config.bias
     rope = Rope(config, heads.width)
-    table = weights.get("transformer.word_embeddings.weight")
+    two_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn in (None, 2)
+    parallel = config.new_decoder_architecture or config.parallel_attn
 
-    def norm(name: str) -> LayerNorm | None:
-        return LayerNorm.named(weights, name, config.layer_norm_epsilon) if f"{name}.weight" in weights else None
+    def table() -> torch.Tensor:
+        return weights.get("transformer.word_embeddings.weight", config.vocab_size, hidden)
+
+    def start() -> Embed:
+        rows = table()
+        return lambda tokens, positions: embedding(tokens, rows)
+
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm.named(weights, name, hidden, config.layer_norm_epsilon)
+
+    def before_mlp(name: str) -> LayerNorm | None:
+        if two_norms:
+            return norm(f"{name}.ln_mlp")
+        return None if parallel else norm(f"{name}.post_attention_layernorm")
 
     def layer(number: int) -> Layer:
         name = f"transformer.h.{number}"
-        up = Linear.named(weights, f"{name}.mlp.dense_h_to_4h")
+        qkv = {f"{name}.self_attention.query_key_value": (heads.queries + 2 * heads.kv) * heads.width}
+        up = Linear.named(weights, hidden, {f"{name}.mlp.dense_h_to_4h": inner}, bias=biased)
+        down = Linear.named(weights, inner, {f"{name}.mlp.dense_4h_to_h": hidden}, bias=biased)
         return Layer(
             Attention(
                 heads,
-                Linear.named(weights, f"{name}.self_attention.query_key_value"),
-                Linear.named(weights, f"{name}.self_attention.dense"),
+                Linear.named(weights, hidden, qkv, bias=biased),
+                Linear.named(weights, hidden, {f"{name}.self_attention.dense": hidden}, bias=biased),
                 heads.width**-0.5,
                 rope,
                 order=order,
             ),
-            Plain(up, Linear.named(weights, f"{name}.mlp.dense_4h_to_h"), activation(config.activation)),
-            norm(f"{name}.ln_attn") or norm(f"{name}.input_layernorm"),
-            norm(f"{name}.ln_mlp") or norm(f"{name}.post_attention_layernorm"),
-            parallel=config.new_decoder_architecture or config.parallel_attn,
+            Plain(up, down, activation(config.activation)),
+            norm(f"{name}.ln_attn" if two_norms else f"{name}.input_layernorm"),
+            before_mlp(name),
+            parallel=parallel,
         )
 
     def finish() -> Any:
-        last = LayerNorm.named(weights, "transformer.ln_f", config.layer_norm_epsilon)
-        head = Linear.head(weights, table)
+        last, head = norm("transformer.ln_f"), Linear.head(weights, config, table())
         return lambda x: head(last(x))
 
     return Decoder(
         count=config.num_hidden_layers,
+        hidden=config.hidden_size,
         heads=heads,
-        vocabulary=table.shape[0],
+        vocabulary=config.vocab_size,
         context=config.max_position_embeddings,
         dtype=weights.dtype,
-        embed=lambda tokens, positions: embedding(tokens, table),
+        start=start,
         layer=layer,
         finish=finish,
         ropes=(rope,),

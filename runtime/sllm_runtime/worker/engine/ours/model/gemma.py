@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Layer
+from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.llama import heads_of, window_of
 from sllm_runtime.worker.engine.ours.model.parts import Gated, Linear, RmsNorm, Rows, activation
 from sllm_runtime.worker.engine.ours.model.rope import Rope
@@ -15,34 +15,41 @@ from sllm_runtime.worker.engine.ours.model.weights import Weights
 
 def build(config: Any, weights: Weights, tile: int) -> Decoder:
     """Names as Gemma2ForCausalLM and Gemma3ForCausalLM have them."""
-    heads = heads_of(config)
-    table = weights.get("model.embed_tokens.weight")
-    size = torch.tensor(config.hidden_size**0.5).to(weights.dtype)
+    heads, hidden = heads_of(config), config.hidden_size
+    queries, kv, inner = heads.queries * heads.width, heads.kv * heads.width, config.intermediate_size
     # Gemma 3 has frequencies of its own for layers with a window.
     kinds = set(config.layer_types) if "rope_theta" not in config.rope_parameters else {None}
     ropes = {kind: Rope(config, heads.width, kind) for kind in sorted(kinds, key=str)}
 
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(weights.get(f"{name}.weight"), config.rms_norm_eps, plus=1.0)
+    def table() -> torch.Tensor:
+        return weights.get("model.embed_tokens.weight", config.vocab_size, hidden)
+
+    def start() -> Embed:
+        rows, size = table(), torch.tensor(hidden**0.5).to(weights.dtype)
+        return lambda tokens, positions: torch.nn.functional.embedding(tokens, rows) * size
+
+    def norm(name: str, width: int = hidden) -> RmsNorm:
+        return RmsNorm(weights.get(f"{name}.weight", width), config.rms_norm_eps, plus=1.0)
 
     def attention(name: str, number: int) -> Attention:
-        normed = f"{name}.q_norm.weight" in weights
+        normed, biased = config.model_type != "gemma2", config.attention_bias
+        projections = {f"{name}.q_proj": queries, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
         return Attention(
             heads,
-            Linear.named(weights, *(f"{name}.{which}_proj" for which in "qkv")),
-            Linear.named(weights, f"{name}.o_proj"),
+            Linear.named(weights, hidden, projections, bias=biased),
+            Linear.named(weights, queries, {f"{name}.o_proj": hidden}, bias=biased),
             config.query_pre_attn_scalar**-0.5,
             ropes.get(config.layer_types[number]) or ropes[None],
-            norm(f"{name}.q_norm") if normed else None,
-            norm(f"{name}.k_norm") if normed else None,
+            norm(f"{name}.q_norm", heads.width) if normed else None,
+            norm(f"{name}.k_norm", heads.width) if normed else None,
             window=window_of(config, number),
             cap=config.attn_logit_softcapping or 0.0,
         )
 
     def layer(number: int) -> Layer:
         name = f"model.layers.{number}"
-        up = Linear.named(weights, f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
-        down = Linear.named(weights, f"{name}.mlp.down_proj")
+        up = Linear.named(weights, hidden, {f"{name}.mlp.gate_proj": inner, f"{name}.mlp.up_proj": inner})
+        down = Linear.named(weights, inner, {f"{name}.mlp.down_proj": hidden})
         return Layer(
             attention(f"{name}.self_attn", number),
             Gated(up, down, activation(config.hidden_activation)),
@@ -53,8 +60,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         )
 
     def finish() -> Any:
-        last = norm("model.norm")
-        head = Linear.head(weights, table)
+        last, head = norm("model.norm"), Linear.head(weights, config, table())
         cap = config.final_logit_softcapping
 
         def logits(x: Rows) -> Rows:
@@ -65,11 +71,12 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
 
     return Decoder(
         count=config.num_hidden_layers,
+        hidden=config.hidden_size,
         heads=heads,
-        vocabulary=table.shape[0],
+        vocabulary=config.vocab_size,
         context=config.max_position_embeddings,
         dtype=weights.dtype,
-        embed=lambda tokens, positions: torch.nn.functional.embedding(tokens, table) * size,
+        start=start,
         layer=layer,
         finish=finish,
         ropes=tuple(ropes.values()),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sllm_runtime.worker.engine.ours.attention import Heads
-from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Layer
+from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.parts import Experts, Gated, Linear, Mlp, RmsNorm, activation
 from sllm_runtime.worker.engine.ours.model.rope import Rope, context
 from sllm_runtime.worker.engine.ours.model.weights import Weights
@@ -28,19 +28,24 @@ def window_of(config: Any, layer: int) -> int:
 
 
 def attention(config: Any, weights: Weights, name: str, layer: int, rope: Rope) -> Attention:
-    """Separate or fused projections, with qk-norm where the weights have one."""
-    fused = f"{name}.qkv_proj"
-    heads = heads_of(config)
+    """Separate projections, or one fused as Phi-3 has it; Qwen 3 norms queries and keys."""
+    heads, hidden, kind = heads_of(config), config.hidden_size, config.model_type
+    biased = kind == "qwen2" or (kind in ("llama", "qwen3") and config.attention_bias)
+    queries, kv = heads.queries * heads.width, heads.kv * heads.width
+    if kind == "phi3":
+        projections = {f"{name}.qkv_proj": queries + 2 * kv}
+    else:
+        projections = {f"{name}.q_proj": queries, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
 
     def norm(which: str) -> RmsNorm | None:
-        found = weights.find(f"{name}.{which}_norm.weight")
-        return None if found is None else RmsNorm(found, config.rms_norm_eps)
+        if kind != "qwen3":
+            return None
+        return RmsNorm(weights.get(f"{name}.{which}_norm.weight", heads.width), config.rms_norm_eps)
 
-    names = [fused] if f"{fused}.weight" in weights else [f"{name}.{which}_proj" for which in "qkv"]
     return Attention(
         heads,
-        Linear.named(weights, *names),
-        Linear.named(weights, f"{name}.o_proj"),
+        Linear.named(weights, hidden, projections, bias=biased),
+        Linear.named(weights, queries, {f"{name}.o_proj": hidden}, bias=biased and kind != "qwen2"),
         heads.width**-0.5,
         rope,
         norm("q"),
@@ -50,44 +55,59 @@ def attention(config: Any, weights: Weights, name: str, layer: int, rope: Rope) 
 
 
 def mlp(config: Any, weights: Weights, name: str, tile: int) -> Mlp:
-    """Gated; experts where the weights have some."""
-    act = activation(config.hidden_act)
-    if f"{name}.experts.gate_up_proj" in weights:
-        up, down = weights.get(f"{name}.experts.gate_up_proj"), weights.get(f"{name}.experts.down_proj")
-        experts = [Gated(Linear([up[i]]), Linear([down[i]]), act) for i in range(up.shape[0])]
-        return Experts(Linear.named(weights, f"{name}.gate"), experts, config.num_experts_per_tok, tile)
-    fused = f"{name}.gate_up_proj"
-    names = [fused] if f"{fused}.weight" in weights else [f"{name}.gate_proj", f"{name}.up_proj"]
-    return Gated(Linear.named(weights, *names), Linear.named(weights, f"{name}.down_proj"), act)
+    """Gated; several, as experts, in Mixtral."""
+    act, hidden, inner = activation(config.hidden_act), config.hidden_size, config.intermediate_size
+    if config.model_type == "mixtral":
+        count = config.num_local_experts
+        up = weights.get(f"{name}.experts.gate_up_proj", count, 2 * inner, hidden)
+        down = weights.get(f"{name}.experts.down_proj", count, hidden, inner)
+        experts = [Gated(Linear([up[i]]), Linear([down[i]]), act) for i in range(count)]
+        gate = Linear.named(weights, hidden, {f"{name}.gate": count})
+        return Experts(gate, experts, config.num_experts_per_tok, tile)
+    biased = config.model_type == "llama" and config.mlp_bias
+    fused = {f"{name}.gate_up_proj": 2 * inner}
+    apart = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+    up_proj = Linear.named(weights, hidden, fused if config.model_type == "phi3" else apart, bias=biased)
+    return Gated(up_proj, Linear.named(weights, inner, {f"{name}.down_proj": hidden}, bias=biased), act)
 
 
 def build(config: Any, weights: Weights, tile: int) -> Decoder:
     """Names as LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM and
     Phi3ForCausalLM have them."""
     rope = Rope(config, heads_of(config).width)
-    table = weights.get("model.embed_tokens.weight")
+    hidden = config.hidden_size
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(weights.get(f"{name}.weight", hidden), config.rms_norm_eps)
+
+    def table() -> torch.Tensor:
+        return weights.get("model.embed_tokens.weight", config.vocab_size, hidden)
+
+    def start() -> Embed:
+        rows = table()
+        return lambda tokens, positions: torch.nn.functional.embedding(tokens, rows)
 
     def layer(number: int) -> Layer:
         name = f"model.layers.{number}"
         return Layer(
             attention(config, weights, f"{name}.self_attn", number, rope),
             mlp(config, weights, f"{name}.mlp", tile),
-            RmsNorm(weights.get(f"{name}.input_layernorm.weight"), config.rms_norm_eps),
-            RmsNorm(weights.get(f"{name}.post_attention_layernorm.weight"), config.rms_norm_eps),
+            norm(f"{name}.input_layernorm"),
+            norm(f"{name}.post_attention_layernorm"),
         )
 
     def finish() -> Any:
-        norm = RmsNorm(weights.get("model.norm.weight"), config.rms_norm_eps)
-        head = Linear.head(weights, table)
-        return lambda x: head(norm(x))
+        last, head = norm("model.norm"), Linear.head(weights, config, table())
+        return lambda x: head(last(x))
 
     return Decoder(
         count=config.num_hidden_layers,
+        hidden=hidden,
         heads=heads_of(config),
-        vocabulary=table.shape[0],
+        vocabulary=config.vocab_size,
         context=context(config, config.max_position_embeddings),
         dtype=weights.dtype,
-        embed=lambda tokens, positions: torch.nn.functional.embedding(tokens, table),
+        start=start,
         layer=layer,
         finish=finish,
         ropes=(rope,),

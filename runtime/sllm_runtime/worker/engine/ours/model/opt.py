@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import embedding
 
 from sllm_runtime.worker.engine.ours.attention import Heads
-from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Layer
+from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.parts import LayerNorm, Linear, Plain, Rows, activation
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
@@ -18,51 +18,62 @@ _EPS = 1e-5
 
 def build(config: Any, weights: Weights, tile: int) -> Decoder:
     """Names as OPTForCausalLM has them."""
-    count, top = config.num_attention_heads, "model.decoder"
-    heads = Heads(count, count, config.hidden_size // count)
-    table = weights.get(f"{top}.embed_tokens.weight")
-    places = weights.get(f"{top}.embed_positions.weight")
-    widened = f"{top}.project_in.weight" in weights
+    count, hidden, top = config.num_attention_heads, config.hidden_size, "model.decoder"
+    heads = Heads(count, count, hidden // count)
+    narrow, biased = config.word_embed_proj_dim, config.enable_bias
 
-    def embed(tokens: torch.Tensor, positions: torch.Tensor) -> Rows:
-        rows = embedding(tokens, table)
-        if widened:
-            rows = Linear.named(weights, f"{top}.project_in")(rows)
-        return rows + embedding(positions + _FIRST, places)
+    def table() -> torch.Tensor:
+        return weights.get(f"{top}.embed_tokens.weight", config.vocab_size, narrow)
+
+    def start() -> Embed:
+        rows = table()
+        places = weights.get(f"{top}.embed_positions.weight", config.max_position_embeddings + _FIRST, hidden)
+        widen = Linear.named(weights, narrow, {f"{top}.project_in": hidden}) if narrow != hidden else None
+
+        def embed(tokens: torch.Tensor, positions: torch.Tensor) -> Rows:
+            found = embedding(tokens, rows)
+            return (found if widen is None else widen(found)) + embedding(positions + _FIRST, places)
+
+        return embed
+
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm.named(weights, name, hidden, _EPS)
 
     def layer(number: int) -> Layer:
         name = f"{top}.layers.{number}"
-        out = Linear.named(weights, f"{name}.self_attn.out_proj")
+        out = Linear.named(weights, hidden, {f"{name}.self_attn.out_proj": hidden}, bias=biased)
         # The order of execution is k, v, q, and so is the checkpoint's; asked for as q, k, v it takes three products.
-        qkv = Linear.named(weights, *(f"{name}.self_attn.{which}_proj" for which in "qkv"))
-        up, down = Linear.named(weights, f"{name}.fc1"), Linear.named(weights, f"{name}.fc2")
+        qkv = {f"{name}.self_attn.{which}_proj": hidden for which in "qkv"}
+        up = Linear.named(weights, hidden, {f"{name}.fc1": config.ffn_dim}, bias=biased)
+        down = Linear.named(weights, config.ffn_dim, {f"{name}.fc2": hidden}, bias=biased)
         return Layer(
-            Attention(heads, qkv, out, heads.width**-0.5),
+            Attention(heads, Linear.named(weights, hidden, qkv, bias=biased), out, heads.width**-0.5),
             Plain(up, down, activation(config.activation_function)),
-            LayerNorm.named(weights, f"{name}.self_attn_layer_norm", _EPS),
-            LayerNorm.named(weights, f"{name}.final_layer_norm", _EPS),
+            norm(f"{name}.self_attn_layer_norm"),
+            norm(f"{name}.final_layer_norm"),
             norm_last=not config.do_layer_norm_before,
         )
 
     def finish() -> Any:
-        last = f"{top}.final_layer_norm"
-        norm = LayerNorm.named(weights, last, _EPS) if f"{last}.weight" in weights else None
-        narrow = Linear.named(weights, f"{top}.project_out") if f"{top}.project_out.weight" in weights else None
-        head = Linear.head(weights, table)
+        normed = config.do_layer_norm_before and not config._remove_final_layer_norm
+        last = norm(f"{top}.final_layer_norm") if normed else None
+        project = Linear.named(weights, hidden, {f"{top}.project_out": narrow}) if narrow != hidden else None
+        head = Linear.head(weights, config, table())
 
         def logits(x: Rows) -> Rows:
-            x = norm(x) if norm is not None else x
-            return head(narrow(x) if narrow is not None else x)
+            x = last(x) if last is not None else x
+            return head(project(x) if project is not None else x)
 
         return logits
 
     return Decoder(
         count=config.num_hidden_layers,
+        hidden=config.hidden_size,
         heads=heads,
-        vocabulary=table.shape[0],
+        vocabulary=config.vocab_size,
         context=config.max_position_embeddings,
         dtype=weights.dtype,
-        embed=embed,
+        start=start,
         layer=layer,
         finish=finish,
     )

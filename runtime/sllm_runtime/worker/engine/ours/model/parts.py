@@ -4,8 +4,8 @@ itself."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -42,27 +42,24 @@ class Linear:
         self._bias = bias
 
     @classmethod
-    def named(cls, weights: Weights, *names: str) -> Linear:
-        """Of ``name.weight`` each, with ``name.bias`` where there is one."""
-        matrices = [weights.get(f"{name}.weight") for name in names]
-        biases = [weights.find(f"{name}.bias") for name in names]
-        if all(bias is None for bias in biases):
+    def named(cls, weights: Weights, inputs: int, outputs: Mapping[str, int], *, bias: bool = False) -> Linear:
+        """Of ``name.weight`` for each name in ``outputs``, which says how many outputs it has."""
+        matrices = [weights.get(f"{name}.weight", each, inputs) for name, each in outputs.items()]
+        if not bias:
             return cls(matrices)
-        made = [
-            torch.zeros(m.shape[0], dtype=m.dtype) if b is None else b for m, b in zip(matrices, biases, strict=True)
-        ]
-        return cls(matrices, made[0] if len(made) == 1 else torch.cat(made))
+        biases = [weights.get(f"{name}.bias", each) for name, each in outputs.items()]
+        return cls(matrices, biases[0] if len(biases) == 1 else torch.cat(biases))
 
     @classmethod
-    def transposed(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Of a matrix that is stored as (in, out)."""
-        return cls([weight.t()], bias)
+    def transposed(cls, weights: Weights, name: str, inputs: int, outputs: int) -> Linear:
+        """Of a matrix with a bias that is stored as (in, out)."""
+        return cls([weights.get(f"{name}.weight", inputs, outputs).t()], weights.get(f"{name}.bias", outputs))
 
     @classmethod
-    def head(cls, weights: Weights, table: torch.Tensor) -> Linear:
-        """The output head, or the embedding ``table`` it is tied to."""
-        own = weights.find("lm_head.weight")
-        return cls([table if own is None else own])
+    def head(cls, weights: Weights, config: Any, table: torch.Tensor) -> Linear:
+        """The output head, or the embedding ``table`` if it is tied to that."""
+        name = "lm_head.weight"
+        return cls([table if config.tie_word_embeddings and name not in weights else weights.get(name, *table.shape)])
 
     def __call__(self, x: Rows) -> Rows:
         if len(self._columns) == 1:
@@ -102,13 +99,13 @@ class RmsNorm:
 class LayerNorm:
     """With mean and bias, as F.layer_norm."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
         self._weight, self._bias, self._eps = weight, bias, eps
 
     @classmethod
-    def named(cls, weights: Weights, name: str, eps: float) -> LayerNorm:
+    def named(cls, weights: Weights, name: str, width: int, eps: float) -> LayerNorm:
         """Of ``name.weight`` and ``name.bias``."""
-        return cls(weights.get(f"{name}.weight"), weights.find(f"{name}.bias"), eps)
+        return cls(weights.get(f"{name}.weight", width), weights.get(f"{name}.bias", width), eps)
 
     def __call__(self, x: Rows) -> Rows:
         return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, self._eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from sllm_runtime.protocol.errors import UnsupportedModel
 
-SCALINGS = frozenset({"linear", "llama3", "yarn", "dynamic", "longrope"})
+SCALINGS = frozenset({"yarn", "dynamic", "longrope"})
+"""Those that transformers computes."""
 
 
 class Rope:
@@ -21,19 +23,24 @@ class Rope:
             parameters = parameters[layer_type]
         kind = parameters.get("rope_type", "default")
         self.rotated = int(width * parameters.get("partial_rotary_factor", 1.0))
-        self._factor = 1.0
-        if kind == "default":
-            steps = torch.arange(0, self.rotated, 2, dtype=torch.float32) / self.rotated
-            self._frequencies = 1.0 / (parameters["rope_theta"] ** steps)
+        self._frequencies, self._factor = self._plain(parameters), 1.0
+        if kind == "linear":
+            self._frequencies = self._frequencies / parameters["factor"]
+        elif kind == "llama3":
+            self._frequencies = _llama3(self._frequencies, parameters)
         elif kind in SCALINGS:
             self._frequencies, self._factor = _scaled(config, kind, layer_type)
-        else:
+        elif kind != "default":
             raise UnsupportedModel(f"rope scaling {kind!r} is unknown to this engine")
         # rotate(x) = x * cos + swapped(x) * sin with the first half of sin negated; a head's rest keeps cos 1, sin 0.
         half, rest = self.rotated // 2, width - self.rotated
         self._sign = torch.cat((-torch.ones(half), torch.ones(half), torch.zeros(rest)))
         self._swap = torch.cat((torch.arange(half, 2 * half), torch.arange(half), torch.arange(2 * half, width)))
         self._rest = rest
+
+    def _plain(self, parameters: Mapping[str, Any]) -> torch.Tensor:
+        steps = torch.arange(0, self.rotated, 2, dtype=torch.float32) / self.rotated
+        return 1.0 / (parameters["rope_theta"] ** steps)
 
     def waves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and signed sin of shape (rows, 1, width) for a step."""
@@ -49,6 +56,18 @@ class Rope:
         """Rotate ``x`` (rows, heads, width), float32, where it lies."""
         swapped = x.index_select(2, self._swap) if self._rest else x.roll(self.rotated // 2, 2)
         x.mul_(waves[0]).addcmul_(swapped, waves[1])
+
+
+def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Slow waves are stretched by a factor, fast ones stay, those between are mixed."""
+    factor, length = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    waves = 2 * math.pi / frequencies
+    slow, fast = waves > length / low, waves < length / high
+    stretched = torch.where(slow, frequencies / factor, frequencies)
+    share = (length / waves - low) / (high - low)
+    mixed = (1 - share) * stretched / factor + share * stretched
+    return torch.where(~slow & ~fast, mixed, stretched)
 
 
 def _scaled(config: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:

@@ -19,16 +19,19 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def get(self, name: str) -> torch.Tensor:
-        """The tensor ``name``. Raises ``InvalidCheckpoint`` if it is not there."""
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor ``name``. Raises ``InvalidCheckpoint`` if it is not there or has another shape."""
         try:
-            return self._tensors[name]
+            found = self._tensors[name]
         except KeyError:
-            raise InvalidCheckpoint(f"the checkpoint lacks the tensor {name!r}", field=name) from None
-
-    def find(self, name: str) -> torch.Tensor | None:
-        """The tensor ``name``, if it is there."""
-        return self._tensors.get(name)
+            raise InvalidCheckpoint(
+                f"the checkpoint lacks the tensor {name!r}; convert the model that these weights belong to", field=name
+            ) from None
+        if tuple(found.shape) != shape:
+            raise InvalidCheckpoint(
+                f"tensor {name!r} has shape {tuple(found.shape)}, the model wants {shape}", field=name
+            )
+        return found
 
 
 def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
