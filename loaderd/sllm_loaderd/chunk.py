@@ -29,10 +29,10 @@ CHUNK: Final[dict[ChunkState, frozenset[ChunkState]]] = {
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """One memfd. ``view`` is this process's mapping, writable but for what was ``adopted``.
+    """One memfd of ``size`` bytes. ``view`` is this process's mapping, writable but for what was ``adopted``.
 
     ``id`` (its inode) names it in every process for as long as it lives. ``dirty``: bytes from the start that are not
-    zero.
+    zero. ``lasting``: others may have it after its model; what is adopted or small goes with that.
     """
 
     fd: int
@@ -40,11 +40,17 @@ class Chunk:
     view: memoryview
     id: int
     adopted: bool = False
+    lasting: bool = True
     state: ChunkState = ChunkState.FREE
     prefaulted: bool = False
     pinned: bool = False
     dirty: int = 0
     holders: set[str] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return len(self.view)
 
     def move(self, state: ChunkState) -> None:
         """Go to ``state``, if the table allows it."""

@@ -131,7 +131,7 @@ class DeviceStage:
         """Have DRAM load as many of the pending chunks as there is room for."""
         resident = part.resident
         missing = [number for number in part.pending if number not in resident.chunks]
-        room = self._residency.room(resident.key[0], len(missing)) if missing else 0
+        room = self._residency.room(resident, len(missing)) if missing else 0
         part.in_parts = part.in_parts or room < len(missing)
         writing = resident.write_back is not None and resident.write_back.running
         if part.pending and (room or not missing or not (part.feeds or part.copies or writing)):

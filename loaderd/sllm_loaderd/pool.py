@@ -3,7 +3,7 @@
 A chunk that a sandbox has been given may be mapped there for as long as
 any of its processes lives, so it is used again only after all of its holders are dead. A chunk of an earlier
 loaderd (``adopt``) can only be read, since its seal refuses a new writable mapping: it is closed where others are
-freed.
+freed. So is a small one, made to measure for a partition that needs less than half a chunk (a LoRA adapter).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from sllm_loaderd.chunk import Chunk, ChunkState
 from sllm_loaderd.client import memory
+from sllm_loaderd.pinning import Pinner, Pinning
 from sllm_loaderd.sealed import create_sealed, is_sealed
-from sllm_runtime.protocol.errors import Conflict, PoolExhausted, Unavailable
+from sllm_runtime.protocol.errors import Conflict, PoolExhausted
 from sllm_runtime.protocol.loader import PoolStatus
 
 log = logging.getLogger(__name__)
@@ -27,16 +28,6 @@ F_ADD_SEALS: Final = 1033
 MEMFD_NAME: Final = "sllm-chunk"
 _FAULT_DEADLINE_S: Final = 5.0
 _PREFAULT_NICE: Final = 10
-
-
-class Pinner(Protocol):
-    """Whoever wants to know host memory before it is copied from: the devices of this node."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Pin it. Raises ``Unavailable``."""
-
-    def unregister(self, address: int) -> None:
-        """Unpin it, before it is unmapped."""
 
 
 class ChunkPool:
@@ -52,10 +43,11 @@ class ChunkPool:
     ) -> None:
         self.chunk_bytes = chunk_bytes
         self._huge = huge and chunk_bytes % memory.HUGE_PAGE == 0
-        self._pinner = pinner
-        self._pinning = threading.Lock()
-        self._most = max(limit // chunk_bytes, 1)
-        self._ahead = min(-(-prefault // chunk_bytes), self._most)
+        self._pinning = Pinning(pinner)
+        self._limit = max(limit // chunk_bytes, 1) * chunk_bytes
+        self._ahead = min(-(-prefault // chunk_bytes) * chunk_bytes, self._limit) // chunk_bytes
+        self._taken = 0
+        """Bytes of all chunks."""
         self._chunks: set[Chunk] = set()
         self._free: list[Chunk] = []
         self._faulting = 0
@@ -66,65 +58,103 @@ class ChunkPool:
         self._prefaulter = threading.Thread(target=self._prefault, name="sllm-prefault", daemon=True)
         self._prefaulter.start()
 
-    def shortage(self, count: int) -> int:
-        """Chunks that would have to be freed before ``count`` can be allocated; 0 if there is room."""
-        with self._changed:
-            return self._shortage(count)
+    def size_for(self, nbytes: int) -> int:
+        """Bytes that a chunk takes in which ``nbytes`` are wanted: a whole one, or what a small partition needs.
 
-    def allocate(self, count: int) -> list[Chunk]:
-        """``count`` chunks, pre-faulted ones first. Raises ``PoolExhausted``, taking none, if there are fewer."""
+        Above a few huge pages' worth it is made of these: a fault for each page of 4 KiB would cost more than the read.
+        """
+        unit = memory.HUGE_PAGE if self._huge and nbytes > memory.HUGE_PAGE // 2 else 1
+        small = -(-nbytes // unit) * unit
+        return small if 0 < 2 * small < self.chunk_bytes else self.chunk_bytes
+
+    def shortage(self, nbytes: int) -> int:
+        """Bytes that would have to be freed before ``nbytes`` can be allocated; 0 if there is room."""
+        with self._changed:
+            return self._shortage(nbytes)
+
+    def allocate(self, count: int, size: int | None = None) -> list[Chunk]:
+        """``count`` chunks of ``size`` (of ``size_for``; None: whole ones, pre-faulted ones first).
+
+        Raises ``PoolExhausted``, taking none, if there is no room for all.
+        """
+        size = self.chunk_bytes if size is None else size
+        need = count * size
         with self._changed:
             # A chunk that is being pre-faulted is free in all but name; it comes back within milliseconds.
-            self._changed.wait_for(lambda: self._shortage(count) or count <= self._at_hand, timeout=_FAULT_DEADLINE_S)
-            if missing := self._shortage(count) or max(count - self._at_hand, 0):
+            self._changed.wait_for(lambda: self._shortage(need) or need <= self._at_hand, timeout=_FAULT_DEADLINE_S)
+            if missing := self._shortage(need) or max(need - self._at_hand, 0):
                 raise PoolExhausted(
-                    f"{count} chunks of {self.chunk_bytes} bytes are needed, {missing} more than are free",
+                    f"{count} chunks of {size} bytes are needed, {missing} bytes more than are free",
                     retry_after_s=1.0,
                 )
-            self._free.sort(key=lambda chunk: chunk.prefaulted)
-            taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-            try:
-                while len(taken) < count:
-                    taken.append(self._create())
-            except OSError:  # short of descriptors or memory: none is taken
-                self._free.extend(taken)
-                raise
+            taken = self._take_whole(count) if size == self.chunk_bytes else self._make_small(count, size)
             for chunk in taken:
                 chunk.move(ChunkState.USED)
             self._changed.notify_all()
             return taken
 
+    def _take_whole(self, count: int) -> list[Chunk]:
+        self._free.sort(key=lambda chunk: chunk.prefaulted)
+        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        try:
+            while len(taken) < count:
+                taken.append(self._create())
+        except OSError:  # short of descriptors or memory: none is taken
+            self._free.extend(taken)
+            raise
+        return taken
+
+    def _make_small(self, count: int, size: int) -> list[Chunk]:
+        """New ones of their own size; idle whole ones go for them where the limit says so."""
+        made: list[Chunk] = []
+        try:
+            for _ in range(count):
+                self._close_free(size)
+                made.append(self._create(size))
+        except OSError:
+            for chunk in made:
+                self._close(chunk)
+            raise
+        return made
+
+    def _close_free(self, size: int) -> None:
+        """Give up free chunks, cold ones first, until ``size`` bytes are within the limit."""
+        while self._taken + size > self._limit and self._free:
+            self._free.sort(key=lambda chunk: chunk.prefaulted)
+            self._close(self._free.pop(0))
+
     @property
     def _at_hand(self) -> int:
-        return self._most - len(self._chunks) + len(self._free)
+        """Bytes that can be allocated."""
+        return self._limit - self._taken + len(self._free) * self.chunk_bytes
 
-    def _shortage(self, count: int) -> int:
-        return max(count - self._at_hand - self._faulting, 0)
+    def _shortage(self, nbytes: int) -> int:
+        return max(nbytes - self._at_hand - self._faulting * self.chunk_bytes, 0)
 
     def adopt(self, fd: int) -> tuple[Chunk, bool]:
         """A chunk of an earlier loaderd, in use from here on, or the one that is here already; and whether it is new.
 
         ``fd`` is duplicated. It counts against the limit, which it may exceed: the memory is taken as it is. Raises
-        ``Conflict`` for what is no chunk of this pool's size and seals.
+        ``Conflict`` for what is no chunk of this pool, by its size and seals.
         """
         status = os.fstat(fd)
         with self._changed:
             known = next((chunk for chunk in self._chunks if chunk.id == status.st_ino), None)
             if known is not None:
                 return known, False
-            if status.st_size != self.chunk_bytes or not is_sealed(fd):
+            size = status.st_size
+            if not (size == self.chunk_bytes or 0 < 2 * size < self.chunk_bytes) or not is_sealed(fd):
                 raise Conflict(f"a descriptor is no chunk of {self.chunk_bytes} bytes with the seals of one")
-            while len(self._chunks) >= self._most and self._free:
-                self._close(self._free.pop())
+            self._close_free(size)
             kept = os.dup(fd)
             try:
-                address = memory.map_readable(kept, self.chunk_bytes)
+                address = memory.map_readable(kept, size)
             except OSError:
                 os.close(kept)
                 raise
-            view = memory.view(address, self.chunk_bytes)
-            chunk = Chunk(kept, address, view, status.st_ino, adopted=True, state=ChunkState.USED)
-            self._chunks.add(chunk)
+            view = memory.view(address, size)
+            chunk = Chunk(kept, address, view, status.st_ino, adopted=True, lasting=False, state=ChunkState.USED)
+            self._add(chunk)
             return chunk, True
 
     def free(self, chunks: Iterable[Chunk]) -> None:
@@ -159,16 +189,7 @@ class ChunkPool:
 
     def pin(self, chunk: Chunk) -> None:
         """Have the devices know a chunk before they copy from it. What cannot be pinned is copied more slowly."""
-        if self._pinner is None or chunk.adopted:
-            return
-        with self._pinning:
-            if not chunk.pinned:
-                try:
-                    self._pinner.register(chunk.address, self.chunk_bytes)
-                    chunk.pinned = True
-                except Unavailable as error:
-                    log.warning("chunks are copied to devices without being pinned: %s", error)
-                    self._pinner = None
+        self._pinning.pin(chunk)
 
     def inodes_of(self, holder: str) -> set[int]:
         """Inodes of the chunks that ``holder`` was given: what /proc calls them."""
@@ -178,16 +199,15 @@ class ChunkPool:
     def status(self, reserved: int = 0) -> PoolStatus:
         """Bytes by state."""
         with self._changed:
-            states = [chunk.state for chunk in self._chunks]
-            size = self.chunk_bytes
+            used = [chunk for chunk in self._chunks if chunk.state is ChunkState.USED]
             return PoolStatus(
-                chunk_bytes=size,
-                limit=self._most * size,
-                free=max(self._at_hand + self._faulting, 0) * size,
-                prefaulted=sum(chunk.prefaulted for chunk in self._free) * size,
-                used=states.count(ChunkState.USED) * size,
-                held=sum(bool(chunk.holders) for chunk in self._chunks if chunk.state is ChunkState.USED) * size,
-                retiring=states.count(ChunkState.RETIRING) * size,
+                chunk_bytes=self.chunk_bytes,
+                limit=self._limit,
+                free=max(self._at_hand + self._faulting * self.chunk_bytes, 0),
+                prefaulted=sum(chunk.prefaulted for chunk in self._free) * self.chunk_bytes,
+                used=sum(chunk.size for chunk in used),
+                held=sum(chunk.size for chunk in used if chunk.holders),
+                retiring=sum(chunk.size for chunk in self._chunks if chunk.state is ChunkState.RETIRING),
                 reserved=reserved,
                 huge_pages=self._huge,
             )
@@ -205,26 +225,33 @@ class ChunkPool:
     def _close(self, chunk: Chunk) -> None:
         """Its memory goes, as soon as no sandbox has it either."""
         self._chunks.discard(chunk)
-        if chunk.pinned and self._pinner is not None:
-            self._pinner.unregister(chunk.address)
+        size = chunk.size
+        self._taken -= size
+        self._pinning.unpin(chunk)
         chunk.view.release()
-        memory.unmap(chunk.address, self.chunk_bytes)
+        memory.unmap(chunk.address, size)
         os.close(chunk.fd)
         chunk.move(ChunkState.CLOSED)
 
     def _put_back(self, chunk: Chunk) -> None:
-        if chunk.adopted:
+        if not chunk.lasting:
             self._close(chunk)
             return
         chunk.move(ChunkState.FREE)
         chunk.prefaulted = chunk.prefaulted or chunk.dirty == self.chunk_bytes
         self._free.append(chunk)
 
-    def _create(self) -> Chunk:
-        fd, address = create_sealed(MEMFD_NAME, self.chunk_bytes, huge=self._huge)
-        chunk = Chunk(fd, address, memory.view(address, self.chunk_bytes), os.fstat(fd).st_ino)
-        self._chunks.add(chunk)
+    def _create(self, size: int | None = None) -> Chunk:
+        """A whole chunk, or a small one of ``size`` bytes."""
+        small, size = size is not None, self.chunk_bytes if size is None else size
+        fd, address = create_sealed(MEMFD_NAME, size, huge=self._huge and not size % memory.HUGE_PAGE)
+        chunk = Chunk(fd, address, memory.view(address, size), os.fstat(fd).st_ino, lasting=not small)
+        self._add(chunk)
         return chunk
+
+    def _add(self, chunk: Chunk) -> None:
+        self._chunks.add(chunk)
+        self._taken += chunk.size
 
     def _try_create(self) -> Chunk | None:
         try:
@@ -259,7 +286,8 @@ class ChunkPool:
                     self._free.remove(cold)
                     self._faulting += 1
                     return cold
-                if ready < self._ahead and len(self._chunks) < self._most and (made := self._try_create()) is not None:
+                room = self._taken + self.chunk_bytes <= self._limit
+                if ready < self._ahead and room and (made := self._try_create()) is not None:
                     self._faulting += 1
                     return made
                 # Woken by every allocation and by close; the time-out is for a wake-up that was missed, or for

@@ -78,8 +78,9 @@ class Residency:
             missing = [number for number in job.chunks if number not in resident.chunks]
             if missing and not resident.sources and not sources:
                 raise InternalError(f"{digest} is to be read and no source is open")
-            self._make_room(len(missing), digest)
-            fresh = self._pool.allocate(len(missing))
+            size = self._pool.size_for(resident.nbytes)
+            self._make_room(len(missing) * size, digest)
+            fresh = self._pool.allocate(len(missing), size)
             if missing and not resident.sources:
                 resident.sources, spare = spare, []
         finally:
@@ -258,9 +259,9 @@ class Residency:
             if not (busy or resident.chunks[number].holders) and (write_back is None or write_back.let_go(number)):
                 self._pool.free([resident.chunks.pop(number)])
 
-    def room(self, digest: str, count: int) -> int:
-        """How many of ``count`` further chunks a model could have now, others being evicted for them."""
-        return self._room.available(count, digest)
+    def room(self, resident: Resident, count: int) -> int:
+        """How many of ``count`` further chunks a partition could have now, others being evicted for them."""
+        return self._room.available(count, self._pool.size_for(resident.nbytes), resident.key[0])
 
     # --- what stays ---------------------------------------------------------------------------------
     def find(self, digest: str, rank: int) -> Resident | None:
@@ -315,9 +316,9 @@ class Residency:
         resident.chunks.clear()
         return count
 
-    def _make_room(self, count: int, digest: str) -> None:
-        """Evict until ``count`` chunks are free for ``digest``; or nothing at all. Raises ``PoolExhausted``."""
-        for resident in self._room.victims(count, digest):
+    def _make_room(self, nbytes: int, digest: str) -> None:
+        """Evict until ``nbytes`` are free for ``digest``; or nothing at all. Raises ``PoolExhausted``."""
+        for resident in self._room.victims(nbytes, digest):
             self._drop(resident)
 
     # --- reports --------------------------------------------------------------------------------------

@@ -48,6 +48,11 @@ class Resident:
         return min(chunk_bytes, self.nbytes - number * chunk_bytes)
 
     @property
+    def memory(self) -> int:
+        """Bytes of its chunks."""
+        return sum(chunk.size for chunk in self.chunks.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the partition."""
         return self.model.index.partitions[self.key[1]].nbytes
@@ -73,7 +78,7 @@ class Resident:
 
 
 def victims(residents: Iterable[Resident], shortage: int, spare: Collection[str]) -> tuple[list[Resident], int]:
-    """Whom to evict, least recently used first, to free ``shortage`` chunks, and how many are short even so.
+    """Whom to evict, least recently used first, to free ``shortage`` bytes, and how many are short even so.
 
     Models in ``spare`` stay.
     """
@@ -83,7 +88,7 @@ def victims(residents: Iterable[Resident], shortage: int, spare: Collection[str]
             break
         if resident.key[0] not in spare and resident.evictable:
             chosen.append(resident)
-            shortage -= len(resident.chunks)
+            shortage -= resident.memory
     return chosen, max(shortage, 0)
 
 

@@ -19,21 +19,21 @@ class Room:
         self._reserved: dict[str, int] = {}
         self.pinned: set[str] = set()
 
-    def victims(self, count: int, digest: str) -> list[Resident]:
-        """Whom to evict, least recently used first, so that ``count`` chunks are free for ``digest``.
+    def victims(self, nbytes: int, digest: str) -> list[Resident]:
+        """Whom to evict, least recently used first, so that ``nbytes`` are free for ``digest``.
 
         Raises ``PoolExhausted`` if that is not enough.
         """
-        if count <= 0:
+        if nbytes <= 0:
             return []
-        chosen, short = self._choose(count, digest)
+        chosen, short = self._choose(nbytes, digest)
         if short:
-            raise self._exhausted(count, digest)
+            raise self._exhausted(nbytes, digest)
         return chosen
 
-    def available(self, count: int, digest: str) -> int:
-        """How many of ``count`` further chunks a model could have now, others being evicted for them."""
-        return max(count - self._choose(count, digest)[1], 0)
+    def available(self, count: int, size: int, digest: str) -> int:
+        """How many of ``count`` further chunks of ``size`` a model could have now, others being evicted for them."""
+        return max(count - chunk_count(self._choose(count * size, digest)[1], size), 0)
 
     def reserve(self, digest: str, nbytes: int) -> list[Resident]:
         """Keep room for ``nbytes`` of a model: whom to evict now; 0 ends it. Raises ``PoolExhausted``."""
@@ -41,7 +41,7 @@ class Room:
         if not nbytes:
             return []
         try:
-            chosen = self.victims(chunk_count(nbytes, self._pool.chunk_bytes) - self._used_by(digest), digest)
+            chosen = self.victims(self._whole(nbytes) - self._used_by(digest), digest)
         except PoolExhausted:
             if before:
                 self._reserved[digest] = before
@@ -54,33 +54,36 @@ class Room:
         """Bytes of all reservations."""
         return sum(self._reserved.values())
 
-    def _choose(self, count: int, digest: str) -> tuple[list[Resident], int]:
-        shortage = self._pool.shortage(count + self._reserved_by_others(digest))
+    def _choose(self, nbytes: int, digest: str) -> tuple[list[Resident], int]:
+        shortage = self._pool.shortage(nbytes + self._reserved_by_others(digest))
         return victims(self._residents.values(), shortage, {digest, *self.pinned})
 
+    def _whole(self, nbytes: int) -> int:
+        """Bytes of the chunks that ``nbytes`` take."""
+        return chunk_count(nbytes, self._pool.chunk_bytes) * self._pool.chunk_bytes
+
     def _used_by(self, digest: str) -> int:
-        return sum(len(resident.chunks) for key, resident in self._residents.items() if key[0] == digest)
+        return sum(resident.memory for key, resident in self._residents.items() if key[0] == digest)
 
     def _reserved_by_others(self, digest: str) -> int:
-        """Chunks that are kept free for other models."""
+        """Bytes that are kept free for other models."""
         return sum(
-            max(chunk_count(nbytes, self._pool.chunk_bytes) - self._used_by(other), 0)
+            max(self._whole(nbytes) - self._used_by(other), 0)
             for other, nbytes in self._reserved.items()
             if other != digest
         )
 
-    def _exhausted(self, count: int, digest: str) -> PoolExhausted:
+    def _exhausted(self, nbytes: int, digest: str) -> PoolExhausted:
         status = self._pool.status()
-        size = status.chunk_bytes
         kept = [
-            f"{key[0][:19]}/{key[1]} {len(resident.chunks) * size} ({why_kept(resident, self.pinned)})"
+            f"{key[0][:19]}/{key[1]} {resident.memory} ({why_kept(resident, self.pinned)})"
             for key, resident in self._residents.items()
             if key[0] in self.pinned or not resident.evictable
         ]
         kept += [f"retiring {status.retiring}"] if status.retiring else []
-        kept += [f"reserved {others * size}"] if (others := self._reserved_by_others(digest)) else []
+        kept += [f"reserved {others}"] if (others := self._reserved_by_others(digest)) else []
         return PoolExhausted(
-            f"{digest[:19]} needs {count * size} bytes of the pool of {status.limit}; the rest is held by:"
+            f"{digest[:19]} needs {nbytes} bytes of the pool of {status.limit}; the rest is held by:"
             f" {', '.join(kept) or 'nothing, the pool is too small'}. Stop instances, unpin, or raise --pool-bytes",
             field="pool",
             retry_after_s=1.0,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sllm_loaderd.client.control_wire import DEADLINE_S, ControlWire, Report
 from sllm_loaderd.client.keeping import KeptBatch
 from sllm_runtime.protocol.loader import (
+    CPU,
     PREWARM,
     Adopt,
     Adopted,
@@ -72,12 +73,20 @@ class LoaderControl(ControlWire):
         partition: int = 0,
         blocks: Sequence[tuple[int, int]] = (),
         *,
+        device: str = CPU,
         priority: str = PREWARM,
         report: Report | None = None,
         deadline_s: float = 3600.0,
     ) -> None:
-        """Bring a partition, or ordered ranges of its blocks, into memory."""
-        request = Load(request=self.number, model=model, partition=partition, blocks=tuple(blocks), priority=priority)
+        """Bring a partition, or ordered ranges of its blocks, into memory, or to a device."""
+        request = Load(
+            request=self.number,
+            model=model,
+            partition=partition,
+            blocks=tuple(blocks),
+            device=device,
+            priority=priority,
+        )
         await self.ask(request, Done, deadline_s, report=report)
 
     async def pin(self, model: str, pinned: bool = True, deadline_s: float = DEADLINE_S) -> None:
@@ -99,11 +108,12 @@ class LoaderControl(ControlWire):
         partitions: Sequence[int] = (),
         *,
         adapters: Sequence[str] = (),
+        devices: Sequence[str] = (),
         pidfd: int | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> int:
-        """A connection for the sandbox ``holder`` with rights to this model and these adapters (LoRA) alone: a
-        descriptor the caller owns.
+        """A connection for the sandbox ``holder`` with rights to this model and these adapters (LoRA) alone, on these
+        devices (none named: on all): a descriptor the caller owns.
 
         Pass the sandbox's pidfd where there is one; otherwise ``gone`` has to be called when it is dead.
         """
@@ -114,6 +124,7 @@ class LoaderControl(ControlWire):
             model=model,
             partitions=tuple(partitions),
             adapters=tuple(adapters),
+            devices=tuple(devices),
             fds=len(fds),
         )
         return (await self.ask(request, Granted, deadline_s, fds=fds))[1][0]

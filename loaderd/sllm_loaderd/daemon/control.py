@@ -15,6 +15,7 @@ from sllm_loaderd.daemon.service import LoaderService
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.errors import ProtocolError, SllmError
 from sllm_runtime.protocol.loader import (
+    CPU,
     Adopt,
     Adopted,
     Answer,
@@ -183,7 +184,10 @@ class ControlConnection:
         await self._service.model(request.model)  # a model that is broken is refused here, not in the sandbox
         for adapter in request.adapters:
             await self._service.model(adapter)
-        rights = Rights(request.holder, request.model, request.partitions, request.adapters)
+        for device in request.devices:
+            if device != CPU:
+                self._service.devices.get(device)
+        rights = Rights(request.holder, request.model, request.partitions, request.adapters, request.devices)
         theirs = self._holders.grant(self, rights, fds[0] if fds else None)
         try:
             self._connection.say(Granted(request=request.request), [theirs])

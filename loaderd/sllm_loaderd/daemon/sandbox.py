@@ -39,12 +39,25 @@ _MOST_LOADS = 64
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What a sandbox may have, in the name of ``holder``: partitions (none named: all) of one model, and adapters."""
+    """What a sandbox may have, in the name of ``holder``: partitions (none named: all) of one model, and adapters.
+
+    ``devices`` to which it may load; none named: all.
+    """
 
     holder: str
     model: str
     partitions: tuple[int, ...] = ()
     adapters: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+
+    def check(self, model: str, partition: int, device: str) -> None:
+        """Raises ``Forbidden`` naming what is not its own."""
+        if model not in (self.model, *self.adapters):
+            raise Forbidden(f"this sandbox may load {', '.join((self.model, *self.adapters))} only", field="model")
+        if model == self.model and self.partitions and partition not in self.partitions:
+            raise Forbidden(f"this sandbox may load partitions {self.partitions} only", field="partition")
+        if self.devices and device not in self.devices:
+            raise Forbidden(f"this sandbox may load to {', '.join(self.devices)} only", field="device")
 
 
 class SandboxConnection:
@@ -113,10 +126,7 @@ class SandboxConnection:
     async def _load(self, request: Load) -> None:
         rights, number = self._rights, request.request
         model = request.model or rights.model
-        if model not in (rights.model, *rights.adapters):
-            raise Forbidden(f"this sandbox may load {', '.join((rights.model, *rights.adapters))} only", field="model")
-        if model == rights.model and rights.partitions and request.partition not in rights.partitions:
-            raise Forbidden(f"this sandbox may load partitions {rights.partitions} only", field="partition")
+        rights.check(model, request.partition, request.device)
         if number in self._loads or len(self._loads) >= _MOST_LOADS:
             raise ProtocolError(f"load {number} is under way already, or {_MOST_LOADS} are")
         say = self._connection.say

@@ -140,12 +140,14 @@ class Grant(Request, frozen=True, kw_only=True):
 
     ``holder`` names the sandbox; what it holds is used again only after ``Gone(holder)``, or when the process of the
     pidfd that may come with the message (``fds`` 1) has ended. ``adapters``: models (LoRA) that it may load beside.
+    ``devices``: where it may load to; none named: everywhere.
     """
 
     holder: str
     model: str
     partitions: tuple[int, ...] = ()
     adapters: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     fds: int = 0
 
 

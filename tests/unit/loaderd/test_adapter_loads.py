@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from sllm_loaderd.client import LoaderSession
+from sllm_loaderd.client import KeptChunks, LoaderSession
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.devices.tensors import bind
-from sllm_runtime.protocol.errors import Forbidden, ModelNotFound
+from sllm_runtime.protocol.errors import Conflict, Forbidden, ModelNotFound
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, session, small_checkpoint
 
 ADAPTERS = 3
@@ -78,6 +78,10 @@ async def test_adapters_load_beside_their_base(daemon: LoaderProcess, tmp_path: 
         status = await daemon.control.status()
         assert {part.model for part in status.resident} == {base, *granted}
         assert {part.holders for part in status.resident} == {("w",)}
+        sizes = {part.model: part.total for part in status.resident}
+        small = sum(sizes[digest] for digest in granted)
+        assert status.pool.used == -(-sizes[base] // SMALL_CHUNK) * SMALL_CHUNK + small, "no whole chunk for each"
+        assert small < SMALL_CHUNK
         with pytest.raises(Forbidden, match="this sandbox may load"):
             await right(opened, other, ADAPTERS, "cpu")
 
@@ -88,6 +92,48 @@ async def test_adapters_load_beside_their_base(daemon: LoaderProcess, tmp_path: 
     assert (await daemon.control.status()).pool.held == 0
     with pytest.raises(ModelNotFound):
         await daemon.control.grant("x", base, adapters=["sha256:" + "0" * 64])
+
+
+async def test_small_adapters_outlive_a_killed_loaderd(tmp_path: Path) -> None:
+    kept = KeptChunks()
+    try:
+        async with loaderd(tmp_path, kept=kept) as daemon:
+            base = (await daemon.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+            digest = await adapter(daemon, tmp_path / "adapter", 0)
+            async with session(daemon, base, adapters=[digest]) as opened:
+                assert await right(opened, digest, 0, "cpu")
+            (batch,) = kept.batches()
+            daemon.process.kill()
+            await daemon.control.lost.wait()
+        async with loaderd(tmp_path, kept=kept) as daemon:
+            assert (await daemon.control.adopt(batch)).ids == batch.ids
+            status = await daemon.control.status()
+            (part,) = status.resident
+            assert (part.model, part.nbytes, status.pool.used) == (digest, part.total, part.total)
+            async with session(daemon, base, "second", adapters=[digest]) as opened:
+                assert await right(opened, digest, 0, "cpu")
+            for holder in ("w", "second"):
+                await daemon.control.gone(holder)
+            await daemon.control.evict(digest)
+            assert (await daemon.control.status()).pool.used == 0
+    finally:
+        kept.close()
+
+
+async def test_a_sandbox_loads_to_its_own_devices_alone(daemon: LoaderProcess, tmp_path: Path) -> None:
+    base = (await daemon.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+    with pytest.raises(Conflict, match="fake:7"):
+        await daemon.control.grant("w", base, devices=["cpu", "fake:7"])
+    for own, foreign in (("cpu", "fake:0"), ("fake:0", "cpu")):
+        fd = await daemon.control.grant("w", base, devices=[own])
+        opened = await asyncio.to_thread(LoaderSession, fd)
+        try:
+            await asyncio.to_thread(opened.load(device=own).wait_all)
+            with pytest.raises(Forbidden, match=f"may load to {own} only"):
+                await asyncio.to_thread(opened.load(device=foreign).wait_all)
+        finally:
+            await asyncio.to_thread(opened.close)
+        await daemon.control.gone("w")
 
 
 async def test_rights_to_some_partitions_of_the_base_leave_adapters_whole(

@@ -143,7 +143,7 @@ def test_adopted_chunks_take_the_place_of_free_ones_and_may_exceed_the_limit(poo
     with pytest.raises(PoolExhausted):
         pool.allocate(1)
     pool.free(adopted[:2])
-    assert pool.shortage(1) == 1, "there is room only below the limit"
+    assert pool.shortage(SIZE) == SIZE, "there is room only below the limit"
     pool.free(adopted[2:3])
     (made,) = pool.allocate(1)
     assert not made.adopted

@@ -21,6 +21,7 @@ from sllm_loaderd.pool import ChunkPool
 from sllm_runtime.protocol.errors import PoolExhausted, ProtocolError, Unavailable
 
 SIZE = 16384
+PAGE = 4096
 WAIT = 10.0
 
 
@@ -63,7 +64,7 @@ def test_a_private_mapping_may_be_written_and_only_its_owner_sees_it() -> None:
 def test_no_more_than_the_limit_and_all_or_nothing() -> None:
     with pool_of(3) as pool:
         taken = pool.allocate(2)
-        with pytest.raises(PoolExhausted, match="1 more than are free"):
+        with pytest.raises(PoolExhausted, match=f"{SIZE} bytes more than are free"):
             pool.allocate(2)
         assert pool.status().used == 2 * SIZE
         pool.free(taken)
@@ -77,12 +78,12 @@ def test_what_a_sandbox_had_is_used_again_only_when_it_is_dead() -> None:
         pool.hold(chunks[:1], "b")
         pool.free(chunks)
         assert [chunk.state for chunk in chunks] == [ChunkState.RETIRING, ChunkState.FREE]
-        assert pool.shortage(2) == 1
+        assert pool.shortage(2 * SIZE) == SIZE
         assert pool.status().retiring == SIZE
         assert pool.forget("a") == 0
         assert pool.forget("b") == 1
         assert pool.forget("b") == 0
-        assert pool.shortage(2) == 0
+        assert pool.shortage(2 * SIZE) == 0
 
 
 def test_a_chunk_is_not_freed_twice() -> None:
@@ -127,6 +128,24 @@ def test_closing_gives_back_every_descriptor_and_mapping() -> None:
     assert held() == before
 
 
+def test_small_partitions_take_what_they_need_and_idle_chunks_go_for_them() -> None:
+    with pool_of(2) as pool:
+        assert [pool.size_for(nbytes) for nbytes in (0, PAGE, SIZE // 2, SIZE)] == [SIZE, PAGE, SIZE, SIZE]
+        pool.free(pool.allocate(2))
+        small = pool.allocate(4, PAGE)
+        assert [os.fstat(chunk.fd).st_size for chunk in small] == [PAGE] * 4
+        assert (pool.status().used, pool.status().free) == (SIZE, SIZE)
+        with pytest.raises(PoolExhausted):
+            pool.allocate(2)
+        whole = pool.allocate(1)
+        pool.hold(small[:1], "a")
+        pool.free(small)
+        assert [chunk.state for chunk in small] == [ChunkState.RETIRING] + [ChunkState.CLOSED] * 3
+        assert pool.shortage(SIZE) == PAGE
+        pool.forget("a")
+        assert len(pool.allocate(1) + whole) == 2
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of allocating, giving out, freeing and dying keeps the books right."""
 
@@ -134,19 +153,21 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.pool = ChunkPool(4096, 6 * 4096, 2 * 4096)
+        self.pool = ChunkPool(SIZE, 6 * SIZE, 2 * SIZE)
         self.used: set[Chunk] = set()
         self.retired: set[Chunk] = set()
 
-    @rule(target=taken, count=st.integers(0, 4))
-    def allocate(self, count: int) -> object:
-        room = 6 - len(self.used) - len(self.retired)
-        if count > room:
+    @rule(target=taken, count=st.integers(0, 4), nbytes=st.sampled_from([PAGE, SIZE]))
+    def allocate(self, count: int, nbytes: int) -> object:
+        size = self.pool.size_for(nbytes)
+        room = 6 * SIZE - sum(chunk.size for chunk in self.used | self.retired)
+        if count * size > room:
             with pytest.raises(PoolExhausted):
-                self.pool.allocate(count)
+                self.pool.allocate(count, size)
             return multiple()
-        chunks = self.pool.allocate(count)
+        chunks = self.pool.allocate(count, size)
         assert len(set(chunks)) == count
+        assert {chunk.size for chunk in chunks} <= {size}
         assert not set(chunks) & (self.used | self.retired)
         self.used.update(chunks)
         return multiple(*chunks)
@@ -172,8 +193,8 @@ class PoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         status = self.pool.status()
-        assert status.used == len(self.used) * 4096
-        assert status.retiring == len(self.retired) * 4096
+        assert status.used == sum(chunk.size for chunk in self.used)
+        assert status.retiring == sum(chunk.size for chunk in self.retired)
         assert status.free == status.limit - status.used - status.retiring
 
     def teardown(self) -> None:
