@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from sllm_loaderd.disk.local import PATH as DISK
 from sllm_loaderd.files import sync_directory, write_durable
 from sllm_loaderd.learnt import LearntDigests
 from sllm_loaderd.origins import Origins, SourceRecord
@@ -31,7 +30,7 @@ from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex, partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound, Unavailable
-from sllm_runtime.protocol.loader import FileEntry
+from sllm_runtime.protocol.loader import DISK, FileEntry
 
 _READ_ONLY_SEALS = 0x1 | 0x2 | 0x4 | 0x8
 

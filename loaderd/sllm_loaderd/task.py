@@ -8,10 +8,10 @@ from enum import StrEnum
 from typing import Final
 
 from sllm_loaderd.chunk import Chunk
-from sllm_loaderd.disk.local import PATH as DISK
 from sllm_loaderd.files import chunk_digest
 from sllm_loaderd.reader import ChunkSource, mode_of
 from sllm_runtime.protocol.errors import CorruptCheckpoint, SllmError
+from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.states import check
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from sllm_loaderd.chunk import Chunk
-from sllm_loaderd.disk.local import PATH
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import Task, TaskState
 from sllm_runtime.protocol.errors import SllmError, Unavailable
-from sllm_runtime.protocol.loader import PRIORITIES, WRITE_BACK
+from sllm_runtime.protocol.loader import DISK, PRIORITIES, WRITE_BACK
 
 log = logging.getLogger(__name__)
 _CLASS: Final = PRIORITIES.index(WRITE_BACK)
@@ -178,7 +177,7 @@ class _WriteChunk(Task):
         copy: _Copy,
         done: Callable[[Task, SllmError | None], None],
     ) -> None:
-        super().__init__(number, nbytes, (PATH,), done)
+        super().__init__(number, nbytes, (DISK,), done)
         self._chunk = chunk
         self._copy = copy
 

@@ -11,7 +11,6 @@ from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_loaderd.device_stage import DeviceStage
 from sllm_loaderd.devices.registry import Devices, open_devices
-from sllm_loaderd.disk.local import PATH as DISK
 from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.load_job import plan_job
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
@@ -28,6 +27,7 @@ from sllm_runtime.protocol.errors import DigestMismatch, InvalidCheckpoint, Sllm
 from sllm_runtime.protocol.loader import (
     CONVERT,
     CPU,
+    DISK,
     Load,
     ModelInfo,
     PathStatus,

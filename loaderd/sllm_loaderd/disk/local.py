@@ -12,9 +12,8 @@ from sllm_loaderd.disk.cached import cached_bytes
 from sllm_loaderd.files import read_exactly
 from sllm_runtime.protocol.checkpoint import BLOCK_ALIGN, partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound
+from sllm_runtime.protocol.loader import DISK
 
-PATH: Final = "disk"
-"""The path that every local file comes by."""
 DIRECT: Final = "direct"
 BUFFERED: Final = "buffered"
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -28,7 +27,7 @@ class LocalFile:
     ``ModelNotFound`` or ``CorruptCheckpoint`` if it cannot be opened.
     """
 
-    path = PATH
+    path = DISK
 
     def __init__(self, file: Path, *, direct: bool = True) -> None:
         self._file = file

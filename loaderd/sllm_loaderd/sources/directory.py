@@ -11,12 +11,13 @@ from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.attempts import changed
 from sllm_loaderd.sources.listing import wanted
 from sllm_runtime.protocol.errors import ModelNotFound
+from sllm_runtime.protocol.loader import DISK
 
 
 class DirectorySource:
     """A local directory or GGUF file, taken where it stands."""
 
-    path = "disk"
+    path = DISK
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()

@@ -15,6 +15,7 @@ from sllm_loaderd.sources.remote import Remote
 from sllm_loaderd.sources.remote_object import RemoteObject, entity_tag
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, MAX_INDEX, decode_index, partition_name
 from sllm_runtime.protocol.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
+from sllm_runtime.protocol.loader import path_of
 
 SHARD_INDEX: Final = "model.safetensors.index.json"
 
@@ -25,7 +26,7 @@ class HttpSource:
     def __init__(self, uri: str, remote: Remote | None = None, base: str | None = None) -> None:
         self.uri = uri
         self._base = (base or uri).rstrip("/") + "/"
-        self._remote = remote or Remote(f"http {uri.split('/')[2]}")
+        self._remote = remote or Remote(path_of(uri))
         self.path = self._remote.path
 
     def fingerprint(self) -> str:

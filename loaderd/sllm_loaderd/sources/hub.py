@@ -23,6 +23,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
     UnsupportedModel,
 )
+from sllm_runtime.protocol.loader import path_of
 
 T = TypeVar("T")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
@@ -40,7 +41,7 @@ class HubSource:
         self._revision = revision or "main"
         self.uri = f"hf://{name}"
         self._label = f"{self.uri}@{self._revision}"
-        self.path = "hub"
+        self.path = path_of(self.uri)
         self._listed: tuple[str, list[Entry]] | None = None
         self._remote: Remote | None = None
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ from sllm_loaderd.sources.http import HttpSource
 from sllm_loaderd.sources.remote import Remote
 from sllm_runtime.protocol.checkpoint import digest_hex
 from sllm_runtime.protocol.errors import InvalidCheckpoint
+from sllm_runtime.protocol.loader import path_of
 
 
 def peer_source(rest: str, token: str) -> HttpSource:
@@ -19,5 +20,5 @@ def peer_source(rest: str, token: str) -> HttpSource:
     def sign(method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
         return {**headers, "Authorization": f"Bearer {token}"}
 
-    remote = Remote(f"peer {address}", sign, remedy="the nodes need the same SLLM_PEER_TOKEN")
+    remote = Remote(path_of(f"peer://{rest}"), sign, remedy="the nodes need the same SLLM_PEER_TOKEN")
     return HttpSource(f"peer://{rest}", remote, f"http://{address}/models/{digest_hex(digest)}")

@@ -16,6 +16,7 @@ from sllm_loaderd.sources.remote import Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
 from sllm_runtime.protocol.checkpoint import is_plain_name
 from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
+from sllm_runtime.protocol.loader import path_of
 
 _REMEDY = "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE …) and their rights"
 _SCOPE = re.compile(r"X-Amz-Credential=[^&]*%2F\d{8}%2F(?P<region>[^%&]+)%2Fs3%2Faws4_request")
@@ -31,7 +32,7 @@ class S3Source:
         self._bucket = bucket
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self.uri = f"s3://{bucket}/{self._prefix}"
-        self.path = f"s3 {bucket}"
+        self.path = path_of(self.uri)
         self._access: _Access | None = None
         self._lock = threading.Lock()
 

@@ -11,7 +11,7 @@ from sllm_runtime.platform.telemetry import configure_logging
 
 
 async def _main(settings: ControllerSettings, stop: asyncio.Event) -> None:
-    async with lead(settings, settings.name) as controller:
+    async with lead(settings, settings.name, settings.chosen_policy()) as controller:
         ready()
         await controller.run(stop)
 

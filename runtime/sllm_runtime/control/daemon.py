@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sllm_runtime.control import restore
 from sllm_runtime.control.deletion import Deletions
@@ -18,7 +19,8 @@ from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import Models
 from sllm_runtime.control.nodes import Nodes
-from sllm_runtime.control.placement import Policy, Simple
+from sllm_runtime.control.placement import Policy
+from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, StartupTime
 from sllm_runtime.control.service import Service
 from sllm_runtime.control.sweeping import Sweeps
 from sllm_runtime.platform.bus import Bus
@@ -32,9 +34,15 @@ log = logging.getLogger(__name__)
 
 
 class ControllerSettings(Settings):
-    """``SLLM_CONTROLLER``: its identity where no identity file says it."""
+    """``SLLM_CONTROLLER``: its identity where no identity file says it. ``SLLM_POLICY``: how nodes are chosen, one of
+    ``scheduling.policies.POLICIES``."""
 
     controller: str = "controller"
+    policy: Literal["random", "availability", "locality", "startup-time"] = DEFAULT
+
+    def chosen_policy(self) -> Policy:
+        """The policy of that name."""
+        return POLICIES[self.policy]()
 
     @property
     def name(self) -> str:
@@ -77,7 +85,7 @@ async def lead(settings: Settings, identity: str, policy: Policy | None = None) 
         store = await StateStore.open(bus, create=True, replicas=settings.replicas)
         stack.push_async_callback(store.close)
         term = await store.elect(identity)
-        loop, ledger, nodes = await _take_over(bus, store, term, policy or Simple(), settings.nats_store)
+        loop, ledger, nodes = await _take_over(bus, store, term, policy or StartupTime(), settings.nats_store)
         models = Models(loop, nodes)
         stack.push_async_callback(models.close)
         deployments = Deployments(loop, ledger, models, bus)

@@ -91,8 +91,7 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
         return None
     reported = {instance.instance for instance in status.instances}
     name = node.record.node
-    unseen = [i for i in view.instances.values() if i.record.node == name and not i.ended]
-    unseen = [i for i in unseen if i.record.instance not in reported]
+    unseen = [i for i in view.on(name).values() if not i.ended and i.record.instance not in reported]
     back = {i.record.instance for i in leaving}
     taken = {index for i in unseen for index in i.gpus}
     return Capacity(

@@ -60,8 +60,16 @@ def report(view: View, instance: Instance, status: InstanceStatus, now: float) -
         spans = status.spans if instance.adopted else ready_spans(instance, status, now)
         record = msgspec.structs.replace(moved.record, fingerprint=status.fingerprint, capabilities=status.capabilities)
         moved = replace(moved, record=record, ready_at=now, spans=spans)
+        view = _learn(view, moved, status)
     moved = replace(moved, seen=status, seen_at=now)
     return settle(view.put_instance(moved), instance, moved, now)
+
+
+def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
+    if instance.predicted is None:
+        return view
+    warm = instance.predicted.warm
+    return replace(view, learned=view.learned.after(instance.key, instance.record.node, warm, status.spans))
 
 
 def vanish(view: View, instance: Instance, error: ErrorBody, now: float) -> View:

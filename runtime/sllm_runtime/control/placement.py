@@ -1,14 +1,16 @@
-"""Where an instance goes. ``Policy`` is what the startup-time-optimised scheduler (ServerlessLLM, section 6) fills;
-``Simple`` prefers the node that has the weights nearest, then the most room."""
+"""What a placement is asked for and answers, and what all policies (``scheduling.policies``) go by: which nodes may be
+asked, which idle instances may end to make room, and why something waits. Pure."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from sllm_runtime.control.autoscale import HANDOVER_S
-from sllm_runtime.control.fits import Need, choose_gpus, free, memory_of, need_of, short, total
+from sllm_runtime.control.fits import Need, free, memory_of, need_of, short, total
+from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import Instance, Key, Node, View
 from sllm_runtime.protocol.manifest import Manifest
 
@@ -29,6 +31,8 @@ class Request:
 class Place:
     node: str
     gpus: tuple[int, ...] = ()
+    estimate: Estimate | None = None
+    """What the start is expected to take; None of a policy that does not ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,44 +82,14 @@ def unsatisfiable(need: Need, view: View) -> str:
     return f"no node can run it; the nearest, {name}, lacks {'; '.join(lacks)}"
 
 
-def _usable(request: Request, view: View, node: Node, now: float) -> bool:
+def usable(request: Request, view: View, node: Node, now: float) -> bool:
+    """Whether ``node`` may be asked to start this now, room aside."""
     if node.status is None or node.record.cordoned or node.status.draining:
         return False
     refusal = view.refused.get((request.key, node.record.node))
     if refusal is not None and refusal.until > now:
         return False
     return view.alive(node.record.node, now)
-
-
-def _distance(request: Request, node: Node) -> int:
-    """Tiers between the weights and the devices: 0 in DRAM (or no model), 1 on the SSD, 2 elsewhere."""
-    if node.status is None or request.model is None or request.model in node.status.resident:
-        return 0
-    return 1 if request.model in node.status.models else 2
-
-
-@dataclass(frozen=True, slots=True)
-class Simple:
-    """Preferred accelerator, nearest weights, a warm sandbox, most free memory; else make room from the idle."""
-
-    def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
-        need = request.need(view)
-        usable = [node for node in view.nodes.values() if _usable(request, view, node, now)]
-        ranked = []
-        for node in usable:
-            capacity = free(view, node)
-            if capacity is None or short(need, capacity):
-                continue
-            chosen = choose_gpus(need, capacity)
-            if chosen is None or node.status is None:
-                continue
-            rank, gpus = chosen
-            cold = 0 if node.status.pool_idle else 1
-            order = (rank, _distance(request, node), cold, -capacity.memory, node.record.node)
-            ranked.append((order, Place(node.record.node, gpus)))
-        if ranked:
-            return min(ranked, key=lambda item: item[0])[1]
-        return _make_room(request, need, view, usable, now) or _why(request, view, usable)
 
 
 def _evictable(request: Request, view: View, instance: Instance, now: float) -> bool:
@@ -130,23 +104,18 @@ def _evictable(request: Request, view: View, instance: Instance, now: float) -> 
     return not view.active(instance.key) or ready > instance.manifest.min_instances
 
 
-def _make_room(request: Request, need: Need, view: View, usable: list[Node], now: float) -> Decision | None:
-    """Fewest idle instances, longest idle first, whose end lets it fit; those already ending count first."""
-    plans = []
-    for node in sorted(usable, key=lambda node: node.record.node):
-        there = [i for i in view.instances.values() if i.record.node == node.record.node and i.seen and not i.ended]
-        leaving = [i for i in there if i.stop is not None]
-        if _fits(need, view, node, leaving):
-            return Wait(f"waits for {len(leaving)} instance(s) to end on {node.record.node}")
-        idle = sorted((i for i in there if _evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
-        for count in range(1, len(idle) + 1):
-            if _spares(view, idle[:count]) and _fits(need, view, node, [*leaving, *idle[:count]]):
-                plans.append((count, node.record.node, tuple(i.record.instance for i in idle[:count])))
-                break
-    if not plans:
-        return None
-    _, name, instances = min(plans)
-    return Evict(instances, f"makes room on {name} by ending {len(instances)} idle instance(s)")
+def room_made(request: Request, need: Need, view: View, node: Node, now: float) -> tuple[Instance, ...] | None:
+    """Fewest idle instances of ``node``, longest idle first, whose end lets it fit; empty if what is ending already is
+    enough; None if nothing helps."""
+    there = [i for i in view.on(node.record.node).values() if i.seen and not i.ended]
+    leaving = [i for i in there if i.stop is not None]
+    if _fits(need, view, node, leaving):
+        return ()
+    idle = sorted((i for i in there if _evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
+    for count in range(1, len(idle) + 1):
+        if _spares(view, idle[:count]) and _fits(need, view, node, [*leaving, *idle[:count]]):
+            return tuple(idle[:count])
+    return None
 
 
 def _spares(view: View, chosen: list[Instance]) -> bool:
@@ -164,15 +133,14 @@ def _fits(need: Need, view: View, node: Node, leaving: list[Instance]) -> bool:
     return bool(leaving) and capacity is not None and not short(need, capacity)
 
 
-def _why(request: Request, view: View, usable: list[Node]) -> Decision:
-    """Words for the one who waits."""
-    need = request.need(view)
+def why_not(request: Request, need: Need, view: View, nodes: Sequence[Node]) -> Decision:
+    """Words for the one who waits, though ``nodes`` may be asked; or ``Refuse``."""
     never = unsatisfiable(need, view)
     if never:
         return Refuse(never)
     if not view.nodes:
         return Wait("no node has reported yet; is an invoker running? See `sllm node list`")
-    fitting = [node for node in usable if node.status is not None and not short(need, total(node.status))]
+    fitting = [node for node in nodes if node.status is not None and not short(need, total(node.status))]
     if not fitting:
         refusals = (f"{node}: {said.reason}" for (key, node), said in view.refused.items() if key == request.key)
         said = "; ".join(sorted(refusals)) or "see `sllm node list`"

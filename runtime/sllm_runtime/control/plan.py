@@ -81,8 +81,9 @@ def _order(view: View, key: Key) -> tuple[int, bool, Key]:
 
 def _forget(view: View, now: float) -> View:
     """Ended instances and old refusals leave the view."""
-    if any(instance.ended for instance in view.instances.values()):
-        view = replace(view, instances={name: i for name, i in view.instances.items() if not i.ended})
+    ended = [name for name, instance in view.instances.items() if instance.ended]
+    if ended:
+        view = replace(view, instances=view.instances.without(ended))
     if any(refusal.until <= now for refusal in view.refused.values()):
         view = replace(view, refused={key: refusal for key, refusal in view.refused.items() if refusal.until > now})
     return view
@@ -164,7 +165,9 @@ def _new(version: VersionRecord, place: Place, context: Context) -> Instance:
         state=InstanceState.PENDING,
         created=context.wall,
     )
-    return Instance(record=record, manifest=version.manifest, placed=context.now, gpus=place.gpus)
+    return Instance(
+        record=record, manifest=version.manifest, placed=context.now, gpus=place.gpus, predicted=place.estimate
+    )
 
 
 def _due(instance: Instance, now: float) -> bool:
@@ -186,7 +189,7 @@ def _command(view: View, now: float) -> tuple[View, list[Action]]:
         action = SendStart(name) if stop is None else SendStop(instance.record.node, name, stop.reason, stop.grace_s)
         actions.append(action)
     if sent:
-        view = replace(view, instances={**view.instances, **sent})
+        view = replace(view, instances=view.instances.put(*sent.values()))
     return view, actions
 
 

@@ -20,8 +20,8 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
     reborn = last is not None and last.boot != status.boot
     view = view.put_node(Node(record=record, status=status, heard=now))
     reported = {instance.instance: instance for instance in status.instances}
-    for instance in tuple(view.instances.values()):
-        if instance.record.node != status.node or instance.ended:
+    for instance in view.on(status.node).values():
+        if instance.ended:
             continue
         said = reported.get(instance.record.instance)
         if said is not None:

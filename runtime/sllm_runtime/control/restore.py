@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from sllm_runtime.control.changes import Write
+from sllm_runtime.control.table import Table
 from sllm_runtime.control.view import Instance, Node, View
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.manifest import Manifest
@@ -43,11 +44,11 @@ def as_stored(stored: Stored, now: float) -> View:
     their node's report makes them strays, which are ended."""
     entries = {entry.instance: entry for route in stored.routes.values() for entry in route.entries}
     versions = {(record.function, record.version): record for record in stored.versions.values()}
-    instances = {
-        record.instance: _adopted(record, versions[key].manifest, entries.get(record.instance), now)
+    instances = Table(
+        _adopted(record, versions[key].manifest, entries.get(record.instance), now)
         for record in stored.instances.values()
         if (key := (record.function, record.version)) in versions
-    }
+    )
     return View(
         functions={record.function: record for record in stored.functions.values()},
         versions=versions,
@@ -89,5 +90,5 @@ def repaired(view: View) -> View:
         elif state is VersionState.ACTIVE:
             state = VersionState.RETIRED
         versions[key] = msgspec.structs.replace(record, state=state)
-    instances = {name: instance for name, instance in view.instances.items() if instance.key in versions}
+    instances = Table(instance for instance in view.instances.values() if instance.key in versions)
     return replace(view, functions=functions, versions=versions, instances=instances)

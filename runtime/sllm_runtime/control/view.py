@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
+from sllm_runtime.control.scheduling.learned import Learned
+from sllm_runtime.control.scheduling.prediction import Estimate
+from sllm_runtime.control.table import Table
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
@@ -64,6 +67,8 @@ class Instance:
     manifest: Manifest
     placed: float
     gpus: tuple[int, ...] = ()
+    predicted: Estimate | None = None
+    """What its start was expected to take."""
     adopted: bool = False
     """Read from the KV at start: what it was told is not known, so it is never begun again."""
     seen: InstanceStatus | None = None
@@ -134,7 +139,7 @@ class View:
     versions: Mapping[Key, VersionRecord] = field(default_factory=dict)
     models: Mapping[str, ModelRecord] = field(default_factory=dict)
     nodes: Mapping[str, Node] = field(default_factory=dict)
-    instances: Mapping[str, Instance] = field(default_factory=dict)
+    instances: Table[Instance] = field(default_factory=Table)
     waiting: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
     """Calls that wait, by version and by who asks."""
     failures: Mapping[Key, Failure] = field(default_factory=dict)
@@ -148,6 +153,8 @@ class View:
     """Instances nobody knows, with the time of the last command to end them."""
     pending: Mapping[Key, str] = field(default_factory=dict)
     """Why a wanted instance cannot be placed now, for people."""
+    learned: Learned = field(default_factory=Learned)
+    """What starts so far took. Not stored: a new controller learns anew."""
     listening_since: float = 0.0
     """Since when reports could have been heard without interruption."""
 
@@ -161,6 +168,10 @@ class View:
     def silent(self, node: str, now: float) -> bool:
         """Whether the node had LOST_AFTER_S to speak and did not. Neither alive nor silent: too early to say."""
         return not self.alive(node, now) and now - self.listening_since >= LOST_AFTER_S
+
+    def on(self, node: str) -> Mapping[str, Instance]:
+        """Instances placed on a node; the same object until one of them changes."""
+        return self.instances.on(node)
 
     def of(self, key: Key) -> tuple[Instance, ...]:
         """All instances of a version, oldest first."""
@@ -194,7 +205,7 @@ class View:
 
     # --- changes: each returns a new view -----------------------------------------------------------
     def put_instance(self, instance: Instance) -> View:
-        return replace(self, instances=with_item(self.instances, instance.record.instance, instance))
+        return replace(self, instances=self.instances.put(instance))
 
     def put_node(self, node: Node) -> View:
         return replace(self, nodes=with_item(self.nodes, node.record.node, node))

@@ -28,6 +28,21 @@ CUDA_IPC: Final = "cuda_ipc"
 handle."""
 
 
+DISK: Final = "disk"
+"""The path that every local file comes by."""
+
+
+def path_of(uri: str) -> str:
+    """The path that the bytes of a model at ``uri`` come by: whatever shares a path shares its bandwidth."""
+    scheme, found, rest = uri.partition("://")
+    place = rest.partition("/")[0]
+    if not found:
+        return DISK
+    if scheme == "hf":
+        return "hub"
+    return f"{'http' if scheme == 'https' else scheme} {place}"
+
+
 CONVERT_NOW: Final = "now"
 CONVERT_LATER: Final = "later"
 CONVERT_NEVER: Final = "never"

@@ -7,9 +7,9 @@ import msgspec
 
 from sllm_runtime.control import registry
 from sllm_runtime.control.loop import accepted
-from sllm_runtime.control.placement import Simple
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
 from sllm_runtime.control.reports import observe
+from sllm_runtime.control.scheduling.policies import StartupTime
 from sllm_runtime.control.view import Key, View
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.manifest import Manifest
@@ -83,6 +83,7 @@ class World:
         self.view = View()
         self.now = 1000.0
         self.rng = random.Random(1)
+        self.policy = StartupTime()
         self.started: list[tuple[float, str]] = []
         """When which instance got its first start command."""
 
@@ -97,7 +98,7 @@ class World:
 
     def plan(self, *, deliver: bool = True) -> tuple[Action, ...]:
         """One step; ``deliver=False`` loses the commands on their way."""
-        made = plan(self.view, Context(now=self.now, wall=0.0, policy=Simple(), rng=self.rng))
+        made = plan(self.view, Context(now=self.now, wall=0.0, policy=self.policy, rng=self.rng))
         self.view = made.view
         for action in made.actions:
             if isinstance(action, SendStart) and action.instance not in [name for _, name in self.started]:

@@ -1,0 +1,44 @@
+"""How long a start takes on a server: q + n/b (ServerlessLLM, section 6.1), beside what the sandbox takes meanwhile."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sllm_runtime.control.scheduling.learned import Learned
+from sllm_runtime.control.scheduling.prediction import Estimate, Tier
+from sllm_runtime.control.scheduling.servers import Server
+from sllm_runtime.control.view import Key
+from sllm_runtime.protocol.records import ModelRecord
+
+SSD_BANDWIDTH: Final = 1e9
+REMOTE_BANDWIDTH: Final = 1e8
+"""Bytes per second of a path that was never used. Too low rather than too high: one start corrects it."""
+
+
+def estimate(server: Server, key: Key, model: ModelRecord | None, learned: Learned, release: float = 0.0) -> Estimate:
+    """Of a start of version ``key`` with ``model`` on ``server``, which has room or will after ``release`` seconds."""
+    tier, queue, read = _weights(server, model)
+    warm = server.status.pool_idle > 0
+    return Estimate(
+        tier=tier,
+        warm=warm,
+        sandbox=learned.sandbox_s(server.name, warm),
+        imports=learned.import_s(key),
+        queue=queue,
+        read=read,
+        setup=learned.setup_s(key),
+        release=release,
+    )
+
+
+def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, float]:
+    """Where the weights are, and seconds of waiting and of reading."""
+    if model is None:
+        return "none", 0.0, 0.0
+    path = server.path(model)
+    if path is None:
+        return "dram", 0.0, 0.0
+    near = model.digest in server.ssd
+    bandwidth = path.bandwidth or (SSD_BANDWIDTH if near else REMOTE_BANDWIDTH)
+    nbytes = max(model.partitions, default=model.nbytes)
+    return "ssd" if near else "remote", (path.queued + server.coming) / bandwidth, nbytes / bandwidth

@@ -1,0 +1,39 @@
+"""What a start is expected to take, part by part. Kept with the instance, beside what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Tier: TypeAlias = Literal["none", "dram", "ssd", "remote"]
+"""Where the weights are nearest; ``none``: the function has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of a start's parts. The weights come while the sandbox is made and the function imported."""
+
+    tier: Tier
+    warm: bool
+    """Whether a sandbox was waiting in the node's pool."""
+    sandbox: float
+    imports: float
+    queue: float
+    """q: what is served before it on the same path."""
+    read: float
+    """n/b: the bytes of the largest partition, by the slowest path on the way."""
+    setup: float
+    release: float = 0.0
+    """Until what is in the way has gone, moved away or ended."""
+
+    @property
+    def seconds(self) -> float:
+        """From the decision to READY."""
+        return self.release + max(self.sandbox + self.imports, self.queue + self.read) + self.setup
+
+    def words(self) -> str:
+        """For people: ``1.24 s (ssd: queue 0.20 + read 0.90; sandbox 0.02, import 0.10, setup 0.04)``."""
+        weights = f"{self.tier}: queue {self.queue:.2f} + read {self.read:.2f}; " if self.tier != "none" else ""
+        rest = f"sandbox {self.sandbox:.2f}, import {self.imports:.2f}, setup {self.setup:.2f}"
+        after = f"; after {self.release:.2f} until there is room" if self.release else ""
+        return f"{self.seconds:.2f} s ({weights}{rest}{after})"

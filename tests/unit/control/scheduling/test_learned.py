@@ -1,0 +1,63 @@
+"""What starts teach."""
+
+from __future__ import annotations
+
+import pytest
+
+from sllm_runtime.control.scheduling.estimate import estimate
+from sllm_runtime.control.scheduling.learned import NEWEST, Learned
+from sllm_runtime.control.scheduling.servers import Servers
+from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, WEIGHTS, Span
+from tests.unit.control.scheduling.cluster import GB, cluster, model, node
+
+KEY = ("chat", 1)
+
+
+def spans(sandbox: float, imports: float, setup: float) -> tuple[Span, ...]:
+    return (
+        Span(SANDBOX, 0.0, sandbox * 1000),
+        Span(IMPORT, sandbox * 1000, imports * 1000),
+        Span(WEIGHTS, sandbox * 1000, 123.0),
+        Span(SETUP, 0.0, setup * 1000),
+    )
+
+
+def test_the_first_start_is_believed_and_later_ones_move_the_mean() -> None:
+    learned = Learned().after(KEY, "a", True, spans(0.05, 2.0, 1.0))
+    assert (learned.sandbox_s("a", True), learned.import_s(KEY), learned.setup_s(KEY)) == (0.05, 2.0, 1.0)
+    learned = learned.after(KEY, "a", True, spans(0.05, 4.0, 1.0))
+    assert learned.import_s(KEY) == pytest.approx(2.0 + NEWEST * 2.0)
+    assert learned.sandbox_s("a", False) > 1.0, "an empty pool is another thing"
+    assert learned.sandbox_s("b", True) < 0.05, "so is another node"
+
+
+def test_weights_come_while_the_sandbox_is_made() -> None:
+    learned = Learned().after(KEY, "a", True, spans(0.5, 1.0, 0.25))
+    big, small = model("big", 3 * GB), model("small", GB // 10)
+    view = cluster(node("a", models=(big.digest, small.digest)), models=(big, small))
+    server = Servers().of(view)["a"]
+    assert estimate(server, KEY, big, learned).seconds == pytest.approx(3.0 + 0.25)
+    assert estimate(server, KEY, small, learned).seconds == pytest.approx(1.5 + 0.25)
+    assert estimate(server, KEY, None, learned, release=1.0).seconds == pytest.approx(2.5 + 0.25)
+
+
+def test_the_largest_partition_counts() -> None:
+    """Ranks are read side by side, each by its own device; the last one decides."""
+    two = model("two", 4 * GB)
+    two = type(two)(**{**{f: getattr(two, f) for f in two.__struct_fields__}, "partitions": (3 * GB, GB)})
+    server = Servers().of(cluster(node("a", models=(two.digest,)), models=(two,)))["a"]
+    assert estimate(server, KEY, two, Learned()).read == pytest.approx(3.0)
+
+
+def test_what_is_known_of_a_remote_model_is_no_copy_of_it() -> None:
+    m = model("m", GB)
+    view = cluster(node("a", models=(m.digest,), remote=(m.digest,)), models=(m,))
+    guess = estimate(Servers().of(view)["a"], KEY, m, Learned())
+    assert guess.tier == "remote"
+    assert guess.read == pytest.approx(10.0)
+
+
+def test_a_path_that_was_never_used_is_taken_for_slow() -> None:
+    m = model("m", GB)
+    guess = estimate(Servers().of(cluster(node("a", paths=()), models=(m,)))["a"], KEY, m, Learned())
+    assert guess.read == pytest.approx(10.0)

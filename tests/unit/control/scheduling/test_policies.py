@@ -1,0 +1,156 @@
+"""Which node each policy takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from sllm_runtime.control import instances
+from sllm_runtime.control.placement import Evict, Place, Policy, Refuse, Wait
+from sllm_runtime.control.scheduling.policies import POLICIES, Availability, Locality, StartupTime
+from sllm_runtime.control.view import View
+from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place, queued
+
+M = model("m", 2 * GB)
+
+
+def test_the_nearest_tier_wins_while_nothing_waits_on_it() -> None:
+    view = cluster(node("far"), node("ssd", models=(M.digest,)), node("dram", resident=(M.digest,)), models=(M,))
+    view, _ = function(view, "chat", M)
+    decision = place(StartupTime(), view, "chat")
+    assert isinstance(decision, Place)
+    assert decision.node == "dram"
+    assert decision.estimate is not None
+    assert (decision.estimate.tier, decision.estimate.read) == ("dram", 0.0)
+
+
+def test_a_long_queue_on_the_disk_sends_it_elsewhere() -> None:
+    near = node("near", models=(M.digest,))
+    for waiting, winner in ((10 * GB, "near"), (30 * GB, "far")):  # 12 s and 32 s against 20 s from the object store
+        view, _ = function(cluster(queued(near, "disk", waiting), node("far"), models=(M,)), "chat", M)
+        decision = place(StartupTime(), view, "chat")
+        assert isinstance(decision, Place)
+        assert decision.node == winner
+
+
+def test_what_was_sent_for_since_the_report_counts_as_queued() -> None:
+    other = model("other", 5 * GB)
+    nodes = [node(name, gpus=4, models=(M.digest, other.digest)) for name in ("a", "b")]
+    view, _ = function(cluster(*nodes, models=(M, other)), "first", other)
+    view, _ = function(view, "chat", M)
+    first = place(StartupTime(), view, "first")
+    assert isinstance(first, Place)
+    started = idle(view, "first", first.node).instances[f"first-on-{first.node}-0"]
+    record = msgspec.structs.replace(started.record, state="PENDING")
+    view = view.put_instance(replace(started, record=record, seen=None, ready_at=None))
+    second = place(StartupTime(), view, "chat")
+    assert isinstance(second, Place)
+    assert second.node != first.node
+    assert second.estimate is not None
+    assert second.estimate.queue == 0.0
+
+
+def test_an_idle_instance_ends_for_a_much_quicker_start() -> None:
+    """20 s from the object store, or 2 s from the disk of a node whose accelerator an idle function holds."""
+    view, _ = function(cluster(node("full", models=(M.digest,)), node("free"), models=(M,)), "chat", M)
+    view = idle(function(view, "other")[0], "other", "full")
+    assert isinstance(decision := place(StartupTime(), view, "chat"), Evict)
+    assert decision.instances == ("other-on-full-0",)
+    assert isinstance(decision := place(Availability(), view, "chat"), Place)
+    assert decision.node == "free"
+
+
+def test_ending_it_costs_its_own_next_start_as_well() -> None:
+    """What is idle would itself have to come from the object store again, for longer than is won."""
+    slow = model("slow", 4 * GB)
+    view, _ = function(cluster(node("full", models=(M.digest,)), node("free"), models=(M, slow)), "chat", M)
+    view = idle(function(view, "other", slow)[0], "other", "full")
+    assert isinstance(decision := place(StartupTime(), view, "chat"), Place)
+    assert decision.node == "free"
+
+
+def test_it_waits_for_what_was_ended_for_it() -> None:
+    view, _ = function(cluster(node("full", models=(M.digest,)), node("free"), models=(M,)), "chat", M)
+    view = idle(function(view, "other")[0], "other", "full")
+    ending = view.instances["other-on-full-0"]
+    view = instances.stop(view, ending, "makes room", 1.0)
+    assert isinstance(place(StartupTime(), view, "chat"), Wait)
+    busy = view.instances["other-on-full-0"]
+    assert busy.seen is not None
+    view = view.put_instance(replace(busy, seen=msgspec.structs.replace(busy.seen, running=1)))
+    assert isinstance(place(StartupTime(), view, "chat"), Place), "its call may take for ever"
+
+
+def test_preferred_accelerators_come_before_time() -> None:
+    view = cluster(node("slow"), node("near", kind="T4", models=(M.digest,)), models=(M,))
+    view, _ = function(view, "chat", M)
+    view = view.put_version(
+        msgspec.structs.replace(
+            view.versions[("chat", 1)],
+            manifest=view.versions[("chat", 1)].manifest.model_copy(update={"gpu": ("L4", "T4")}),
+        )
+    )
+    assert isinstance(decision := place(StartupTime(), view, "chat"), Place)
+    assert decision.node == "slow"
+
+
+def test_locality_waits_where_the_weights_are() -> None:
+    view, _ = function(cluster(node("full", models=(M.digest,)), node("free"), models=(M,)), "chat", M)
+    view, _ = function(view, "other")
+    view = idle(view, "other", "full", running=1)
+    assert isinstance(place(Locality(), view, "chat"), Wait)
+    assert isinstance(place(StartupTime(), view, "chat"), Place)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+class TestEveryPolicy:
+    @pytest.fixture
+    def policy(self, name: str) -> Policy:
+        return POLICIES[name]()
+
+    def test_takes_only_what_is_free(self, policy: Policy) -> None:
+        view, _ = function(cluster(node("full"), node("free")), "chat")
+        view = idle(function(view, "other")[0], "other", "full", running=1)
+        assert isinstance(decision := place(policy, view, "chat"), Place)
+        assert (decision.node, decision.gpus) == ("free", (0,))
+
+    def test_ends_the_idle_where_nothing_is_free(self, policy: Policy) -> None:
+        view, _ = function(cluster(node("a")), "chat")
+        view = idle(function(view, "other")[0], "other", "a")
+        assert isinstance(decision := place(policy, view, "chat"), Evict)
+        assert decision.instances == ("other-on-a-0",)
+
+    def test_waits_where_all_work(self, policy: Policy) -> None:
+        view, _ = function(cluster(node("a")), "chat")
+        view = idle(function(view, "other")[0], "other", "a", running=1)
+        assert isinstance(decision := place(policy, view, "chat"), Wait)
+        assert "1 x L4" in decision.reason
+
+    def test_refuses_what_never_fits(self, policy: Policy) -> None:
+        view, _ = function(cluster(node("a", gpus=0)), "chat")
+        assert isinstance(place(policy, view, "chat"), Refuse)
+
+    def test_leaves_silent_draining_and_cordoned_nodes_alone(self, policy: Policy) -> None:
+        view, _ = function(cluster(node("a"), node("b", draining=True)), "chat")
+        known = view.nodes["a"]
+        view = view.put_node(replace(known, record=msgspec.structs.replace(known.record, cordoned=True)))
+        assert isinstance(place(policy, view, "chat"), Wait)
+        view = view.put_node(replace(known, heard=NOW - 100.0))
+        assert isinstance(place(policy, view, "chat"), Wait)
+
+    def test_answers_the_same_from_the_same_view(self, policy: Policy, name: str) -> None:
+        view, _ = function(cluster(*(node(f"n{k}") for k in range(5))), "chat")
+        assert place(policy, view, "chat") == place(POLICIES[name](), view, "chat") == place(policy, view, "chat")
+
+
+def test_what_the_nodes_are_made_of_is_made_anew_only_where_it_changed() -> None:
+    policy = StartupTime()
+    view: View = function(cluster(node("a"), node("b")), "chat")[0]
+    place(policy, view, "chat")
+    before = dict(policy._servers.of(view))
+    view = idle(view, "chat", "a")
+    after = policy._servers.of(view)
+    assert after["a"] is not before["a"]
+    assert after["b"] is before["b"]
