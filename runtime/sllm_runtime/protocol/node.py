@@ -52,6 +52,15 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since its last call ended (since READY if there was none); 0 while it works."""
 
 
+class PathLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A way that weights come by on this node, named as ``protocol.loader.path_of`` does: bytes per second as measured
+    (0: never used) and the bytes that a start which begins now waits behind."""
+
+    path: str
+    bandwidth: float
+    queued: int
+
+
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A node's report: at every change (coalesced to 20 ms) and every HEARTBEAT_S."""
 
@@ -75,6 +84,9 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Digests on its SSD."""
     resident: tuple[str, ...] = ()
     """Digests wholly in its DRAM pool."""
+    remote: tuple[str, ...] = ()
+    """Those of ``models`` whose bytes are not on its SSD but at a source that it knows."""
+    paths: tuple[PathLoad, ...] = ()
     dram_limit: int = 0
     dram_used: int = 0
     python: str = ""
