@@ -61,3 +61,7 @@ def test_a_full_disk_is_named_and_the_platform_goes_on_when_there_is_space(
             assert time.monotonic() < deadline, again.stderr
         assert "so?" in _call(cluster)
         assert cluster.http.get("/readyz").status_code == 200
+        said = f"nats was started again: the disk of {cluster.data / 'nats'} was full and has space again"
+        deadline = time.monotonic() + WITHIN_S
+        while said not in (events := cluster.http.get("/api/v1/events").text):
+            assert time.monotonic() < deadline, events

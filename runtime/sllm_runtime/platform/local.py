@@ -17,6 +17,8 @@ from sllm_runtime.platform.settings import Identity
 from sllm_runtime.platform.supervise import ChildSpec
 
 CONTROLLER: Final = "controller"
+UP: Final = "up"
+"""``sllm up`` itself, on the bus."""
 NATS: Final = "nats"
 DEFAULT_PORT: Final = 8600
 _SOCKET_PATH: Final = 100
@@ -57,8 +59,9 @@ class Options:
         return tuple(f"g{number}" for number in range(1, len(self.ports) + 1))
 
     def identities(self) -> tuple[Identity, ...]:
-        """A fresh user for every daemon that uses the bus."""
+        """A fresh user for everything that uses the bus."""
         return (
+            new_identity("platform", UP),
             new_identity("controller", CONTROLLER),
             *(new_identity("gateway", name) for name in self.gateway_names),
             *(new_identity("node", name) for name in self.node_names),

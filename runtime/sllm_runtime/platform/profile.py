@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import http.client
 import itertools
 import json
+import os
 import re
+import time
 import tomllib
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from sllm_runtime.platform.nats_server import write_private
-from sllm_runtime.protocol.errors import Conflict
+from sllm_runtime.protocol.errors import Conflict, Unavailable
 
 DEFAULT: Final = "default"
+LOCK_S: Final = 30.0
+_AGAIN_S: Final = 0.02
 _ANSWER_S: Final = 2.0
 
 
@@ -38,6 +44,43 @@ def answers_alive(url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, ValueError, http.client.HTTPException):  # nobody, no gateway, or no URL
         return False
+
+
+def claim(home: Path, asked: str, url: str, token: str, data: Path, alive: Callable[[str], bool]) -> str:
+    """Write the profile of the platform at ``url``, which answers already; its name: ``asked``, but ``free_name``'s
+    where that is ``default``. Two that claim at once take turns. Raises ``Conflict``, ``Unavailable`` after LOCK_S."""
+    with _turn(home):
+        name = free_name(home, url, data, alive) if asked == DEFAULT else asked
+        write_profile(home, name, url, token)
+    return name
+
+
+def release(home: Path, name: str, url: str) -> None:
+    """``remove_token`` in turn. Raises as ``claim``."""
+    with _turn(home):
+        remove_token(home, name, url)
+
+
+@contextlib.contextmanager
+def _turn(home: Path) -> Iterator[None]:
+    fd = os.open(home / "profiles.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        until = time.monotonic() + LOCK_S
+        while not _locked(fd):
+            if time.monotonic() > until:
+                raise Unavailable(f"{home / 'profiles.lock'} has been held for {LOCK_S:g} s; `fuser` says by whom")
+            time.sleep(_AGAIN_S)  # flock itself has no deadline
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_profile(home: Path, name: str, url: str, token: str) -> Path:

@@ -22,6 +22,7 @@ from sllm_runtime.platform.daemon import READY, READY_FD
 from sllm_runtime.platform.log_files import keep_short
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import Child, tail
+from sllm_runtime.platform.restarts import Restarts
 from sllm_runtime.protocol.errors import StartFailed, Unavailable
 
 log = logging.getLogger(__name__)
@@ -44,23 +45,6 @@ CHILD: Final[dict[ChildState, frozenset[ChildState]]] = {
     ChildState.STOPPING: frozenset({ChildState.ENDED}),
     ChildState.ENDED: frozenset(),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restarts:
-    """When a child that ended is started again: after ``first_s`` seconds, twice as long each time up to ``longest_s``;
-    never more than ``most`` times within ``within_s`` seconds."""
-
-    first_s: float = 0.1
-    longest_s: float = 5.0
-    most: int = 10
-    within_s: float = 60.0
-
-    def delay(self, recent: int) -> float | None:
-        """Seconds to wait after the ``recent``-th end within the window; ``None``: give up."""
-        if recent > self.most:
-            return None
-        return float(min(self.longest_s, self.first_s * 2 ** max(0, recent - 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +76,7 @@ class _Kept:
         self.child: Child | None = None
         self.ends: deque[float] = deque(maxlen=1000)
         self.restarts = 0
+        self.end = ""
 
     def move(self, new: ChildState) -> None:
         if new not in CHILD[self.state] and new != self.state:
@@ -100,7 +85,10 @@ class _Kept:
 
 
 class Supervisor:
-    """Keeps children running. ``start``, then ``failed`` says if one was given up; ``stop`` ends all."""
+    """Keeps children running. ``start``, then ``failed`` says if one was given up; ``stop`` ends all.
+
+    ``restarted`` hears of each that is ready again: its name, and how its life before ended.
+    """
 
     def __init__(
         self,
@@ -108,11 +96,13 @@ class Supervisor:
         *,
         restarts: Restarts | None = None,
         changed: Callable[[], None] | None = None,
+        restarted: Callable[[str, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kept = [_Kept(spec) for spec in specs]
         self._restarts = restarts or Restarts()
         self._changed = changed or (lambda: None)
+        self._restarted = restarted or (lambda _name, _end: None)
         self._clock = clock
         self._tasks = Tasks("supervisor", self._fail)
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -187,8 +177,10 @@ class Supervisor:
         if not begun.done():
             begun.set_result(None)
         self._changed()
-        status = await kept.child.wait()
-        log.error("%s (pid %d) ended with %s", spec.name, kept.child.pid, describe(status))
+        if kept.restarts:
+            self._restarted(spec.name, kept.end)
+        kept.end = describe(await kept.child.wait())
+        log.error("%s (pid %d) ended with %s", spec.name, kept.child.pid, kept.end)
 
     async def _launch(self, kept: _Kept) -> Child:
         """A child that is ready. Raises ``StartFailed``."""

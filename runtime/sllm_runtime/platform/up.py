@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.chronicle import Chronicle
 from sllm_runtime.platform.daemon import FORCED, ready
 from sllm_runtime.platform.disk import DiskWatch, free, require_room
-from sllm_runtime.platform.local import CONTROLLER, NATS, Layout, Options, prepare, specs
-from sllm_runtime.platform.nats_server import LEAST_STORE
+from sllm_runtime.platform.local import CONTROLLER, NATS, UP, Layout, Options, prepare, specs
+from sllm_runtime.platform.nats_server import LEAST_STORE, EmbeddedNats
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import become_subreaper, end_orphans, start_time, tail
-from sllm_runtime.platform.profile import DEFAULT, answers_alive, free_name, remove_token, write_profile
+from sllm_runtime.platform.profile import answers_alive, claim, release
 from sllm_runtime.platform.running import Lock, Running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.supervise import Supervisor
@@ -75,13 +76,7 @@ class Platform:
             self._nats_url = server.url
         else:
             await self._try_cluster()
-        self._supervisor = supervisor = Supervisor(
-            specs(self.options, self.layout, server, self._environment), changed=lambda: lock.write(self._running())
-        )
-        self._tasks.start(self._end_orphans(supervisor), "orphans")
-        if server is not None:
-            watch = DiskWatch(server.directory, server.log_file, lambda: supervisor.restart(NATS))
-            self._tasks.start(watch.run(), "disk")
+        self._supervisor = supervisor = self._supervise(server, lock)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
         starting: asyncio.Future[Any] = asyncio.ensure_future(self._start(supervisor))
         try:
@@ -89,9 +84,8 @@ class Platform:
             if not starting.done():
                 return
             await starting
-            await self._name_profile()
+            await self._claim_profile()
             lock.write(self._running())
-            write_profile(self.options.home, self._profile, self.options.url, self.token)
             on_ready(self._running())
             ready()
             failed: asyncio.Future[Any] = supervisor.failed
@@ -102,6 +96,25 @@ class Platform:
             for task in (starting, stopping):
                 task.cancel()
             await asyncio.wait([starting, stopping])
+
+    def _supervise(self, server: EmbeddedNats | None, lock: Lock) -> Supervisor:
+        """The keeper of everything that runs, and what looks on; nothing is started yet."""
+        chronicle = Chronicle(lambda: self._connect(UP, jetstream=False))
+        supervisor = Supervisor(
+            specs(self.options, self.layout, server, self._environment),
+            changed=lambda: lock.write(self._running()),
+            restarted=chronicle.restarted,
+        )
+        self._tasks.start(self._end_orphans(supervisor), "orphans")
+        self._tasks.start(chronicle.run(), "chronicle")
+        if server is not None:
+
+            async def again() -> None:
+                chronicle.because(NATS, f"the disk of {server.directory} was full and has space again")
+                await supervisor.restart(NATS)
+
+            self._tasks.start(DiskWatch(server.directory, server.log_file, again).run(), "disk")
+        return supervisor
 
     async def _start(self, supervisor: Supervisor) -> None:
         self._report("starting NATS, controller, nodes and gateways")
@@ -114,19 +127,21 @@ class Platform:
                     raise StartFailed(f"gateway {name} does not answer /readyz on port {port}; its log ends:\n{end}")
                 await asyncio.sleep(_POLL_S)
 
-    async def _name_profile(self) -> None:
+    async def _claim_profile(self) -> None:
         """Another platform that still runs keeps the profile ``default``; one that was asked for by name is taken."""
         options = self.options
-        if options.profile == DEFAULT:
-            found = (options.home, options.url, options.data, answers_alive)
-            self._profile = await asyncio.to_thread(free_name, *found)
+        wanted = (options.home, options.profile, options.url, self.token, options.data, answers_alive)
+        self._profile = await asyncio.to_thread(claim, *wanted)
 
     async def _try_cluster(self) -> None:
         """One clear error now rather than one from each daemon."""
         self._report(f"connecting to {self.options.nats_url}")
-        given = {**self._environment, "SLLM_IDENTITY_FILE": str(self.layout.identity_file(CONTROLLER))}
-        bus = await Bus.connect(Settings.load(given), CONTROLLER, name="sllm up")
-        await bus.close()
+        await (await self._connect(CONTROLLER)).close()
+
+    async def _connect(self, identity: str, *, jetstream: bool = True) -> Bus:
+        own = {"SLLM_NATS_URL": self._nats_url, "SLLM_IDENTITY_FILE": str(self.layout.identity_file(identity))}
+        settings = Settings.load({**self._environment, **own})
+        return await Bus.connect(settings, identity, name="sllm up", jetstream=jetstream)
 
     def _running(self) -> Running:
         return Running(
@@ -161,8 +176,8 @@ class Platform:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         end_orphans(set())
         shutil.rmtree(self.layout.far_sockets, ignore_errors=True)
-        with contextlib.suppress(SllmError):
-            remove_token(self.options.home, self._profile, self.options.url)
+        with contextlib.suppress(SllmError, OSError):
+            await asyncio.to_thread(release, self.options.home, self._profile, self.options.url)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ DROPPED: Final = "dropped"
 
 
 class Kind(StrEnum):
-    """What gateways and nodes tell of themselves. The controller's kinds name a state: ``instance.ready``,
+    """What gateways, nodes and ``sllm up`` tell of themselves. The controller's kinds name a state: ``instance.ready``,
     ``version.active``, ``function.created``, ``node.lost`` (``control.changes``)."""
 
     GATEWAY_READY = "gateway.ready"
@@ -27,6 +27,8 @@ class Kind(StrEnum):
     LOADER_CONNECTED = "loader.connected"
     LOADER_LOST = "loader.lost"
     """loaderd is away: running instances go on, no model can be loaded."""
+    DAEMON_RESTARTED = "daemon.restarted"
+    """``sllm up`` has started one of its daemons again: field ``daemon``."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -188,4 +188,14 @@ def node_rights(identity: str) -> Rights:
     )
 
 
-RIGHTS: Final = {"controller": controller_rights, "gateway": gateway_rights, "node": node_rights}
+def platform_rights(identity: str) -> Rights:
+    """``sllm up``: its events, nothing else."""
+    return Rights(publish=(event("platform", identity),), subscribe=(f"{inbox(identity)}.>",), allow_responses=False)
+
+
+RIGHTS: Final = {
+    "controller": controller_rights,
+    "gateway": gateway_rights,
+    "node": node_rights,
+    "platform": platform_rights,
+}

@@ -89,7 +89,7 @@ def test_every_user_of_the_configuration_has_its_own_rights(tmp_path: Path) -> N
     file = tmp_path / "run" / "nats" / "nats.conf"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     users = {user["user"]: user["permissions"] for user in json.loads(file.read_text())["authorization"]["users"]}
-    assert set(users) == {"controller", "g1", "n1", "n2"}
+    assert set(users) == {"up", "controller", "g1", "n1", "n2"}
     assert users["n1"]["publish"] == list(subjects.node_rights("n1").publish)
 
 

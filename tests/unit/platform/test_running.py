@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_runtime.platform.process import start_time
-from sllm_runtime.platform.profile import _toml, answers_alive, free_name, remove_token, write_profile
+from sllm_runtime.platform.profile import _toml, answers_alive, claim, free_name, release, remove_token, write_profile
 from sllm_runtime.platform.running import Lock, Running, read_running, stop_running
 from sllm_runtime.protocol.errors import Conflict
 
@@ -124,3 +125,24 @@ tables = st.recursive(
 @given(document=tables)
 def test_what_is_written_is_read_again(document: dict[str, object]) -> None:
     assert tomllib.loads(_toml(document)) == document
+
+
+def test_platforms_that_start_at_once_get_a_profile_each(tmp_path: Path) -> None:
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, 9)]
+
+    def begin(url: str) -> str:
+        return claim(tmp_path, "default", url, "secret", tmp_path / "run", lambda _: True)
+
+    with ThreadPoolExecutor(len(urls)) as threads:
+        names = list(threads.map(begin, urls))
+        assert sorted(names) == sorted(["default", "run", *(f"run-{number}" for number in range(2, 8))])
+        stored = tomllib.loads((tmp_path / "profiles.toml").read_text())["profiles"]
+        assert {name: stored[name]["url"] for name in names} == dict(zip(names, urls, strict=True))
+        list(threads.map(release, [tmp_path] * 8, names, urls))
+    assert tomllib.loads((tmp_path / "profiles.toml").read_text()) == {"profiles": {}}
+
+
+def test_a_profile_that_was_asked_for_is_taken(tmp_path: Path) -> None:
+    write_profile(tmp_path, "mine", "http://a", "secret")
+    assert claim(tmp_path, "mine", "http://own", "new", tmp_path / "run", lambda _: True) == "mine"
+    assert tomllib.loads((tmp_path / "profiles.toml").read_text())["profiles"]["mine"]["url"] == "http://own"

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_runtime.platform.process import Child, start_time
-from sllm_runtime.platform.supervise import CHILD, ChildSpec, ChildState, Restarts, Supervisor
+from sllm_runtime.platform.restarts import Restarts
+from sllm_runtime.platform.supervise import CHILD, ChildSpec, ChildState, Supervisor
 from sllm_runtime.protocol.errors import StartFailed
 from tests.fixtures.waiting import until
 
@@ -61,6 +62,20 @@ async def test_one_that_is_killed_is_started_again_and_the_other_is_left_alone(t
     assert supervisor.pids()["b"] == before["b"]
     assert supervisor.restarts() == {"a": 1, "b": 0}
     await supervisor.stop()
+
+
+async def test_a_restart_is_told_when_it_serves_again_with_how_it_ended(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+    specs = [spec("a", SERVES, tmp_path), spec("b", SERVES, tmp_path)]
+    supervisor = Supervisor(specs, restarts=QUICK, restarted=lambda name, end: told.append((name, end)))
+    await supervisor.start()
+    assert told == []
+    for number in (1, 2):
+        os.kill(supervisor.pids()["a"], signal.SIGKILL)
+        await until(lambda number=number: len(told) == number)  # type: ignore[misc]
+    assert told == [("a", "signal 9")] * 2
+    await supervisor.stop()
+    assert len(told) == 2
 
 
 async def test_one_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
