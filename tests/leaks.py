@@ -50,10 +50,14 @@ _STRANGERS = frozenset(_user_pids()) - _FAMILY if reaper.ON_LINUX else frozenset
 
 def processes() -> dict[str, Thing]:
     """Every descendant of the reaper but the test process itself, by id and start time."""
-    if not reaper.ON_LINUX:
-        return {}
+    stats = _stats()
+    return {stats[pid][1]: Thing(_command_line(pid), owners) for pid, owners in _descendants(stats).items()}
+
+
+def _stats() -> dict[int, tuple[int, str]]:
+    """Process id -> parent's id, identity; without what was there before the tests."""
     stats: dict[int, tuple[int, str]] = {}
-    for name in _user_pids():
+    for name in _user_pids() if reaper.ON_LINUX else ():
         if name in _STRANGERS:
             continue
         try:
@@ -62,7 +66,7 @@ def processes() -> dict[str, Thing]:
         except OSError:
             continue
         stats[int(name)] = (int(fields[1]), f"{name} since {fields[19].decode()}")
-    return {stats[pid][1]: Thing(_command_line(pid), owners) for pid, owners in _descendants(stats).items()}
+    return stats
 
 
 def _descendants(stats: dict[int, tuple[int, str]]) -> dict[int, frozenset[str]]:
@@ -96,8 +100,12 @@ def files() -> dict[str, Thing]:
 
 
 def _in_use_by_strangers(path: str) -> bool:
-    """Whether a process that no test started has shared memory `path` open or mapped: then it is not ours."""
-    for pid in _STRANGERS:
+    """Whether a process that no test of this run started has shared memory `path` open or mapped: then it is not ours.
+    All runs on this machine see the same /dev/shm."""
+    ours = _descendants(_stats()).keys() | {os.getpid(), os.getppid()}
+    for pid in _user_pids():
+        if int(pid) in ours:
+            continue
         try:
             held = {os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")}
             if path in held or path in Path(f"/proc/{pid}/maps").read_text():
