@@ -112,6 +112,17 @@ def test_a_port_in_use_is_said_before_anything_starts(platform: Cluster, tmp_pat
     assert not (tmp_path / "run" / "logs").exists()
 
 
+def test_a_platform_whose_url_stdout_does_not_take_is_stopped(tmp_path: Path) -> None:
+    env = {**os.environ, "SLLM_HOME": str(tmp_path)}
+    with open("/dev/full", "wb") as full:
+        up = [sys.executable, "-m", "sllm", "up", "--port", "0", "--json"]
+        done = subprocess.run(up, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    error = json.loads(done.stderr)["error"]
+    assert (error["code"], error["field"]) == ("invalid_argument", "stdout")
+    assert read_running(tmp_path / "run") is None
+
+
 def test_detach_and_down(tmp_path: Path) -> None:
     env = {**os.environ, "SLLM_HOME": str(tmp_path)}
     document = json.loads(run("up", "--detach", "--port", "0", "--json", env=env).stdout)

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from sllm import __version__
-from sllm.cli import output
+from sllm.cli import output, streams
 from sllm.cli.context import Target
 from sllm.cli.interrupt import Interrupted
 from sllm.cli.lazy import LazyGroup
@@ -60,7 +60,7 @@ def root(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, an error's own status, 2 for wrong usage, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    output.prepare()
+    streams.prepare()
     as_json = "--json" in words[: words.index("--") if "--" in words else None]
     sys.exit(_run(words, as_json))
 
@@ -83,7 +83,7 @@ def _run(words: list[str], as_json: bool) -> int:
         output.error(Interrupted("interrupted"), as_json=as_json)
         return Interrupted.exit_code
     except BrokenPipeError:
-        output.close_stdout()
+        streams.close_stdout()
         return 1
     except OSError as error:
         output.error(InternalError(f"{type(error).__name__}: {error}"), as_json=as_json)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sllm_runtime.protocol.errors import InvalidArgument, SllmError
+from sllm_runtime.protocol.errors import SllmError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,18 +24,8 @@ def value(document: Any) -> None:
 
 def text(line: str, end: str = "\n") -> None:
     """A result for people, on stdout."""
-    try:
-        sys.stdout.write(line + end)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        close_stdout()
-        raise InvalidArgument(
-            f"the result cannot be written to stdout ({error.strerror}), and what was asked for may be done; "
-            "make room where stdout leads, or lead it elsewhere",
-            field="stdout",
-        ) from error
+    sys.stdout.write(line + end)
+    sys.stdout.flush()
 
 
 def note(line: str) -> None:
@@ -94,26 +84,6 @@ def usage(problem: Any, *, as_json: bool) -> None:
     elif message:
         command = context.command_path if context else "sllm"
         note(f"{_red('error')}: {message}  (see `{command} --help`)")
-
-
-def prepare() -> None:
-    """Text that a terminal's encoding lacks is written as an escape, and no reason to fail.
-
-    What was closed (``>&-``) leads nowhere: results are not wanted then, and no socket may get its descriptor.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the life of the program
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def close_stdout() -> None:
-    """The reader of stdout is gone: keep the interpreter from complaining about it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def coloured(word: str, code: str) -> str:

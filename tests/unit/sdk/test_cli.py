@@ -401,7 +401,10 @@ def test_a_closed_stdout_is_no_error(gateway: Gateway) -> None:
     assert [path for _, path, *_ in gateway.asked] == ["/fn/chat"]
 
 
-@pytest.mark.parametrize("words", [("fn", "invoke", "chat"), ("profile", "list", "--json")])
+@pytest.mark.parametrize(
+    "words",
+    [("fn", "invoke", "chat"), ("profile", "list", "--json"), ("--help",), ("fn", "deploy", "--help"), ("--version",)],
+)
 def test_a_full_stdout_is_said(gateway: Gateway, words: tuple[str, ...]) -> None:
     gateway.will(Answer(PIECES))
     with open("/dev/full", "wb") as full:
@@ -411,6 +414,20 @@ def test_a_full_stdout_is_said(gateway: Gateway, words: tuple[str, ...]) -> None
     assert "invalid_argument" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_a_full_stderr_keeps_nothing_from_being_done(gateway: Gateway) -> None:
+    gateway.will(Answer(PIECES))
+    for words, status, out in (
+        (("fn", "invoke", "chat", "-v"), 0, "def é\n"),
+        (("fn", "invoke", "no name"), InvalidArgument.exit_code, ""),
+        (("fn", "nothing"), 2, ""),
+    ):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [*SLLM, *words], stdout=subprocess.PIPE, stderr=full, encoding="utf-8", timeout=60, check=False
+            )
+        assert (done.returncode, done.stdout) == (status, out)
 
 
 def test_a_place_that_cannot_be_written_is_said() -> None:
