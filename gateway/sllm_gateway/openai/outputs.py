@@ -67,10 +67,18 @@ def completion_logprobs(entries: Iterable[TokenLogprob], offset: int) -> dict[st
     for entry in entries:
         view["tokens"].append(entry.token)
         view["token_logprobs"].append(entry.logprob)
-        view["top_logprobs"].append(dict(entry.top))
+        view["top_logprobs"].append(_by_text((*entry.top, (entry.token, entry.logprob))))
         view["text_offset"].append(offset)
         offset += len(entry.token)
     return view
+
+
+def _by_text(tokens: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The chosen token is among them, as OpenAI promises. Of tokens with one text the likeliest is shown."""
+    found: dict[str, float] = {}
+    for text, logprob in tokens:
+        found.setdefault(text, logprob)
+    return found
 
 
 class _Chunks:

@@ -8,15 +8,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sllm_gateway.arguments import parse, path_text
 from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.openai import (
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_REGEX,
+    MAX_STOPS,
+    OWN_FIELDS,
+    WITHOUT_MEANING,
+    check,
+)
 
-MAX_CHOICES = 128
-_PASSED_ON = frozenset(
-    {
-        "top_k", "min_p", "repetition_penalty", "stop_ids", "ignore_eos", "min_tokens",
-        "store", "metadata", "service_tier", "tool_choice", "parallel_tool_calls", "prompt_cache_key",
-        "safety_identifier",
-    }
-)  # fmt: skip
+_PASSED_ON = OWN_FIELDS | WITHOUT_MEANING
 """Not checked here: the engine's own sampling parameters, and fields that mean nothing to any model."""
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
@@ -43,7 +46,12 @@ class OpenAIRequest(_Shape):
     frequency_penalty: _Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = None
-    stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
+    stop: _Text | Annotated[list[_Text], Field(max_length=MAX_STOPS)] | None = None
+    bad_words: _Text | Annotated[list[_Text], Field(max_length=MAX_BAD_WORDS)] | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    ignore_eos: bool | None = None
+    regex: str | None = Field(default=None, max_length=MAX_REGEX)
+    response_format: dict[str, Any] | None = None
     user: str | None = None
 
     @property
@@ -69,7 +77,7 @@ class CompletionRequest(OpenAIRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(default=None, ge=1)
     suffix: str | None = None
 
@@ -91,25 +99,28 @@ class ChatRequest(OpenAIRequest):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
-    response_format: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 R = TypeVar("R", bound=OpenAIRequest)
 
 
 def read(type_: type[R], body: bytes) -> R:
-    """The request in ``body``. Raises ``MalformedJson``, or ``InvalidRequest`` whose ``field`` is the parameter."""
+    """The request in ``body``. Raises ``MalformedJson``; ``InvalidRequest`` or ``InvalidArgument`` naming the field."""
     value = parse(body)
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     try:
-        return type_.model_validate(value)
+        request = type_.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = _param(first["loc"])
         raise InvalidRequest(f"'{param}': {first['msg'][:300]}", field=param) from error
+    check(value, chat=type_ is ChatRequest)
+    return request
 
 
 def _param(place: tuple[int | str, ...]) -> str:

@@ -21,6 +21,7 @@ class Generation:
         self._call = current.get()
         self._recorder: IdRecorder | None = None
         self._finished = False
+        self._cached = not count_prompt  # of several outputs of one prompt the first tells
         if self._call is not None:
             number = self._call.next_generation()
             emitted = self._call.recorded(number)
@@ -56,6 +57,8 @@ class Generation:
         if self._call is None:
             return
         self._call.outgoing.check()
-        self._call.count(completion=len(piece.ids))
+        cached = 0 if self._cached else piece.cached
+        self._cached = self._cached or cached > 0
+        self._call.count(completion=len(piece.ids), cached=cached)
         if self._recorder is not None:
             self._recorder.add(piece.ids, last=piece.last)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -15,8 +15,9 @@ import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import InvalidArgument, InvalidRequest, MalformedJson
+from sllm_runtime.protocol.errors import InvalidRequest, MalformedJson
 from sllm_runtime.protocol.frames import Delta, TokenLogprob
+from sllm_runtime.protocol.openai import MAX_CHOICES, MAX_LOGPROBS, WITHOUT_MEANING, check, tools_of
 from sllm_runtime.worker import prompts
 from sllm_runtime.worker.call import Call
 from sllm_runtime.worker.chat import ChatTemplate
@@ -24,13 +25,13 @@ from sllm_runtime.worker.engine.base import Request, Sampling
 from sllm_runtime.worker.engine.loop import AsyncSink, EngineLoop, Mailbox, Piece
 from sllm_runtime.worker.generation import Generation
 from sllm_runtime.worker.handle import ModelHandle
+from sllm_runtime.worker.prompts import Rules
 from sllm_runtime.worker.tokens import Tokens
 
 log = logging.getLogger(__name__)
-MAX_CHOICES = 128
 _COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions; for chat it is whatever fits."""
-_GATEWAYS = frozenset({"model", "stream", "stream_options", "user", "store", "metadata", "service_tier"})
+_GATEWAYS = WITHOUT_MEANING | {"model", "stream", "stream_options"}
 """Known fields that concern others, or nobody here."""
 
 
@@ -54,7 +55,7 @@ class CompletionBody(_Common):
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(min_length=1, max_length=MAX_CHOICES)
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(default=None, ge=1)
     suffix: str | None = None
 
@@ -66,9 +67,10 @@ class ChatBody(_Common):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
-    response_format: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,52 +79,77 @@ class _Plan:
 
     prompts: tuple[tuple[tuple[int, ...], str], ...]
     sampling: Sampling
+    rules: Rules
     n: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One continuation: its place in the answer, what of its prompt it repeats, and the engine's part; None where no
+    token is wanted."""
+
+    index: int
+    echo: str
+    run: Generation | None
 
 
 async def answer(call: Call, handle: ModelHandle, mailbox: Mailbox) -> None:
     """Run one ``chat`` or ``completion`` call. Raises typed errors whose ``field`` is the parameter."""
-    loop, tokens = await asyncio.to_thread(handle.engine)
-    plan = _plan(call, handle, loop, tokens)
+    # In a thread: rendering, tokenizing and compiling a shape take as long as a caller's text is.
+    loop, tokens, plan = await asyncio.to_thread(_prepared, call, handle)
+    outputs = [_output(call, loop, plan, index) for index in range(len(plan.prompts) * plan.n)]
     writing = asyncio.Lock()
-    choices = [
-        _choose(call, loop, tokens, mailbox, writing, plan, index) for index in range(len(plan.prompts) * plan.n)
-    ]
-    if len(choices) == 1:
-        await choices[0]
+    if len(outputs) == 1:
+        await _write(call, tokens, mailbox, writing, outputs[0])
         return
     try:
         async with asyncio.TaskGroup() as group:
-            for choice in choices:
-                group.create_task(choice)
+            for output in outputs:
+                group.create_task(_write(call, tokens, mailbox, writing, output))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _choose(
-    call: Call, loop: EngineLoop, tokens: Tokens, mailbox: Mailbox, writing: asyncio.Lock, plan: _Plan, index: int
-) -> None:
-    """One continuation, delta by delta."""
+def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, Tokens, _Plan]:
+    loop, tokens = handle.engine()
+    return loop, tokens, _plan(call, handle, loop, tokens)
+
+
+def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
+    """Made in the order of the answer, since a resumed call knows its outputs by their numbers."""
     place, choice = divmod(index, plan.n)
     ids, echo = plan.prompts[place]
     room = prompts.fit(len(ids), plan.sampling.max_tokens, loop.engine.max_context)
-    if echo or not room:
-        async with writing:
-            await call.adelta(codec.pack(Delta(index, echo, None if room else "length")))
     if not room:
         call.count(prompt=0 if choice else len(ids))
+        return _Output(index, echo, None)
+    request = Request(
+        id=-1,
+        prompt=ids,
+        sampling=replace(plan.sampling, max_tokens=room),
+        choice=choice,
+        constraints=plan.rules.constraints(),
+    )
+    return _Output(index, echo, Generation(loop, request, count_prompt=choice == 0))
+
+
+async def _write(call: Call, tokens: Tokens, mailbox: Mailbox, writing: asyncio.Lock, output: _Output) -> None:
+    """One continuation, delta by delta."""
+
+    async def write(delta: Delta) -> None:
+        async with writing:
+            await call.adelta(codec.pack(delta))
+
+    if output.echo or output.run is None:
+        await write(Delta(output.index, output.echo, "length" if output.run is None else None))
+    if output.run is None:
         return
-    sampling = replace(plan.sampling, max_tokens=room)
-    request = Request(id=-1, prompt=ids, sampling=sampling, choice=choice)
-    run = Generation(loop, request, count_prompt=choice == 0)
     sink = AsyncSink(mailbox)
-    with run.submitted(sink):
+    with output.run.submitted(sink):
         async for piece in sink:
-            run.heard(piece)
+            output.run.heard(piece)
             if piece.text or piece.finish or piece.logprobs:
-                delta = Delta(index, piece.text, piece.finish, _logprobs(piece, tokens))
-                async with writing:
-                    await call.adelta(codec.pack(delta))
+                await write(Delta(output.index, piece.text, piece.finish, _logprobs(piece, tokens)))
 
 
 def _logprobs(piece: Piece, tokens: Tokens) -> tuple[TokenLogprob, ...]:
@@ -140,20 +167,22 @@ def _plan(call: Call, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> 
     unknown = sorted(set(body.model_extra or {}) - _GATEWAYS)
     if unknown:
         log.warning("fields that mean nothing here are ignored: %s", ", ".join(unknown))
-    context = loop.engine.max_context
+    rules = body.rules(prompts.vocabulary_of(loop.engine, tokens, handle.files))
     if isinstance(body, ChatBody):
-        _check_format(body)
-        text = ChatTemplate.from_files(handle.files).render(body.messages, body.tools)
-        ids = tokens.encode(text, special=False)
-        wanted = body.max_completion_tokens or body.max_tokens or context
+        ids = tokens.encode(_rendered(body, handle.files), special=False)
+        wanted = body.max_completion_tokens or body.max_tokens or loop.engine.max_context
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return _Plan(((ids, ""),), body.sampling(wanted, temperature=1.0, logprobs=logprobs), body.n or 1)
-    assert isinstance(body, CompletionBody)
-    if body.suffix:
-        raise InvalidArgument("'suffix': this model does not fill in", field="suffix")
+        return _Plan(((ids, ""),), body.sampling(wanted, temperature=1.0, logprobs=logprobs), rules, body.n or 1)
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     encoded = tuple(_completion_prompt(prompt, tokens, echo=bool(body.echo)) for prompt in body.prompt)
-    return _Plan(encoded, body.sampling(wanted, temperature=1.0, logprobs=body.logprobs), body.n or 1)
+    return _Plan(encoded, body.sampling(wanted, temperature=1.0, logprobs=body.logprobs), rules, body.n or 1)
+
+
+def _rendered(body: ChatBody, files: Mapping[str, bytes]) -> str:
+    tools = tools_of({"tools": body.tools, "tool_choice": body.tool_choice})
+    template = ChatTemplate.from_files(files, tools=bool(tools))
+    choice = body.tool_choice if tools else None
+    return template.render(body.messages, tools, choice, body.chat_template_kwargs)
 
 
 def _completion_prompt(prompt: str | Sequence[int], tokens: Tokens, *, echo: bool) -> tuple[tuple[int, ...], str]:
@@ -162,21 +191,17 @@ def _completion_prompt(prompt: str | Sequence[int], tokens: Tokens, *, echo: boo
     return ids, text if echo else ""
 
 
-def _check_format(body: ChatBody) -> None:
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise InvalidArgument(f"'response_format': {kind!r} is not supported; only 'text' is", field="response_format")
-
-
 def parse(body: bytes, *, chat: bool) -> ChatBody | CompletionBody:
     """The body of a request. Raises ``MalformedJson``, ``InvalidRequest``, ``InvalidArgument`` naming the parameter."""
     try:
         given = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedJson(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise InvalidRequest("the body is no JSON object")
     try:
-        return ChatBody.model_validate(given) if chat else CompletionBody.model_validate(given)
+        made = ChatBody.model_validate(given) if chat else CompletionBody.model_validate(given)
     except ValidationError as error:
         raise prompts.refused(error) from error
+    check(given, chat=chat)
+    return made

@@ -1,18 +1,33 @@
-"""What a caller asks of a model, checked: prompts to token ids, sampling parameters to ``Sampling``."""
+"""What a caller asks of a model, checked: prompts to token ids, sampling parameters to ``Sampling`` and rules."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sllm_runtime.protocol.errors import ContextLengthExceeded, InvalidArgument
+from sllm_runtime.protocol.openai import MAX_BAD_WORDS, MAX_REGEX, MAX_STOPS, check
 from sllm_runtime.worker.chat import ChatTemplate
-from sllm_runtime.worker.engine.base import Sampling
-from sllm_runtime.worker.tokens import Tokens
+from sllm_runtime.worker.constraints import BadWords, Grammar
+from sllm_runtime.worker.engine.admission import end_ids
+from sllm_runtime.worker.engine.base import Constraint, Request, Sampling
+from sllm_runtime.worker.tokens import Tokens, Vocabulary
 
-MAX_STOPS = 16
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class Limits(Protocol):
+    """Of an engine."""
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int: ...
 
 
 def _one_or_many(value: Any) -> Any:
@@ -32,19 +47,27 @@ class SamplingOptions(BaseModel):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many)] = Field(
+    stop: Annotated[tuple[_Text, ...], BeforeValidator(_one_or_many)] = Field(
         default=(), max_length=MAX_STOPS, strict=False
     )
-    stop_ids: tuple[int, ...] = Field(default=(), strict=False)
-    ignore_eos: bool = False
-    min_tokens: int = Field(default=0, ge=0)
+    stop_ids: Annotated[tuple[int, ...], BeforeValidator(_one_or_many)] = Field(default=(), strict=False)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    bad_words: Annotated[tuple[_Text, ...], BeforeValidator(_one_or_many)] = Field(
+        default=(), max_length=MAX_BAD_WORDS, strict=False
+    )
+    """Texts that the output never holds."""
+    regex: str | None = Field(default=None, max_length=MAX_REGEX)
+    """The whole output matches it."""
+    response_format: dict[str, Any] | None = None
+    """As OpenAI's: ``{"type": "json_object"}``, or ``json_schema`` with a schema."""
 
     def sampling(self, max_tokens: int, *, temperature: float, logprobs: int | None = None) -> Sampling:
         """As the engine takes it; ``temperature`` is the default."""
         return Sampling(
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
+            min_tokens=self.min_tokens or 0,
             temperature=temperature if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
@@ -55,10 +78,29 @@ class SamplingOptions(BaseModel):
             logit_bias=_token_ids(self.logit_bias or {}),
             stop=self.stop,
             stop_ids=self.stop_ids,
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             seed=self.seed,
             logprobs=logprobs,
         )
+
+    def rules(self, vocabulary: Vocabulary) -> Rules:
+        """What outputs must look like. Raises ``InvalidRequest`` naming the field."""
+        words = BadWords(vocabulary, self.bad_words) if self.bad_words else None
+        grammar = Grammar.of({"regex": self.regex, "response_format": self.response_format}, vocabulary)
+        return Rules(grammar, words)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What all outputs of a request keep."""
+
+    grammar: Grammar | None = None
+    bad_words: BadWords | None = None
+
+    def constraints(self) -> tuple[Constraint, ...]:
+        """For one output."""
+        started = () if self.grammar is None else (self.grammar.start(),)
+        return started if self.bad_words is None else (*started, self.bad_words)
 
 
 def _token_ids(biases: Mapping[str, float]) -> dict[int, float]:
@@ -68,16 +110,36 @@ def _token_ids(biases: Mapping[str, float]) -> dict[int, float]:
         raise InvalidArgument("logit_bias: its keys are token ids", field="logit_bias") from error
 
 
-def sampling(max_tokens: int, options: Mapping[str, Any]) -> Sampling:
-    """``generate``'s keyword arguments; greedy unless they say otherwise. Raises ``InvalidArgument`` by name."""
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
-        raise InvalidArgument(f"max_tokens is {max_tokens!r}; give a number from 0 on", field="max_tokens")
-    given = {key: dict((str(k), v) for k, v in value.items()) if key == "logit_bias" and value else value
-             for key, value in options.items()}  # fmt: skip
+def options(given: Mapping[str, Any]) -> SamplingOptions:
+    """``generate``'s keyword arguments. Raises ``InvalidArgument`` by name."""
+    named = {key: {str(token): bias for token, bias in value.items()} if key == "logit_bias" and value else value
+             for key, value in given.items()}  # fmt: skip
     try:
-        return SamplingOptions.model_validate(given).sampling(max_tokens, temperature=0.0)
+        made = SamplingOptions.model_validate(named)
     except ValidationError as error:
         raise refused(error) from error
+    check(named, chat=False)
+    return made
+
+
+def request(
+    prompt: Any, max_tokens: int, given: Mapping[str, Any], engine: Limits, tokens: Tokens, files: Mapping[str, bytes]
+) -> Request:
+    """What ``generate`` asks of the engine; greedy unless ``given`` says otherwise. Raises ``InvalidArgument`` naming
+    the argument, ``InvalidRequest``, ``ContextLengthExceeded``."""
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
+        raise InvalidArgument(f"max_tokens is {max_tokens!r}; give a number from 0 on", field="max_tokens")
+    ids = prompt_ids(prompt, tokens, files)
+    asked = options(given)
+    sampling = asked.sampling(fit(len(ids), max_tokens, engine.max_context), temperature=0.0)
+    rules = asked.rules(vocabulary_of(engine, tokens, files))
+    return Request(id=-1, prompt=ids, sampling=sampling, constraints=rules.constraints())
+
+
+def vocabulary_of(engine: Limits, tokens: Tokens, files: Mapping[str, bytes]) -> Vocabulary:
+    """The ids of the engine's model."""
+    config = json.loads(files.get("config.json", b"{}"))
+    return tokens.vocabulary(engine.vocabulary, end_ids(config, files.get("generation_config.json")))
 
 
 def refused(error: ValidationError) -> InvalidArgument:

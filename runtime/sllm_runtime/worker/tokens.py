@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from sllm_runtime.protocol.errors import UnsupportedModel
+from sllm_runtime.protocol.errors import InvalidRequest, UnsupportedModel
 
 
 class Tokens:
@@ -15,6 +19,8 @@ class Tokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._vocabulary: Vocabulary | None = None
+        self._lock = threading.Lock()
         tokenizer.no_truncation()
         tokenizer.no_padding()
 
@@ -37,3 +43,53 @@ class Tokens:
     def text_of(self, token: int) -> str:
         """One token as text, special ones too."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def vocabulary(self, size: int, eos: frozenset[int]) -> Vocabulary:
+        """What each of the model's ``size`` ids stands for; made once. ``eos``: those that end an output."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self, self._tokenizer.to_str(), size, eos)
+            return self._vocabulary
+
+
+class Vocabulary:
+    """The ids of one model as bytes. Thread-safe."""
+
+    def __init__(self, tokens: Tokens, tokenizer_json: str, size: int, eos: frozenset[int]) -> None:
+        self.size = size
+        self._tokens, self._json, self._eos = tokens, tokenizer_json, eos
+        self._lock = threading.Lock()
+        self._grammars: LLTokenizer | None = None
+
+    def grammars(self) -> LLTokenizer:
+        """As llguidance reads it. Raises ``InvalidRequest`` where it cannot: then no output can be given a shape."""
+        with self._lock:
+            if self._grammars is None:
+                if not self._eos:
+                    raise InvalidRequest("this model has no end-of-text token, so no output of a given shape could end")
+                try:
+                    self._grammars = LLTokenizer(self._json, n_vocab=self.size, eos_token=sorted(self._eos))
+                except (ValueError, RuntimeError) as error:
+                    raise InvalidRequest(
+                        f"this model's tokenizer allows no output of a given shape: {error}"
+                    ) from error
+            return self._grammars
+
+    @cached_property
+    def texts(self) -> tuple[bytes, ...]:
+        """The bytes of each id; none for special tokens, which no text shows."""
+        try:
+            known = self.grammars()
+        except InvalidRequest:
+            return tuple(self._tokens.decode((token,)).encode() for token in range(self.size))
+        return tuple(b"" if known.is_special_token(i) else known.decode_bytes([i]) for i in range(self.size))
+
+    def beginning(self, prefix: bytes) -> list[int]:
+        """Ids whose bytes begin with ``prefix``."""
+        first = bisect_left(self._sorted, prefix, key=lambda id_: self.texts[id_])
+        last = bisect_right(self._sorted, prefix, first, key=lambda id_: self.texts[id_][: len(prefix)])
+        return self._sorted[first:last]
+
+    @cached_property
+    def _sorted(self) -> list[int]:
+        return sorted(range(self.size), key=lambda id_: self.texts[id_])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sllm_runtime.worker.prompts import sampling
+from sllm_runtime.worker.prompts import options
 from tests.unit.worker.harness import Answer, Worker, Zygote, bundle_of, manifest
 
 SOURCE = """
@@ -160,7 +160,7 @@ def test_chat_renders_the_models_template(served: Worker) -> None:
         ("chat", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "invalid_argument", "max_tokens"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_request", "messages"),
         ("chat", {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
-         "invalid_argument", "response_format"),
+         "invalid_request", "response_format"),
     ],
 )  # fmt: skip
 def test_wrong_parameters_are_named(served: Worker, kind: str, body: dict[str, Any], code: str, field: str) -> None:
@@ -245,5 +245,5 @@ def test_many_at_once_share_messages(served: Worker) -> None:
 
 
 def test_sampling_of_generate() -> None:
-    made = sampling(5, {"stop": "a", "logit_bias": {3: 1.5}, "top_k": -1, "seed": None})
+    made = options({"stop": "a", "logit_bias": {3: 1.5}, "top_k": -1, "seed": None}).sampling(5, temperature=0.0)
     assert (made.stop, made.logit_bias, made.top_k, made.seed, made.temperature) == (("a",), {3: 1.5}, 0, None, 0.0)

@@ -4,13 +4,18 @@ business (``text``, ``loop``), so that every engine gets them alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from sllm_runtime.protocol.errors import SllmError
 
 Finish = Literal["stop", "length"]
+Mask = npt.NDArray[np.bool_]
+"""(vocabulary): which ids may come next."""
 GREEDY_BELOW: Final = 1e-5
 
 
@@ -46,6 +51,14 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
 
+class Constraint(Protocol):
+    """A rule that outputs keep, as a shape they have. It belongs to one request."""
+
+    def allowed(self, output: Sequence[int]) -> Mask:
+        """Which ids may follow ``output``: a function of these ids alone, so that a resume goes on alike. Raises
+        ``SllmError``, which ends the request."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One continuation. ``emitted``: ids this output already has (a resume), which are prefilled and not reported."""
@@ -57,6 +70,8 @@ class Request:
     choice: int = 0
     """Which of ``n`` continuations of one prompt; each has its own noise."""
     lora: str | None = None
+    """The adapter that its rows go through."""
+    constraints: tuple[Constraint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

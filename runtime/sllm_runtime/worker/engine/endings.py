@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sllm_runtime.worker.engine.base import Request, Sampling
 
 
@@ -15,11 +13,3 @@ def full(request: Request, produced: int, max_context: int) -> bool:
 def ends(token: int, sampling: Sampling, eos: frozenset[int]) -> bool:
     """Whether ``token`` ends the output, which then leaves it out."""
     return token in sampling.stop_ids or (token in eos and not sampling.ignore_eos)
-
-
-def blocked(sampling: Sampling, produced: int, eos: frozenset[int]) -> Sampling:
-    """With the ends forbidden until ``min_tokens`` are out."""
-    if produced >= sampling.min_tokens:
-        return sampling
-    forbidden = dict.fromkeys((*eos, *sampling.stop_ids), float("-inf"))
-    return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden})

@@ -32,6 +32,8 @@ class Piece:
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenChoice, ...] = ()
     finish: Finish | None = None
+    cached: int = 0
+    """Prompt tokens that were not computed anew, as far as is known."""
     error: SllmError | None = None
 
     @property
@@ -220,8 +222,9 @@ class EngineLoop:
             self._refuse(sink, error)
             return
         self._outputs[request.id] = _Output(sink, detokenizer, StopMatcher(request.sampling.stop))
-        if request.emitted:
-            self._deliver(Event(request=request.id, ids=request.emitted))
+        # One by one, as they came the first time: so the pieces are the same, and a caller who has some gets the rest.
+        for token in request.emitted:
+            self._deliver(Event(request=request.id, ids=(token,)))
 
     def _cancel(self, number: int, error: SllmError | None) -> None:
         output = self._outputs.pop(number, None)
@@ -259,7 +262,7 @@ class EngineLoop:
         if stopped:
             finish = "stop"
             self.engine.cancel(event.request)
-        return Piece(text, event.ids, event.logprobs, finish)
+        return Piece(text, event.ids, event.logprobs, finish, event.cached)
 
     def _refuse(self, sink: Sink, error: Exception) -> None:
         if not isinstance(error, SllmError):

@@ -11,21 +11,32 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sllm_runtime.protocol.errors import FunctionError
-from sllm_runtime.worker.engine.base import Sampling, TokenChoice
+from sllm_runtime.protocol.errors import FunctionError, InvalidRequest
+from sllm_runtime.worker.engine.base import Mask, Sampling, TokenChoice
 
 Row = npt.NDArray[np.float32]
 _MASK = 2**64 - 1
 
 
-def choose(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence[int], choice: int = 0) -> TokenChoice:
+def choose(
+    row: Row,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    choice: int = 0,
+    allowed: Mask | None = None,
+) -> TokenChoice:
     """The next token after ``prompt`` + ``output``. ``row`` has shape (vocabulary,), float32, and is not changed.
 
-    Raises ``FunctionError`` if the row holds NaN.
+    Raises ``FunctionError`` if the row holds NaN, ``InvalidRequest`` if no id is ``allowed``.
     """
     if np.isnan(row).any():
         raise FunctionError("the model's logits are NaN; its weights or its inputs are broken")
     scores = _penalised(row, sampling, prompt, output)
+    if allowed is not None:
+        scores[~allowed] = -np.inf
+        if not allowed.any():
+            raise InvalidRequest("what this request forbids and what it asks for leave no token to go on with")
     if sampling.greedy:
         token = int(scores.argmax())
     else:

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from sllm_runtime.protocol.errors import Draining, FunctionError, SllmError
 from sllm_runtime.worker.engine import admission, endings
 from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats
-from sllm_runtime.worker.engine.sampling import choose
+from sllm_runtime.worker.engine.choosing import next_token
 
 
 @dataclass(slots=True)
@@ -121,8 +121,7 @@ class TransformersEngine:
             return Event(request=number, finish="length")
         try:
             row = self._forward(run)
-            allowed = endings.blocked(sampling, len(run.output), self.eos)
-            picked = choose(row, allowed, run.request.prompt, run.output, run.request.choice)
+            picked = next_token(row, run.request, run.output, self.eos)
         except SllmError as error:
             return Event(request=number, error=error)
         except Exception as error:  # whatever a model's forward raises fails its own request, never the batch

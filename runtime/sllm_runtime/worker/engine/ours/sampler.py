@@ -1,4 +1,4 @@
-"""Next tokens for the rows of a step: plain greedy rows at once, all others one by one (``engine.sampling``)."""
+"""Next tokens for the rows of a step: plain greedy rows at once, all others one by one (``engine.choosing``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from sllm_runtime.protocol.errors import SllmError
-from sllm_runtime.worker.engine import endings
 from sllm_runtime.worker.engine.base import Sampling, TokenChoice
+from sllm_runtime.worker.engine.choosing import next_token
 from sllm_runtime.worker.engine.ours.scheduler import Sequence
-from sllm_runtime.worker.engine.sampling import Row, choose
+from sllm_runtime.worker.engine.sampling import Row
 
 Matrix = npt.NDArray[np.float32]
 
@@ -39,13 +39,12 @@ def _plain(sequence: Sequence) -> bool:
         and sampling.repetition_penalty == 1.0
         and not (sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
         and sampling.min_tokens <= sequence.produced
+        and not sequence.request.constraints
     )
 
 
 def _choose(row: Row, sequence: Sequence, eos: frozenset[int]) -> TokenChoice | SllmError:
-    request, output = sequence.request, sequence.output
-    sampling = endings.blocked(request.sampling, len(output), eos)
     try:
-        return choose(row, sampling, request.prompt, output, request.choice)
+        return next_token(row, sequence.request, sequence.output, eos)
     except SllmError as error:
         return error

@@ -1,0 +1,118 @@
+"""What an output must look like, or must not hold: which ids may follow the ids so far, and nothing else is state.
+
+Grammars are llguidance's: it compiles JSON schemas and regular expressions and says in microseconds which tokens may
+come next. All that they may cost is bounded (``_LIMITS``), since what they are made from is a caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+
+from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.openai import output_format
+from sllm_runtime.worker.engine.base import Mask
+from sllm_runtime.worker.tokens import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_ANY_OBJECT: Final = {"type": "object"}
+_WRITING: Final[JsonCompileOptions] = {"whitespace_pattern": r"[ \n\t]{0,24}"}
+"""White space between JSON's tokens: enough to indent, and no model can go on with it for ever."""
+_LIMITS: Final = LLParserLimits(
+    initial_lexer_fuel=1_000_000,  # to begin: some 20 ms
+    step_lexer_fuel=200_000,  # a token: some 15 ms
+    step_max_items=50_000,
+    max_lexer_states=20_000,  # some 40 MB
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+_SHOWN: Final = 300
+
+
+class Grammar:
+    """A compiled shape. Raises ``InvalidRequest`` where it is wrong, fits nothing or costs too much."""
+
+    def __init__(self, vocabulary: Vocabulary, text: str, field: str) -> None:
+        try:
+            tokenizer = vocabulary.grammars()
+        except InvalidRequest as error:
+            error.field = field
+            raise
+        self._first = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+        self._size = vocabulary.size
+        self._field = field
+        if not self.start().allowed(()).any():
+            raise InvalidRequest(f"'{field}': no output has that shape", field=field)
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], vocabulary: Vocabulary) -> Grammar | None:
+        """What ``regex`` or ``response_format`` of a checked request ask for (``protocol.openai.check``)."""
+        kind = output_format(body)
+        if kind == "text":
+            return None
+        if kind == "regex":
+            return cls(vocabulary, LLMatcher.grammar_from_regex(body["regex"]), "regex")
+        schema = _ANY_OBJECT if kind == "json_object" else body["response_format"]["json_schema"]["schema"]
+        text = LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=_WRITING)
+        return cls(vocabulary, text, "response_format")
+
+    def start(self) -> Shape:
+        """The constraint of one output."""
+        return Shape(self._first.deep_copy(), self._size, self._field)
+
+
+class Shape:
+    """One output's way through a grammar. What the matcher has read is a cache: other ids make it begin again."""
+
+    def __init__(self, matcher: LLMatcher, size: int, field: str) -> None:
+        self._matcher, self._size, self._field = matcher, size, field
+        self._read: list[int] = []
+
+    def allowed(self, output: Sequence[int]) -> Mask:
+        """See ``base.Constraint``. Raises ``InvalidRequest`` where the grammar costs too much."""
+        given = list(output)
+        if given[: len(self._read)] != self._read:
+            self._matcher.reset()
+            self._read = []
+        self._matcher.consume_tokens(given[len(self._read) :])
+        self._read = given
+        packed = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            why = self._matcher.get_error().splitlines()[0][:_SHOWN]
+            raise InvalidRequest(f"'{self._field}': {why}", field=self._field)
+        return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little", count=self._size).view(np.bool_)
+
+
+class BadWords:
+    """No output holds any of ``words``, however its tokens cut them: a token that would complete one is forbidden."""
+
+    def __init__(self, vocabulary: Vocabulary, words: Sequence[str]) -> None:
+        self._vocabulary = vocabulary
+        self._words = [word.encode() for word in words]
+        self._longest = max(map(len, self._words))
+        self._free = np.array([not any(word in text for word in self._words) for text in vocabulary.texts])
+
+    def allowed(self, output: Sequence[int]) -> Mask:
+        """See ``base.Constraint``."""
+        tail = self._tail(output)
+        mask = self._free.copy()
+        for word in self._words:
+            for begun in range(1, min(len(word) - 1, len(tail)) + 1):
+                if tail.endswith(word[:begun]):
+                    mask[self._vocabulary.beginning(word[begun:])] = False
+        return mask
+
+    def _tail(self, output: Sequence[int]) -> bytes:
+        """The last bytes of the output, as many as a word that goes on may have begun with."""
+        tail = b""
+        for token in reversed(output):
+            if len(tail) >= self._longest - 1:
+                break
+            tail = self._vocabulary.texts[token] + tail
+        return tail
