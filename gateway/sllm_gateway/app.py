@@ -61,7 +61,7 @@ class Gateway:
         responder = Responder(self.calls, self._starts, settings, clock, self._tasks)
         controller = Controller(bus, clock)
         self._lookup = Lookup(self.table, controller, clock)
-        caller = Caller(self._lookup, self.calls, responder, settings, clock)
+        caller = Caller(self._lookup, self.calls, responder, settings, self.metrics, clock)
         self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls))
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, clock)]
@@ -96,7 +96,8 @@ class Gateway:
         ]
 
     def _ended(self, call: Call) -> None:
-        """What ended a call without its caller's doing is an event."""
+        """What broke is an event. What a caller did wrong, and what there is no room for, is counted: there may be a
+        thousand of it a second, and it would push out the other events of this gateway."""
         error = call.error
         if error is None or error.status < 500:
             return

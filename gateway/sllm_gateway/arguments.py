@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 import msgspec
 
+from sllm_gateway.errors import shown
 from sllm_runtime.protocol.errors import InvalidArgument, InvalidManifest, MalformedJson
 
 IN_THREAD_BYTES = 2**18
@@ -63,20 +64,22 @@ def _explain(error: jsonschema_rs.ValidationError) -> InvalidArgument:
     path: list[str | int] = list(error.instance_path)
     if error.kind.name == "required":
         path.append(error.kind.as_dict()["property"])
-        return InvalidArgument(f"argument {path_text(path)!r} is missing", field=path_text(path))
+        field = path_text(path)
+        return InvalidArgument(f"argument {field!r} is missing", field=field)
     if error.kind.name == "additionalProperties":
         path.append(error.kind.as_dict()["unexpected"][0])
-        return InvalidArgument(f"unknown argument {path_text(path)!r}", field=path_text(path))
+        field = path_text(path)
+        return InvalidArgument(f"unknown argument {field!r}", field=field)
     field = path_text(path)
     return InvalidArgument(f"argument {field!r}: {_short(error.message)}", field=field)
 
 
 def path_text(path: Sequence[str | int]) -> str:
-    """``["a", 0, "b"]`` as ``a[0].b``."""
+    """``["a", 0, "b"]`` as ``a[0].b``. Names in it may be the caller's own: a long one is cut as in every error."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+    return shown(text)
 
 
 def _short(message: str) -> str:

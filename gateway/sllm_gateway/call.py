@@ -98,6 +98,13 @@ class Call:
         """Move along the table of ``states.CALL``."""
         self.state = check(CALL, self.state, state)
 
+    def begin_again(self, now: float) -> None:
+        """Back to the queue: what came of it until now, of which its caller has seen nothing, is thrown away."""
+        self.go(CallState.QUEUED)
+        self.frames.clear()
+        self.buffered = 0
+        self.due = now
+
     # --- the reader's side ------------------------------------------------------------------------
     def take(self) -> list[Frame]:
         """All frames that are here. Tell ``Calls.consumed`` when they are written."""
@@ -119,6 +126,12 @@ class Call:
         """Let the reader look again."""
         if self._waker is not None and not self._waker.done():
             self._waker.set_result(None)
+
+    def free_reader(self) -> None:
+        """Let the reader look again, also one that waits for its client."""
+        self.wake()
+        if self.writing is not None and self.unblock is not None:
+            self.unblock()
 
     # --- what is sent of it -----------------------------------------------------------------------
     def head(self, binding: Binding, now: float) -> CallHead:

@@ -25,6 +25,12 @@ def quoted(text: str) -> str:
     return _QUOTED.repr(text)
 
 
+def shown(text: str) -> str:
+    """``text`` itself, at most ``SHOWN`` characters: the middle of a longer one is left out."""
+    half = SHOWN // 2
+    return text if len(text) <= SHOWN else f"{text[: half - 1]}…{text[-half:]}"
+
+
 def openai_view(error: SllmError) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code"}}``."""
     kind = _TYPES.get(status(error, openai=True))

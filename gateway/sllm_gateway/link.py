@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.protocol import limits, subjects
+from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
 from sllm_runtime.protocol.frames import (
     Ack,
@@ -58,10 +58,10 @@ class Link:
     async def start(self, receiver: Receiver) -> None:
         """Subscribe; frames go to ``receiver`` from now on."""
 
-        def on_message(message: ToGateway, subject: str) -> None:
-            receiver.on_items(subject.rpartition(".")[2], message.items)
+        def on_message(subject: str, _reply: str, data: bytes) -> None:
+            receiver.on_items(subject.rpartition(".")[2], codec.unpack(ToGateway, data).items)
 
-        self._subscription = await self._bus.subscribe(subjects.frames_of(self._gateway), ToGateway, on_message)
+        self._subscription = await self._bus.listen(subjects.frames_of(self._gateway), on_message)
         self._bus.on_reconnect(receiver.on_reconnect)
 
     @property
@@ -77,9 +77,16 @@ class Link:
                 self._flushing.cancel()
             self._flushing = asyncio.get_running_loop().call_soon(self._flush)
 
-    def send_later(self, node: str, item: Outgoing) -> None:
-        """Send with whatever goes next, or soon: the node waits for no answer to it."""
-        self._pending.setdefault(node, []).append(item)
+    def send_all(self, node: str, items: Sequence[Outgoing]) -> None:
+        """``send`` each of ``items``, in order."""
+        for item in items:
+            self.send(node, item)
+
+    def send_all_later(self, node: str, items: Sequence[Outgoing]) -> None:
+        """Send with whatever goes next, or soon: the node waits for no answer to them."""
+        if not items:
+            return
+        self._pending.setdefault(node, []).extend(items)
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().call_later(LATER_S, self._flush)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sllm_gateway.call import Call
+from sllm_runtime.protocol.errors import SllmError
 
 TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900)
@@ -22,7 +24,7 @@ class Metrics:
         registry = self.registry
         self.requests = Counter("sllm_http_requests", "HTTP requests", ["route", "status"], registry=registry)
         self.calls = Counter(
-            "sllm_calls", "Calls that have ended, by wire code", ["function", "code"], registry=registry
+            "sllm_calls", "Calls that have ended or were refused, by wire code", ["function", "code"], registry=registry
         )
         self.ttft = Histogram(
             "sllm_ttft_seconds", "Acceptance to first frame", ["function"], buckets=TTFT_S, registry=registry
@@ -35,6 +37,15 @@ class Metrics:
             "sllm_cold_starts", "Calls that waited for an instance's start", ["function"], registry=registry
         )
         self.resent = Counter("sllm_frames_resend_requests", "Times frames were asked for again", registry=registry)
+
+    @contextmanager
+    def refusing(self, function: str) -> Iterator[None]:
+        """Count an error raised inside as a call of ``function`` that never began: a bad argument, too large a body."""
+        try:
+            yield
+        except SllmError as error:
+            self.calls.labels(function, error.code).inc()
+            raise
 
     def ended(self, call: Call, now: float) -> None:
         """Count a call that is over."""

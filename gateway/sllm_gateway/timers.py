@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from sllm_gateway.binding import NEVER, Binding
@@ -11,6 +11,7 @@ from sllm_gateway.call import Call
 from sllm_gateway.deadlines import Allowed, Seen, next_look, verdict
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Link
+from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
 from sllm_runtime.protocol.errors import InstanceLost, SllmError
@@ -34,7 +35,7 @@ class Timers:
 
     def __init__(
         self,
-        calls: Mapping[str, Call],
+        calls: OpenCalls,
         link: Link,
         dispatcher: Dispatcher,
         starts: Starts,
@@ -49,15 +50,13 @@ class Timers:
         self._settings = settings
         self._clock = clock
         self._life = life
-        self.some = asyncio.Event()
-        """Set while there are calls."""
 
     async def run(self) -> None:
         """Until it is cancelled; it sleeps while there is no call."""
         before = self._clock()
         while True:
             if not self._calls:
-                await self.some.wait()
+                await self._calls.some.wait()
                 before = self._clock()
             await asyncio.sleep(TICK_S)
             now = self._clock()
@@ -89,8 +88,7 @@ class Timers:
         if binding.cancelled and binding.silent(now) and self._link.connected:
             self._life.lost(call, binding, f"node {binding.node} is silent")
             return
-        for item in binding.tend(now):
-            self._link.send(binding.node, item)
+        self._link.send_all(binding.node, binding.tend(now))
         call.due = min(call.due, binding.due)
 
     def _look_at_deadlines(self, call: Call, now: float) -> None:

@@ -209,12 +209,7 @@ class Instance:
         sandbox.exited.add_done_callback(lambda _end: loop.call_later(EOF_S, sandbox.wire.close))
         feeder = asyncio.create_task(work.feed_back(), name=f"feed {self.order.instance}")
         try:
-            count = 0
-            while (payload := await sandbox.wire.receive()) is not None:
-                self._on_message(payload, work)
-                count += 1
-                if count % 64 == 0:
-                    await asyncio.sleep(0)  # a worker that never stops sending does not stop the node
+            await sandbox.wire.listen(lambda payload: self._on_message(payload, work))
         except ProtocolError as error:
             self._conclude(verdicts.lost(error))
             return

@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 import msgspec
-from nats.aio.msg import Msg
 
 from sllm_invoker import machine
 from sllm_invoker.admission import Ledger
 from sllm_invoker.bundles import BundleCache
+from sllm_invoker.gateway_link import BusLine
 from sllm_invoker.instances import Instances
 from sllm_invoker.loader import Loader
 from sllm_invoker.logs import LogSink
@@ -36,7 +36,7 @@ from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import SllmError, StaleTerm
 from sllm_runtime.protocol.events import Kind, LogRecord
-from sllm_runtime.protocol.frames import Open, ToGateway, ToNode
+from sllm_runtime.protocol.frames import Open, ToNode
 from sllm_runtime.protocol.node import (
     ModelCommand,
     NodeStatus,
@@ -90,7 +90,12 @@ class Node:
         self._workdirs = Workdirs(settings.data_dir / "work")
         self._sink = LogSink(settings.data_dir / "logs", self._publish_log)
         self._models = Models(self._loader, time.time)
-        self._relay = Relay(lambda name: self._instances.find(name), self._publish_frames, clock, self._tasks)
+        self._relay = Relay(
+            lambda name: self._instances.find(name),
+            lambda gateway: BusLine(bus, subjects.frames(gateway, self._node)),
+            clock,
+            self._tasks,
+        )
         self._instances = Instances(
             self._node,
             self._ledger(),
@@ -172,8 +177,8 @@ class Node:
         stack.callback(bus.on_disconnect(self._relay.on_disconnect))
         stack.callback(bus.on_reconnect(self._reconnected))
         for subscription in (
-            await bus.subscribe(subjects.node_calls(node, "x")[:-1] + "*", ToNode, self._on_calls),
-            await bus.subscribe_raw(subjects.node_open(node, "x")[:-1] + "*", self._on_open),
+            await bus.listen(subjects.node_calls(node, "x")[:-1] + "*", self._on_calls),
+            await bus.listen(subjects.node_open(node, "x")[:-1] + "*", self._on_open),
             await bus.serve(subjects.node_command(node, "start"), StartInstance, self._on_start),
             await bus.serve(subjects.node_command(node, "stop"), StopInstance, self._on_stop),
             await bus.serve(subjects.node_command(node, "prepare"), PrepareModel, self._on_prepare),
@@ -186,23 +191,19 @@ class Node:
         self._relay.on_reconnect()
         self._reporter.changed()
 
-    def _on_calls(self, message: ToNode, subject: str) -> None:
-        self._relay.on_message(subject.rpartition(".")[2], message)
+    def _on_calls(self, subject: str, _reply: str, data: bytes) -> None:
+        self._relay.on_message(subject.rpartition(".")[2], codec.unpack(ToNode, data))
 
-    async def _on_open(self, message: Msg) -> None:
+    def _on_open(self, subject: str, reply_to: str, data: bytes) -> None:
         """An own answer instead of ``Bus.serve``: the gateway's name stands in the subject, and no task is needed."""
         try:
-            gateway = message.subject.rpartition(".")[2]
-            opened = self._relay.open(gateway, codec.unpack(Open, message.data))
+            opened = self._relay.open(subject.rpartition(".")[2], codec.unpack(Open, data))
             reply = Reply(value=msgspec.Raw(codec.pack(opened)))
             self._reporter.counted()
         except SllmError as error:
             reply = Reply(error=error.body())
-        if message.reply:
-            self._bus.publish_now(message.reply, reply)
-
-    async def _publish_frames(self, gateway: str, message: ToGateway) -> None:
-        await self._bus.publish(subjects.frames(gateway, self._node), message)
+        if reply_to:
+            self._bus.publish_now(reply_to, reply)
 
     async def _publish_status(self, status: NodeStatus) -> None:
         self._bus.publish_now(subjects.status(self._node), status)

@@ -5,12 +5,13 @@ The relay keeps every frame until its gateway has acknowledged it, so a lost mes
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from sllm_invoker.call import Call, Key
-from sllm_invoker.gateway_link import GatewayLink
+from sllm_invoker.gateway_link import GatewayLink, Line
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import ErrorBody, ProtocolError
@@ -22,7 +23,6 @@ from sllm_runtime.protocol.frames import (
     Opened,
     Parts,
     Resend,
-    ToGateway,
     ToNode,
     Unknown,
 )
@@ -71,12 +71,13 @@ class Relay:
     def __init__(
         self,
         find: Callable[[str], Host | None],
-        send: Callable[[str, ToGateway], Awaitable[None]],
+        line: Callable[[str], Line],
         clock: Callable[[], float],
         tasks: Tasks,
     ) -> None:
+        """``find`` an instance by its name; ``line`` leads to the gateway of that name."""
         self._find = find
-        self._send = send
+        self._line = line
         self._clock = clock
         self._tasks = tasks
         self._calls: dict[Key, tuple[Call, Host]] = {}
@@ -237,16 +238,13 @@ class Relay:
         """Send what can be sent now: the last words of a node that ends."""
         for link in self._links.values():
             while link.connected.is_set() and (message := link.collect()) is not None:
-                await self._send(link.gateway, message)
+                await link.send(message)
 
     def _link(self, gateway: str) -> GatewayLink:
         link = self._links.get(gateway)
         if link is None:
-
-            async def send(message: ToGateway) -> None:
-                await self._send(gateway, message)
-
-            link = self._links[gateway] = GatewayLink(gateway, send, self._clock)
+            call_soon = asyncio.get_running_loop().call_soon
+            link = self._links[gateway] = GatewayLink(gateway, self._line(gateway), self._clock, call_soon)
             if self._connected_since is None:
                 link.connected.clear()
             self._tasks.start(link.run(), f"frames-{gateway}")

@@ -10,6 +10,7 @@ from sllm_gateway.asgi import Scope, header
 from sllm_gateway.call import Order
 from sllm_gateway.calls import Calls
 from sllm_gateway.lookup import Lookup
+from sllm_gateway.metrics import Metrics
 from sllm_gateway.respond import Responder
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import Version
@@ -25,6 +26,7 @@ class Caller:
         calls: Calls,
         responder: Responder,
         settings: GatewaySettings,
+        metrics: Metrics,
         clock: Callable[[], float],
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -32,6 +34,7 @@ class Caller:
         self.calls = calls
         self.responder = responder
         self.settings = settings
+        self.metrics = metrics
         self.clock = clock
         self._random = random
 

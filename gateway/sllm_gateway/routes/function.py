@@ -21,8 +21,9 @@ class FunctionRoute:
         accepted = caller.clock()
         call_id = caller.new_id(scope)
         version = await self._find(scope["path_params"])
-        body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)
-        body = await version.arguments.check(body)
+        with caller.metrics.refusing(version.function):
+            body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)
+            body = await version.arguments.check(body)
         stream = wants_events(scope)
         order = caller.order(scope, version, "fn", body, call=call_id, stream=stream, accepted=accepted)
         call = caller.calls.admit(order)

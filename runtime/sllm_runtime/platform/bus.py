@@ -18,13 +18,13 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js import JetStreamContext
 
 from sllm_runtime.platform import requests
 from sllm_runtime.platform.connection import connection_options, open_connection
+from sllm_runtime.platform.direct import DirectClient
 from sllm_runtime.platform.outbox import Outbox, encode, text
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.settings import Settings
@@ -50,13 +50,14 @@ class Bus:
 
     def __init__(self, identity: str) -> None:
         self.identity = identity
-        self._client = Client()
+        self._client = DirectClient()
         self._jetstream = self._client.jetstream()
         self._tasks = Tasks(f"bus {identity}")
         self._reconnected: list[Callback] = []
         self._disconnected: list[Callback] = []
         self._subscriptions: dict[NatsSubscription, Subscription] = {}
         self._outbox = Outbox(self._client, self._tasks)
+        self._questions = requests.Questions(self._client)
         self._closing = False
 
     @classmethod
@@ -84,6 +85,7 @@ class Bus:
                 on_closed=bus._when_closed,
                 jetstream=jetstream and (who is None or who.kind != "node"),
             )
+            await bus._questions.start()
         except BaseException:
             await bus.close()
             raise
@@ -93,6 +95,11 @@ class Bus:
     def connected(self) -> bool:
         """Whether the server is there at this moment."""
         return self._client.is_connected
+
+    @property
+    def free(self) -> bool:
+        """Whether the server is there and keeps up: what is published now does not wait here."""
+        return self._outbox.free
 
     @property
     def jetstream(self) -> JetStreamContext:
@@ -146,6 +153,22 @@ class Bus:
         await self._listen(subscription, handle, queue, pending_messages, pending_bytes)
         return subscription
 
+    async def listen(self, subject: str, handler: Callable[[str, str, bytes], None]) -> Subscription:
+        """For the messages of running calls: call ``handler(subject, reply, data)`` where each is parsed, without a
+        queue or a task between. It must not wait or work for long. Its exceptions are logged."""
+
+        def handle(subject: str, reply: str, data: bytes, _status: str) -> None:
+            try:
+                handler(subject, reply, data)
+            except ProtocolError as error:
+                log.warning("refused a message on %s: %s", subject, error.message)
+            except Exception:
+                log.exception("handling a message on %s failed", subject)
+
+        subscription = Subscription(subject)
+        await self._begin(subscription, self._client.listen(subject, handle))
+        return subscription
+
     async def subscribe_raw(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> Subscription:
         """``handler`` gets each message as nats-py made it: for JetStream's own answers."""
         subscription = Subscription(subject)
@@ -160,14 +183,18 @@ class Bus:
         messages: int,
         size: int,
     ) -> None:
+        subscribing = self._client.subscribe(
+            subscription.subject,
+            queue=queue,
+            cb=handle,
+            pending_msgs_limit=messages,
+            pending_bytes_limit=size,
+        )
+        await self._begin(subscription, subscribing)
+
+    async def _begin(self, subscription: Subscription, subscribing: Awaitable[NatsSubscription]) -> None:
         try:
-            inner = await self._client.subscribe(
-                subscription.subject,
-                queue=queue,
-                cb=handle,
-                pending_msgs_limit=messages,
-                pending_bytes_limit=size,
-            )
+            inner = await subscribing
         except (nats.errors.Error, OSError) as error:
             raise Unavailable(f"cannot subscribe to {subscription.subject}: {text(error)}") from error
         subscription.inner = inner
@@ -189,7 +216,7 @@ class Bus:
         Raises what the other side raised, ``Unavailable`` if nobody serves ``subject``, ``DeadlineExceeded`` after
         ``timeout_s`` seconds.
         """
-        return await requests.ask(self._client, subject, request, reply_type, timeout_s)
+        return await self._questions.ask(subject, request, reply_type, timeout_s)
 
     async def serve(
         self,

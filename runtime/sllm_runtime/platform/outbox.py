@@ -7,9 +7,9 @@ from collections import deque
 from typing import Any, Final
 
 import nats.errors
-from nats.aio.client import Client
 
 from sllm_runtime.platform.connection import PENDING_BYTES
+from sllm_runtime.platform.direct import DirectClient
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
@@ -21,7 +21,7 @@ _MOST: Final = 64 * MIB
 class Outbox:
     """In front of nats-py's own buffer, which it never makes a caller of ``send_now`` wait for."""
 
-    def __init__(self, client: Client, tasks: Tasks) -> None:
+    def __init__(self, client: DirectClient, tasks: Tasks) -> None:
         self._client = client
         self._tasks = tasks
         self._waiting: deque[tuple[str, bytes]] = deque()
@@ -34,12 +34,14 @@ class Outbox:
         """Hand over to the connection, behind what waits. Raises ``Unavailable``."""
         if self._waiting:
             self._enqueue(subject, data)
-        else:
+        elif not self._client.publish_now(subject, data):
             await self._publish(subject, data)
 
     def send_now(self, subject: str, data: bytes) -> None:
         """Hand over or keep, without waiting. Raises ``Unavailable`` when 64 MiB wait."""
         client = self._client
+        if not self._waiting and client.publish_now(subject, data):
+            return
         if self._waiting or not client.is_connected or client.pending_data_size + len(data) > PENDING_BYTES // 2:
             self._enqueue(subject, data)
             return
@@ -50,6 +52,11 @@ class Outbox:
         except StopIteration:
             return
         sending.close()
+
+    @property
+    def free(self) -> bool:
+        """Whether the server is there and takes what it is sent: ``send_now`` would not keep anything."""
+        return not self._waiting and self._client.is_connected and self._client.pending_data_size < PENDING_BYTES // 2
 
     def _enqueue(self, subject: str, data: bytes) -> None:
         if self._bytes > _MOST:

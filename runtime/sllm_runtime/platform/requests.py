@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from sllm_runtime.platform.direct import DirectClient
 from sllm_runtime.platform.outbox import Outbox, encode, text
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import codec
@@ -21,26 +23,55 @@ log = logging.getLogger(__name__)
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
+NO_RESPONDERS: Final = "503"
 
 
-async def ask(client: Client, subject: str, request: Any, reply_type: type[R], timeout_s: float) -> R:
-    """The answer of whoever serves ``subject``.
+class Questions:
+    """What one client asks. The answers come to one inbox, and straight to who waits for them."""
 
-    Raises what the other side raised, ``Unavailable`` if nobody serves it, ``DeadlineExceeded`` after ``timeout_s``.
-    """
-    data = encode(request, subject)
-    try:
-        message = await client.request(subject, data, timeout=timeout_s)
-    except nats.errors.NoRespondersError as error:
-        raise Unavailable(f"nobody serves {subject} now; try again") from error
-    except nats.errors.TimeoutError as error:
-        raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
-    except (nats.errors.Error, OSError) as error:
-        raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
-    reply = codec.unpack(Reply, message.data)
-    if reply.error is not None:
-        raise reply.error.to_error()
-    return codec.unpack(reply_type, bytes(reply.value))
+    def __init__(self, client: DirectClient) -> None:
+        self._client = client
+        self._waiting: dict[str, asyncio.Future[bytes | None]] = {}
+        """By inbox. None: nobody is there to answer."""
+        self._numbers = itertools.count()
+        self._inbox = ""
+
+    async def start(self) -> None:
+        """Listen for answers. Before the first question."""
+        self._inbox = self._client.new_inbox()
+        await self._client.listen(f"{self._inbox}.*", self._answered)
+
+    async def ask(self, subject: str, request: Any, reply_type: type[R], timeout_s: float) -> R:
+        """The answer of whoever serves ``subject``.
+
+        Raises what the other side raised, ``Unavailable`` if nobody serves it, ``DeadlineExceeded`` after
+        ``timeout_s`` seconds.
+        """
+        data = encode(request, subject)
+        inbox = f"{self._inbox}.{next(self._numbers)}"
+        answer = self._waiting[inbox] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not self._client.publish_now(subject, data, inbox):
+                    await self._client.publish(subject, data, inbox)
+                found = await answer
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
+        finally:
+            del self._waiting[inbox]
+        if found is None:
+            raise Unavailable(f"nobody serves {subject} now; try again")
+        reply = codec.unpack(Reply, found)
+        if reply.error is not None:
+            raise reply.error.to_error()
+        return codec.unpack(reply_type, bytes(reply.value))
+
+    def _answered(self, subject: str, _reply: str, data: bytes, status: str) -> None:
+        answer = self._waiting.get(subject)
+        if answer is not None and not answer.done():
+            answer.set_result(None if status == NO_RESPONDERS else data)
 
 
 class Server(Generic[Q]):

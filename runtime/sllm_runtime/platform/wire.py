@@ -7,7 +7,7 @@ import asyncio
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sllm_runtime.platform.framing import Descriptors, Splitter, frame, receive
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
@@ -94,10 +94,11 @@ class AsyncWire:
         self._drained = asyncio.Event()
         self._drained.set()
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[bytes], None] | None = None
         self._reading = False
         """Whether the loop watches the socket."""
         self._ended = False
-        self._failure: ProtocolError | OSError | None = None
+        self._failure: Exception | None = None
         self.peer_gone = False
         """The peer takes nothing more; what it had sent before can still be received."""
         self.closed = False
@@ -115,6 +116,23 @@ class AsyncWire:
                 return None
             await self._readable()
         return self._ready.popleft()
+
+    async def listen(self, listener: Callable[[bytes], None]) -> None:
+        """Call ``listener`` with each message where it is read, without a task's turn for it, until the end of the
+        stream or ``close``. Raises as ``receive``, and what ``listener`` raises."""
+        self._hand_on(listener)
+        self._listener = listener
+        try:
+            while not (self._failure or self._ended or self.closed):
+                await self._readable()
+        finally:
+            self._listener = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _hand_on(self, listener: Callable[[bytes], None]) -> None:
+        while self._ready:
+            listener(self._ready.popleft())
 
     async def _readable(self) -> None:
         """Wait for ``_read`` to have something. It stays registered while messages are asked for one after another."""
@@ -141,6 +159,11 @@ class AsyncWire:
             self._ended = True
         except (ProtocolError, OSError) as error:
             self._failure = error
+        if self._listener is not None:
+            try:
+                self._hand_on(self._listener)
+            except Exception as error:  # raised again by who listens
+                self._failure = error
         if self._ended or self._failure is not None:
             self._stop_reading()
         if self._ready or not self._reading:

@@ -332,11 +332,16 @@ async def test_the_gateway_tells_of_itself_and_of_calls_that_fail_by_no_fault_of
         assert failed.status_code == 500
         assert (await w.http.post("/fn/nothing")).status_code == 404
         assert (await w.http.post("/fn/f", content=b"[")).status_code == 400
+        assert (await w.http.post("/fn/f", content=b"[]")).status_code == 422
+        metrics = (await w.http.get("/metrics")).text
         await w.gateway._bus.flush()
         found = [
             json.loads(each.data) for each in events((await w.http.get(f"{API}/events")).text) if each.data[0] == "{"
         ]
     assert [each["kind"] for each in found] == ["gateway.ready", "call.failed"]
+    for code in ("function_error", "malformed_json", "invalid_argument"):
+        assert f'sllm_calls_total{{code="{code}",function="f"}} 1.0' in metrics
+    assert "nothing" not in metrics
     (_, told) = found
     assert told["call"] == failed.headers["sllm-call-id"]
     assert (told["function"], told["version"], told["message"]) == ("f", 1, "ValueError: no")

@@ -133,6 +133,18 @@ async def test_arguments() -> None:
 def test_paths() -> None:
     assert path_text(["a", 0, "b", "c", 1, 2]) == "a[0].b.c[1][2]"
     assert path_text([]) == ""
+    long = path_text(["a", "x" * 5000, 3, "z"])
+    assert len(long) == errors.SHOWN
+    assert (long[:4], long[-6:]) == ("a.xx", "x[3].z")
+
+
+async def test_a_long_name_of_an_argument_is_cut() -> None:
+    arguments = Arguments({"type": "object", "properties": {"rest": {"type": "object"}}, "additionalProperties": False})
+    for body in ({"x" * 5000: 1}, {"rest": "y" * 5000}):
+        with pytest.raises(tree.InvalidArgument) as wrong:
+            await arguments.check(json.dumps(body).encode())
+        assert len(wrong.value.message) < 400
+        assert len(wrong.value.field or "") <= errors.SHOWN
 
 
 def status(*instances: InstanceStatus, boot: str = "b") -> NodeStatus:

@@ -10,6 +10,7 @@ from sllm_invoker.call import Call
 from sllm_invoker.gateway_link import GatewayLink
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.frames import Beat, CallHead, Frame, FrameKind, Segment, ToGateway
+from tests.fixtures.waiting import until
 
 
 def a_call(number: int, credit: int = 64 * limits.MIB) -> Call:
@@ -20,8 +21,30 @@ def a_call(number: int, credit: int = 64 * limits.MIB) -> Call:
     return Call(number, "gw", head, 0.0)
 
 
-async def never(_message: ToGateway) -> None:
-    raise AssertionError("nothing is sent here")
+class Line:
+    """A gateway's line that takes messages while it is ``free``; ``send`` waits until it is."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToGateway] = []
+        self.opened = asyncio.Event()
+        self.opened.set()
+
+    @property
+    def free(self) -> bool:
+        return self.opened.is_set()
+
+    def send_now(self, message: ToGateway) -> None:
+        self.sent.append(message)
+
+    async def send(self, message: ToGateway) -> None:
+        await self.opened.wait()
+        self.sent.append(message)
+
+
+def a_link(line: Line | None = None, *, soon: bool = False) -> GatewayLink:
+    """``soon``: it sends by itself at the end of a tick."""
+    call_soon = asyncio.get_running_loop().call_soon if soon else lambda _flush: None
+    return GatewayLink("gw", line or Line(), lambda: 0.0, call_soon)
 
 
 sizes = st.lists(st.sampled_from([0, 1, 30, 5000, limits.MAX_PART - 1, limits.MAX_PART]), max_size=12)
@@ -30,7 +53,7 @@ sizes = st.lists(st.sampled_from([0, 1, 30, 5000, limits.MAX_PART - 1, limits.MA
 @settings(deadline=None, max_examples=50)
 @given(outputs=st.lists(sizes, min_size=1, max_size=6), beats=st.integers(0, 3000))
 def test_messages_are_below_the_limit_and_lose_nothing(outputs: list[list[int]], beats: int) -> None:
-    link = GatewayLink("gw", never, lambda: 0.0)
+    link = a_link()
     calls = [a_call(number) for number in range(len(outputs))]
     for call, lengths in zip(calls, outputs, strict=True):
         call.push([Frame(index, FrameKind.OUTPUT, bytes(size)) for index, size in enumerate(lengths)], 0.0)
@@ -52,7 +75,7 @@ def test_messages_are_below_the_limit_and_lose_nothing(outputs: list[list[int]],
 
 
 def test_a_small_call_does_not_wait_for_a_large_one() -> None:
-    link = GatewayLink("gw", never, lambda: 0.0)
+    link = a_link()
     large, small = a_call(1), a_call(2)
     large.push([Frame(index, FrameKind.OUTPUT, bytes(limits.MAX_PART)) for index in range(8)], 0.0)
     small.push([Frame(0, FrameKind.OUTPUT, b"x")], 0.0)
@@ -66,7 +89,7 @@ def test_a_small_call_does_not_wait_for_a_large_one() -> None:
 
 
 def test_what_credit_holds_back_is_sent_when_it_comes() -> None:
-    link = GatewayLink("gw", never, lambda: 0.0)
+    link = a_link()
     call = a_call(1, credit=10 + limits.FRAME_COST)
     call.push([Frame(0, FrameKind.OUTPUT, bytes(8)), Frame(1, FrameKind.OUTPUT, bytes(8))], 0.0)
     link.dirty(call)
@@ -82,20 +105,52 @@ def test_what_credit_holds_back_is_sent_when_it_comes() -> None:
     assert [frame.index for frame in segment.frames] == [1]
 
 
-async def test_all_that_is_ready_in_one_tick_is_one_message() -> None:
-    sent: list[ToGateway] = []
-
-    async def send(message: ToGateway) -> None:
-        sent.append(message)
-
-    link = GatewayLink("gw", send, lambda: 0.0)
-    task = asyncio.create_task(link.run())
-    for number in range(10):
+def ready(link: GatewayLink, numbers: range) -> None:
+    for number in numbers:
         call = a_call(number)
         call.push([Frame(0, FrameKind.OUTPUT, b"token")], 0.0)
         link.dirty(call)
+
+
+async def test_all_that_is_ready_in_one_tick_is_one_message() -> None:
+    line = Line()
+    link = a_link(line, soon=True)
+    ready(link, range(10))
+    assert line.sent == []
     await asyncio.sleep(0)
+    assert [len(message.items) for message in line.sent] == [10]
+
+
+async def test_what_a_full_line_does_not_take_is_sent_when_it_does() -> None:
+    line = Line()
+    link = a_link(line, soon=True)
+    task = asyncio.create_task(link.run())
+    line.opened.clear()
+    ready(link, range(3))
     await asyncio.sleep(0)
+    link.note(Beat("beat", 1, 7))
+    await asyncio.sleep(0)
+    assert line.sent == []
+    line.opened.set()
+    await until(lambda: sum(len(message.items) for message in line.sent) == 4)
+    ready(link, range(3, 5))
+    await until(lambda: sum(len(message.items) for message in line.sent) == 6)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert [len(message.items) for message in sent] == [10]
+
+
+async def test_nothing_is_sent_while_the_bus_is_away() -> None:
+    line = Line()
+    link = a_link(line, soon=True)
+    task = asyncio.create_task(link.run())
+    line.opened.clear()
+    link.connected.clear()
+    ready(link, range(3))
+    await asyncio.sleep(0)
+    line.opened.set()
+    await asyncio.sleep(0)
+    assert line.sent == []
+    link.connected.set()
+    await until(lambda: [len(message.items) for message in line.sent] == [3])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -14,6 +14,7 @@ from sllm_runtime.platform.framing import HEADER, Descriptors, Splitter
 from sllm_runtime.platform.wire import AsyncWire, BlockingWire
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
 from sllm_runtime.protocol.limits import MAX_FDS, MAX_MESSAGE
+from tests.fixtures.waiting import until
 
 
 def framed(payload: bytes) -> bytes:
@@ -215,3 +216,76 @@ async def test_what_is_no_message_is_told_to_who_receives(pair: tuple[socket.soc
 def test_too_large_a_message_is_refused_by_the_sender(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(ProtocolError, match="above the limit"):
         BlockingWire(pair[0]).send(bytes(MAX_MESSAGE + 1))
+
+
+async def test_a_listener_gets_all_messages_in_order_where_they_are_read(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    left, right = AsyncWire(pair[0]), AsyncWire(pair[1])
+    left.send(b"early")
+    assert await asyncio.wait_for(right.receive(), 5) == b"early"
+    messages = [os.urandom(size) for size in (0, 1, 100_000, 300_000, 5)]
+    for message in messages:
+        left.send(message)
+    got: list[bytes] = []
+    listening = asyncio.create_task(right.listen(got.append))
+    await until(lambda: len(got) == len(messages))
+    left.send(b"late")
+    await until(lambda: len(got) > len(messages))
+    assert got == [*messages, b"late"]
+    left.close()
+    await asyncio.wait_for(listening, 5)
+    assert await asyncio.wait_for(right.receive(), 5) is None
+    right.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), ConnectionResetError("mine"), BlockingIOError("mine")])
+async def test_what_a_listener_raises_ends_its_listening(
+    pair: tuple[socket.socket, socket.socket], error: Exception
+) -> None:
+    left, right = AsyncWire(pair[0]), AsyncWire(pair[1])
+    got: list[bytes] = []
+
+    def listener(payload: bytes) -> None:
+        got.append(payload)
+        if len(got) == 3:
+            raise error
+
+    send(left, b"x", 2)
+    listening = asyncio.create_task(right.listen(listener))
+    await until(lambda: len(got) == 2)
+    left.send(b"y")
+    with pytest.raises(type(error), match="mine"):
+        await asyncio.wait_for(listening, 5)
+    assert got == [b"x", b"x", b"y"]
+    left.close()
+    right.close()
+
+
+async def test_who_no_longer_listens_leaves_the_rest_to_who_receives(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    left, right = AsyncWire(pair[0]), AsyncWire(pair[1])
+    got: list[bytes] = []
+    listening = asyncio.create_task(right.listen(got.append))
+    left.send(b"a")
+    await until(lambda: got == [b"a"])
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
+    left.send(b"b")
+    assert await asyncio.wait_for(right.receive(), 5) == b"b"
+    listening = asyncio.create_task(right.listen(got.append))
+    await asyncio.sleep(0)
+    right.close()
+    await asyncio.wait_for(listening, 5)
+    left.close()
+    assert got == [b"a"]
+
+
+async def test_a_listener_hears_of_a_broken_framing(pair: tuple[socket.socket, socket.socket]) -> None:
+    right = AsyncWire(pair[1])
+    listening = asyncio.create_task(right.listen(lambda _payload: None))
+    pair[0].sendall(HEADER.pack(MAX_MESSAGE + 1))
+    with pytest.raises(ProtocolError, match="above the limit"):
+        await asyncio.wait_for(listening, 5)
+    right.close()

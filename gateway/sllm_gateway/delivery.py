@@ -1,0 +1,116 @@
+"""What nodes say of calls, to whom it belongs: frames to readers, the rest to the call's binding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from sllm_gateway.arrivals import Arrivals
+from sllm_gateway.binding import Binding
+from sllm_gateway.call import Call
+from sllm_gateway.ending import Ending
+from sllm_gateway.handover import Handover
+from sllm_gateway.link import Incoming, Link, answer_stray
+from sllm_gateway.open_calls import OpenCalls
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import OutputTooLarge, ProtocolError
+from sllm_runtime.protocol.frames import Ack, Beat, Cancel, End, Frame, FrameKind, Resend, Segment
+
+log = logging.getLogger(__name__)
+
+
+class Delivery:
+    """The link's ``Receiver``. ``max_output``: bytes of an answer that is not streamed."""
+
+    def __init__(
+        self,
+        calls: OpenCalls,
+        link: Link,
+        handover: Handover,
+        ending: Ending,
+        max_output: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._calls = calls
+        self._link = link
+        self._handover = handover
+        self._ending = ending
+        self._max_output = max_output
+        self._clock = clock
+        self._arrivals = Arrivals(ending.fail)
+
+    def on_items(self, node: str, items: tuple[Incoming, ...]) -> None:
+        """One message of ``node``: what it says counts only for calls that were sent to it, in their present epoch."""
+        now = self._clock()
+        for item in items:
+            call = self._calls.get(item.call)
+            binding = call.binding if call is not None else None
+            if call is None or binding is None or binding.epoch != item.epoch or binding.node != node:
+                self._link.send_all(node, answer_stray(item))
+                continue
+            try:
+                self._on_item(call, binding, item, now)
+            except ProtocolError as error:
+                log.error("node %s: %s", node, error.message, extra={"call": call.id})
+                self._link.send(node, Cancel(call.id, binding.epoch, error.code, error.message))
+                self._ending.ended(call, binding, End(error=error.body()))
+
+    def _on_item(self, call: Call, binding: Binding, item: Incoming, now: float) -> None:
+        if isinstance(item, Segment):
+            self._on_frames(call, binding, item.frames, now)
+        elif isinstance(item, Beat):
+            self._handover.accepted(call, binding)
+            binding.on_beat(item.next_index, now)
+        elif isinstance(item, Ack):
+            self._link.send_all(binding.node, binding.on_ack(item.next_index, item.limit, now))
+        elif isinstance(item, Resend):
+            self._link.send_all(binding.node, binding.on_resend(item.index, now))
+        elif binding.accepted:
+            why = f"node {binding.node} (instance {binding.instance}) no longer has the call"
+            self._ending.lost(call, binding, why)
+        call.due = min(call.due, binding.due)
+
+    def _on_frames(self, call: Call, binding: Binding, frames: tuple[Frame, ...], now: float) -> None:
+        if not binding.accepted:
+            self._handover.accepted(call, binding)
+        ready = binding.on_frames(frames, now)
+        end = ready.pop() if ready and ready[-1].kind is FrameKind.END else None
+        if ready:
+            self._deliver(call, binding, ready, now)
+        if end is not None:
+            self._ending.ended(call, binding, codec.unpack(End, end.data))
+        elif binding is call.binding and not (ready and call.order.stream):  # those the reader acknowledges
+            self._link.send_all_later(binding.node, binding.acknowledge(now))
+
+    def _deliver(self, call: Call, binding: Binding, ready: list[Frame], now: float) -> None:
+        cost = sum([frame.cost for frame in ready])
+        if call.over:
+            binding.inbox.consume(cost)
+            return
+        marks = call.marks
+        marks.first = now if marks.first is None else marks.first
+        marks.last = now
+        call.frames += ready
+        call.buffered += cost
+        if call.order.stream:
+            self._arrivals.add(call)
+            return
+        binding.inbox.consume(cost)  # collected here, and bounded by max_output
+        if call.buffered > self._max_output:
+            error = OutputTooLarge(f"the answer is larger than {self._max_output} bytes; stream it, or answer less")
+            self._ending.fail(call, error)
+
+    def on_restart(self, node: str) -> None:
+        """A node was started anew. It answers ``Unknown`` for the calls it has lost."""
+        for call in self._calls.values():
+            binding = call.binding
+            if binding is not None and binding.node == node and binding.accepted:
+                self._link.send(node, Resend(call.id, binding.epoch, binding.inbox.next_index))
+
+    def on_reconnect(self) -> None:
+        """Messages may have been lost in both directions."""
+        now = self._clock()
+        for call in self._calls.values():
+            call.due = now
+            if call.binding is not None:
+                self._link.send_all(call.binding.node, call.binding.recovered(now))

@@ -1,0 +1,129 @@
+"""How a call ends: for its caller, on its instance, and here, when both have ended. Or begins again instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from sllm_gateway.binding import Binding
+from sllm_gateway.call import Call
+from sllm_gateway.dispatch import Dispatcher
+from sllm_gateway.link import Link
+from sllm_gateway.metrics import Metrics
+from sllm_gateway.open_calls import OpenCalls
+from sllm_gateway.retry import worth_retrying
+from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, InstanceLost, SllmError, SlowConsumer
+from sllm_runtime.protocol.frames import Cancel, End
+from sllm_runtime.protocol.states import CallState
+
+log = logging.getLogger(__name__)
+
+
+class Ending:
+    """Ends calls. One that has ended for its caller stays open until its node has confirmed the end."""
+
+    def __init__(
+        self,
+        calls: OpenCalls,
+        link: Link,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        on_end: Callable[[Call], None],
+    ) -> None:
+        """``on_end`` is told of each call that is over, once."""
+        self._calls = calls
+        self._link = link
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._clock = clock
+        self._on_end = on_end
+
+    # --- for its caller ---------------------------------------------------------------------------
+    def fail(self, call: Call, error: SllmError) -> None:
+        """End the call with ``error`` for its caller, and cancel it on its node."""
+        if call.over:
+            return
+        if call.binding is None:
+            self._dispatcher.withdraw(call)
+        else:
+            self._link.send_all(call.binding.node, call.binding.cancel(error.code, error.message, self._clock()))
+            call.due = min(call.due, call.binding.due)
+        self.over(call, error)
+
+    def over(self, call: Call, error: SllmError) -> None:
+        """The end, as far as the caller goes."""
+        if isinstance(error, Cancelled):
+            call.frames.clear()
+        call.error = error
+        call.go(CallState.CANCELLED if type(error) is Cancelled else CallState.FAILED)
+        call.free_reader()
+        self.forget_if_over(call)
+
+    def left(self, call: Call) -> None:
+        """Its reader is done with it. What still runs for it is cancelled."""
+        call.reading = False
+        call.unblock = None
+        self.fail(call, Cancelled("the caller went away"))
+        self.forget_if_over(call)
+
+    def cut(self, call: Call, error: SllmError) -> None:
+        """All of the answer is here, and its caller does not take it: it is not waited for any longer."""
+        if call.writing is not None and not isinstance(call.error, SlowConsumer | DeadlineExceeded):
+            call.error = error
+            call.frames.clear()
+            call.free_reader()
+
+    # --- on its instance --------------------------------------------------------------------------
+    def ended(self, call: Call, binding: Binding, end: End) -> None:
+        """The call is over on its instance."""
+        self._link.send_all_later(binding.node, binding.acknowledge(self._clock(), force=True))
+        self._metrics.resent.inc(binding.resends)
+        call.binding = None
+        error = end.error.to_error() if end.error is not None else None
+        if isinstance(error, InstanceLost):
+            self._dispatcher.refused(call, binding.instance, gone=True)
+        else:
+            self._dispatcher.release(call, binding.instance)
+        if error is None and not call.over:
+            call.end = end
+            call.go(CallState.SUCCEEDED)
+            call.wake()
+        elif error is not None and not self._retry(call, error):
+            call.end = end
+            self._end_with(call, error)
+        self.forget_if_over(call)
+
+    def lost(self, call: Call, binding: Binding, why: str) -> None:
+        """Nothing more is to be expected of its instance."""
+        call.binding = None
+        self._link.send(binding.node, Cancel(call.id, binding.epoch, reason=why))
+        self._dispatcher.refused(call, binding.instance, gone=True)
+        error = InstanceLost(f"{why}; call again")
+        if not self._retry(call, error):
+            self._end_with(call, error)
+        self.forget_if_over(call)
+
+    def _end_with(self, call: Call, error: SllmError) -> None:
+        if not call.over:
+            call.error = error
+            call.go(CallState.FAILED)
+            call.wake()
+
+    def _retry(self, call: Call, error: SllmError) -> bool:
+        """Whether the call begins again: allowed so often by the function, and the caller has seen nothing of it."""
+        if call.over or call.taken or call.attempts > call.version.manifest.retries or not worth_retrying(error):
+            return False
+        log.info("call begins again: %s", error.message, extra={"call": call.id, "attempt": call.attempts})
+        call.begin_again(self._clock())
+        self._dispatcher.submit_again(call)
+        return True
+
+    # --- here -------------------------------------------------------------------------------------
+    def forget_if_over(self, call: Call) -> None:
+        """Let go of a call that nobody waits for any more."""
+        if not call.over or call.reading or call.binding is not None:
+            return
+        if self._calls.discard(call):
+            self._metrics.ended(call, self._clock())
+            self._on_end(call)

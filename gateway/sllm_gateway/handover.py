@@ -1,0 +1,92 @@
+"""Hands calls to instances, each of which says whether it takes the call: what it refuses goes back to the queue."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from sllm_gateway.binding import Binding
+from sllm_gateway.call import Call
+from sllm_gateway.dispatch import Dispatcher
+from sllm_gateway.ending import Ending
+from sllm_gateway.link import Link
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError
+from sllm_runtime.protocol.frames import Open
+from sllm_runtime.protocol.records import RouteEntry
+from sllm_runtime.protocol.states import CallState
+
+log = logging.getLogger(__name__)
+
+
+class Handover:
+    """``window``: bytes of an answer that may be on their way, as credit counts them."""
+
+    def __init__(
+        self,
+        link: Link,
+        dispatcher: Dispatcher,
+        ending: Ending,
+        window: int,
+        clock: Callable[[], float],
+        tasks: Tasks,
+    ) -> None:
+        self._link = link
+        self._dispatcher = dispatcher
+        self._ending = ending
+        self._window = window
+        self._clock = clock
+        self._tasks = tasks
+
+    def place(self, call: Call, entry: RouteEntry) -> None:
+        """Ask the instance of ``entry`` to take the call, under a new epoch."""
+        now = self._clock()
+        if all(known.instance != entry.instance for known in call.marks.route.entries):
+            call.marks.started, call.marks.ready = entry, now
+        call.epoch += 1
+        call.marks.sent = call.due = now
+        call.binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
+        self._tasks.start(self._open(call, call.binding), "open")
+
+    async def _open(self, call: Call, binding: Binding) -> None:
+        request = Open(head=call.head(binding, self._clock()), first=binding.first())
+        try:
+            opened = await self._link.open(binding.node, request)
+        except DeadlineExceeded:
+            if not binding.accepted and call.binding is binding:
+                why = f"node {binding.node} did not answer for instance {binding.instance}"
+                self._ending.lost(call, binding, why)
+            return
+        except SllmError as error:
+            self._refused(call, binding, "gone", error.message)
+            return
+        if opened.status == "accepted":
+            self.accepted(call, binding)
+            if call.binding is binding and not call.over:
+                self._link.send_all(binding.node, binding.body(self._clock()))
+        else:
+            self._refused(call, binding, opened.status, opened.note)
+
+    def accepted(self, call: Call, binding: Binding) -> None:
+        """The instance has the call: it said so, or sent something of it. Repeatable."""
+        if binding.accepted or call.binding is not binding:
+            return
+        call.due = self._clock()
+        binding.accept(call.due)
+        self._dispatcher.accepted(call, binding.instance)
+        if not call.over:
+            call.attempts += 1
+            call.go(CallState.RUNNING)
+
+    def _refused(self, call: Call, binding: Binding, status: str, note: str) -> None:
+        """It was never taken there: back to the head of the queue."""
+        if call.binding is not binding or binding.accepted:
+            return
+        call.binding = None
+        log.debug("%s by %s: %s", status, binding.instance, note, extra={"call": call.id})
+        self._dispatcher.refused(call, binding.instance, gone=status == "gone")
+        if call.over:
+            self._ending.forget_if_over(call)
+        else:
+            call.begin_again(self._clock())
+            self._dispatcher.submit_again(call)

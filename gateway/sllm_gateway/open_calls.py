@@ -1,0 +1,44 @@
+"""The calls of this gateway that somebody still waits for: a caller, or the node that has to confirm their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import ValuesView
+
+from sllm_gateway.call import Call
+
+
+class OpenCalls:
+    """Calls by id."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
+        self.some = asyncio.Event()
+        """Set while there are calls."""
+        self.none = asyncio.Event()
+        """Set while there are none."""
+        self.none.set()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def get(self, call: str) -> Call | None:
+        """The call of that id, if it is open."""
+        return self._calls.get(call)
+
+    def values(self) -> ValuesView[Call]:
+        """All of them; make a list of it before anything that may end one."""
+        return self._calls.values()
+
+    def add(self, call: Call) -> None:
+        self._calls[call.id] = call
+        self.some.set()
+        self.none.clear()
+
+    def discard(self, call: Call) -> bool:
+        """Whether ``call`` was open; it no longer is."""
+        known = self._calls.pop(call.id, None) is not None
+        if not self._calls:
+            self.some.clear()
+            self.none.set()
+        return known

@@ -1,0 +1,72 @@
+"""nats-py's client with a short way in and out for the messages of running calls.
+
+nats-py hands every message to a queue and a task of its subscription, and every publish to a task that writes it: two
+more turns of the event loop for each message of each stream. Here a listener is called where its message is parsed,
+and a message is written where it is published, whenever nothing waits before it. The rest (connecting, TLS, rights,
+reconnecting, other subscriptions) is nats-py's own. What is overridden and read here is private to it: with a version
+of it that works in another way all goes the ordinary way, and this module's tests fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from sllm_runtime.protocol.limits import KIB
+
+Listener: TypeAlias = Callable[[str, str, bytes, str], None]
+"""Gets a message's subject, reply subject (or ""), data, and the status in its header (or ""). It must not raise: that
+would end the connection."""
+_STATUS: Final = slice(len(b"NATS/1.0 "), len(b"NATS/1.0 503"))
+_WRITTEN_MOST: Final = 256 * KIB
+"""Bytes that the socket has not taken yet, above which a message waits in nats-py's own buffer."""
+
+
+class DirectClient(Client):
+    """``listen`` beside ``subscribe``, ``publish_now`` beside ``publish``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listeners: dict[int, Listener] = {}
+
+    async def listen(self, subject: str, listener: Listener) -> NatsSubscription:
+        """Call ``listener`` for each message as soon as it is parsed: nothing is queued for it, and nothing dropped.
+        A process that is too slow for what it listens to is disconnected by the server in the end."""
+
+        async def ordinary(message: Msg) -> None:
+            listener(message.subject, message.reply, message.data, (message.headers or {}).get("Status", ""))
+
+        subscription = await self.subscribe(subject, cb=ordinary)
+        self._listeners[subscription._id] = listener
+        return subscription
+
+    def publish_now(self, subject: str, data: bytes, reply: str = "") -> bool:
+        """Write a message in this turn of the loop. False: something waits before it, or nobody is there."""
+        if not self.is_connected or self.pending_data_size:
+            return False
+        transport = self._socket()
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > _WRITTEN_MOST:
+            return False
+        head = f"PUB {subject} {reply} {len(data)}\r\n" if reply else f"PUB {subject} {len(data)}\r\n"
+        transport.write(b"%b%b\r\n" % (head.encode(), data))
+        return True
+
+    def _socket(self) -> asyncio.WriteTransport | None:
+        writer = getattr(self._transport, "_io_writer", None)
+        return writer.transport if isinstance(writer, asyncio.StreamWriter) else None
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._listeners.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        listener = self._listeners.get(sid)
+        if listener is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        listener(subject.decode(), reply.decode(), data, headers[_STATUS].decode() if headers else "")
