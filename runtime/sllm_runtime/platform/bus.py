@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypedDict, TypeVar
 
 import msgspec
 import nats.errors
@@ -23,6 +23,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js import JetStreamContext
 
 from sllm_runtime.platform import requests
+from sllm_runtime.platform.callbacks import Callback, Callbacks
 from sllm_runtime.platform.connection import connection_options, open_connection
 from sllm_runtime.platform.direct import DirectClient
 from sllm_runtime.platform.outbox import Outbox, encode, text
@@ -40,9 +41,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Q = TypeVar("Q", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
-Callback = Callable[[], Awaitable[None] | None]
 
 _CLOSE_S = 2.0
+
+
+class _Limits(TypedDict):
+    """What may wait for a subscription's handler, in nats-py's words."""
+
+    pending_msgs_limit: int
+    pending_bytes_limit: int
+
+
+_PENDING: Final = _Limits(pending_msgs_limit=65536, pending_bytes_limit=64 * MIB)
 
 
 class Bus:
@@ -53,8 +63,8 @@ class Bus:
         self._client = DirectClient()
         self._jetstream = self._client.jetstream()
         self._tasks = Tasks(f"bus {identity}")
-        self._reconnected: list[Callback] = []
-        self._disconnected: list[Callback] = []
+        self._reconnected = Callbacks()
+        self._disconnected = Callbacks()
         self._subscriptions: dict[NatsSubscription, Subscription] = {}
         self._outbox = Outbox(self._client, self._tasks)
         self._questions = requests.Questions(self._client)
@@ -127,8 +137,8 @@ class Bus:
         handler: Callable[[T, str], Awaitable[None] | None],
         *,
         queue: str = "",
-        pending_messages: int = 65536,
-        pending_bytes: int = 64 * MIB,
+        pending_messages: int = _PENDING["pending_msgs_limit"],
+        pending_bytes: int = _PENDING["pending_bytes_limit"],
     ) -> Subscription:
         """Call ``handler(message, subject)`` for each message, one after another. Its exceptions are logged.
 
@@ -150,7 +160,8 @@ class Bus:
                 self._recover("caught up")
 
         subscription = Subscription(subject)
-        await self._listen(subscription, handle, queue, pending_messages, pending_bytes)
+        limits = _Limits(pending_msgs_limit=pending_messages, pending_bytes_limit=pending_bytes)
+        await self._begin(subscription, self._client.subscribe(subject, queue, handle, **limits))
         return subscription
 
     async def listen(self, subject: str, handler: Callable[[str, str, bytes], None]) -> Subscription:
@@ -172,25 +183,8 @@ class Bus:
     async def subscribe_raw(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> Subscription:
         """``handler`` gets each message as nats-py made it: for JetStream's own answers."""
         subscription = Subscription(subject)
-        await self._listen(subscription, handler, "", 65536, 64 * MIB)
+        await self._begin(subscription, self._client.subscribe(subject, "", handler, **_PENDING))
         return subscription
-
-    async def _listen(
-        self,
-        subscription: Subscription,
-        handle: Callable[[Msg], Awaitable[None]],
-        queue: str,
-        messages: int,
-        size: int,
-    ) -> None:
-        subscribing = self._client.subscribe(
-            subscription.subject,
-            queue=queue,
-            cb=handle,
-            pending_msgs_limit=messages,
-            pending_bytes_limit=size,
-        )
-        await self._begin(subscription, subscribing)
 
     async def _begin(self, subscription: Subscription, subscribing: Awaitable[NatsSubscription]) -> None:
         try:
@@ -234,19 +228,17 @@ class Bus:
         server = requests.Server(self._outbox, subject, request_type, handler, concurrency)
         subscription = Subscription(subject)
         subscription.tasks = server.tasks
-        await self._listen(subscription, server.handle, queue, 65536, 64 * MIB)
+        await self._begin(subscription, self._client.subscribe(subject, queue, server.handle, **_PENDING))
         return subscription
 
     # --- life -------------------------------------------------------------------------------------
     def on_reconnect(self, callback: Callback) -> Callable[[], None]:
         """Run ``callback`` whenever messages may have been lost. Returns a function that takes it off."""
-        self._reconnected.append(callback)
-        return lambda: _discard(self._reconnected, callback)
+        return self._reconnected.add(callback)
 
     def on_disconnect(self, callback: Callback) -> Callable[[], None]:
         """Run ``callback`` when the server is gone. Returns a function that takes it off."""
-        self._disconnected.append(callback)
-        return lambda: _discard(self._disconnected, callback)
+        return self._disconnected.add(callback)
 
     async def flush(self) -> None:
         """Wait until the server has everything published so far. Raises ``Unavailable``."""
@@ -306,21 +298,6 @@ class Bus:
     def _recover(self, why: str) -> None:
         self._run(self._reconnected, why)
 
-    def _run(self, callbacks: list[Callback], name: str) -> None:
+    def _run(self, callbacks: Callbacks, name: str) -> None:
         if not self._closing:
-            self._tasks.start(_call_all(list(callbacks)), name)
-
-
-async def _call_all(callbacks: list[Callback]) -> None:
-    for callback in callbacks:
-        try:
-            result = callback()
-            if inspect.isawaitable(result):
-                await result
-        except Exception:
-            log.exception("a reconnect callback failed")
-
-
-def _discard(callbacks: list[Callback], callback: Callback) -> None:
-    with contextlib.suppress(ValueError):
-        callbacks.remove(callback)
+            self._tasks.start(callbacks.run(), name)
