@@ -92,5 +92,4 @@ def replace_gpu(gpu: Gpu, used_by: str | None) -> Gpu:
 
 def claim_of(order: StartInstance) -> Claim:
     """What ``order`` holds once it is begun."""
-    weights = order.model.nbytes if order.model is not None else 0
-    return Claim(cpu=order.manifest.cpu, memory=order.manifest.memory + weights, gpus=order.gpus)
+    return Claim(cpu=order.manifest.cpu, memory=order.manifest.memory + order.weights, gpus=order.gpus)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,7 @@ from sllm_invoker.preparation import Report
 from sllm_loaderd.client import KeptChunks, LoaderControl
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import NotFound, SllmError, Unavailable
-from sllm_runtime.protocol.loader import START, ModelInfo, Status
+from sllm_runtime.protocol.loader import CPU, CUDA, PREWARM, START, ModelInfo, Status
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.timeline import WEIGHTS
@@ -98,8 +99,8 @@ class Loader:
 
     async def _refresh(self, control: LoaderControl) -> None:
         status = await control.status()
-        if self.status is None or _shown(status) != _shown(self.status):
-            self.status = status
+        before, self.status = self.status, status
+        if before is None or _shown(status) != _shown(before):
             self._on_change()
 
     async def _there(self) -> LoaderControl:
@@ -112,21 +113,41 @@ class Loader:
         return self._control
 
     # --- starts ---------------------------------------------------------------------------------------
-    async def grant(self, model: ModelRecord, holder: str, report: Report) -> int:
-        """A descriptor with rights to ``model`` for the sandbox ``holder``. Loading has begun when this returns.
+    async def grant(
+        self,
+        model: ModelRecord,
+        holder: str,
+        report: Report,
+        *,
+        adapters: Sequence[ModelRecord] = (),
+        devices: Sequence[str] = (CPU,),
+    ) -> int:
+        """A descriptor for the sandbox ``holder`` with rights to ``model`` and ``adapters``, on ``devices``.
 
-        A model this node lacks is made from its sources first. The caller owns the descriptor.
+        What this node lacks of them is made from its sources first. Loading has begun when this returns, adapters
+        behind the model. The caller owns the descriptor.
         """
         control = await self._there()
+        digests = [adapter.digest for adapter in adapters]
+        grant = partial(control.grant, holder, model.digest, adapters=digests, devices=devices)
         try:
-            fd = await control.grant(holder, model.digest)
+            fd = await grant()
         except NotFound:
-            await self._fetch(control, model, report)
-            fd = await control.grant(holder, model.digest)
+            known = set(await control.models())
+            for lacking in (record for record in (model, *adapters) if record.digest not in known):
+                await self._fetch(control, lacking, report)
+            fd = await grant()
         self._held.add(holder)
         for rank in range(len(model.partitions)):
             self._tasks.start(_load(control, model.digest, rank), f"load {model.digest}")
+        if adapters:
+            self._tasks.start(_load_adapters(control, adapters), f"load adapters for {holder}")
         return fd
+
+    def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
+        """What an instance with these GPUs may load to: memory, and those of them that loaderd serves."""
+        there = {device.name for device in self.status.devices} if self.status is not None else set()
+        return (CPU, *(name for name in (f"{CUDA}:{gpu}" for gpu in gpus) if name in there))
 
     async def _fetch(self, control: LoaderControl, model: ModelRecord, report: Report) -> None:
         def on_progress(stage: str, done: int, total: int) -> None:
@@ -181,14 +202,21 @@ class Loader:
         self._kept.close()
 
 
-async def _load(control: LoaderControl, digest: str, rank: int) -> None:
+async def _load_adapters(control: LoaderControl, adapters: Sequence[ModelRecord]) -> None:
+    """Behind the model, one after another: there may be many, and the first calls need few of them."""
+    for adapter in adapters:
+        for rank in range(len(adapter.partitions)):
+            await _load(control, adapter.digest, rank, PREWARM)
+
+
+async def _load(control: LoaderControl, digest: str, rank: int, priority: str = START) -> None:
     """Begin a load that the sandbox will join; what fails here fails there, and is told there."""
     try:
-        await control.prefetch(digest, rank, priority=START)
+        await control.prefetch(digest, rank, priority=priority)
     except SllmError as error:
         log.info("loading %s ahead of its sandbox: %s", digest, error.message)
 
 
 def _shown(status: Status) -> object:
-    """What the node's report says of it."""
+    """What a report says of it that somebody may wait for; bandwidths and queues go with the next report."""
     return (status.models, tuple((part.model, part.nbytes) for part in status.resident), status.pool.limit)

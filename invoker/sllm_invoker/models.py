@@ -47,6 +47,7 @@ def record(info: ModelInfo, uri: str, wall: float) -> ModelRecord:
         tensors=info.tensors,
         dtype=info.dtype,
         sources=tuple(dict.fromkeys((uri, *info.sources))),
+        adapter=info.adapter,
         created=wall,
     )
 

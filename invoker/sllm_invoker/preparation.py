@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from sllm_invoker.proofs import Proofs
 from sllm_invoker.sandbox import Sandbox
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.loader import CPU
 from sllm_runtime.protocol.node import Progress, StartInstance
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.timeline import IMPORT, WEIGHTS
@@ -27,8 +28,19 @@ Report = Callable[[Progress], None]
 class Weights(Protocol):
     """This node's loaderd, as a start needs it."""
 
-    async def grant(self, model: ModelRecord, holder: str, report: Report) -> int:
-        """A descriptor with rights to this model for the sandbox ``holder``; loading has begun. The caller owns it."""
+    async def grant(
+        self,
+        model: ModelRecord,
+        holder: str,
+        report: Report,
+        *,
+        adapters: Sequence[ModelRecord] = (),
+        devices: Sequence[str] = (CPU,),
+    ) -> int:
+        """A descriptor with rights to these for the sandbox ``holder``; loading has begun. The caller owns it."""
+
+    def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
+        """What an instance with these GPUs may load to."""
 
     async def gone(self, holder: str) -> None:
         """Every process of ``holder`` is dead: what it held may be used again."""
@@ -47,11 +59,12 @@ class Suppliers:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A sandbox and what it is given. ``fds`` are the bundle and, with a model, the loader session."""
+    """A sandbox and what it is given. ``fds`` are the bundle and, with a model, the loader session for ``devices``."""
 
     sandbox: Sandbox
     fds: tuple[int, ...]
     workdir: Path
+    devices: tuple[str, ...] = (CPU,)
 
 
 async def prepare(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report) -> Prepared:
@@ -74,7 +87,8 @@ async def prepare(order: StartInstance, suppliers: Suppliers, stack: AsyncExitSt
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
     assert not isinstance(sandbox, int)
-    return Prepared(sandbox, tuple(fd for fd in fds if isinstance(fd, int)), workdir)
+    devices = suppliers.weights.devices(order.gpus) if order.model is not None else (CPU,)
+    return Prepared(sandbox, tuple(fd for fd in fds if isinstance(fd, int)), workdir, devices)
 
 
 async def _sandbox(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> Sandbox | int:
@@ -96,7 +110,13 @@ async def _weights(
     model: ModelRecord, order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report
 ) -> Sandbox | int:
     with _stage(WEIGHTS):
-        fd = await suppliers.weights.grant(model, order.instance, report)
+        fd = await suppliers.weights.grant(
+            model,
+            order.instance,
+            report,
+            adapters=tuple(order.adapters.values()),
+            devices=suppliers.weights.devices(order.gpus),
+        )
     stack.callback(os.close, fd)
     return fd
 
@@ -114,7 +134,6 @@ def _stage(name: str) -> Iterator[None]:
 def assignment(order: StartInstance, prepared: Prepared, proofs: Proofs) -> Assign:
     """What the worker is told."""
     manifest = order.manifest
-    weights = order.model.nbytes if order.model is not None else 0
     return Assign(
         instance=order.instance,
         function=order.function,
@@ -122,8 +141,10 @@ def assignment(order: StartInstance, prepared: Prepared, proofs: Proofs) -> Assi
         manifest=manifest,
         bundle=order.bundle,
         model=order.model.digest if order.model is not None else None,
+        devices=prepared.devices,
+        adapters={name: adapter.digest for name, adapter in order.adapters.items()},
         env={"TMPDIR": str(prepared.workdir), **manifest.env},
-        memory_limit=manifest.memory + weights,
+        memory_limit=manifest.memory + order.weights,
         threads=max(1, int(manifest.cpu)),
         gpus=order.gpus,
         proof=proofs.get(order),

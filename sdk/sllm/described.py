@@ -24,6 +24,10 @@ def manifest(function: ModelFunction[Any, Any, Any], entry: str, python: str | N
         raise InvalidManifest(f"{function.__name__}: there is no option {unknown[0]!r}", field=unknown[0])
     model = fields.get("model")
     fields["model"] = located(str(model), function.source_file()) if model else None
+    adapters = dict(fields.pop("adapters", None) or {})
+    if adapters:
+        source = function.source_file()
+        fields["adapters"] = {name: located(str(place), source, "adapters") for name, place in adapters.items()}
     fields["name"] = function.name
     described = fields.get("description") or inspect.getdoc(function.target) or ""
     fields["description"] = described[:2000]
@@ -41,7 +45,7 @@ def manifest(function: ModelFunction[Any, Any, Any], entry: str, python: str | N
         raise invalid(function.__name__, error) from error
 
 
-def located(model: str, source: Path | None) -> str:
+def located(model: str, source: Path | None, field: str = "model") -> str:
     """``model`` with a directory made absolute (relative to the function's file). Raises ``InvalidManifest``."""
     if "://" in model or model.startswith("sha256:"):
         return model
@@ -52,7 +56,7 @@ def located(model: str, source: Path | None) -> str:
         raise InvalidManifest(
             f"model directory {path} {there}; give a directory (relative to the function's file), "
             "hf://org/name or s3://bucket/prefix",
-            field="model",
+            field=field,
         )
     return str(path)
 

@@ -22,7 +22,7 @@ from sllm_loaderd.client.cuda_driver import (
     unmap_allocation,
 )
 from sllm_runtime.protocol.errors import DeviceOutOfMemory, InvalidRequest, Unavailable
-from sllm_runtime.protocol.loader import CUDA_IPC, POSIX_FD
+from sllm_runtime.protocol.loader import CUDA, CUDA_IPC, POSIX_FD
 
 
 class CudaDevice:
@@ -34,7 +34,7 @@ class CudaDevice:
     def __init__(self, driver: Any, ordinal: int) -> None:
         self.gpu = Gpu(driver, ordinal)
         self.gpu.use()
-        self.name = f"cuda:{ordinal}"
+        self.name = f"{CUDA}:{ordinal}"
         self.path = f"link {self.name}"
         self.uuid = self.gpu.uuid
         self.limit = int(call(driver.cuDeviceTotalMem, self.gpu.device))

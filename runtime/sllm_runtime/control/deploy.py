@@ -9,13 +9,15 @@ import time
 from collections import Counter
 from typing import Final
 
+import msgspec
+
 from sllm_runtime.control import registry, routes
 from sllm_runtime.control.changes import NODES
-from sllm_runtime.control.deployment import CALLED_BACK, Deployment, unless
-from sllm_runtime.control.fits import need_of, unsupported
+from sllm_runtime.control.deployment import CALLED_BACK, Deployment, Needed, needed_of, unless
+from sllm_runtime.control.fits import need_of, unheeded, unsupported
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
-from sllm_runtime.control.models import DIGEST, NODES_WAIT_S, Models, nodes_known
+from sllm_runtime.control.models import DIGEST, NODES_WAIT_S, Models, Preparation, nodes_known
 from sllm_runtime.control.placement import unsatisfiable
 from sllm_runtime.control.view import Key, View
 from sllm_runtime.platform import bundles
@@ -75,7 +77,7 @@ class Deployments:
                 await deployment.done.wait()
         except TimeoutError:
             return Deployed(progress=deployment.tell())
-        return deployment.result()
+        return msgspec.structs.replace(deployment.result(), notes=unheeded(request.manifest))
 
     async def withdraw(self, request: Withdraw) -> Withdrawn:
         """Call a deployment back. Answered when nothing of it is left, or its version has got the route first."""
@@ -133,19 +135,22 @@ class Deployments:
         request = deployment.request
         deployment.tell = lambda: Progress(stage="check")
         try:
-            model = await unless(deployment.withdrawn, self._prepare(deployment))
+            needed = await unless(deployment.withdrawn, self._prepare(deployment))
         except SllmError:
             await self._clean(request.bundle)
             raise
-        digest = registry.content(request.manifest, request.bundle, model.digest if model else None)
+        adapters = {name: adapter.digest for name, adapter in needed.adapters.items()}
+        digest = registry.content(
+            request.manifest, request.bundle, needed.model.digest if needed.model else None, adapters
+        )
         known = registry.same(self._loop.view, request.manifest.name, digest)
         if known is not None:
             deployment.active = known.version
             return await self._again(known)
-        version = self._version(request, model, digest)
+        version = self._version(request, needed, digest)
         key = (version.function, version.version)
         try:
-            self._loop.change(lambda view: registry.create(view, version, model))
+            self._loop.change(lambda view: registry.create(view, version, needed.model, needed.adapters.values()))
             await unless(deployment.withdrawn, self._trial(deployment, key, request.manifest))
         except SllmError as error:
             body = error.body()
@@ -162,10 +167,14 @@ class Deployments:
             await self._clean(bundle)
         return Deployed(version=self._loop.view.versions.get(key, version))
 
-    async def _prepare(self, deployment: Deployment) -> ModelRecord | None:
-        """Everything before the version is made: its model, if it has one."""
+    async def _prepare(self, deployment: Deployment) -> Needed:
+        """Everything before the version is made: its model and its adapters, if it has any."""
         await self._check(deployment.request)
-        return await self._model(deployment)
+        manifest = deployment.request.manifest
+        places = {"": manifest.model, **manifest.adapters} if manifest.model is not None else {}
+        coming = {name: self._begin(place, manifest) for name, place in places.items() if place is not None}
+        found = {name: await self._model(deployment, model) for name, model in coming.items()}
+        return needed_of(found)
 
     async def _again(self, known: VersionRecord) -> Deployed:
         """The content is there already: it gets the route, and a new chance if it was in a back-off."""
@@ -174,7 +183,7 @@ class Deployments:
         await self._ledger.settled(STORE_S)
         return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)
 
-    def _version(self, request: Deploy, model: ModelRecord | None, digest: str) -> VersionRecord:
+    def _version(self, request: Deploy, needed: Needed, digest: str) -> VersionRecord:
         function = self._loop.view.functions.get(request.manifest.name)
         return VersionRecord(
             function=request.manifest.name,
@@ -183,7 +192,8 @@ class Deployments:
             bundle=request.bundle,
             bundle_bytes=request.bundle_bytes,
             content=digest,
-            model=model.digest if model else None,
+            model=needed.model.digest if needed.model else None,
+            adapters={name: adapter.digest for name, adapter in needed.adapters.items()},
             created=time.time(),
         )
 
@@ -210,16 +220,18 @@ class Deployments:
             text = f"bundle {request.bundle[:19]} has {stored} bytes, the deployment says {request.bundle_bytes}"
             raise InvalidBundle(text, field="bundle_bytes")
 
-    async def _model(self, deployment: Deployment) -> ModelRecord | None:
-        manifest = deployment.request.manifest
-        if manifest.model is None:
-            return None
-        if manifest.model.startswith(DIGEST):
-            return registry.model_of(self._loop.view, manifest.model)
-        preparation = self._models.join(manifest.model, manifest)
-        deployment.tell = lambda: preparation.progress
-        await preparation.done.wait()
-        return preparation.result()
+    def _begin(self, place: str, manifest: Manifest) -> ModelRecord | Preparation:
+        """A model that is registered, or one that is being made ready from here on."""
+        if place.startswith(DIGEST):
+            return registry.model_of(self._loop.view, place)
+        return self._models.join(place, manifest)
+
+    async def _model(self, deployment: Deployment, model: ModelRecord | Preparation) -> ModelRecord:
+        if isinstance(model, ModelRecord):
+            return model
+        deployment.tell = lambda: model.progress
+        await model.done.wait()
+        return model.result()
 
     async def _trial(self, deployment: Deployment, key: Key, manifest: Manifest) -> None:
         """Wait until an instance is ready. The node bounds its start; here waiting for capacity is bounded."""

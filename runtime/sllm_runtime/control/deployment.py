@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from sllm_runtime.protocol.ctl import Deploy, Deployed
-from sllm_runtime.protocol.errors import Cancelled, ErrorBody, InternalError
+from sllm_runtime.protocol.errors import Cancelled, ErrorBody, InternalError, UnsupportedModel
 from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.records import ModelRecord
 
 T = TypeVar("T")
 
 CALLED_BACK: Final = "the deployment was called back before its version was active; nothing of it is left"
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a version needs beside its bundle."""
+
+    model: ModelRecord | None = None
+    adapters: Mapping[str, ModelRecord] = field(default_factory=dict)
+
+
+def needed_of(found: Mapping[str, ModelRecord]) -> Needed:
+    """Of models by name, the base's empty. Raises ``UnsupportedModel`` for a base or an adapter that is none."""
+    for name, record in found.items():
+        if name and not record.adapter:
+            text = f"adapter {name!r}: {record.uri} is a model of its own, no LoRA adapter"
+            raise UnsupportedModel(text, field="adapters", stage="model")
+        if not name and record.adapter:
+            text = (
+                f"model: {record.uri} is a LoRA adapter of {record.adapter}; deploy that, with adapters={{name: place}}"
+            )
+            raise UnsupportedModel(text, field="model", stage="model")
+    return Needed(found.get(""), {name: record for name, record in found.items() if name})
 
 
 class Deployment:

@@ -60,9 +60,10 @@ def need_of(manifest: Manifest) -> Need:
 
 
 def memory_of(view: View, key: Key, manifest: Manifest) -> int:
-    """Bytes an instance holds on its node: its own, and its model's, whose private mappings it may write to."""
+    """Bytes an instance holds on its node: its own, and its models', whose private mappings it may write to."""
     model = view.model_of(key)
-    return manifest.memory + (model.nbytes if model is not None else 0)
+    adapters = sum(adapter.nbytes for adapter in view.adapters_of(key).values())
+    return manifest.memory + adapters + (model.nbytes if model is not None else 0)
 
 
 def unsupported(manifest: Manifest) -> str:
@@ -72,9 +73,14 @@ def unsupported(manifest: Manifest) -> str:
         return f"secrets={list(manifest.secrets)}: there is no secret store yet; pass what is no secret by env"
     if manifest.parallelism.tensor * manifest.parallelism.pipeline > 1:
         return "parallelism: a model runs on one rank so far; leave it out"
-    if manifest.adapters:
-        return "adapters: they cannot be deployed yet; leave them out"
     return ""
+
+
+def unheeded(manifest: Manifest) -> tuple[str, ...]:
+    """What this release keeps and does not act on, in words; who deploys is told."""
+    if manifest.slo.ttft is None and manifest.slo.tbt is None:
+        return ()
+    return ("slo: it is kept with the version, and nothing acts on it yet",)
 
 
 def total(status: NodeStatus) -> Capacity:

@@ -204,7 +204,8 @@ class Loop:
         version = self.view.versions.get(instance.key) if instance is not None else None
         if instance is None or version is None or instance.ended or instance.stop is not None:
             return
-        await self._nodes.start(instance, version, self.view.model_of(instance.key))
+        key = instance.key
+        await self._nodes.start(instance, version, self.view.model_of(key), self.view.adapters_of(key))
 
     async def _check_term(self, error: StaleTerm) -> None:
         """A node refuses our term. Only if another controller has really been elected do we step down."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from sllm_runtime.control.view import Instance
@@ -24,7 +25,13 @@ class Nodes:
     def __init__(self, bus: Bus, store: StateStore, term: int) -> None:
         self._bus, self._store, self._term = bus, store, term
 
-    async def start(self, instance: Instance, version: VersionRecord, model: ModelRecord | None) -> None:
+    async def start(
+        self,
+        instance: Instance,
+        version: VersionRecord,
+        model: ModelRecord | None,
+        adapters: Mapping[str, ModelRecord],
+    ) -> None:
         """Begin ``instance``. Raises what the node answers: ``NoCapacity``, ``StaleTerm`` …"""
         command = StartInstance(
             term=self._term,
@@ -35,6 +42,7 @@ class Nodes:
             bundle=version.bundle,
             bundle_bytes=version.bundle_bytes,
             model=model,
+            adapters=dict(adapters),
             gpus=instance.gpus,
         )
         await self._bus.call(node_command(instance.record.node, "start"), command, Ok, timeout_s=COMMAND_S)

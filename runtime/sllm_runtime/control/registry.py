@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -24,9 +25,12 @@ KEEP_RETIRED: Final = 50
 _NEEDED: Final = frozenset({VersionState.PREPARING, *ROUTABLE})
 
 
-def content(manifest: Manifest, bundle: str, model: str | None) -> str:
-    """Digest over manifest, bundle and model: equal content makes no new version."""
-    text = msgspec.json.encode([manifest.model_dump(mode="json"), bundle, model], order="sorted")
+def content(
+    manifest: Manifest, bundle: str, model: str | None, adapters: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Digest over manifest, bundle, model and adapters: equal content makes no new version."""
+    parts = [manifest.model_dump(mode="json"), bundle, model, *([dict(adapters)] if adapters else [])]
+    text = msgspec.json.encode(parts, order="sorted")
     return f"sha256:{hashlib.sha256(text).hexdigest()}"
 
 
@@ -52,8 +56,8 @@ def same(view: View, name: str, digest: str) -> VersionRecord | None:
     return found[-1] if found else None
 
 
-def create(view: View, version: VersionRecord, model: ModelRecord | None) -> View:
-    """Register a version that is being prepared, with the model it needs, in one step. Raises ``Conflict``."""
+def create(view: View, version: VersionRecord, model: ModelRecord | None, adapters: Iterable[ModelRecord] = ()) -> View:
+    """Register a version that is being prepared, with what it needs, in one step. Raises ``Conflict``."""
     name = version.function
     function = view.functions.get(name) or FunctionRecord(function=name, active=None, last_version=0)
     if function.deleting:
@@ -61,8 +65,8 @@ def create(view: View, version: VersionRecord, model: ModelRecord | None) -> Vie
     failed = [record for record in view.versions_of(name) if record.state is VersionState.FAILED]
     stale = [(name, record.version) for record in failed[: max(len(failed) - KEEP_FAILED, 0)]]
     view = replace(view, versions=without(view.versions, stale)) if stale else view
-    if model is not None:
-        view = know(view, model)
+    for needed in (*((model,) if model is not None else ()), *adapters):
+        view = know(view, needed)
     view = view.put_function(msgspec.structs.replace(function, last_version=version.version)).put_version(version)
     return view.put_failure((name, version.version), None).put_trial((name, version.version), True)
 
@@ -181,7 +185,8 @@ def model_of(view: View, digest: str) -> ModelRecord:
 
 def used_by(view: View, digest: str) -> tuple[str, ...]:
     """Versions that need this model, as ``name:v1``."""
-    records = (record for record in view.versions.values() if record.model == digest and record.state in _NEEDED)
+    needed = (record for record in view.versions.values() if record.state in _NEEDED)
+    records = (record for record in needed if digest in (record.model, *record.adapters.values()))
     return tuple(sorted(f"{record.function}:v{record.version}" for record in records))
 
 

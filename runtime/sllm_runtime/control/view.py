@@ -203,6 +203,12 @@ class View:
         version = self.versions.get(key)
         return self.models.get(version.model) if version is not None and version.model else None
 
+    def adapters_of(self, key: Key) -> dict[str, ModelRecord]:
+        """The LoRA adapters of a version by name; one that is no longer known is left out."""
+        version = self.versions.get(key)
+        named = version.adapters.items() if version is not None else ()
+        return {name: self.models[digest] for name, digest in named if digest in self.models}
+
     # --- changes: each returns a new view -----------------------------------------------------------
     def put_instance(self, instance: Instance) -> View:
         return replace(self, instances=self.instances.put(instance))

@@ -21,6 +21,8 @@ PRIORITIES: Final = (START, PREWARM, WRITE_BACK)
 """Classes of the queue of one path, first served first."""
 CPU: Final = "cpu"
 """The device whose memory is the chunks themselves."""
+CUDA: Final = "cuda"
+"""GPU 0 is the device ``cuda:0``."""
 MEMFD: Final = "memfd"
 POSIX_FD: Final = "posix_fd"
 CUDA_IPC: Final = "cuda_ipc"

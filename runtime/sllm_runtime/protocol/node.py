@@ -116,7 +116,15 @@ class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
     bundle: str
     bundle_bytes: int
     model: ModelRecord | None = None
+    adapters: dict[str, ModelRecord] = {}
+    """By the names that calls choose them by."""
     gpus: tuple[int, ...] = ()
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the model and its adapters."""
+        models = (*self.adapters.values(), *((self.model,) if self.model is not None else ()))
+        return sum(model.nbytes for model in models)
 
 
 class StopInstance(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,8 @@ class ModelRecord(Record, frozen=True, kw_only=True):
     tensors: int = 0
     dtype: str = ""
     sources: tuple[str, ...] = ()
+    adapter: str = ""
+    """The base model that it names, if it is a LoRA adapter."""
     created: float = 0.0
     """Unix seconds; for people, no decision reads it."""
 
@@ -49,6 +51,8 @@ class VersionRecord(Record, frozen=True, kw_only=True):
     """Digest over manifest, bundle and model: equal content makes no new version."""
     model: str | None = None
     """Digest of its model."""
+    adapters: dict[str, str] = {}
+    """Digests of its LoRA adapters by the names that calls choose them by."""
     state: VersionState = VersionState.PREPARING
     created: float = 0.0
     error: ErrorBody | None = None

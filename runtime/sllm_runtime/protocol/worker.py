@@ -30,7 +30,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     bundle: str
     model: str | None = None
     devices: tuple[str, ...] = ("cpu",)
-    """Where the model's partitions go, by rank: what the loaderd session has rights to, and what is being loaded."""
+    """What the loaderd session may load to: memory, and the instance's GPUs as loaderd names them (``cuda:0``)."""
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
     """Digests of the LoRA adapters by the names that calls choose them by; the loaderd session may load them."""
     env: dict[str, str] = msgspec.field(default_factory=dict)

@@ -183,7 +183,14 @@ class ScriptedNode:
         digest = digest_of(command.uri)
         self.models = tuple({*self.models, digest})
         self.tell()
-        record = ModelRecord(digest=digest, uri=command.uri, nbytes=2**20, partitions=(2**20,), sources=(command.uri,))
+        record = ModelRecord(
+            digest=digest,
+            uri=command.uri,
+            nbytes=2**20,
+            partitions=(2**20,),
+            sources=(command.uri,),
+            adapter="base" if command.uri.startswith("/adapters/") else "",
+        )
         return PrepareReply(model=record)
 
     async def _model(self, command: ModelCommand) -> Ok:

@@ -137,6 +137,14 @@ async def test_what_no_node_can_ever_run_is_refused(
     assert bench.controller.loop.view.functions == {}
 
 
+async def test_what_is_kept_and_not_acted_on_is_said(bench: Bench) -> None:
+    assert (await bench.gateway.deploy(manifest())).notes == ()
+    for unchanged in (False, True):
+        deployed = await bench.gateway.deploy(manifest(slo={"ttft": "1s"}))
+        assert deployed.unchanged is unchanged
+        assert deployed.notes == ("slo: it is kept with the version, and nothing acts on it yet",)
+
+
 async def test_a_bundle_that_is_not_there_is_refused(bench: Bench) -> None:
     deploy = ctl.Deploy(request="r", manifest=manifest(), bundle=digest_of("nothing"), bundle_bytes=3)
     with pytest.raises(InvalidBundle, match="not stored"):
@@ -147,6 +155,34 @@ async def test_a_model_that_cannot_run_is_refused_by_name(bench: Bench) -> None:
     bench.node.problem = UnsupportedModel("architecture RwkvForCausalLM cannot run here")
     with pytest.raises(UnsupportedModel, match="RwkvForCausalLM"):
         await bench.gateway.deploy(manifest(model="/models/rwkv"))
+    assert bench.controller.loop.view.functions == {}
+
+
+async def test_adapters_are_registered_and_started_with(bench: Bench) -> None:
+    tuned = {"fr": "/adapters/fr", "de": "/adapters/de"}
+    deployed = await bench.gateway.deploy(manifest(model="/models/tiny", engine=True, adapters=tuned))
+    assert deployed.version is not None
+    assert deployed.version.adapters == {name: digest_of(place) for name, place in tuned.items()}
+    (start,) = {command.instance: command for command in bench.node.starts}.values()
+    assert {name: adapter.digest for name, adapter in start.adapters.items()} == deployed.version.adapters
+    assert start.weights == 3 * 2**20, "they are counted, too"
+    with pytest.raises(Conflict, match="needed by chat:v1"):
+        await bench.gateway.ask("model", ctl.ModelRef(digest=digest_of("/adapters/fr"), verb="delete"))
+    more = await bench.gateway.deploy(manifest(model="/models/tiny", engine=True, adapters={"fr": "/adapters/fr"}))
+    assert more.version is not None
+    assert (more.version.version, more.unchanged) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": "/models/tiny", "adapters": {"fr": "/models/other"}}, "adapter 'fr': /models/other is a model"),
+        ({"model": "/adapters/fr"}, "/adapters/fr is a LoRA adapter of base"),
+    ],
+)
+async def test_a_base_is_no_adapter_and_an_adapter_no_base(bench: Bench, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        await bench.gateway.deploy(manifest(engine=True, **fields))
     assert bench.controller.loop.view.functions == {}
 
 

@@ -64,15 +64,16 @@ def test_old_versions_are_forgotten_but_never_the_active_one() -> None:
     assert ("chat", oldest) in view.versions
 
 
-def test_content_depends_on_all_three() -> None:
+def test_content_depends_on_all_of_it() -> None:
     one = registry.content(CHAT, "sha256:b", None)
     assert one == registry.content(manifest("chat"), "sha256:b", None)
     others = {
         registry.content(CHAT, "sha256:c", None),
         registry.content(CHAT, "sha256:b", "sha256:m"),
+        registry.content(CHAT, "sha256:b", None, {"fr": "sha256:m"}),
         registry.content(manifest("chat", keep_alive=1), "sha256:b", None),
     }
-    assert len({one, *others}) == 4
+    assert len({one, *others}) == 5
 
 
 def stored(*versions: VersionRecord, active: int | None, deleting: bool = False) -> restore.Stored:

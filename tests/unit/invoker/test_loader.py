@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker.loader import Loader
+from sllm_invoker.models import record
+from sllm_loaderd.client import LoaderSession
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.checkpoint import partition_name
+from sllm_runtime.protocol.errors import Forbidden
 from sllm_runtime.protocol.loader import Status
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import ModelRecord
 from tests.fixtures.loader_worker import loader_worker, seen
-from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, adapter_checkpoint, loaderd, small_checkpoint
 from tests.fixtures.waiting import until
 
 WAIT = 20.0
@@ -55,6 +58,34 @@ async def status(loader: Loader) -> Status:
     await until(lambda: loader.status is not None, WAIT, "loaderd says how it is")
     assert loader.status is not None
     return loader.status
+
+
+async def test_a_sandbox_gets_the_adapters_of_its_function_and_memory_alone(tmp_path: Path, loader: Loader) -> None:
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    tuned = [adapter_checkpoint(tmp_path / f"adapter{seed}", seed) for seed in range(3)]
+    async with loaderd(tmp_path / "other") as elsewhere:  # the digests, so that this node knows of none
+        found = [await elsewhere.control.register(str(place)) for place in (checkpoint, *tuned)]
+    places = map(str, (checkpoint, *tuned))
+    base, *adapters = [record(info, place, 0.0) for info, place in zip(found, places, strict=True)]
+    assert [adapter.adapter for adapter in adapters] == ["base"] * 3
+    async with loaderd(tmp_path, fake_devices="1x4MiB@8GB/s") as daemon:
+        await status(loader)
+        assert loader.devices((0, 1)) == ("cpu",), "loaderd has no GPU"
+        fd = await loader.grant(base, "one", nothing, adapters=adapters[:2], devices=loader.devices(()))
+        session = await asyncio.to_thread(LoaderSession, fd)
+        try:
+            assert session.adapters == tuple(adapter.digest for adapter in adapters[:2])
+            for adapter in adapters[:2]:
+                load = session.load(adapter=adapter.digest)
+                await asyncio.to_thread(load.wait_all, WAIT)
+            with pytest.raises(Forbidden, match="this sandbox may load"):
+                await asyncio.to_thread(session.load(adapter=adapters[2].digest).wait_all, WAIT)
+            with pytest.raises(Forbidden, match="cpu only"):
+                await asyncio.to_thread(session.load(device="fake:0").wait_all, WAIT)
+        finally:
+            await asyncio.to_thread(session.close)
+        assert len(await daemon.control.models()) == 3, "what is not needed is not fetched"
+        await loader.gone("one")
 
 
 @pytest.mark.chaos

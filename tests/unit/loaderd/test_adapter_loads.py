@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from sllm_loaderd.client import KeptChunks, LoaderSession
-from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.devices.tensors import bind
 from sllm_runtime.protocol.errors import Conflict, Forbidden, ModelNotFound
-from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, session, small_checkpoint
+from tests.fixtures.loaderd import (
+    SMALL_CHUNK,
+    LoaderProcess,
+    adapter_arrays,
+    adapter_checkpoint,
+    loaderd,
+    session,
+    small_checkpoint,
+)
 
 ADAPTERS = 3
-CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["weight"], "base_model_name_or_path": "base"}
 
 
 @pytest.fixture
@@ -28,30 +31,10 @@ async def daemon(tmp_path: Path) -> AsyncIterator[LoaderProcess]:
         yield started
 
 
-def arrays(seed: int) -> dict[str, np.ndarray]:
-    """Two layers of a LoRA adapter of rank 2."""
-    generator = np.random.default_rng(seed)
-    shapes = {"lora_A": (2, 64), "lora_B": (256, 2)}
-    return {
-        f"base_model.model.layers.{layer}.{half}.weight": generator.standard_normal(shape, dtype=np.float32)
-        for layer in range(2)
-        for half, shape in shapes.items()
-    }
-
-
 async def adapter(daemon: LoaderProcess, directory: Path, seed: int) -> str:
     """The digest of an adapter that the node has."""
-    checkpoint = await asyncio.to_thread(converted, directory, seed)
+    checkpoint = await asyncio.to_thread(adapter_checkpoint, directory, seed)
     return (await daemon.control.register(str(checkpoint))).model
-
-
-def converted(directory: Path, seed: int) -> Path:
-    directory.mkdir()
-    (directory / "adapter_config.json").write_text(json.dumps(CONFIG))
-    save_file(arrays(seed), directory / "adapter_model.safetensors")
-    target = directory.with_suffix(".checkpoint")
-    convert_directory(directory, target, options=ConvertOptions(chunk_bytes=SMALL_CHUNK, min_block=0))
-    return target
 
 
 async def right(opened: LoaderSession, digest: str, seed: int, device: str) -> bool:
@@ -59,7 +42,7 @@ async def right(opened: LoaderSession, digest: str, seed: int, device: str) -> b
     load = opened.load(adapter=digest, device=device)
     tensors = await asyncio.to_thread(bind, load)
     await asyncio.to_thread(load.wait_all)
-    expected = arrays(seed)
+    expected = adapter_arrays(seed)
     return set(tensors) == set(expected) and all(
         torch.equal(tensors[name], torch.from_numpy(array)) for name, array in expected.items()
     )
