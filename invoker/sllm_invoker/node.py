@@ -27,6 +27,7 @@ from sllm_invoker.proofs import Proofs
 from sllm_invoker.relay import Relay
 from sllm_invoker.report import Reporter
 from sllm_invoker.settings import InvokerSettings
+from sllm_invoker.storage import path_loads, remote, resident
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.announce import Announcer
@@ -249,8 +250,6 @@ class Node:
     # --- report -----------------------------------------------------------------------------------------
     def _compose(self, sequence: int) -> NodeStatus:
         ledger, storage = self._instances.ledger, self._loader.status
-        resident = storage.resident if storage is not None else ()
-        whole = {part.model for part in resident} - {part.model for part in resident if part.nbytes < part.total}
         return NodeStatus(
             node=self._node,
             boot=self._boot,
@@ -265,7 +264,9 @@ class Node:
             draining=self._instances.draining,
             pool_idle=self._pool.idle,
             models=storage.models if storage is not None else (),
-            resident=tuple(sorted(whole)),
+            resident=resident(storage) if storage is not None else (),
+            remote=remote(storage) if storage is not None else (),
+            paths=path_loads(storage) if storage is not None else (),
             dram_limit=storage.pool.limit if storage is not None else 0,
             dram_used=storage.pool.used + storage.pool.held + storage.pool.retiring if storage is not None else 0,
             python=".".join(self._driver.python.split(".")[:2]),

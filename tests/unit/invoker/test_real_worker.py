@@ -14,6 +14,7 @@ from sllm_invoker import machine
 from sllm_invoker.fork_server import ZYGOTE
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.limits import CHUNK_BYTES
+from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.manifest import Handler, Manifest
 from sllm_runtime.protocol.node import PrepareModel, PrepareReply, StartInstance
 from sllm_runtime.protocol.records import ModelRecord
@@ -117,6 +118,7 @@ async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_
     (total,) = await answer(node, order(digest, len(packed), "total", "function", model))
     assert total == pytest.approx(sum(float(array.astype("f8").sum()) for array in arrays.values()), rel=1e-6)
     await until(lambda: node.status.resident == (model.digest,), what="the weights stay in memory")
+    await until(lambda: any(p.bandwidth for p in node.status.paths if p.path == DISK), what="its disk's speed")
 
     assert await answer(node, order(digest, len(packed), "spell", "generator"), {"text": "abc"}) == ["a", "b", "c"]
     assert len(await answer(node, order(digest, len(packed), "leave", "function"))) == 1

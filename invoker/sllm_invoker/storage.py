@@ -1,0 +1,29 @@
+"""What a node's report says of its storage, from what its loaderd says of itself. Pure."""
+
+from __future__ import annotations
+
+from sllm_runtime.protocol.loader import PRIORITIES, START, Status
+from sllm_runtime.protocol.node import PathLoad
+
+_AHEAD = PRIORITIES[: PRIORITIES.index(START) + 1]
+"""Classes that a start waits behind: a prefetch and a write-back let it pass."""
+
+
+def resident(status: Status) -> tuple[str, ...]:
+    """Models of which everything that is in memory is wholly there."""
+    parts = {part.model for part in status.resident}
+    return tuple(sorted(parts - {part.model for part in status.resident if part.nbytes < part.total}))
+
+
+def remote(status: Status) -> tuple[str, ...]:
+    """Models that are known here and whose bytes are at a source, not on this node's SSD."""
+    copied = {model for model, _, _ in status.ssd.copies} if status.ssd is not None else set()
+    return tuple(sorted(set(status.remote) - copied))
+
+
+def path_loads(status: Status) -> tuple[PathLoad, ...]:
+    """The paths with what a start that begins now waits behind."""
+    return tuple(
+        PathLoad(path=path.path, bandwidth=path.bandwidth, queued=sum(path.queued.get(name, 0) for name in _AHEAD))
+        for path in status.paths
+    )

@@ -1,0 +1,44 @@
+"""What a node says of its storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sllm_invoker.storage import path_loads, remote, resident
+from sllm_runtime.protocol.loader import (
+    PREWARM,
+    START,
+    WRITE_BACK,
+    PathStatus,
+    PoolStatus,
+    ResidentStatus,
+    Status,
+    TierStatus,
+)
+
+POOL = PoolStatus(chunk_bytes=1, limit=1, free=0, prefaulted=0, used=0, held=0, retiring=0, reserved=0)
+
+
+def status(**fields: Any) -> Status:
+    base: dict[str, Any] = {"resident": (), "paths": (), "models": ()}
+    return Status(request=1, pid=1, pool=POOL, disk_free=0, **{**base, **fields})
+
+
+def part(model: str, rank: int, nbytes: int) -> ResidentStatus:
+    return ResidentStatus(model=model, partition=rank, nbytes=nbytes, total=10, pinned=False, holders=())
+
+
+def test_a_model_with_half_a_partition_is_not_resident() -> None:
+    parts = (part("whole", 0, 10), part("whole", 1, 10), part("half", 0, 10), part("half", 1, 5))
+    assert resident(status(resident=parts)) == ("whole",)
+
+
+def test_a_copy_on_the_ssd_brings_a_remote_model_near() -> None:
+    copies = TierStatus(used=1, limit=1, copies=(("copied", 0, 1),))
+    assert remote(status(models=("here", "copied", "away"), remote=("copied", "away"), ssd=copies)) == ("away",)
+
+
+def test_a_start_waits_behind_starts_alone() -> None:
+    queued = {START: 5, PREWARM: 70, WRITE_BACK: 900}
+    (load,) = path_loads(status(paths=(PathStatus(path="disk", bandwidth=2.0, queued=queued),)))
+    assert (load.path, load.bandwidth, load.queued) == ("disk", 2.0, 5)
