@@ -106,7 +106,10 @@ class Deploying:
                 await self._table.until_active(news.version.function, news.version.version, ROUTE_WAIT_S)
                 info = await self._controller.function(news.version.function)
                 result = DeployResult(
-                    function=views.function(info), version=news.version.version, unchanged=news.unchanged
+                    function=views.function(info),
+                    version=news.version.version,
+                    unchanged=news.unchanged,
+                    notes=news.notes,
                 )
                 yield sse.event(result.model_dump_json().encode(), name="done")
 

@@ -88,6 +88,8 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
     version: VersionRecord | None = None
     unchanged: bool = False
     progress: Progress | None = None
+    notes: tuple[str, ...] = ()
+    """What whoever deploys should know, in words."""
 
 
 class Withdraw(msgspec.Struct, frozen=True, kw_only=True):

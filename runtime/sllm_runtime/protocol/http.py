@@ -109,6 +109,8 @@ class DeployResult(Frozen):
     function: FunctionView
     version: int
     unchanged: bool = False
+    notes: tuple[str, ...] = ()
+    """What whoever deploys should know, in words: options that are kept and have no effect yet."""
 
 
 class WithdrawnView(Frozen):

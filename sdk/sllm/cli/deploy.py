@@ -29,6 +29,8 @@ def deploy(
     with client(context) as connection:
         for built in bundles:
             result = _deploy(built, connection, quiet=json)
+            for line in () if json else result.notes:
+                output.note(f"{built.manifest.name}: {line}")
             if json:
                 output.value(result.model_dump(mode="json"))
             else:

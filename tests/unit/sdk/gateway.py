@@ -71,6 +71,8 @@ class Gateway:
     deployed: list[Manifest] = field(default_factory=list)
     instances: list[InstanceView] = field(default_factory=list)
     """Of every function."""
+    notes: list[str] = field(default_factory=list)
+    """Of every deployment."""
     requests: list[str | None] = field(default_factory=list)
     """The names of the deployments."""
     withdrawal: Answer = field(default_factory=Answer)
@@ -81,9 +83,10 @@ class Gateway:
 
     def forget(self) -> None:
         """As it was at the beginning."""
-        kept = (self.answers, self.asked, self.bundles, self.refused, self.deployed, self.instances, self.requests)
-        for memory in kept:
+        for memory in (self.answers, self.asked, self.bundles, self.refused, self.deployed):
             memory.clear()
+        for more in (self.instances, self.notes, self.requests):
+            more.clear()
         self.left.clear()
         self.reached.clear()
 
@@ -150,7 +153,7 @@ class Gateway:
         answer = self.answers[0] if self.answers else None
         if answer is not None:
             return await self._respond(answer, request)
-        result = DeployResult(function=self.view(wanted.manifest.name), version=1)
+        result = DeployResult(function=self.view(wanted.manifest.name), version=1, notes=tuple(self.notes))
         pieces = (progress("sandbox"), ": heartbeat\n", sse(result.model_dump(mode="json"), event="done"), DONE)
         return await self._respond(Answer(pieces), request)
 

@@ -246,6 +246,9 @@ def test_deploy(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "much").write_bytes(bytes(bundle.MUCH))
     assert ".sllmignore" in sllm("fn", "deploy", "function.py::hello").stderr
     assert (found["version"], found["function"]["name"]) == (1, "chat")
+    gateway.notes.append("slo: nothing acts on it yet")
+    assert "chat: slo: nothing acts on it yet\n" in sllm("fn", "deploy", "function.py::hello").stderr
+    assert document(sllm("fn", "deploy", "function.py::hello", "--json"))["notes"] == gateway.notes
 
 
 def test_nothing_is_deployed_where_one_is_wrong(gateway: Gateway, tmp_path: Path) -> None:
