@@ -86,3 +86,10 @@ class Rows:
             batch = self._batches.make([Chunk(self._sequence, start, count)])
             hidden = self._model.run(self._model.begin(batch), batch, 0, self._model.count)
             return self._model.logits(hidden, torch.arange(batch.rows))[:count]
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        return "".join(chr(32 + number % 90) for number in numbers)

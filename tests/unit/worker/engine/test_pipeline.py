@@ -1,0 +1,305 @@
+"""Stages in processes of their own: the same bits as one process, several steps on their way, stages that die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError, StartFailed, Unavailable
+from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.loop import EngineLoop, ThreadSink
+from sllm_runtime.worker.engine.ours.engine import OurEngine
+from sllm_runtime.worker.engine.ours.numerics import EXACT
+from sllm_runtime.worker.engine.ours.pipeline.edge import Edges
+from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
+from sllm_runtime.worker.engine.ours.pipeline.stage import dtype_name
+from sllm_runtime.worker.engine.ours.scheduler import Limits
+from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S
+from tests.fixtures.nursery import Nursery
+from tests.fixtures.waiting import until
+from tests.unit.worker.engine.driver import Letters, decoder, engine, finish, ids, page_bytes, request, run
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """As between nodes, with buffers that hold little."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        two, _ = server.accept()
+    for each in (one, two):
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+    return one, two
+
+
+@dataclass
+class Made:
+    """A pipeline: its engine, and the processes of the stages behind the head."""
+
+    core: OurEngine
+    pipeline: Pipeline
+    pids: list[int]
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def stages(
+    nursery: Nursery, name: str, *cuts: int, depth: int | None = None, dtype: torch.dtype = torch.float32,
+    limits: Limits | None = None, tcp: bool = False, pipes: tuple[int, ...] = (), kv: int = KV_BYTES,
+    stage: Mapping[str, Any] | None = None,
+) -> Iterator[Made]:  # fmt: skip
+    """Stages at ``cuts``, the first here. ``pipes``: that layers of the last one come through; ``stage``: what it is
+    told beside or in place of the rest."""
+    borders = list(pairwise(cuts))
+    pairs = [tcp_pair() if tcp else socket.socketpair() for _ in borders]
+    pids = []
+    try:
+        for number, (low, high) in enumerate(borders[1:], 1):
+            fds = [pairs[number - 1][1].fileno(), pairs[number][0].fileno()]
+            asked = {"model": name, "low": low, "high": high, "dtype": dtype_name(dtype)}
+            if number == len(borders) - 1:
+                fds += pipes
+                asked |= stage or {}
+            pids.append(nursery.fork("tests.fixtures.engine_parts:stage", fds, **asked))
+        edges = Edges(pairs[-1][1], pairs[0][0], patience_s=PATIENCE_S)
+        for before, behind in pairs:
+            if behind is not pairs[-1][1]:
+                behind.close()
+            if before is not pairs[0][0]:
+                before.close()
+        limits = limits or Limits()
+        made = decoder(name, dtype)
+        pipeline = Pipeline(
+            made, EXACT, cuts[1], edges, depth=depth or len(borders), kv_bytes=kv, fingerprint="same", limits=limits
+        )
+        with contextlib.closing(pipeline):
+            yield Made(OurEngine(made, frozenset(), EXACT, kv, limits=limits, runner=pipeline), pipeline, pids)
+    finally:
+        for pair in pairs:
+            for each in pair:
+                each.close()
+
+
+ASKED = [
+    request(0, range(5, 60), max_tokens=30),
+    request(1, [7] * 290, max_tokens=20, temperature=0.8, seed=3),
+    request(2, range(3, 9), max_tokens=40, repetition_penalty=1.3, logprobs=2),
+    request(3, range(3, 100), max_tokens=9, temperature=1.2, seed=4, top_k=20),
+]
+
+
+def kept(core: OurEngine) -> list[torch.Tensor]:
+    """Logits of every step to come."""
+    logits: list[torch.Tensor] = []
+    collect = core.runner.collect
+
+    def collected() -> torch.Tensor | None:
+        found = collect()
+        if found is not None:
+            logits.append(found.clone())
+        return found
+
+    core.runner.collect = collected  # type: ignore[method-assign]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "dtype"),
+    [
+        ("gemma 3", (0, 1, 3, 4), torch.float32),
+        ("llama tied", (0, 1, 2, 3), torch.bfloat16),
+        ("opt 350m", (0, 2, 3), torch.float32),
+        ("mixtral", (0, 1, 3), torch.bfloat16),
+    ],
+)
+def test_stages_compute_the_bits_of_one_process(
+    nursery: Nursery, name: str, cuts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    whole = engine(name, dtype=dtype)
+    expected = kept(whole)
+    tokens = run(whole, *ASKED)
+    with stages(nursery, name, *cuts, depth=1, dtype=dtype) as made:
+        got = kept(made.core)
+        assert run(made.core, *ASKED) == tokens
+        assert [(each.low, each.high) for each in made.pipeline.stages] == list(pairwise(cuts))
+    assert len(got) == len(expected)
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def many(count: int) -> list[Request]:
+    return [replace(ASKED[number % 4], id=number) for number in range(count)]
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "tcp"])
+def test_steps_overtake_nothing_however_many_are_on_their_way(nursery: Nursery, tcp: bool) -> None:
+    """Over TCP one step's rows are more than a message, and more than the sockets hold, both ways round."""
+    expected = run(engine("llama"), *ASKED)
+    limits = Limits(prefill=2048, quantum=2048)
+    with stages(nursery, "llama", 0, 1, 2, 3, tcp=tcp, limits=limits) as made:
+        core, most = made.core, 0
+        for each in many(17):
+            core.add(each)
+        events: dict[int, list[Any]] = {}
+        while core.busy:
+            for event in core.step():
+                events.setdefault(event.request, []).append(event)
+            most = max(most, len(core._steps))
+        assert {number: ids(each) for number, each in events.items()} == {n: expected[n % 4] for n in range(17)}
+        assert most == 2, "three on their way, of which a step ends one"
+
+
+def test_joins_leaves_sleeps_and_too_little_memory_change_no_token(nursery: Nursery) -> None:
+    expected = run(engine("llama"), *ASKED)
+    with stages(nursery, "llama", 0, 1, 2, 3, limits=Limits(prefill=40, quantum=16), kv=3 * page_bytes()) as made:
+        core, got = made.core, {number: list[int]() for number in range(12)}
+        turn = -1
+        while (turn := turn + 1) < 70 or core.busy:
+            if turn % 3 == 0 and turn < 36:
+                core.add(many(12)[turn // 3])
+            if turn == 20:
+                core.cancel(5)
+            if turn == 25:
+                state = core.export(7)
+                core.cancel(7)
+                core.add(replace(state.request, emitted=state.ids))
+                got[7] = list(state.ids)
+            if turn in (31, 60):
+                core.sleep()
+                assert not core.busy
+                assert core.step() == []
+                core.wake()
+            collect(core, got, steps=1)
+        assert core.stats().preempted > 2, "the cache holds no more than a few of them"
+        core.scheduler.check()
+        del got[5]
+        assert got == {number: list(expected[number % 4]) for number in got}
+
+
+def test_a_call_goes_from_stages_to_a_whole_model_and_back(nursery: Nursery) -> None:
+    """Mode switch (λScale, section 4): KV is computed again from tokens."""
+    first = ASKED[2]
+    whole = engine("llama")
+    expected = run(whole, first)[2]
+    with stages(nursery, "llama", 0, 2, 3) as made:
+        cores, got, asked = [made.core, whole, made.core], list[int](), first
+        for core in cores:
+            core.add(asked)
+            while core.busy and len(got) < 10 * (1 + cores.index(core)):
+                got += [token for event in core.step() for token in event.ids]
+            if core.busy:
+                state = core.export(2)
+                assert list(state.ids) == got
+                core.cancel(2)
+                asked = replace(first, emitted=state.ids)
+        core.add(asked)
+        got += [token for event in finish(core)[2] for token in event.ids]
+    assert tuple(got) == expected
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stage_that_dies_ends_every_call_at_once_and_they_go_on_elsewhere(nursery: Nursery, victim: int) -> None:
+    expected = run(engine("llama"), *ASKED)
+    why = rf"stage of layers \[{victim + 1}, {victim + 2}\) is gone"
+    with stages(nursery, "llama", 0, 1, 2, 3) as made:
+        core, got = made.core, {each.id: list[int]() for each in ASKED}
+        for each in ASKED:
+            core.add(replace(each, sampling=replace(each.sampling, max_tokens=200)))
+        while not all(got.values()):
+            collect(core, got, steps=1)
+        kill(made.pids[victim])
+        with pytest.raises(InstanceLost, match=why):
+            collect(core, got)
+        for each in ASKED:
+            core.cancel(each.id)
+        assert not core.busy, "nothing is left that would be stepped for ever"
+        loop = EngineLoop(core, Letters())
+        loop.start()
+        try:
+            for sink in [ThreadSink() for _ in range(3)]:
+                loop.submit(ASKED[0], sink)
+                with pytest.raises(InstanceLost, match=why):
+                    list(sink)
+        finally:
+            loop.close()
+    whole = engine("llama")
+    for each in ASKED:
+        had = tuple(got[each.id])[: each.sampling.max_tokens]
+        assert had + run(whole, replace(each, emitted=had)).get(each.id, ()) == expected[each.id]
+
+
+def collect(core: OurEngine, got: dict[int, list[int]], steps: int = 10_000) -> None:
+    """Step, and keep the ids of each request."""
+    for _ in range(steps):
+        for event in core.step():
+            assert event.error is None
+            got[event.request] += event.ids
+
+
+def kill(pid: int) -> None:
+    """Kill, and wait until it is gone."""
+    fd = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([fd], [], [], PATIENCE_S)[0]
+    finally:
+        os.close(fd)
+
+
+async def test_a_stage_that_hangs_is_given_up_in_time(nursery: Nursery) -> None:
+    with stages(nursery, "llama", 0, 2, 3) as made:
+        os.kill(made.pids[0], signal.SIGSTOP)
+        await until(lambda: Path(f"/proc/{made.pids[0]}/stat").read_text().split()[2] == "T")
+        try:
+            made.pipeline._edges.patience_s = 0.2
+            made.core.add(ASKED[0])
+            with pytest.raises(InstanceLost, match="says nothing"):
+                made.core.step()
+            assert not made.core._steps
+            made.core.cancel(0)
+            assert not made.core.busy, "nothing is left that would be stepped for ever"
+        finally:
+            os.kill(made.pids[0], signal.SIGKILL)
+
+
+def test_a_stage_begins_with_the_layers_it_has(nursery: Nursery) -> None:
+    expected = run(engine("llama"), ASKED[0])
+    gate, hold = os.pipe()
+    try:
+        with stages(nursery, "llama", 0, 1, 3, pipes=(gate,)) as made:
+            made.core.add(ASKED[0])
+            os.write(hold, b"1")
+            os.write(hold, b"2")
+            assert {0: ids(finish(made.core)[0])} == expected
+        with stages(nursery, "llama", 0, 1, 3, pipes=(gate,)) as made:
+            os.write(hold, b"1")
+            os.close(hold)
+            hold = -1
+            made.core.add(ASKED[0])
+            with pytest.raises(Unavailable, match="layer 2 does not come"):
+                finish(made.core)
+    finally:
+        os.close(gate)
+        if hold >= 0:
+            os.close(hold)
+
+
+def test_stages_that_are_not_alike_are_refused_by_the_head(nursery: Nursery) -> None:
+    others: list[tuple[type[SllmError], str, dict[str, Any]]] = [
+        (StartFailed, "other bits", {"fingerprint": "other"}),
+        (ProtocolError, "take", {"dtype": "bfloat16"}),
+        (ProtocolError, "comes before", {"low": 2}),
+        (ProtocolError, "are not all", {"high": 2}),
+    ]
+    for kind, why, stage in others:
+        with pytest.raises(kind, match=why), stages(nursery, "llama", 0, 1, 3, stage=stage):
+            pass
