@@ -1,4 +1,4 @@
-"""What is in memory: partitions made of chunks, who waits for which blocks, what stays and what is dropped.
+"""How partitions come to memory: chunks that are read, who waits for which blocks, and what devices copy from.
 
 Lives in the daemon's event loop; only tasks run elsewhere, and their end is posted back here.
 """
@@ -14,28 +14,23 @@ from sllm_loaderd.load_job import LoadJob
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.reader import ChunkSource
-from sllm_loaderd.resident import Key, Resident, why_kept
-from sllm_loaderd.room import Room
+from sllm_loaderd.resident import Resident
+from sllm_loaderd.residents import Residents, close_all
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import ReadChunk, Task
 from sllm_loaderd.write_back import SsdTier, WriteBack
 from sllm_runtime.protocol.errors import (
-    Conflict,
     CorruptCheckpoint,
     InternalError,
     InvalidCheckpoint,
     SllmError,
 )
-from sllm_runtime.protocol.loader import ResidentStatus
 
 log = logging.getLogger(__name__)
 
 
-class Residency:
-    """The partitions of one pool. Not thread-safe: everything happens in one event loop.
-
-    ``integrity``: what is read is compared with its digests.
-    """
+class Residency(Residents):
+    """Loads the partitions of one pool. ``integrity``: what is read is compared with its digests."""
 
     def __init__(
         self,
@@ -47,14 +42,12 @@ class Residency:
         integrity: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._paths = paths
         self._post = post
         self._ssd = ssd
         self._integrity = integrity
         self._clock = clock
-        self._residents: dict[Key, Resident] = {}
-        self._room = Room(pool, self._residents)
         self.on_written: Callable[[Resident], None] = lambda resident: None
         """A chunk was written to the SSD tier: whoever waits for its memory may have it."""
 
@@ -84,7 +77,7 @@ class Residency:
             if missing and not resident.sources:
                 resident.sources, spare = spare, []
         finally:
-            _close(spare)
+            close_all(spare)
         self._residents[resident.key] = resident
         resident.used_at = self._clock()
         self.promote(resident, job.chunks, job.priority)
@@ -177,6 +170,7 @@ class Residency:
             self._write_back(resident, task)
             self._advance(resident, number)
         self._settle(resident)
+        self._tell()
 
     def _advance(self, resident: Resident, number: int) -> None:
         for job in list(resident.jobs):
@@ -190,17 +184,21 @@ class Residency:
             return
         if resident.write_back is None:
             resident.write_back = WriteBack(
-                self._ssd, resident.model, resident.key[1], self._paths, self._post, lambda: self.on_written(resident)
+                self._ssd, resident.model, resident.key[1], self._paths, self._post, lambda: self._written(resident)
             )
         for number in [number for number in resident.chunks if resident.there(number)]:
             resident.write_back.add(number, resident.chunks[number], resident.nbytes_of(number))
+
+    def _written(self, resident: Resident) -> None:
+        self.on_written(resident)
+        self._tell()
 
     def _settle(self, resident: Resident) -> None:
         """No descriptor stays open for a partition that is not being read: its file may be deleted."""
         if resident.tasks or resident.feeding:
             return
         sources, resident.sources = resident.sources, []
-        _close(sources)
+        close_all(sources)
         if not resident.chunks and self._residents.get(resident.key) is resident:
             self._drop(resident)
 
@@ -219,7 +217,7 @@ class Residency:
     def supply(self, resident: Resident, sources: Sequence[ChunkSource]) -> None:
         """Further sources for a partition that is being fed from; of no use if it has some."""
         if resident.sources:
-            _close(sources)
+            close_all(sources)
         else:
             resident.sources = list(sources)
 
@@ -227,6 +225,7 @@ class Residency:
         """The device has what it wanted, or wants it no more."""
         resident.feeding -= 1
         self._settle(resident)
+        self._tell()
 
     def promote(self, resident: Resident, numbers: Iterable[int], priority: int) -> None:
         """Somebody of a higher class waits for these chunks now."""
@@ -250,6 +249,7 @@ class Residency:
             del resident.copying[number]
             if drop:
                 self.drop(resident, [number])
+            self._tell()
 
     def drop(self, resident: Resident, numbers: Iterable[int]) -> None:
         """Use the memory of these chunks for others, but for those that somebody has, wants, copies or writes."""
@@ -262,95 +262,3 @@ class Residency:
     def room(self, resident: Resident, count: int) -> int:
         """How many of ``count`` further chunks a partition could have now, others being evicted for them."""
         return self._room.available(count, self._pool.size_for(resident.nbytes), resident.key[0])
-
-    # --- what stays ---------------------------------------------------------------------------------
-    def find(self, digest: str, rank: int) -> Resident | None:
-        """A partition that is in memory or on its way."""
-        return self._residents.get((digest, rank))
-
-    def has(self, digest: str) -> bool:
-        """Whether any part of a model is in memory or on its way."""
-        return any(key[0] == digest for key in self._residents)
-
-    def pin(self, digest: str, pinned: bool) -> None:
-        """Keep a model in memory, or stop doing so."""
-        (self._room.pinned.add if pinned else self._room.pinned.discard)(digest)
-
-    def reserve(self, digest: str, nbytes: int) -> None:
-        """Keep room for ``nbytes`` of a model, evicting others now; 0 ends it. Raises ``PoolExhausted``."""
-        for resident in self._room.reserve(digest, nbytes):
-            self._drop(resident)
-
-    def evict(self, digest: str) -> int:
-        """Drop a model from memory; the number of its chunks. Raises ``Conflict`` while it is being loaded."""
-        residents = [resident for resident in self._residents.values() if resident.key[0] == digest]
-        for resident in residents:
-            if resident.write_back is not None:
-                resident.write_back.stop()
-            if resident.loading or (resident.write_back is not None and resident.write_back.running):
-                raise Conflict(f"model {digest} is {why_kept(resident, ())}; cancel the load first", field="model")
-        return sum(self._drop(resident) for resident in residents)
-
-    def forget(self, holder: str) -> None:
-        """A sandbox is dead: what only it held can be used again."""
-        self._pool.forget(holder)
-
-    def hold(self, chunks: Sequence[Chunk], holder: str) -> None:
-        """A sandbox is being given these chunks."""
-        self._pool.hold(chunks, holder)
-
-    def close(self) -> None:
-        """No task runs any more: close sources, give up copies for the SSD tier."""
-        for resident in self._residents.values():
-            _close(resident.sources)
-            resident.sources = []
-            if resident.write_back is not None:
-                resident.write_back.stop()
-
-    def _drop(self, resident: Resident) -> int:
-        del self._residents[resident.key]
-        if resident.write_back is not None:
-            resident.write_back.stop()
-        self._pool.free(resident.chunks.values())
-        count = len(resident.chunks)
-        resident.chunks.clear()
-        return count
-
-    def _make_room(self, nbytes: int, digest: str) -> None:
-        """Evict until ``nbytes`` are free for ``digest``; or nothing at all. Raises ``PoolExhausted``."""
-        for resident in self._room.victims(nbytes, digest):
-            self._drop(resident)
-
-    # --- reports --------------------------------------------------------------------------------------
-    def residents(self) -> tuple[Resident, ...]:
-        """Every partition in memory or on its way there."""
-        return tuple(self._residents.values())
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of all reservations."""
-        return self._room.reserved_bytes
-
-    def resident_bytes(self, digest: str) -> int:
-        """Bytes of a model that are in memory and checked."""
-        return sum(status.nbytes for status in self.status() if status.model == digest)
-
-    def status(self) -> list[ResidentStatus]:
-        """Every partition in memory, least recently used first."""
-        ordered = sorted(self._residents.values(), key=lambda resident: resident.used_at)
-        return [
-            ResidentStatus(
-                model=resident.key[0],
-                partition=resident.key[1],
-                nbytes=sum(resident.nbytes_of(number) for number in resident.chunks if resident.there(number)),
-                total=resident.nbytes,
-                pinned=resident.key[0] in self._room.pinned,
-                holders=tuple(sorted(resident.holders)),
-            )
-            for resident in ordered
-        ]
-
-
-def _close(sources: Iterable[ChunkSource]) -> None:
-    for source in sources:
-        source.close()

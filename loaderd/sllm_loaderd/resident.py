@@ -68,9 +68,14 @@ class Resident:
         return bool(self.tasks or self.jobs or self.copying or self.feeding)
 
     @property
+    def writing(self) -> bool:
+        """Whether a chunk of it is being written to the SSD tier just now."""
+        return self.write_back is not None and self.write_back.running
+
+    @property
     def evictable(self) -> bool:
         """Whether nobody would miss it: a copy to the SSD tier that waits is given up, one under way is not."""
-        return not (self.loading or self.holders or (self.write_back is not None and self.write_back.running))
+        return not (self.loading or self.holders or self.writing)
 
     def wanted(self) -> set[int]:
         """Chunks that somebody waits for."""

@@ -141,7 +141,7 @@ class ControlConnection:
             case Pin(model=model, pinned=pinned):
                 service.pin(model, pinned)
             case Evict(model=model):
-                service.evict(model)
+                await service.evict(model)
             case Reserve(model=model, nbytes=nbytes):
                 service.residency.reserve(model, nbytes)
             case Gone(holder=holder):

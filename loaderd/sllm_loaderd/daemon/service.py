@@ -11,6 +11,7 @@ from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_loaderd.device_stage import DeviceStage
 from sllm_loaderd.devices.registry import Devices, open_devices
+from sllm_loaderd.eviction import evict
 from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.load_job import plan_job
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
@@ -158,7 +159,7 @@ class LoaderService:
     async def delete(self, digest: str) -> None:
         """Remove a model from disk and memory. Raises ``Conflict`` while it is being loaded."""
         self.store.directory(digest)
-        self.evict(digest)
+        await self.evict(digest)
         if (known := self._open.pop(digest, None)) is not None:
             known.close()
         await asyncio.to_thread(self.store.delete, digest)
@@ -208,10 +209,9 @@ class LoaderService:
         self.residency.forget(holder)
         self.stage.forget(holder)
 
-    def evict(self, digest: str) -> None:
-        """Drop a model from all memory. Raises ``Conflict`` while it is being loaded."""
-        self.stage.evict(digest)
-        self.residency.evict(digest)
+    async def evict(self, digest: str) -> None:
+        """Drop a model from all memory; what runs and nobody waits for ends first. Raises ``Conflict`` while loaded."""
+        await evict(digest, self.stage, self.residency)
 
     def _threads_of(self, path: str) -> int:
         links = {device.path: device.threads for device in self.devices}

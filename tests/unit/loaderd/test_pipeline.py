@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,15 @@ from sllm_loaderd.daemon.settings import read_settings
 from sllm_loaderd.devices.tensors import bind
 from sllm_loaderd.pipeline import Pipeline
 from sllm_runtime.protocol.checkpoint import partition_name
-from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, InvalidCheckpoint
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 from sllm_runtime.protocol.limits import CHUNK_BYTES
-from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.waiting import until
 
 WAIT = 20.0
 SWITCHES = ("bulk", "direct", "pinned", "overlap", "integrity", "huge_pages")
 PARTS = {"io_threads": "threads"}
 OFF: dict[str, Any] = {**dict.fromkeys(SWITCHES, "false"), "io_threads": 1}
-
-
-async def evicted(daemon: LoaderProcess, model: str) -> None:
-    """Until what was on its way to a device when its load ended is there, and dropped."""
-    async with asyncio.timeout(WAIT):
-        while True:
-            with contextlib.suppress(Conflict):
-                return await daemon.control.evict(model)
-            await asyncio.sleep(0.02)
 
 
 def test_each_part_is_a_switch_of_its_own(tmp_path: Path) -> None:
@@ -66,7 +56,7 @@ async def test_without_integrity_damage_goes_unseen_and_the_status_says_so(tmp_p
         plain = await daemon.control.register(str(source))
         await daemon.control.prefetch(plain.model)
         assert not list((daemon.data / "digests").iterdir()), "what was not looked at is not learnt"
-        await evicted(daemon, info.model)
+        await daemon.control.evict(info.model)
     async with loaderd(tmp_path, convert="never", **whole) as daemon:
         assert (await daemon.control.status()).integrity
         with pytest.raises(CorruptCheckpoint, match=r"partition_0\.bin: chunk 0 "):
@@ -120,14 +110,14 @@ async def test_faults_on_the_way_to_a_device_free_everything(tmp_path: Path) -> 
             with pytest.raises(CorruptCheckpoint, match=r"partition_0\.bin: chunk 1 "):
                 await asyncio.to_thread(load.wait_all, WAIT)
             load.detach()
-            await evicted(daemon, info.model)
+            await daemon.control.evict(info.model)
             path.write_bytes(good)
             bad = session.load(device="fake:0")
             bad.reorder([(0, 99)])
             with pytest.raises(InvalidCheckpoint, match="blocks"):
                 await asyncio.to_thread(bad.wait_all, WAIT)
             bad.detach()
-            await evicted(daemon, info.model)
+            await daemon.control.evict(info.model)
             again = session.load(device="fake:0")
             await asyncio.to_thread(again.wait_all, WAIT)
             again.detach()
@@ -136,6 +126,6 @@ async def test_faults_on_the_way_to_a_device_free_everything(tmp_path: Path) -> 
         process = psutil.Process(daemon.process.pid)
         await until(lambda: str(path) not in [file.path for file in process.open_files()], WAIT, "the file is closed")
         await daemon.control.gone("w")
-        await evicted(daemon, info.model)
+        await daemon.control.evict(info.model)
         status = await daemon.control.status()
         assert (status.pool.used, status.devices[0].used) == (0, 0)
