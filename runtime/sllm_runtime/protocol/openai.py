@@ -89,7 +89,7 @@ def _format(body: Mapping[str, Any]) -> Complaints:
     if kind not in ("text", "json_object", "json_schema"):
         yield "response_format.type", f"{kind!r:.80} is unknown; text, json_object and json_schema are there"
     schema = given.get("json_schema")
-    if kind == "json_schema" and not (isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping | bool)):
+    if kind == "json_schema" and not (isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping)):
         yield "response_format.json_schema", 'give {"name": …, "schema": {…}}'
 
 

@@ -6,6 +6,7 @@ come next. All that they may cost is bounded (``_LIMITS``), since what they are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,8 @@ _LIMITS: Final = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+_REPEATED: Final = re.compile(r"\{(?:\d*,)?\d{5,}")
+"""A repetition of 10,000 or more, of which each step pays a part that no limit above counts."""
 _SHOWN: Final = 300
 
 
@@ -39,6 +42,8 @@ class Grammar:
     """A compiled shape. Raises ``InvalidRequest`` where it is wrong, fits nothing or costs too much."""
 
     def __init__(self, vocabulary: Vocabulary, text: str, field: str) -> None:
+        if _REPEATED.search(text):
+            raise InvalidRequest(f"'{field}': it repeats something 10,000 times or more", field=field)
         try:
             tokenizer = vocabulary.grammars()
         except InvalidRequest as error:
