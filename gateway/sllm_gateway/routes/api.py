@@ -26,6 +26,7 @@ from sllm_runtime.protocol import ctl, limits
 from sllm_runtime.protocol.errors import FunctionNotFound, InvalidManifest, InvalidRequest, MalformedJson, SllmError
 from sllm_runtime.protocol.http import (
     API,
+    DeletedView,
     FunctionListView,
     ModelListView,
     NodeListView,
@@ -130,12 +131,12 @@ class Api:
             except FunctionNotFound:
                 if not asked:
                     raise
-                return JSONResponse({"function": name, "deleted": True, "note": "deleted"})
+                return shown(DeletedView(function=name, deleted=True, note="deleted"))
             asked = True
             if not ok.note.startswith("draining"):
-                return JSONResponse({"function": name, "deleted": True, "note": ok.note})
+                return shown(DeletedView(function=name, deleted=True, note=ok.note))
             if self._clock() > until:
-                return JSONResponse({"function": name, "deleted": False, "note": ok.note}, 202)
+                return shown(DeletedView(function=name, deleted=False, note=ok.note), 202)
             await asyncio.sleep(0.05)
 
     async def models(self, request: Request) -> Response:

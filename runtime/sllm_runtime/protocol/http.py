@@ -124,6 +124,14 @@ class RollbackRequest(Frozen):
     version: int | None = None
 
 
+class DeletedView(Frozen):
+    """``deleted`` false: it takes no more calls and goes once those that run have ended."""
+
+    function: str
+    deleted: bool
+    note: str = ""
+
+
 class BundleView(Frozen):
     digest: str
     bytes: int

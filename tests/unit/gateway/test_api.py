@@ -3,19 +3,21 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from sllm.sse import Event, Parser
+from sllm_gateway import views
 from sllm_gateway.openapi import OPERATIONS, document
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import FunctionError, FunctionNotFound, ModelNotFound, StartFailed, Unsatisfiable
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
-from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.http import API, EVENT_STREAM
 from sllm_runtime.protocol.node import Gpu, NodeRecord, NodeStatus, Ok, Progress
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
@@ -119,14 +121,17 @@ async def test_a_refused_deployment_has_its_status_and_a_late_one_an_event(nats:
         raise Unsatisfiable("needs 1 x H100; n1 has none", field="gpu")
 
     async def fail_late(request: Any) -> ctl.Registered:
-        await asyncio.sleep(0.3)
+        await begun.wait()
         raise StartFailed("boom", stage="import")
 
+    begun = asyncio.Event()
     async with world(nats, headers_wait=0.1) as w:
         await w.controller.serve("deploy", ctl.Deploy, refuse)
         await w.controller.serve("register", ctl.RegisterModel, fail_late)
         refused = await w.http.post(f"{API}/functions", json=DEPLOY, headers=SSE)
-        late = await w.http.post(f"{API}/models", json={"uri": "/m"}, headers=SSE)
+        async with w.http.stream("POST", f"{API}/models", json={"uri": "/m"}, headers=SSE) as late:
+            begun.set()
+            await late.aread()
         wrong = await w.http.post(f"{API}/functions", json={**DEPLOY, "bundle": "x"}, headers=SSE)
         garbage = await w.http.post(f"{API}/functions", content=b"{", headers=SSE)
     assert (refused.status_code, refused.json()["error"]["field"]) == (422, "gpu")
@@ -275,7 +280,7 @@ async def test_following_goes_on_over_a_restart_of_nats(nats: Nats) -> None:
         await nats.start()
         await until(lambda: w.node.bus.connected and w.gateway.problem() == "")
         w.node.bus.publish_now(subjects.logs(NODE, "f"), line("after"))
-        await until(lambda: seen == ["before", "after"], within_s=15)
+        await until(lambda: seen == ["before", "after"])
         reading.cancel()
         await asyncio.wait([reading])
 
@@ -346,6 +351,33 @@ async def test_the_gateway_tells_of_itself_and_of_calls_that_fail_by_no_fault_of
     assert told["call"] == failed.headers["sllm-call-id"]
     assert (told["function"], told["version"], told["message"]) == ("f", 1, "ValueError: no")
     assert told["fields"] == {"code": "function_error"}
+
+
+def references(found: object) -> Iterator[str]:
+    if isinstance(found, dict):
+        yield from ([found["$ref"]] if "$ref" in found else [])
+    for each in found.values() if isinstance(found, dict) else found if isinstance(found, list) else ():
+        yield from references(each)
+
+
+def test_the_openapi_document_says_what_bodies_are() -> None:
+    described = document()
+    schemas, paths = described["components"]["schemas"], described["paths"]
+    assert {ref.rpartition("/")[2] for ref in references(described)} <= set(schemas)
+    body = paths["/fn/{name}"]["post"]["requestBody"]["content"]
+    assert body == {"application/json": {"schema": {"type": "object"}}}
+    assert set(paths["/fn/{name}"]["post"]["responses"]["200"]["content"]) == {"application/json", EVENT_STREAM}
+    assert set(paths[f"{API}/functions/{{name}}"]["delete"]["responses"]) == {"200", "202", "default"}
+    assert "application/octet-stream" in paths[f"{API}/bundles/{{digest}}"]["put"]["requestBody"]["content"]
+    assert "required" not in schemas["RollbackRequest"], "what has a default may be left out"
+    assert schemas["DeployRequest"]["required"] == ["manifest", "bundle", "bundle_bytes"]
+
+
+def test_what_is_answered_is_as_the_openapi_document_says() -> None:
+    view = json.loads(views.function(INFO).model_dump_json())
+    root = {**document(), "$ref": "#/components/schemas/FunctionView"}
+    assert jsonschema_rs.is_valid(root, view)
+    assert not jsonschema_rs.is_valid(root, {**view, "active": "one"})
 
 
 async def test_the_openapi_document_names_every_route(nats: Nats) -> None:
