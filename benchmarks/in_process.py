@@ -15,8 +15,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from sllm_runtime.worker.engine.choice import Settings, choose_engine
+from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.handle import ModelHandle
-from sllm_runtime.worker.start import start_engine
+from sllm_runtime.worker.model import start_engine
+from sllm_runtime.worker.tokens import Tokens
 
 
 def main() -> None:
@@ -28,7 +31,12 @@ def main() -> None:
     files = {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".json"}
     config = json.loads(files["config.json"])
     with tempfile.TemporaryDirectory(prefix="bi-") as name:
-        handle = ModelHandle(module, files, Path(name), lambda: start_engine(module, files, config))
+        settings = Settings(kv_bytes=256 * 2**20)
+
+        def engine() -> tuple[EngineLoop, Tokens]:
+            return start_engine(lambda: choose_engine(module, files, config, settings), files)
+
+        handle = ModelHandle(lambda: module, files, Path(name), engine)
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sllm_gateway.call import Call
-from sllm_runtime.protocol.timeline import FIRST_TOKEN, QUEUE, TOKENS, Span, shift
+from sllm_runtime.protocol.timeline import FIRST_TOKEN, IMPORT, QUEUE, SANDBOX, TOKENS, WEIGHTS, Span, shift
 
 
 def spans(call: Call) -> tuple[Span, ...]:
@@ -22,5 +22,15 @@ def spans(call: Call) -> tuple[Span, ...]:
         found += [Span(FIRST_TOKEN, sent, first - sent), Span(TOKENS, first, last - first)]
     if call.end is not None:
         names = {span.name for span in found}
-        found += [span for span in shift(call.end.spans, sent) if span.name not in names]
+        more = [span for span in shift(call.end.spans, sent) if span.name not in names]
+        coming = [span for span in more if span.name == WEIGHTS and (marks.started or span.at + span.ms > sent)]
+        before = sum(span.name in (QUEUE, SANDBOX, IMPORT) for span in found)
+        found[before:before] = map(_from_here, coming)
+        found += [span for span in more if span.name != WEIGHTS]
     return tuple(found)
+
+
+def _from_here(span: Span) -> Span:
+    """Weights that went on coming when the instance was ready: what of it was after this call's acceptance."""
+    end = max(0.0, span.at + span.ms)
+    return Span(span.name, max(0.0, span.at), min(span.ms, end))

@@ -28,7 +28,15 @@ current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("sllm_curr
 class Call:
     """One running call."""
 
-    def __init__(self, number: int, head: CallHead, outgoing: Outgoing, *, resumable: bool = True) -> None:
+    def __init__(
+        self,
+        number: int,
+        head: CallHead,
+        outgoing: Outgoing,
+        *,
+        resumable: bool = True,
+        late: Callable[[float], tuple[Span, ...]] | None = None,
+    ) -> None:
         self.number = number
         self.head = head
         self.resumable = resumable
@@ -37,6 +45,7 @@ class Call:
         self.usage = Usage()
         self.task: asyncio.Task[None] | None = None
         self._arrived = time.perf_counter()
+        self._late = late
         self._first: float | None = None
         self._outputs = 0
         self._hash = hashlib.blake2b(digest_size=16)
@@ -127,7 +136,8 @@ class Call:
             Span(TOKENS, round((first - self._arrived) * 1000, 3), round((now - first) * 1000, 3)),
         )
         usage = self.usage if self.usage != Usage() else None
-        self.outgoing.end(End(error=error, usage=usage, spans=spans))
+        late = () if self._late is None else self._late(self._arrived)
+        self.outgoing.end(End(error=error, usage=usage, spans=(*late, *spans)))
 
 
 class IdRecorder:

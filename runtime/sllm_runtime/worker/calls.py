@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, Draining, ErrorBody, FunctionError, SllmError
+from sllm_runtime.protocol.timeline import Span
 from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, StartCall
 from sllm_runtime.worker import console
 from sllm_runtime.worker.call import Call, current
@@ -41,9 +42,14 @@ class Calls:
         *,
         on_loop: bool,
         resumable: bool = True,
+        late: Callable[[float], tuple[Span, ...]] | None = None,
     ) -> None:
-        """``run(call)`` produces the outputs of a ``fn`` call: in a thread, or ``on_loop`` as a coroutine."""
+        """``run(call)`` produces the outputs of a ``fn`` call: in a thread, or ``on_loop`` as a coroutine.
+
+        ``late``: spans of the start that ended after it was told, as seen from a ``perf_counter``.
+        """
         self._resumable = resumable
+        self._late = late
         self._sender = sender
         self._console = console_
         self._run = run
@@ -66,7 +72,7 @@ class Calls:
     def start(self, message: StartCall) -> None:
         """A call arrived, maybe with a first part of its body only."""
         outgoing = Outgoing(message.number, self._sender, message.head.credit)
-        call = Call(message.number, message.head, outgoing, resumable=self._resumable)
+        call = Call(message.number, message.head, outgoing, resumable=self._resumable, late=self._late)
         if self._draining:
             call.end(Draining("this instance is stopping").body())
             return

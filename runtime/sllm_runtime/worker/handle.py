@@ -19,12 +19,19 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class ModelHandle:
-    """A loaded model. Thread-safe. ``start_engine`` is called once, by the first that generates."""
+    """A loaded model. Thread-safe. ``make_module`` and ``start_engine`` are called once each, by the first that needs
+    what they make."""
 
     def __init__(
-        self, module: Any, files: Mapping[str, bytes], path: Path, start_engine: Callable[[], tuple[EngineLoop, Tokens]]
+        self,
+        make_module: Callable[[], Any],
+        files: Mapping[str, bytes],
+        path: Path,
+        start_engine: Callable[[], tuple[EngineLoop, Tokens]],
     ) -> None:
-        self._module = module
+        self._make_module = make_module
+        self._module: Any = None
+        self._making = threading.Lock()
         self._files = files
         self._path = path
         self._start_engine = start_engine
@@ -40,13 +47,16 @@ class ModelHandle:
 
     @property
     def module(self) -> Any:
-        """The ``torch.nn.Module`` with its weights bound, in eval mode."""
-        return self._module
+        """The ``torch.nn.Module`` with its weights bound, in eval mode. Waits for them; raises what kept them away."""
+        with self._making:
+            if self._module is None:
+                self._module = self._make_module()
+            return self._module
 
     @property
     def device(self) -> Any:
         """Where the weights are."""
-        return next((tensor.device for tensor in self._module.parameters()), None)
+        return next((tensor.device for tensor in self.module.parameters()), None)
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -28,10 +28,11 @@ from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.manifest import TARGET_ATTRIBUTE, Manifest
 from sllm_runtime.worker import handler
+from sllm_runtime.worker.arriving import Report, Weights
 from sllm_runtime.worker.calls import described
 from sllm_runtime.worker.engine.loop import Mailbox
 from sllm_runtime.worker.handle import ModelHandle
-from sllm_runtime.worker.start import Report, Weights, load_model
+from sllm_runtime.worker.model import load_model
 from sllm_runtime.worker.values import encode
 
 _START_S: Final = 30.0
@@ -148,9 +149,12 @@ def _load(manifest: Manifest, home: Path, module: ModuleType | None, report: Rep
     base = Settings.load().home / "local"
     base.mkdir(parents=True, exist_ok=True)
     with _turn(base / "turn"), _loaderd(base, home) as path:
-        pending = Weights.begin(asyncio.run(_granted(path, str(manifest.model), report)), "local")
+        granted = asyncio.run(_granted(path, str(manifest.model), report))
+        pending = Weights.begin(granted, "local", manifest.startup_timeout)
         try:
-            return load_model(manifest, home, pending, module, report)
+            handle = load_model(manifest, home, pending, module, report)
+            pending.wait(report)  # loaderd ends here
+            return handle
         finally:
             pending.session.close()
 

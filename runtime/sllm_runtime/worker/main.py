@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import platform
@@ -19,6 +20,7 @@ from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, SllmError
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.timeline import WEIGHTS
 from sllm_runtime.protocol.worker import (
     Assign,
     CallBody,
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 _FLUSH_S = 5.0
 _STAGE_S = 0.5
 _LINE_S = 0.1
+_BROKEN_S = 10.0
+"""Calls that need no weights have so long to end in an instance whose weights do not come."""
 
 
 class Worker:
@@ -56,6 +60,7 @@ class Worker:
         self._sender = Sender(wire, lambda: self._calls.count() if self._calls is not None else 0)
         self._console = Console(self._sender.log, lambda: self._sender.flush(_LINE_S))
         self._stop: asyncio.Future[float | None] | None = None
+        self._broken: SllmError | None = None
 
     def run(self, import_s: float) -> int:
         """Greet, wait for the assignment, serve."""
@@ -105,12 +110,14 @@ class Worker:
         threading.Thread(target=self._read, args=(loop,), name="reader", daemon=True).start()
         self._sender.send(
             Ready(
-                spans=tuple(stages.spans),
+                spans=started.spans,
                 fingerprint=started.fingerprint,
                 capabilities=started.capabilities,
                 proof=started.proof,
             )
         )
+        if started.coming is not None:
+            started.coming.on_failure(lambda error: self._tell(loop, error))
         grace_s = await self._stop
         if grace_s is None:
             return 0  # the invoker is gone
@@ -118,6 +125,9 @@ class Worker:
         await self._calls.drain(grace_s)
         if started.handle is not None:
             await asyncio.to_thread(started.handle.close)
+        if self._broken is not None:
+            self._sender.send(Failed(error=self._broken.body()))
+            return 1
         return 0
 
     def _begin(self, assign: Assign, started: Started, loop: asyncio.AbstractEventLoop) -> None:
@@ -127,6 +137,7 @@ class Worker:
             started.run,
             on_loop=started.on_loop,
             resumable=assign.manifest.resumable,
+            late=started.coming.span if started.coming is not None else None,
         )
         handle = started.handle
         if handle is not None:
@@ -169,6 +180,18 @@ class Worker:
                     self._ended(body.grace_s)
                 case _:
                     log.warning("unexpected %s", type(body).__name__)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, error: SllmError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this worker ends anyway
+            loop.call_soon_threadsafe(self._break, error)
+
+    def _break(self, error: SllmError) -> None:
+        """The rest of the weights will not come. Who waits for them hears it from the engine; no others are served."""
+        self._sender.log(None, "stderr", f"the weights did not come: {error.message}", level="error")
+        if self._stop is not None and not self._stop.done():
+            error.stage = error.stage or WEIGHTS
+            self._broken = error
+            self._stop.set_result(_BROKEN_S)
 
     def _ended(self, grace_s: float | None) -> None:
         if self._stop is not None and not self._stop.done():

@@ -1,48 +1,32 @@
-"""An instance's start: bundle, user's module, weights, engine, setup. The weights come while the module is imported."""
+"""An instance's start: bundle, user's module, weights, engine, setup. The weights come while the module is imported,
+and where our engine runs the model they may go on coming when the instance is ready."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import resource
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sllm_loaderd.client import LoaderSession, SessionLoad
-from sllm_runtime.protocol.errors import (
-    DeadlineExceeded,
-    FunctionError,
-    InvalidBundle,
-    OutOfMemory,
-    SllmError,
-    StartFailed,
-    UnsupportedModel,
-)
+from sllm_runtime.protocol.errors import OutOfMemory, SllmError, StartFailed, UnsupportedModel
 from sllm_runtime.protocol.manifest import Manifest
-from sllm_runtime.protocol.timeline import IMPORT, SETUP, WEIGHTS, Span
+from sllm_runtime.protocol.timeline import IMPORT, SETUP, START_STAGES, WEIGHTS, Span
 from sllm_runtime.protocol.worker import Assign
-from sllm_runtime.worker import bundle, handler, weights
+from sllm_runtime.worker import bundle, handler
+from sllm_runtime.worker.arriving import Report, Weights
 from sllm_runtime.worker.calls import run_async, run_sync
-from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.handle import ModelHandle
-from sllm_runtime.worker.tokens import Tokens
+from sllm_runtime.worker.model import load_model
 from sllm_runtime.worker.words import sendable, words_of
-
-log = logging.getLogger(__name__)
-_PROGRESS_S = 0.25
-_KV_SHARE = 4
-"""The KV cache may take this part of the manifest's memory; the rest is the function's and the activations'."""
-Report = Callable[[str, int, int], None]
-"""Told of each stage's beginning and of bytes: ``(stage, done, total)``."""
 
 
 @dataclass(slots=True)
@@ -56,43 +40,22 @@ class Stages:
     current: str = IMPORT
 
     @contextlib.contextmanager
-    def stage(self, name: str, since: float | None = None) -> Iterator[None]:
-        """Everything inside is ``name``; ``since``: it began earlier, in the background."""
-        self.current = name
-        start = since or time.perf_counter()
-        self.report(name, 0, 0)
+    def stage(self, name: str) -> Iterator[None]:
+        """Everything inside is ``name``."""
+        self.begin(name)
+        start = time.perf_counter()
         yield
         now = time.perf_counter()
         self.spans.append(Span(name, round((start - self.began) * 1000, 3), round((now - start) * 1000, 3)))
 
+    def begin(self, name: str) -> None:
+        """``name`` begins; its span is known later."""
+        self.current = name
+        self.report(name, 0, 0)
 
-@dataclass(slots=True)
-class Weights:
-    """A load on its way: it began at ``began`` and runs while the user's module is imported."""
-
-    session: LoaderSession
-    load: SessionLoad
-    began: float
-
-    @classmethod
-    def begin(cls, fd: int, name: str) -> Weights:
-        """Ask loaderd for the model behind the session ``fd``."""
-        began = time.perf_counter()
-        session = LoaderSession(fd, name=name)
-        return cls(session, session.load(), began)
-
-    def wait(self, timeout_s: float, report: Report) -> None:
-        """Until every byte is there, telling of progress. Raises the load's error or ``DeadlineExceeded``."""
-        until = time.monotonic() + timeout_s
-        while True:
-            try:
-                self.load.wait_all(min(_PROGRESS_S, max(0.0, until - time.monotonic())))
-            except DeadlineExceeded:
-                report(WEIGHTS, *self.load.progress)
-                if time.monotonic() >= until:
-                    raise
-            else:
-                return
+    def told(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        """All spans with ``spans`` among them, in the stages' order."""
+        return tuple(sorted((*self.spans, *spans), key=lambda span: START_STAGES.index(span.name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +69,10 @@ class Started:
     capabilities: tuple[str, ...]
     proof: str = ""
     """See ``Ready``."""
+    spans: tuple[Span, ...] = ()
+    """Of the stages that are over."""
+    coming: Weights | None = None
+    """What of the model is still on its way."""
 
 
 def confine(assign: Assign) -> Path:
@@ -142,64 +109,6 @@ def import_user(manifest: Manifest, fd: int, home: Path) -> tuple[Any, ModuleTyp
     return bundle.import_target(manifest.handler, code)
 
 
-def load_model(
-    manifest: Manifest, home: Path, pending: Weights, module: ModuleType | None, report: Report, proof: str = ""
-) -> ModelHandle:
-    """Build the module, bind its tensors, wait for their bytes. ``proof``: see ``Assign``."""
-    timeout = manifest.startup_timeout
-    index, files = pending.load.index(timeout), pending.load.files(timeout)
-    config = weights.read_config(files)
-    memory = pending.load.attach(timeout).exporter()
-    tensors = weights.CheckpointTensors(index, memory)
-    dtype = weights.compute_dtype(manifest.dtype, config, tensors)
-    if manifest.model_loader == "build":
-        build = getattr(module, "build", None)
-        if build is None:
-            raise InvalidBundle("model_loader is 'build', but the function's module defines no build()")
-        net = weights.build_custom(build, config, dtype)
-    else:
-        net = weights.build_known(config, manifest.model_loader, dtype)
-    copies = dtype != tensors.floating_dtype()
-    if copies:  # a cast reads every byte
-        pending.wait(timeout, report)
-    weights.bind(net, tensors, dtype)
-    if not copies:
-        pending.wait(timeout, report)
-    options = {"kv_bytes": manifest.memory // _KV_SHARE, "model": pending.session.model, "proof": proof}
-    return ModelHandle(net, files, home / "model", lambda: start_engine(net, files, config, **options))
-
-
-def start_engine(
-    module: Any, files: Mapping[str, bytes], config: Mapping[str, Any], **options: Any
-) -> tuple[EngineLoop, Tokens]:
-    """The engine for ``module`` on its thread; ``options`` are those of ``choose_engine``. Raises ``FunctionError`` if
-    it is no causal language model."""
-    from sllm_runtime.worker.engine.choice import choose_engine
-
-    if not hasattr(module, "lm_head") and getattr(module, "get_output_embeddings", lambda: None)() is None:
-        raise FunctionError(f"{type(module).__name__} generates no text; use model.module")
-    tokens = _tokens(files)
-    chosen = choose_engine(module, files, config, **options)
-    loop = EngineLoop(chosen.engine, tokens, proof=chosen.proof)
-    loop.start()
-    return loop, tokens
-
-
-def _tokens(files: Mapping[str, bytes]) -> Tokens:
-    if "tokenizer.json" in files:
-        return Tokens.from_json(files["tokenizer.json"])
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory(prefix="sllm-tokenizer-") as name:
-        for file, data in files.items():
-            (Path(name) / file).write_bytes(data)
-        try:
-            slow = AutoTokenizer.from_pretrained(name, local_files_only=True)
-            return Tokens(slow.backend_tokenizer)
-        except Exception as error:  # transformers raises many kinds for files it cannot use
-            raise StartFailed(f"the model has no tokenizer that can be used: {error}", stage=SETUP) from error
-
-
 async def prepare(target: Any, handle: ModelHandle | None, manifest: Manifest) -> tuple[Callable[..., Any], bool]:
     """What runs a call of ``target``, and whether on the event loop. Runs a class's ``setup``."""
     function = await handler.instantiate(target, handle) if isinstance(target, type) else target
@@ -218,14 +127,14 @@ async def start(assign: Assign, fds: list[int], stages: Stages) -> Started:
 
 async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
     manifest = assign.manifest
-    pending = Weights.begin(fds[1], assign.instance) if len(fds) > 1 else None
+    pending = Weights.begin(fds[1], assign.instance, manifest.startup_timeout) if len(fds) > 1 else None
     handle: ModelHandle | None = None
     with stages.stage(IMPORT):
         home = confine(assign)
         target, module = import_user(manifest, fds[0], home)
     if pending is not None:
-        with stages.stage(WEIGHTS, pending.began):
-            handle = load_model(manifest, home, pending, module, stages.report, assign.proof)
+        stages.begin(WEIGHTS)
+        handle = load_model(manifest, home, pending, module, stages.report, assign.proof)
     capabilities: tuple[str, ...] = ()
     proof = ""
     with stages.stage(SETUP):
@@ -234,7 +143,20 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
             capabilities = (f"engine:{loop.engine.name}", *loop.engine.capabilities.names())
             proof = loop.proof
         run, on_loop = await prepare(target, handle, manifest)
-    return Started(run, on_loop, handle, fingerprint(assign, handle), capabilities, proof)
+    if pending is not None and pending.error is not None:
+        stages.current = WEIGHTS
+        raise pending.error
+    weights = () if pending is None else pending.span(stages.began)
+    return Started(
+        run,
+        on_loop,
+        handle,
+        fingerprint(assign, handle),
+        capabilities,
+        proof,
+        spans=stages.told(weights),
+        coming=None if weights else pending,
+    )
 
 
 def fingerprint(assign: Assign, handle: ModelHandle | None) -> str:

@@ -15,10 +15,10 @@ from sllm_runtime.worker.engine import admission
 from sllm_runtime.worker.engine.base import Engine
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.engine import OurEngine
-from sllm_runtime.worker.engine.ours.model import build
+from sllm_runtime.worker.engine.ours.model import build, config
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.model.survey import Needs, survey
 from sllm_runtime.worker.engine.ours.numerics import EXACT
-from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 
 log = logging.getLogger(__name__)
 
@@ -31,41 +31,85 @@ class Chosen:
     proof: str
 
 
-def choose_engine(
-    module: Any,
-    files: Mapping[str, bytes],
-    config: Mapping[str, Any],
-    *,
-    kv_bytes: int,
-    model: str = "",
-    proof: str = "",
-) -> Chosen:
-    """The engine for ``module``, a causal language model with its weights bound; ``model`` is their digest.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an engine is told beside its model. ``model``: digest of the weights.
 
     ``proof``: what the self-test of an earlier start found (``selftest.Proof`` as JSON), used if it is for the same
     weights, libraries, processor and threads.
     """
-    eos = admission.end_ids(config, files.get("generation_config.json"))
-    context = admission.max_context(config)
+
+    kv_bytes: int
+    model: str = ""
+    proof: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model that our engine runs, though none of its bytes may be there. ``needs``: what each layer reads."""
+
+    architecture: str
+    decoder: Decoder
+    needs: Needs
+
+    def proof(self, settings: Settings) -> selftest.Proof | None:
+        """What an earlier start found, if it holds for this one: then nothing has to be tested, and no weights read."""
+        return selftest.remembered(settings.proof, self._mark(settings))
+
+    def engine(self, files: Mapping[str, bytes], raw: Mapping[str, Any], settings: Settings) -> Chosen:
+        """The engine; ``raw`` is config.json."""
+        found = self.proof(settings) or selftest.prove(self.decoder, self._mark(settings))
+        if not found.exact:
+            log.warning(
+                "no level of exactness holds for %s on this machine: a resumed call may differ", self.architecture
+            )
+        engine = OurEngine(
+            self.decoder,
+            admission.end_ids(raw, files.get("generation_config.json")),
+            found.numerics,
+            settings.kv_bytes,
+            proven=found.exact,
+            fingerprint=found.numerics_class,
+            max_context=admission.max_context(raw),
+        )
+        return Chosen(engine, msgspec.json.encode(found).decode())
+
+    def _mark(self, settings: Settings) -> str:
+        return selftest.fingerprint(self.architecture, settings.model, self.decoder.dtype)
+
+
+def recognise(
+    raw: Mapping[str, Any],
+    loader: str,
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> Known | None:
+    """The model of a config.json (``raw``), if it is one of ours; no byte of ``tensors`` is read, and no module of
+    transformers built. ``loader`` is the manifest's. Raises ``InvalidCheckpoint`` if ``shapes`` lacks a tensor or has
+    another shape for it."""
+    found = config.read(raw, loader)
+    if found is None:
+        return None
+    try:
+        decoder = build(*found, tensors, dtype, EXACT.rows)
+        return Known(found[0], decoder, survey(*found, shapes, dtype, EXACT.rows))
+    except UnsupportedModel as error:
+        log.info("%s; transformers runs it", error.message)
+        return None
+
+
+def choose_engine(module: Any, files: Mapping[str, bytes], raw: Mapping[str, Any], settings: Settings) -> Chosen:
+    """The engine for ``module``, a causal language model with its weights bound; ``raw`` is its config.json."""
     architecture = type(module).__name__
     decoder = _known(module, architecture)
-    if decoder is None:
-        vocabulary = int(module.get_input_embeddings().weight.shape[0])
-        return Chosen(TransformersEngine(module, eos, context, vocabulary), "")
-    mark = selftest.fingerprint(architecture, model, decoder.dtype)
-    found = selftest.remembered(proof, mark) or selftest.prove(decoder, mark)
-    if not found.exact:
-        log.warning("no level of exactness holds for %s on this machine: a resumed call may differ", architecture)
-    engine = OurEngine(
-        decoder,
-        eos,
-        found.numerics,
-        kv_bytes,
-        proven=found.exact,
-        fingerprint=found.numerics_class,
-        max_context=context,
-    )
-    return Chosen(engine, msgspec.json.encode(found).decode())
+    if decoder is not None:
+        return Known(architecture, decoder, {}).engine(files, raw, settings)
+    from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
+
+    vocabulary = int(module.get_input_embeddings().weight.shape[0])
+    eos = admission.end_ids(raw, files.get("generation_config.json"))
+    return Chosen(TransformersEngine(module, eos, admission.max_context(raw), vocabulary), "")
 
 
 def _known(module: Any, architecture: str) -> Decoder | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.worker.engine.base import Engine
-from sllm_runtime.worker.engine.choice import choose_engine
+from sllm_runtime.worker.engine.choice import Settings, choose_engine
 from sllm_runtime.worker.engine.loop import EngineLoop, ThreadSink
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.batch import Batches
@@ -34,7 +33,7 @@ from sllm_runtime.worker.engine.scripted import ScriptedEngine
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.families import family
 from tests.fixtures.models import BUILDERS
-from tests.unit.worker.engine.driver import MIB, decoder, engine, finish, page_bytes, request, run
+from tests.unit.worker.engine.driver import MIB, Letters, decoder, engine, finish, page_bytes, request, run
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"temperature": 0.7, "seed": 4, "top_k": 9}])
@@ -258,13 +257,6 @@ def test_who_waits_for_weights_that_do_not_come_hears_why() -> None:
         loop.close()
 
 
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def decode(self, numbers: Sequence[int]) -> str:
-        return "".join(chr(32 + number % 90) for number in numbers)
-
-
 def test_ranges_of_layers_are_stages() -> None:
     made = decoder("gemma 3")
     tokens = list(range(3, 60))
@@ -312,14 +304,14 @@ def test_a_script_decides_what_is_said() -> None:
 
 
 def test_the_engine_is_chosen_by_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = choose_engine(family("llama"), {}, {"eos_token_id": 2}, kv_bytes=MIB, model="sha256:1")
+    known = choose_engine(family("llama"), {}, {"eos_token_id": 2}, Settings(MIB, "sha256:1"))
     assert known.engine.name == "ours"
     assert known.engine.capabilities.exact_resume
     with monkeypatch.context() as patched:
         patched.setattr(selftest, "prove", None)  # a start that has the proof does not test again
-        again = choose_engine(family("llama"), {}, {}, kv_bytes=MIB, model="sha256:1", proof=known.proof)
+        again = choose_engine(family("llama"), {}, {}, Settings(MIB, "sha256:1", known.proof))
     assert again.engine.fingerprint == known.engine.fingerprint
-    other = choose_engine(BUILDERS["phi"]().eval(), {}, {}, kv_bytes=MIB)
+    other = choose_engine(BUILDERS["phi"]().eval(), {}, {}, Settings(MIB))
     assert (other.engine.name, other.proof) == ("transformers", "")
 
 

@@ -40,7 +40,8 @@ class Rope:
 
     def _plain(self, parameters: Mapping[str, Any]) -> torch.Tensor:
         steps = torch.arange(0, self.rotated, 2, dtype=torch.float32) / self.rotated
-        return 1.0 / (parameters["rope_theta"] ** steps)
+        found: torch.Tensor = 1.0 / (parameters["rope_theta"] ** steps)
+        return found
 
     def waves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and signed sin of shape (rows, 1, width) for a step."""

@@ -1,0 +1,136 @@
+"""A load on its way: what of a model is there, when each of its layers is, and how it ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from sllm_loaderd.client import LoaderSession, SessionLoad
+from sllm_runtime.protocol.checkpoint import CheckpointIndex, block_spans, rank_blocks
+from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError
+from sllm_runtime.protocol.timeline import WEIGHTS, Span
+
+_PROGRESS_S: Final = 0.25
+Report = Callable[[str, int, int], None]
+"""Told of each stage's beginning and of bytes: ``(stage, done, total)``."""
+
+
+class Weights:
+    """A model's load from when it is asked for to when every byte is there. Thread-safe."""
+
+    def __init__(self, session: LoaderSession, load: SessionLoad, began: float, timeout_s: float) -> None:
+        self.session = session
+        self.load = load
+        self.began = began
+        """``perf_counter``."""
+        self.ended: float | None = None
+        """When every byte was there."""
+        self.error: SllmError | None = None
+        self._until = time.monotonic() + timeout_s
+        self._lock = threading.Lock()
+        self._on_failure: Callable[[SllmError], None] | None = None
+
+    @classmethod
+    def begin(cls, fd: int, name: str, timeout_s: float) -> Weights:
+        """Ask loaderd for the model behind the session ``fd``; ``timeout_s`` for all of it."""
+        began = time.perf_counter()
+        session = LoaderSession(fd, name=name)
+        return cls(session, session.load(), began, timeout_s)
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is too late."""
+        return max(0.0, self._until - time.monotonic())
+
+    def wait(self, report: Report) -> None:
+        """Until every byte is there, telling of progress. Raises the load's error or ``DeadlineExceeded``."""
+        try:
+            while not self._all_there():
+                report(WEIGHTS, *self.load.progress)
+        except SllmError as error:
+            self._failed(error)
+            raise
+        self.ended = self.ended or time.perf_counter()
+
+    def watch(self, report: Report) -> None:
+        """``wait`` in a thread of its own, which ends with the load."""
+        threading.Thread(target=self._watch, args=(report,), name="weights", daemon=True).start()
+
+    def on_failure(self, call: Callable[[SllmError], None]) -> None:
+        """Call ``call`` once if the load fails, at once if it has."""
+        with self._lock:
+            self._on_failure, error = call, self.error
+        if error is not None:
+            call(error)
+
+    def span(self, since: float) -> tuple[Span, ...]:
+        """From the request to the last byte, as seen from ``since`` (``perf_counter``); none before its end."""
+        if self.ended is None and self.load.ready:  # and the thread that waits for it has not had its turn
+            self.ended = time.perf_counter()
+        if self.ended is None:
+            return ()
+        return (Span(WEIGHTS, round((self.began - since) * 1e3, 3), round((self.ended - self.began) * 1e3, 3)),)
+
+    def _all_there(self) -> bool:
+        left = self.left
+        try:
+            self.load.wait_all(min(_PROGRESS_S, left))
+        except DeadlineExceeded:
+            if left <= _PROGRESS_S:
+                raise
+            return False
+        return True
+
+    def _watch(self, report: Report) -> None:
+        try:
+            self.wait(report)
+        except SllmError:
+            return  # whoever needs a byte hears of it, and so does ``on_failure``
+
+    def _failed(self, error: SllmError) -> None:
+        with self._lock:
+            first, self.error = self.error is None, self.error or error
+            call = self._on_failure
+        if first and call is not None:
+            call(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """``decoder.Arrival`` over a load: ``blocks`` that each layer needs, by their numbers. What stands behind the
+    layers, ``last``, waits for all there is: so no token is told before the load's end is known."""
+
+    weights: Weights
+    blocks: Mapping[int, tuple[int, ...]]
+    last: int
+
+    def wait(self, layer: int) -> None:
+        """See ``Arrival.wait``."""
+        for block in self.blocks.get(layer, ()):
+            self.weights.load.wait(block, self.weights.left)
+        if layer == self.last:
+            self.weights.load.wait_all(self.weights.left)
+
+
+def blocks_of(index: CheckpointIndex, rank: int, needs: Mapping[int, frozenset[str]]) -> dict[int, tuple[int, ...]]:
+    """For each layer, the blocks of ``rank`` that hold what it reads (names, aliases and views among them)."""
+    aliases = {alias.name: alias.of for alias in index.aliases}
+    places = {record.name: record for record in (*index.views, *index.tensors) if record.rank == rank}
+    spans = sorted(
+        (start, start + nbytes, number)
+        for number, block in enumerate(rank_blocks(index, rank))
+        for start, nbytes in block_spans(index, block)
+    )
+    starts = [start for start, _, _ in spans]
+
+    def found(name: str) -> set[int]:
+        record = places.get(aliases.get(name, name)) or places[name]
+        first = max(0, bisect_right(starts, record.offset) - 1)
+        last = bisect_left(starts, record.offset + record.nbytes)
+        return {number for _, stop, number in spans[first:last] if stop > record.offset}
+
+    return {layer: tuple(sorted(set().union(*map(found, names)))) for layer, names in needs.items()}

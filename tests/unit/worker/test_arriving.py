@@ -1,0 +1,199 @@
+"""An instance that is ready while its weights still come; which blocks a layer needs; what is found before any byte."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from sllm_loaderd.convert.directory import convert_directory
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, CheckpointIndex, decode_index, rank_blocks
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
+from sllm_runtime.protocol.timeline import WEIGHTS
+from sllm_runtime.worker import weights
+from sllm_runtime.worker.arriving import blocks_of
+from sllm_runtime.worker.engine.choice import Known, recognise
+from tests.fixtures.models import save_model
+from tests.unit.worker.harness import Zygote, bundle_of, manifest
+from tests.unit.worker.scripted_loaderd import ScriptedLoaderd
+
+MODEL = "sha256:" + "0" * 64
+MADE = manifest(kind="generator", streams=True, model="m", engine=True)
+SOURCE = bundle_of({"user.py": "def fn(model, prompt: str):\n    yield from model.generate(prompt, max_tokens=8)\n"})
+
+
+@pytest.fixture
+def checkpoint(models: Callable[[str], Path], tmp_path: Path) -> Path:
+    convert_directory(models("llama"), tmp_path / "converted")
+    return tmp_path / "converted"
+
+
+@pytest.fixture
+def loaderd(checkpoint: Path) -> Iterator[ScriptedLoaderd]:
+    one = ScriptedLoaderd(checkpoint, MODEL)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def proof(zygote: Zygote, checkpoint: Path, tmp_path: Path) -> Iterator[tuple[str, list[Any]]]:
+    """What a first start finds, and what its instance says."""
+    first, worker = ScriptedLoaderd(checkpoint, MODEL), zygote.spawn()
+    try:
+        worker.assign(MADE, SOURCE, workdir=tmp_path / "first", session=first.session)
+        first.land(*range(len(first.blocks)))
+        first.finish()
+        worker.until(lambda: worker.ready is not None or worker.failed is not None)
+        assert worker.ready is not None, worker.failed
+        assert WEIGHTS in [span.name for span in worker.ready.spans], "without a proof it waits for every byte"
+        answer = worker.run({"prompt": "def f"})
+        assert WEIGHTS not in _spans(answer)
+        yield worker.ready.proof, answer.outputs
+    finally:
+        worker.close()
+        zygote.exited(zygote.count)
+        first.close()
+
+
+def _spans(answer: Any) -> list[str]:
+    assert answer.end is not None
+    return [span.name for span in answer.end.spans]
+
+
+def test_it_is_ready_before_its_weights_and_says_the_same(
+    proof: tuple[str, list[Any]], zygote: Zygote, loaderd: ScriptedLoaderd, tmp_path: Path
+) -> None:
+    worker = zygote.spawn()
+    try:
+        ready = worker.start(MADE, SOURCE, workdir=tmp_path / "w", session=loaderd.session, proof=proof[0])
+        assert [span.name for span in ready.spans] == ["import", "setup"], "not one block is there"
+        assert ready.proof == proof[0]
+        call = worker.call({"prompt": "def f"})
+        loaderd.land(*range(len(loaderd.blocks)))
+        loaderd.finish()
+        answer = worker.finish(call)
+        assert answer.outputs == proof[1]
+        assert _spans(answer)[0] == WEIGHTS
+        assert _spans(worker.run({"prompt": "def f"})) == _spans(answer), "the gateway knows whom it concerns"
+    finally:
+        worker.close()
+        zygote.exited(zygote.count)
+
+
+def test_weights_that_break_off_fail_the_call_and_end_the_instance(
+    proof: tuple[str, list[Any]], zygote: Zygote, loaderd: ScriptedLoaderd, tmp_path: Path
+) -> None:
+    worker = zygote.spawn()
+    try:
+        begun = bundle_of({"user.py": "def fn(model):\n    yield 'begun'\n    yield from model.generate('def f')\n"})
+        worker.start(MADE, begun, workdir=tmp_path / "w", session=loaderd.session, proof=proof[0])
+        call = worker.call()
+        worker.outputs(call, 1)  # calls that come later are sent to other instances
+        loaderd.land(0)
+        loaderd.fail(CorruptCheckpoint("chunk 3 has another digest"))
+        assert worker.finish(call).error.code == "corrupt_checkpoint"
+        worker.until(lambda: worker.failed is not None)
+        assert worker.failed is not None
+        assert (worker.failed.error.code, worker.failed.error.stage) == ("corrupt_checkpoint", WEIGHTS)
+        worker.wait_dead()
+    finally:
+        worker.close()
+    assert zygote.exited(zygote.count).code == 1
+
+
+def test_a_module_waits_for_the_weights_too(
+    proof: tuple[str, list[Any]], zygote: Zygote, loaderd: ScriptedLoaderd, tmp_path: Path
+) -> None:
+    source = "def fn(model):\n    return [str(model.device), model.module.lm_head.weight.sum()]\n"
+    worker = zygote.spawn()
+    try:
+        made = manifest(model="m", engine=True)
+        worker.start(
+            made, bundle_of({"user.py": source}), workdir=tmp_path / "w", session=loaderd.session, proof=proof[0]
+        )
+        call = worker.call()
+        loaderd.land(*range(len(loaderd.blocks)))
+        loaderd.finish()
+        device, total = worker.finish(call).outputs[0]
+        assert device == "cpu"
+        assert total != 0
+    finally:
+        worker.close()
+        zygote.exited(zygote.count)
+
+
+# --- before any byte ----------------------------------------------------------------------------------
+def known(directory: Path, index: CheckpointIndex, **changes: Any) -> Known | None:
+    files = {path.name: path.read_bytes() for path in directory.glob("*.json")}
+    tensors = weights.CheckpointTensors(index, (ctypes.c_ubyte * index.partition(0).nbytes)())
+    typed = weights.TypedTensors(tensors, torch.float32)
+    return recognise({**weights.read_config(files), **changes}, "auto", typed, typed.shapes, torch.float32)
+
+
+def test_each_layer_waits_for_the_blocks_of_its_own_tensors(tmp_path: Path) -> None:
+    save_model("tied_llama", tmp_path / "hf")
+    convert_directory(tmp_path / "hf", tmp_path / "ck")
+    index = decode_index((tmp_path / "ck" / INDEX_NAME).read_bytes())
+    found = known(tmp_path / "ck", index)
+    assert found is not None
+    names = [tensor.name for tensor in index.tensors]
+    assert set().union(*found.needs.values()) >= set(names)
+    split = msgspec.structs.replace(  # each tensor a block of its own
+        index,
+        blocks=tuple(
+            msgspec.structs.replace(index.blocks[0], offset=each.offset, nbytes=each.nbytes) for each in index.tensors
+        ),
+    )
+    blocks = blocks_of(split, 0, found.needs)
+    embedding = names.index("model.embed_tokens.weight")
+    assert blocks[-1] == (embedding,)
+    for layer in range(found.decoder.count):
+        own = [at for at, name in enumerate(names) if name.startswith(f"model.layers.{layer}.")]
+        assert blocks[layer] == tuple(sorted(own))
+    assert blocks[found.decoder.count] == tuple(sorted((embedding, names.index("model.norm.weight"))))
+
+
+def test_blocks_of_a_checkpoint_that_was_not_converted(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    convert_directory(tmp_path / "hf", tmp_path / "ck")
+    index = decode_index((tmp_path / "ck" / INDEX_NAME).read_bytes())
+    needs = {0: frozenset({index.tensors[1].name, index.tensors[3].name}), 1: frozenset[str]()}
+    blocks = tuple(
+        msgspec.structs.replace(index.blocks[0], shared=tuple(t.name for t in index.tensors[start::2]))
+        for start in range(2)
+    )
+    raw = msgspec.structs.replace(index, blocks=blocks, segments=("a file",))
+    assert blocks_of(raw, 0, needs) == {0: (1,), 1: ()}
+    assert len(rank_blocks(raw, 0)) == 2
+
+
+def test_what_is_missing_or_misshapen_is_named_before_any_byte_is_there(checkpoint: Path) -> None:
+    index = decode_index((checkpoint / INDEX_NAME).read_bytes())
+    with pytest.raises(InvalidCheckpoint, match=r"lacks the tensor 'model\.layers\.3\."):
+        known(checkpoint, index, num_hidden_layers=4)
+    with pytest.raises(InvalidCheckpoint, match=r"has shape \(96, 64\), the model wants \(128, 64\)"):
+        known(checkpoint, index, intermediate_size=128)
+    with pytest.raises(InvalidCheckpoint, match=r"q_proj\.bias"):
+        known(checkpoint, index, attention_bias=True)
+    assert known(checkpoint, index, quantization_config={}) is None
+
+
+def test_tensors_are_views_unless_their_dtype_is_another(checkpoint: Path) -> None:
+    index = decode_index((checkpoint / INDEX_NAME).read_bytes())
+    data = (checkpoint / "partition_0.bin").read_bytes()
+    memory = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
+    tensors = weights.CheckpointTensors(index, memory)
+    start, end = ctypes.addressof(memory), ctypes.addressof(memory) + len(data)
+    same, cast = weights.TypedTensors(tensors, torch.float32), weights.TypedTensors(tensors, torch.bfloat16)
+    assert set(same) == tensors.names
+    assert len(same) == len(tensors.names)
+    for name in same:
+        assert start <= same[name].data_ptr() < end
+        assert torch.equal(cast[name], same[name].to(torch.bfloat16))
+        assert cast[name] is cast[name]
+    assert "nothing" not in same
