@@ -70,7 +70,10 @@ def _dim(tensor: PlannedTensor, ranks: int) -> int | None:
 
 
 def _by_layers(ranks: int, order: Sequence[str], sizes: Mapping[str, int], ties: Mapping[str, str]) -> dict[str, Share]:
-    """Runs of layers of about the same bytes; what stands before them is in the first, behind them in the last."""
+    """Runs of layers of about the same bytes; what stands before them is in the first, behind them in the last.
+
+    A tied head has a copy of its embedding with it: no rank needs bytes of another one.
+    """
     layers: dict[str, int] = {}
     for name in order:
         key = layer_key(name)
@@ -86,6 +89,8 @@ def _by_layers(ranks: int, order: Sequence[str], sizes: Mapping[str, int], ties:
         if key is not None:
             current = max(current, rank_of[key])
         shares[name] = Share((rank_of[key] if key is not None else current,))
+    for name, of in ties.items():
+        shares[of] = Share(tuple(sorted({*shares[of].ranks, *shares[name].ranks})))
     return shares
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +68,22 @@ def lay_out(plan: StoragePlan, shares: Mapping[str, Share], ranks: int, min_bloc
                 pieces[name] = piece
             tensors.append(_part(stored.tensor, piece))
         ties = {name: of for name, of in plan.ties.items() if rank in shares[name].ranks}
-        placement = place(order, tensors, ties, rank=rank, min_block=min_block, numbers=numbers)
+        later = {of for name, of in ties.items() if shares[of].ranks[0] not in shares[name].ranks}
+        own = _used_by_ties(order, ties, later)
+        placement = place(own, tensors, ties, rank=rank, min_block=min_block, numbers=numbers)
         layouts.append(RankLayout(rank, placement, pieces))
     return layouts
+
+
+def _used_by_ties(order: Sequence[str], ties: Mapping[str, str], later: Collection[str]) -> list[str]:
+    """The order of a rank that has the tensors ``later`` only for what is tied to them: each just before that."""
+    names: list[str] = []
+    for name in order:
+        if ties.get(name) in later:
+            names.append(ties[name])
+        if name not in later:
+            names.append(name)
+    return list(dict.fromkeys(names))
 
 
 def _piece(tensor: PlannedTensor, share: Share, rank: int) -> Piece | None:

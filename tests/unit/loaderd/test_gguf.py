@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.convert.gguf.blocks import to_bfloat16, unpack
+from sllm_loaderd.convert.gguf.header import PLAIN
 from sllm_loaderd.convert.gguf.source import GgufSource
 from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_loaderd.verify import Checkpoint, validate_checkpoint
@@ -76,6 +77,23 @@ def test_every_packed_kind_is_unpacked_as_the_reference_does(kind: str) -> None:
     rounded = gguf.quants.quantize(expected, Kind.BF16).view(np.uint16)
     numbers = ~np.isnan(expected)
     np.testing.assert_array_equal(to_bfloat16(found)[numbers], rounded[numbers])
+
+
+UNREAD = sorted(kind.name for kind in Kind if kind.name.lower() not in QUANT_BLOCKS and kind not in PLAIN)
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_kind_that_is_not_read_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    elements, _ = gguf.GGML_QUANT_SIZES[Kind[name]]
+    model = model_of("llama")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", {"token_embd.weight": np.zeros((1, elements), np.float32)}, model.config)
+    written = path.read_bytes()
+    plain = b"token_embd.weight" + struct.pack("<IQQI", 2, elements, 1, Kind.F32)
+    assert written.count(plain) == 1
+    path.write_bytes(written.replace(plain, plain[:-4] + struct.pack("<I", Kind[name])))
+    with pytest.raises(UnsupportedModel, match=rf"'token_embd.weight' has ggml type {name}, which is not read"):
+        GgufSource([path])
 
 
 @pytest.mark.parametrize(

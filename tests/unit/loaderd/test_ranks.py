@@ -23,6 +23,7 @@ from sllm_loaderd.convert.ranks import AutoPlan, PlanRule, RankPlan, Share, read
 from sllm_loaderd.layout import PlannedTensor
 from sllm_loaderd.verify import Checkpoint, validate_checkpoint
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, UnsupportedModel
+from tests.fixtures.gguf_files import model_of
 from tests.fixtures.loaderd import SMALL_CHUNK, bound_tensors, ignore, numbers_model
 from tests.fixtures.models import save_model
 
@@ -129,8 +130,13 @@ def test_auto_layers_gives_each_rank_a_run_and_keeps_their_numbers(tmp_path: Pat
     assert [n for n in layers[0] if n] + [n for n in layers[1] if n] == [(number, number) for number in range(5)]
     assert layers[0][0] is None
     assert layers[1][-1] is None
-    assert "model.embed_tokens.weight" in index.blocks[-1].shared  # the tied head is at the end, its bytes are not
-    assert not index.splits
+    assert not index.blocks[-1].shared, "the tied head has its bytes with it"
+    (copies,) = index.splits
+    assert (copies.name, copies.ranks, copies.dim) == ("model.embed_tokens.weight", (0, 1), None)
+    head = max((t for t in index.tensors if t.rank == 1), key=lambda tensor: tensor.offset)
+    assert head.name == copies.name, "and has them last, where it needs them"
+    alone = bound_tensors(checkpoint, 1)
+    assert torch.equal(alone["lm_head.weight"], model.lm_head.weight)
     found = {**bound_tensors(checkpoint, 0), **bound_tensors(checkpoint, 1)}
     for name, value in model.named_parameters(remove_duplicate=False):
         assert torch.equal(found[name], value)
@@ -145,6 +151,12 @@ def test_auto_layers_serves_what_auto_does_not(kind: str, tmp_path: Path) -> Non
     assert (
         len(converted(tmp_path / "source", tmp_path / "checkpoint", AutoPlan("auto-layers", 2)).index.partitions) == 2
     )
+
+
+def test_projections_in_one_are_refused_by_name(tmp_path: Path) -> None:
+    model_of("phi3").save_pretrained(tmp_path / "source")
+    with pytest.raises(UnsupportedModel, match=r"no rule for tensor .*(qkv|gate_up)_proj.weight.*auto-layers:2"):
+        converted(tmp_path / "source", tmp_path / "checkpoint", AutoPlan("auto", 2))
 
 
 def test_more_ranks_than_heads_or_layers_are_refused(tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ PACKED: Final = {
     20: "iq4_nl", 23: "iq4_xs", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
 }  # fmt: skip
 """ggml's types of packed blocks: number and name in ``QUANT_BLOCKS``."""
+_UNREAD: Final = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    29: "IQ1_M", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+"""What is refused by name: blocks whose numbers stand in tables of ggml's, and those of sums under way."""
 _ITEMS: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 _SCALARS: Final = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
@@ -160,9 +165,10 @@ def _info(cursor: _Cursor) -> tuple[str, str, tuple[int, ...], int]:
     shape = tuple(reversed([cursor.integer("<Q") for _ in range(count)]))
     kind, offset = cursor.integer("<I"), cursor.integer("<Q")
     if kind not in PLAIN and kind not in PACKED:
-        raise UnsupportedModel(
-            f"{cursor.path}: tensor {name[:80]!r} has ggml type {kind}, which is not read", field=name
+        text = (
+            f"{cursor.path}: tensor {name[:80]!r} has ggml type {_UNREAD.get(kind, kind)}, which is not read; take the"
         )
+        raise UnsupportedModel(f"{text} model in another quantisation, as Q4_K_M or IQ4_XS", field=name)
     return name, PLAIN.get(kind) or PACKED[kind], shape, offset
 
 
