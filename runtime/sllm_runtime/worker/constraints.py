@@ -6,8 +6,9 @@ come next. All that they may cost is bounded (``_LIMITS``), since what they are 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -38,18 +39,24 @@ _REPEATED: Final = re.compile(r"\{(?:\d*,)?\d{5,}")
 _SHOWN: Final = 300
 
 
+@contextlib.contextmanager
+def _concerning(field: str) -> Iterator[None]:
+    """What the model cannot do is an error of the field that asks for it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.field = field
+        raise
+
+
 class Grammar:
     """A compiled shape. Raises ``InvalidRequest`` where it is wrong, fits nothing or costs too much."""
 
     def __init__(self, vocabulary: Vocabulary, text: str, field: str) -> None:
         if _REPEATED.search(text):
             raise InvalidRequest(f"'{field}': it repeats something 10,000 times or more", field=field)
-        try:
-            tokenizer = vocabulary.grammars()
-        except InvalidRequest as error:
-            error.field = field
-            raise
-        self._first = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+        with _concerning(field):
+            self._first = LLMatcher(vocabulary.grammars(), text, log_level=0, limits=_LIMITS)
         self._size = vocabulary.size
         self._field = field
         if not self.start().allowed(()).any():
@@ -101,7 +108,9 @@ class BadWords:
         self._vocabulary = vocabulary
         self._words = [word.encode() for word in words]
         self._longest = max(map(len, self._words))
-        self._free = np.array([not any(word in text for word in self._words) for text in vocabulary.texts])
+        with _concerning("bad_words"):
+            texts = vocabulary.texts
+        self._free = np.array([not any(word in text for word in self._words) for text in texts])
 
     def allowed(self, output: Sequence[int]) -> Mask:
         """See ``base.Constraint``."""

@@ -48,21 +48,21 @@ class Tokens:
         """What each of the model's ``size`` ids stands for; made once. ``eos``: those that end an output."""
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self, self._tokenizer.to_str(), size, eos)
+                self._vocabulary = Vocabulary(self._tokenizer.to_str(), size, eos)
             return self._vocabulary
 
 
 class Vocabulary:
     """The ids of one model as bytes. Thread-safe."""
 
-    def __init__(self, tokens: Tokens, tokenizer_json: str, size: int, eos: frozenset[int]) -> None:
+    def __init__(self, tokenizer_json: str, size: int, eos: frozenset[int]) -> None:
         self.size = size
-        self._tokens, self._json, self._eos = tokens, tokenizer_json, eos
+        self._json, self._eos = tokenizer_json, eos
         self._lock = threading.Lock()
         self._grammars: LLTokenizer | None = None
 
     def grammars(self) -> LLTokenizer:
-        """As llguidance reads it. Raises ``InvalidRequest`` where it cannot: then no output can be given a shape."""
+        """As llguidance reads it. Raises ``InvalidRequest`` where it cannot: no output can be held to anything then."""
         with self._lock:
             if self._grammars is None:
                 if not self._eos:
@@ -77,11 +77,8 @@ class Vocabulary:
 
     @cached_property
     def texts(self) -> tuple[bytes, ...]:
-        """The bytes of each id; none for special tokens, which no text shows."""
-        try:
-            known = self.grammars()
-        except InvalidRequest:
-            return tuple(self._tokens.decode((token,)).encode() for token in range(self.size))
+        """The bytes of each id; none for special tokens, which no text shows. Raises as ``grammars``."""
+        known = self.grammars()
         return tuple(b"" if known.is_special_token(i) else known.decode_bytes([i]) for i in range(self.size))
 
     def beginning(self, prefix: bytes) -> list[int]:

@@ -170,6 +170,88 @@ def test_wrong_parameters_are_named(served: Worker, kind: str, body: dict[str, A
     assert error.field.split(".")[0] == field
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        ("completion", {"best_of": 3}, "best_of"),
+        ("completion", {"n": 2, "best_of": 3}, "best_of"),
+        ("completion", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("completion", {"echo": True, "logprobs": 1}, "logprobs"),
+        ("completion", {"bad_words": [""]}, "bad_words"),
+        ("completion", {"bad_words": ["x"]}, "bad_words"),  # this tokenizer is not one of bytes
+        ("completion", {"min_tokens": 30, "max_tokens": 20}, "min_tokens"),
+        ("completion", {"regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ("completion", {"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
+        ("completion", {"response_format": {"type": "xml"}}, "response_format"),
+        ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat", {"functions": []}, "functions"),
+        ("chat", {"function_call": "auto"}, "function_call"),
+        ("chat", {"modalities": ["text", "audio"]}, "modalities"),
+        ("chat", {"audio": {"voice": "alloy"}}, "audio"),
+        ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ("chat", {"tools": [{"type": "code"}]}, "tools[0]"),
+        ("chat", {"tools": [{"type": "function", "function": {}}]}, "tools[0]"),
+        ("chat", {"tool_choice": "auto"}, "tool_choice"),
+        ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "maybe"}, "tool_choice"),
+        ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}],
+                  "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ("chat", {"chat_template_kwargs": {"wobble": 1}}, "chat_template_kwargs"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_answer_unsaid_is_refused(
+    served: Worker, kind: str, body: dict[str, Any], field: str
+) -> None:
+    base = {"messages": [{"role": "user", "content": "x"}]} if kind == "chat" else {"prompt": "x"}
+    error = served.run({**base, **body}, kind=kind).error
+    assert error.code in ("invalid_argument", "invalid_request")
+    assert error.field is not None
+    assert error.field.split(".")[0] == field
+
+
+def test_what_is_the_same_as_nothing_is_taken(served: Worker) -> None:
+    plain = text(completion(served))
+    nothing = {"n": None, "stop": None, "stop_ids": None, "min_tokens": None, "ignore_eos": None, "bad_words": None}
+    assert text(completion(served, **nothing, response_format={"type": "text"}, best_of=1)) == plain
+    plain = text(chat(served))
+    assert text(chat(served, tools=[], tool_choice="none", modalities=["text"], top_logprobs=0)) == plain
+
+
+def test_stop_ids(served: Worker) -> None:
+    whole = text(completion(served, repetition_penalty=1.5)).split(" ")
+    stopped = completion(served, repetition_penalty=1.5, stop_ids=[4 + ord(whole[5]) - 32])
+    assert text(stopped).split(" ") == whole[: whole.index(whole[5])]
+    assert stopped.deltas[-1].finish == "stop"
+
+
+def test_cached_tokens_are_counted_once(served: Worker) -> None:
+    prompt = "what is long is computed once, " * 10
+    first = completion(served, prompt=prompt, max_tokens=2)
+    again = completion(served, prompt=prompt, max_tokens=2, n=3)
+    for answer, cached in ((first, 0), (again, 256)):
+        assert answer.end is not None
+        assert answer.end.usage is not None
+        assert (answer.end.usage.prompt, answer.end.usage.cached) == (310, cached)
+
+
+def test_a_stream_goes_on_where_its_reader_has_it(served: Worker) -> None:
+    """A resume makes the same deltas as the first time: those delivered are compared by hash and left out."""
+    import hashlib
+
+    from sllm_runtime.protocol import codec
+
+    asked = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+    whole = completion(served, **asked)
+    ids = tuple(number for part in whole.ids for number in part.ids)
+    for delivered in (1, 5, len(whole.deltas)):
+        said = b"".join(codec.pack(delta) for delta in whole.deltas[:delivered])
+        resumed = served.run(
+            {"model": "m", "prompt": "def f", **asked}, kind="completion", recorded=(ids[:delivered],),
+            delivered=delivered, delivered_hash=hashlib.blake2b(said, digest_size=16).digest(),
+        )  # fmt: skip
+        assert resumed.deltas == whole.deltas[delivered:]
+
+
 def test_unknown_fields_are_ignored_and_logged(served: Worker) -> None:
     assert text(completion(served, wobble=1)) == text(completion(served))
     assert any("wobble" in log.text for log in served.logs)

@@ -22,6 +22,7 @@ from sllm_runtime.worker.console import MAX_LINE, LineWriter, current_call
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
 from sllm_runtime.worker.sender import Pace, Sender
 from sllm_runtime.worker.values import encode
+from tests.fixtures.waiting import GIVE_UP_S
 
 
 @given(st.lists(st.text(alphabet="ab\n", max_size=30), max_size=20))
@@ -55,7 +56,7 @@ class Wired:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        ours.settimeout(20)
+        ours.settimeout(GIVE_UP_S)
         self.reader = BlockingWire(ours)
         self.sender = Sender(BlockingWire(theirs), lambda: 0)
         self._theirs = theirs
@@ -124,7 +125,7 @@ def test_credit_bounds_a_thread(wired: Wired) -> None:
     outgoing.grant(20 + 4 * limits.FRAME_COST)
     outgoing.grant(5)  # late: cumulative limits never shrink
     assert [next(frames).index for _ in range(2)] == [2, 3]
-    thread.join(20)
+    thread.join(GIVE_UP_S)
     outgoing.end(End())
     outgoing.end(End())
     assert next(frames).kind is FrameKind.END
@@ -187,6 +188,7 @@ def test_chat_templates() -> None:
     assert template("{{ bos_token }}{{ messages[0].content }}", bos_token={"content": "B"}).render(hello) == "B<hi>"
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
     assert template(named).render(hello) == "D"
+    assert ChatTemplate.from_files({"tokenizer_config.json": codec.to_json({"chat_template": named})}, tools=True)
     files = {"chat_template.jinja": b"{{ tools | tojson }}", "tokenizer_config.json": b'{"chat_template": "no"}'}
     assert ChatTemplate.from_files(files).render(hello, [{"a": "<"}]) == '[{"a": "<"}]'
     with pytest.raises(InvalidRequest, match="no chat template"):
@@ -199,3 +201,70 @@ def test_chat_templates() -> None:
         template("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(hello)
     with pytest.raises(InvalidRequest):
         template("{{ messages.append(1) }}").render(hello)
+
+
+CALLED: Any = {"role": "assistant", "content": None, "tool_calls": [
+    {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}]}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "add", "description": "<adds>"}}
+
+
+def test_tools_reach_the_template() -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.a + 1 }}"
+        "{% else %}{{ m.content }}{% endif %}{{ 'content' in m }};{% endfor %}"
+        "{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}{{ tool_choice }}{{ thinking }}"
+    )
+    made = template(source)
+    told = made.render([CALLED, {"role": "tool", "content": "6", "name": None}], [TOOL], "required", {"thinking": True})
+    assert told == '6False;6True;{"name": "add", "description": "<adds>"}requiredTrue'
+    assert made.render([{"role": "user", "content": "x"}]) == "xTrue;"
+    knows_none = template("{{ messages[0].content }}")
+    for field, arguments in (
+        ("tools", {"tools": [TOOL]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("chat_template_kwargs.thinking", {"more": {"thinking": True}}),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            knows_none.render([{"role": "user", "content": "x"}], **arguments)
+        assert refused.value.field == field
+    assert knows_none.render([{"role": "user", "content": "x"}], tool_choice="auto") == "x"
+
+
+@pytest.mark.parametrize("calls", ["x", ["x"], [{"function": 5}], [{"function": {"arguments": "{"}}]])
+def test_earlier_calls_that_are_none_are_refused(calls: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        template("{{ messages }}").render([{"role": "user"}, {"role": "assistant", "tool_calls": calls}])
+    assert refused.value.field == "messages[1].tool_calls"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 / 0 }}",
+        "{% for a in range(10 ** 9) %}{% endfor %}",
+        "{{ messages[0].content.nothing.at_all }}",
+        "{% set n = namespace() %}{% set n._x = 1 %}",
+        "{{ namespace(__class__=1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_fails_is_named(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template") as refused:
+        template(source).render([{"role": "user", "content": "x"}])
+    assert refused.value.field == "messages"
+
+
+def test_a_template_as_transformers_renders_it() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (
+        "{% set ns = namespace(last='') %}\n{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}[{{ m['content'] | trim }}]{% endif %}\n"
+        "{% set ns.last = m.role %}{% if loop.index == 9 %}{% break %}{% endif %}{% endfor %}"
+        "{{ {'b': '<é>', 'a': [1]} | tojson(indent=1, sort_keys=true) }}{{ ns.last }}{{ dict(x=1) | tojson }}"
+        "{% if add_generation_prompt %}!{% endif %}"
+    )
+    messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yo"}]
+    rendered: Any = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
+    assert template(source).render(messages) == rendered[0][0]
