@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,8 +46,17 @@ def invoke(
                     answer = connection.call(name, found, version=version, trace=trace)
                 show_value(answer, json)
     if verbose:
-        output.note(f"call {trace.call}")
-        show.timeline(trace.timeline)
+        _tell(trace, json)
+
+
+def _tell(trace: Trace, as_json: bool) -> None:
+    """Where the time went, on stderr."""
+    if as_json:
+        spans = [{"name": span.name, "at": span.at, "ms": span.ms} for span in trace.timeline]
+        output.note(dumps({"call": trace.call, "timeline": spans}))
+        return
+    output.note(f"call {trace.call}")
+    show.timeline(trace.timeline)
 
 
 def given_words(words: list[str] | None, args: str | None) -> tuple[dict[str, str], dict[str, Any]]:

@@ -45,7 +45,10 @@ def containers() -> Finding:
         if not failed:
             return ok("containers", f"{engine} {text}")
         reasons.append(f"{engine}: {text.splitlines()[-1] if text else 'no answer'}")
-    remedy = "functions run as processes; for `image` and `requirements` install docker or podman and join its group"
+    remedy = (
+        "nothing needs one yet: functions run as processes, and `image` and `requirements` are refused at deploy; "
+        "for later, install docker or podman, start its daemon and join its group"
+    )
     return warning("containers", "; ".join(reasons), remedy)
 
 

@@ -92,6 +92,9 @@ def test_json_is_one_value_a_line(gateway: Gateway) -> None:
     done = sllm("fn", "invoke", "chat", "text=x", "--json")
     assert [json.loads(line) for line in done.stdout.splitlines()] == ["de", "f é"]
     assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(here("fn", "invoke", "chat", "text=x", "--json", "-v").stderr)
+    assert told["call"] == CALL
+    assert told["timeline"][1] == {"name": "first_token", "at": 0.1, "ms": 20.0}
     gateway.will(Answer(json={"a": [1]}))
     assert document(sllm("fn", "invoke", "chat", "--no-stream", "--json")) == {"a": [1]}
 
