@@ -7,7 +7,7 @@ import json
 import sys
 import time
 
-import ray
+import ray_serving
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -48,24 +48,13 @@ def replicas() -> int:
 def main() -> None:
     """Serve until stdin ends."""
     port, scratch, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=256 * 2**20,
-        _temp_dir=scratch,
-        logging_level="warning",
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": port, "access_log": False})
-    serve.run(Coder.bind(model), name="coder", route_prefix="/stream")
-    print(json.dumps({"ready": True}), flush=True)
+    ray_serving.start(Coder.bind(model), "coder", port, scratch)
     for _ in sys.stdin:
         until = time.monotonic() + ZERO_S
         while (left := replicas()) and time.monotonic() < until:
             time.sleep(0.1)
         print(json.dumps({"replicas": left}), flush=True)
-    serve.shutdown()
-    ray.shutdown()
+    ray_serving.stop()
 
 
 main()

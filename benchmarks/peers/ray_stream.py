@@ -1,12 +1,11 @@
 """Ray Serve with the scripted tokens: ``ray_stream.py PORT TMPDIR``; prints ``{"ready": true}``, ends with stdin."""
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator
 
-import ray
+import ray_serving
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -40,20 +39,9 @@ class Paced:
 def main() -> None:
     """Serve until stdin ends."""
     port, scratch = int(sys.argv[1]), sys.argv[2]
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=256 * 2**20,
-        _temp_dir=scratch,
-        logging_level="warning",
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": port, "access_log": False})
-    serve.run(Paced.bind(), name="paced", route_prefix="/stream")
-    print(json.dumps({"ready": True}), flush=True)
+    ray_serving.start(Paced.bind(), "paced", port, scratch)
     sys.stdin.read()
-    serve.shutdown()
-    ray.shutdown()
+    ray_serving.stop()
 
 
 main()
