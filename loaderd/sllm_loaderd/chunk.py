@@ -1,12 +1,17 @@
-"""One chunk of the pool: its memory, and its life (the table ``CHUNK``)."""
+"""One chunk of the pool: its memory, how that is made and given back, and its life (the table ``CHUNK``)."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from sllm_loaderd.client import memory
+from sllm_loaderd.sealed import create_sealed
 from sllm_runtime.protocol.states import check
+
+MEMFD_NAME: Final = "sllm-chunk"
 
 
 class ChunkState(StrEnum):
@@ -61,3 +66,30 @@ class Chunk:
         if self.dirty > used:
             self.view[used : self.dirty] = bytes(self.dirty - used)
         self.dirty = used
+
+
+def create_chunk(size: int, *, huge: bool, lasting: bool) -> Chunk:
+    """A sealed memfd of ``size`` bytes without pages. ``huge``: of 2 MiB, where they fit. Raises ``OSError``."""
+    fd, address = create_sealed(MEMFD_NAME, size, huge=huge and not size % memory.HUGE_PAGE)
+    return Chunk(fd, address, memory.view(address, size), os.fstat(fd).st_ino, lasting=lasting)
+
+
+def adopt_chunk(fd: int, size: int) -> Chunk:
+    """The chunk of an earlier loaderd behind ``fd``, which is duplicated; it can only be read. Raises ``OSError``."""
+    kept = os.dup(fd)
+    try:
+        address = memory.map_readable(kept, size)
+    except OSError:
+        os.close(kept)
+        raise
+    view, id = memory.view(address, size), os.fstat(kept).st_ino
+    return Chunk(kept, address, view, id, adopted=True, lasting=False, state=ChunkState.USED)
+
+
+def close_chunk(chunk: Chunk) -> None:
+    """Its memory goes, as soon as no sandbox has it either."""
+    size = chunk.size
+    chunk.view.release()
+    memory.unmap(chunk.address, size)
+    os.close(chunk.fd)
+    chunk.move(ChunkState.CLOSED)

@@ -15,17 +15,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from sllm_loaderd.chunk import Chunk, ChunkState
+from sllm_loaderd.chunk import Chunk, ChunkState, adopt_chunk, close_chunk, create_chunk
 from sllm_loaderd.client import memory
 from sllm_loaderd.pinning import Pinner, Pinning
-from sllm_loaderd.sealed import create_sealed, is_sealed
+from sllm_loaderd.sealed import is_sealed
 from sllm_runtime.protocol.errors import Conflict, PoolExhausted
 from sllm_runtime.protocol.loader import PoolStatus
 
 log = logging.getLogger(__name__)
 
 F_ADD_SEALS: Final = 1033
-MEMFD_NAME: Final = "sllm-chunk"
 _FAULT_DEADLINE_S: Final = 5.0
 _PREFAULT_NICE: Final = 10
 
@@ -45,7 +44,7 @@ class ChunkPool:
         self._huge = huge and chunk_bytes % memory.HUGE_PAGE == 0
         self._pinning = Pinning(pinner)
         self._limit = max(limit // chunk_bytes, 1) * chunk_bytes
-        self._ahead = min(-(-prefault // chunk_bytes) * chunk_bytes, self._limit) // chunk_bytes
+        self._ahead = 0
         self._taken = 0
         """Bytes of all chunks."""
         self._chunks: set[Chunk] = set()
@@ -56,7 +55,19 @@ class ChunkPool:
         self.on_freed: Callable[[list[int]], None] = lambda ids: None
         """Called in the thread that frees, with the ids of chunks that hold nothing of a model any more."""
         self._prefaulter = threading.Thread(target=self._prefault, name="sllm-prefault", daemon=True)
+        self.keep_ready(prefault)
         self._prefaulter.start()
+
+    @property
+    def limit(self) -> int:
+        """Most bytes of chunks."""
+        return self._limit
+
+    def keep_ready(self, nbytes: int) -> None:
+        """From now on ``nbytes`` of free chunks get their pages ahead; those that have theirs keep them."""
+        with self._changed:
+            self._ahead = min(-(-nbytes // self.chunk_bytes), self._limit // self.chunk_bytes)
+            self._changed.notify_all()
 
     def size_for(self, nbytes: int) -> int:
         """Bytes that a chunk takes in which ``nbytes`` are wanted: a whole one, or what a small partition needs.
@@ -146,16 +157,7 @@ class ChunkPool:
             if not (size == self.chunk_bytes or 0 < 2 * size < self.chunk_bytes) or not is_sealed(fd):
                 raise Conflict(f"a descriptor is no chunk of {self.chunk_bytes} bytes with the seals of one")
             self._close_free(size)
-            kept = os.dup(fd)
-            try:
-                address = memory.map_readable(kept, size)
-            except OSError:
-                os.close(kept)
-                raise
-            view = memory.view(address, size)
-            chunk = Chunk(kept, address, view, status.st_ino, adopted=True, lasting=False, state=ChunkState.USED)
-            self._add(chunk)
-            return chunk, True
+            return self._add(adopt_chunk(fd, size)), True
 
     def free(self, chunks: Iterable[Chunk]) -> None:
         """Give chunks back; one that a living sandbox has had retires first."""
@@ -223,15 +225,10 @@ class ChunkPool:
             self._close(chunk)
 
     def _close(self, chunk: Chunk) -> None:
-        """Its memory goes, as soon as no sandbox has it either."""
         self._chunks.discard(chunk)
-        size = chunk.size
-        self._taken -= size
+        self._taken -= chunk.size
         self._pinning.unpin(chunk)
-        chunk.view.release()
-        memory.unmap(chunk.address, size)
-        os.close(chunk.fd)
-        chunk.move(ChunkState.CLOSED)
+        close_chunk(chunk)
 
     def _put_back(self, chunk: Chunk) -> None:
         if not chunk.lasting:
@@ -243,15 +240,12 @@ class ChunkPool:
 
     def _create(self, size: int | None = None) -> Chunk:
         """A whole chunk, or a small one of ``size`` bytes."""
-        small, size = size is not None, self.chunk_bytes if size is None else size
-        fd, address = create_sealed(MEMFD_NAME, size, huge=self._huge and not size % memory.HUGE_PAGE)
-        chunk = Chunk(fd, address, memory.view(address, size), os.fstat(fd).st_ino, lasting=not small)
-        self._add(chunk)
-        return chunk
+        return self._add(create_chunk(size or self.chunk_bytes, huge=self._huge, lasting=size is None))
 
-    def _add(self, chunk: Chunk) -> None:
+    def _add(self, chunk: Chunk) -> Chunk:
         self._chunks.add(chunk)
         self._taken += chunk.size
+        return chunk
 
     def _try_create(self) -> Chunk | None:
         try:

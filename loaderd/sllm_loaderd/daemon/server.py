@@ -41,8 +41,9 @@ async def _serve(service: LoaderService, listener: socket.socket, stop: asyncio.
         holders = Holders(service, group)
         controls: set[asyncio.Task[None]] = set()
         accepting = group.create_task(_accept(service, listener, holders, group, controls), name="accept")
+        looking = group.create_task(service.look(), name="look")
         await stop.wait()
-        for task in (accepting, *controls):
+        for task in (accepting, looking, *controls):
             task.cancel()
         holders.close()
 

@@ -19,6 +19,7 @@ from sllm_loaderd.paths import Paths
 from sllm_loaderd.peer.exports import Exports
 from sllm_loaderd.peer.server import open_peer_server
 from sllm_loaderd.pool import ChunkPool
+from sllm_loaderd.prefaulting import LEAST, bytes_ahead, model_sizes
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.sources import SourceSettings
@@ -54,7 +55,7 @@ class LoaderService:
         self.pool = ChunkPool(
             settings.chunk_bytes,
             settings.pool_bytes,
-            settings.prefault_bytes,
+            LEAST if settings.prefault_bytes is None else settings.prefault_bytes,
             huge=settings.huge_pages and have_huge_pages(),
             pinner=self.devices if settings.pipeline.pinned and any(True for _ in self.devices) else None,
         )
@@ -75,6 +76,20 @@ class LoaderService:
         )
         self._open: dict[str, StoredModel] = {}
         self._superseded: list[StoredModel] = []
+        self._sizes: dict[str, int] = {}
+        """Bytes of each model of the store, as far as they are known."""
+
+    async def look(self) -> None:
+        """Learn what models there are, to have memory ready for the largest one. The daemon serves meanwhile."""
+        found = await asyncio.to_thread(model_sizes, self.store)
+        self._sizes = found | self._sizes
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Have as much memory ready as the next start may need."""
+        if self.settings.prefault_bytes is None:
+            there = {resident.key[0] for resident in self.residency.residents()}
+            self.pool.keep_ready(bytes_ahead(self._sizes, there, self.pool.limit))
 
     async def close(self) -> None:
         """End conversions and reads, then give back memory and files."""
@@ -127,7 +142,10 @@ class LoaderService:
         digest = await self.registrations.register(uri, report, convert)
         if expected and digest != expected:
             raise DigestMismatch(f"{uri} is {digest}, not {expected}: the source has changed", field="model")
-        return await self.describe(digest)
+        info = await self.describe(digest)
+        self._sizes[digest] = info.nbytes
+        self._prepare()
+        return info
 
     async def describe(self, digest: str) -> ModelInfo:
         """Everything about a model but its bytes."""
@@ -163,6 +181,8 @@ class LoaderService:
         if (known := self._open.pop(digest, None)) is not None:
             known.close()
         await asyncio.to_thread(self.store.delete, digest)
+        self._sizes.pop(digest, None)
+        self._prepare()
 
     async def load(
         self,
@@ -197,7 +217,9 @@ class LoaderService:
             sources = await _in_thread(self.settings.pipeline.open_sources, model, rank)
         if device is not None:
             return DeviceLoad(model, rank, job, self.stage, self.stage.load(model, rank, device, holder, sources))
-        return MemoryLoad(model, rank, job, self.residency, self.residency.load(model, rank, job, sources))
+        load = MemoryLoad(model, rank, job, self.residency, self.residency.load(model, rank, job, sources))
+        self._prepare()
+        return load
 
     def pin(self, digest: str, pinned: bool) -> None:
         """Keep a model in memory and on the SSD tier, or stop doing so."""

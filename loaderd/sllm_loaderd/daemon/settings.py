@@ -12,7 +12,7 @@ from pydantic import Field
 
 from sllm_loaderd.pipeline import Pipeline
 from sllm_runtime.platform.settings import Settings
-from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
+from sllm_runtime.protocol.limits import CHUNK_BYTES
 
 
 def _half_of_memory() -> int:
@@ -30,8 +30,8 @@ class LoaderSettings(Settings):
     chunk_bytes: int = Field(CHUNK_BYTES, ge=4096, le=2**30, multiple_of=4096)
     pool_bytes: int = Field(default_factory=_half_of_memory, gt=0)
     """Most memory for chunks."""
-    prefault_bytes: int = Field(256 * MIB, ge=0)
-    """Free chunks kept with their pages in place."""
+    prefault_bytes: int | None = Field(None, ge=0)
+    """Free chunks kept with their pages in place; None: what the largest model needs that is not in memory."""
     huge_pages: bool = True
     """Chunks have pages of 2 MiB where the kernel gives them; as root, it is set to do so."""
     ssd_bytes: int | None = Field(None, ge=0)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from sllm_loaderd.pool import MEMFD_NAME
+from sllm_loaderd.chunk import MEMFD_NAME
 
 _MARK: Final = f"/memfd:{MEMFD_NAME}"
 
