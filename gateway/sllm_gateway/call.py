@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sllm_gateway.binding import NEVER, Binding
+from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.frames import CallHead, End, Frame
@@ -36,7 +37,9 @@ class Marks:
     route: Route
     """As it was when the call came: an instance that is not in it was started while the call waited."""
     sent: float
-    """To an instance, the last time; until then when it was accepted."""
+    """To the instance that the answer began at; until then when it was accepted."""
+    resumed: float = 0.0
+    """To the instance that goes on with an answer that had begun; until then 0."""
     waited: float = 0.0
     """Seconds it has waited for capacity, without those in which an instance was being started for it."""
     first: float | None = None
@@ -64,6 +67,13 @@ class Call:
     """In order, not yet taken by the reader."""
     buffered: int = 0
     """Cost of frames that the reader has not got rid of."""
+    resumption: Resumption | None = None
+    """Of a call that another instance could go on with."""
+    numerics: str = ""
+    """Fingerprint of the first instance that took it: only an equal one goes on with it."""
+    of_before: int = 0
+    """Cost of frames that came from an instance it has left, and that the reader has not got rid of: nobody waits for
+    that credit."""
     taken: bool = False
     """Whether the reader has had any: nothing can be retried from then on."""
     end: End | None = None
@@ -98,12 +108,19 @@ class Call:
         """Move along the table of ``states.CALL``."""
         self.state = check(CALL, self.state, state)
 
+    def go_on(self, now: float) -> None:
+        """Back to the queue. What came of it until now stands: an instance that goes on with it is told."""
+        self.go(CallState.QUEUED)
+        self.of_before = self.buffered
+        self.due = now
+
     def begin_again(self, now: float) -> None:
         """Back to the queue: what came of it until now, of which its caller has seen nothing, is thrown away."""
-        self.go(CallState.QUEUED)
         self.frames.clear()
         self.buffered = 0
-        self.due = now
+        if self.resumption is not None:
+            self.resumption = Resumption()
+        self.go_on(now)
 
     # --- the reader's side ------------------------------------------------------------------------
     def take(self) -> list[Frame]:
@@ -149,6 +166,9 @@ class Call:
             timeout_s=max(0.0, self.order.accepted + manifest.timeout - now),
             idle_timeout_s=manifest.idle_timeout,
             seed=self.order.seed,
+            recorded=self.resumption.recorded if self.resumption is not None else (),
+            delivered=self.resumption.delivered if self.resumption is not None else 0,
+            delivered_hash=self.resumption.digest if self.resumption is not None else b"",
             credit=binding.inbox.window,
             traceparent=self.order.traceparent,
         )

@@ -17,6 +17,7 @@ from sllm_gateway.handover import Handover
 from sllm_gateway.link import Link
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.open_calls import OpenCalls
+from sllm_gateway.resumption import Resumption
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
 from sllm_gateway.timers import Timers
@@ -94,6 +95,8 @@ class Calls:
         if self._draining:
             raise Draining(STOPPING)
         call = Call(order, Marks(order.version.route, sent=order.accepted), due=self._clock())
+        if order.version.manifest.engine and order.version.manifest.resumable:
+            call.resumption = Resumption()
         self._open.add(call)
         try:
             self.dispatcher.submit(call)
@@ -106,10 +109,12 @@ class Calls:
     def consumed(self, call: Call, cost: int) -> None:
         """The reader has written frames of this ``cost``: the node may send as much again."""
         call.buffered -= cost
+        of_before = min(cost, call.of_before)
+        call.of_before -= of_before
         binding = call.binding
         if binding is not None and not call.over:
             now = call.marks.read = self._clock()
-            binding.inbox.consume(cost)
+            binding.inbox.consume(cost - of_before)
             self._link.send_all_later(binding.node, binding.acknowledge(now))
 
     def leave(self, call: Call) -> None:

@@ -83,6 +83,8 @@ class Delivery:
             self._link.send_all_later(binding.node, binding.acknowledge(now))
 
     def _deliver(self, call: Call, binding: Binding, ready: list[Frame], now: float) -> None:
+        if call.resumption is not None:
+            call.resumption.take(ready)
         cost = sum([frame.cost for frame in ready])
         if call.over:
             binding.inbox.consume(cost)

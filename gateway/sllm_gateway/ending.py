@@ -11,7 +11,7 @@ from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Link
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.open_calls import OpenCalls
-from sllm_gateway.retry import worth_retrying
+from sllm_gateway.retry import worth_resuming, worth_retrying
 from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, InstanceLost, SllmError, SlowConsumer
 from sllm_runtime.protocol.frames import Cancel, End
 from sllm_runtime.protocol.states import CallState
@@ -89,7 +89,7 @@ class Ending:
             call.end = end
             call.go(CallState.SUCCEEDED)
             call.wake()
-        elif error is not None and not self._retry(call, error):
+        elif error is not None and not self._again(call, error):
             call.end = end
             self._end_with(call, error)
         self.forget_if_over(call)
@@ -100,7 +100,7 @@ class Ending:
         self._link.send(binding.node, Cancel(call.id, binding.epoch, reason=why))
         self._dispatcher.refused(call, binding.instance, gone=True)
         error = InstanceLost(f"{why}; call again")
-        if not self._retry(call, error):
+        if not self._again(call, error):
             self._end_with(call, error)
         self.forget_if_over(call)
 
@@ -109,6 +109,25 @@ class Ending:
             call.error = error
             call.go(CallState.FAILED)
             call.wake()
+
+    def _again(self, call: Call, error: SllmError) -> bool:
+        """Whether another instance has it: it goes on, or begins again."""
+        return self._resume(call, error) or self._retry(call, error)
+
+    def _resume(self, call: Call, error: SllmError) -> bool:
+        """Whether the call goes on elsewhere from its tokens; its caller sees a gap and nothing else."""
+        if call.over or call.resumption is None or not worth_resuming(error):
+            return False
+        halves = call.resumption.break_off(call.frames)
+        if halves is None:
+            return False
+        call.buffered -= sum(frame.cost for frame in halves)
+        delivered = call.resumption.delivered
+        log.warning("call goes on elsewhere after %d output(s): %s", delivered, error.message, extra={"call": call.id})
+        self._metrics.resumed.labels(call.version.function).inc()
+        call.go_on(self._clock())
+        self._dispatcher.submit_again(call)
+        return True
 
     def _retry(self, call: Call, error: SllmError) -> bool:
         """Whether the call begins again: allowed so often by the function, and the caller has seen nothing of it."""

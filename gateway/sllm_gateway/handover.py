@@ -11,7 +11,7 @@ from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.ending import Ending
 from sllm_gateway.link import Link
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError
+from sllm_runtime.protocol.errors import DeadlineExceeded, InstanceLost, SllmError
 from sllm_runtime.protocol.frames import Open
 from sllm_runtime.protocol.records import RouteEntry
 from sllm_runtime.protocol.states import CallState
@@ -40,11 +40,19 @@ class Handover:
 
     def place(self, call: Call, entry: RouteEntry) -> None:
         """Ask the instance of ``entry`` to take the call, under a new epoch."""
-        now = self._clock()
-        if all(known.instance != entry.instance for known in call.marks.route.entries):
-            call.marks.started, call.marks.ready = entry, now
+        now = call.due = self._clock()
+        if other_numerics(call, entry):
+            self._dispatcher.release(call, entry.instance)
+            text = f"the instance died, and {entry.instance} computes other bits: the rest would be of another answer"
+            self._ending.fail(call, InstanceLost(f"{text}; call again"))
+            return
+        if call.marks.first is not None:
+            call.marks.resumed = now
+        else:
+            call.marks.sent = now
+            if all(known.instance != entry.instance for known in call.marks.route.entries):
+                call.marks.started, call.marks.ready = entry, now
         call.epoch += 1
-        call.marks.sent = call.due = now
         call.binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         self._tasks.start(self._open(call, call.binding), "open")
 
@@ -76,6 +84,7 @@ class Handover:
         self._dispatcher.accepted(call, binding.instance)
         if not call.over:
             call.attempts += 1
+            call.numerics = call.numerics or binding.entry.fingerprint
             call.go(CallState.RUNNING)
 
     def _refused(self, call: Call, binding: Binding, status: str, note: str) -> None:
@@ -88,5 +97,11 @@ class Handover:
         if call.over:
             self._ending.forget_if_over(call)
         else:
-            call.begin_again(self._clock())
+            call.go_on(self._clock())
             self._dispatcher.submit_again(call)
+
+
+def other_numerics(call: Call, entry: RouteEntry) -> bool:
+    """Whether the answer has begun on an instance of another numerics class."""
+    begun = call.resumption is not None and call.resumption.delivered > 0
+    return begun and call.numerics != entry.fingerprint

@@ -36,6 +36,12 @@ class Metrics:
         self.cold = Counter(
             "sllm_cold_starts", "Calls that waited for an instance's start", ["function"], registry=registry
         )
+        self.resumed = Counter(
+            "sllm_calls_resumed",
+            "Times a call went on elsewhere after its instance died",
+            ["function"],
+            registry=registry,
+        )
         self.resent = Counter("sllm_frames_resend_requests", "Times frames were asked for again", registry=registry)
 
     @contextmanager

@@ -1,10 +1,12 @@
-"""Which failures a new attempt may cure. One small policy, asked before the first byte only."""
+"""Which failures another instance may cure: by going on where this one stopped, or, before the first byte, from the
+beginning. Two small policies."""
 
 from __future__ import annotations
 
 from sllm_runtime.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
+    InstanceLost,
     InvalidRequest,
     NotDeterministic,
     OutputTooLarge,
@@ -13,6 +15,11 @@ from sllm_runtime.protocol.errors import (
 
 NEVER = (InvalidRequest, Cancelled, DeadlineExceeded, NotDeterministic, OutputTooLarge)
 """The request's own fault, the caller's wish, time that has run out: the same again would bring the same."""
+
+
+def worth_resuming(error: SllmError) -> bool:
+    """Whether an engine-backed call goes on elsewhere after ``error``: its instance is gone, whatever the reason."""
+    return isinstance(error, InstanceLost)
 
 
 def worth_retrying(error: SllmError) -> bool:

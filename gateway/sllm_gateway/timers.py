@@ -112,7 +112,7 @@ class Timers:
         return Seen(
             accepted=call.order.accepted,
             waited=marks.waited if binding is None and not call.over else None,
-            frame=max(marks.last or 0.0, marks.sent, marks.read) if idle else None,
+            frame=max(marks.last or 0.0, marks.sent, marks.resumed, marks.read) if idle else None,
             heard=binding.inbox.heard if binding is not None and running else None,
             writing=call.writing,
         )

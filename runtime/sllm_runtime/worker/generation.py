@@ -25,7 +25,8 @@ class Generation:
         if self._call is not None:
             number = self._call.next_generation()
             emitted = self._call.recorded(number)
-            if self._call.resumable:
+            # Ids that a resume takes as they are have no probabilities: where those are asked for, all is drawn again.
+            if self._call.resumable and request.sampling.logprobs is None:
                 self._recorder = IdRecorder(self._call, number)
             seed = request.sampling.seed
             seed = self._call.head.seed + number if seed is None else seed

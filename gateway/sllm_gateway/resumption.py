@@ -1,0 +1,81 @@
+"""What another instance needs to go on with a call whose own has died: the ids its engine drew, and what its caller was
+given. No I/O."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
+
+MOST_IDS: Final = 65_536
+"""Ids that are kept, so that a call's head fits a message. Those beyond are drawn again, and are the same."""
+_MOST_GENERATIONS: Final = 1024
+_MOST_IN_VAIN: Final = 2
+"""Instances that may die one after the other without anything new from them: then it is the call that kills them."""
+_VALUES: Final = (FrameKind.OUTPUT, FrameKind.DELTA)
+
+
+class Resumption:
+    """Kept of a call that may go on elsewhere (an engine-backed one that is ``resumable``)."""
+
+    def __init__(self) -> None:
+        self.delivered = 0
+        """Whole outputs so far."""
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._parts: list[bytes] = []
+        """Of an output of which more is to come."""
+        self._ids: dict[int, list[int]] = {}
+        self._count = 0
+        self._seen = (0, 0)
+        self._in_vain = 0
+
+    def take(self, frames: Sequence[Frame]) -> None:
+        """Frames have come, in order. Raises ``ProtocolError`` if ids cannot be read."""
+        for frame in frames:
+            if frame.kind in _VALUES:
+                self._parts.append(frame.data)
+                if not frame.more:
+                    for part in self._parts:
+                        self._hash.update(part)
+                    self._parts.clear()
+                    self.delivered += 1
+            elif frame.kind is FrameKind.IDS:
+                self._record(codec.unpack(Ids, frame.data))
+
+    def _record(self, ids: Ids) -> None:
+        """Ids that leave a gap, or are too many, are of no use: what follows is drawn again."""
+        if not 0 <= ids.generation < _MOST_GENERATIONS or self._count + len(ids.ids) > MOST_IDS:
+            return
+        known = self._ids.setdefault(ids.generation, [])
+        if ids.first == len(known):
+            known.extend(ids.ids)
+            self._count += len(ids.ids)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the bytes of all whole outputs, as ``CallHead.delivered_hash``."""
+        return self._hash.digest() if self.delivered else b""
+
+    @property
+    def recorded(self) -> tuple[tuple[int, ...], ...]:
+        """Ids by generation, as ``CallHead.recorded``."""
+        return tuple(tuple(self._ids.get(number, ())) for number in range(max(self._ids, default=-1) + 1))
+
+    def break_off(self, waiting: list[Frame]) -> list[Frame] | None:
+        """Its instance has died: what is taken out of ``waiting`` (frames that the caller has not had), half an output.
+        None if no other instance may go on: it is this call that has killed several, or the caller has begun to read an
+        output that is not whole."""
+        begun = len(self._parts)
+        half = [index for index, frame in enumerate(waiting) if frame.kind in _VALUES][-begun:] if begun else []
+        if len(half) < begun or not all(waiting[index].more for index in half):
+            return None
+        seen = (self.delivered, self._count)
+        self._in_vain = self._in_vain + 1 if seen == self._seen else 0
+        self._seen = seen
+        if self._in_vain >= _MOST_IN_VAIN:
+            return None
+        self._parts.clear()
+        return [waiting.pop(index) for index in reversed(half)]

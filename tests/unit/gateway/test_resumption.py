@@ -1,0 +1,207 @@
+"""A call that goes on elsewhere when its instance dies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_gateway.resumption import MOST_IDS, Resumption
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.ctl import Acquire, Acquired
+from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
+from sllm_runtime.protocol.limits import MAX_PART
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import Progress
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, entry, manifest, starting, world
+from tests.unit.gateway.test_faults import SSE, values
+
+KINDS = (FrameKind.OUTPUT, FrameKind.DELTA)
+
+
+def ids(generation: int, first: int, *numbers: int) -> Frame:
+    return Frame(0, FrameKind.IDS, codec.pack(Ids(generation, first, numbers)))
+
+
+def part(data: bytes, *, more: bool = False) -> Frame:
+    return Frame(0, FrameKind.OUTPUT, data, more)
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+@given(st.lists(st.lists(st.binary(max_size=3), min_size=1, max_size=3), max_size=6), st.data())
+def test_whole_outputs_count_however_they_come(outputs: list[list[bytes]], data: st.DataObject) -> None:
+    """The hash is the worker's: over the bytes of all whole outputs; a half one is taken out again."""
+    frames = [
+        Frame(0, data.draw(st.sampled_from(KINDS)), piece, more=at < len(output) - 1)
+        for output in outputs
+        for at, piece in enumerate(output)
+    ]
+    cut = data.draw(st.integers(0, len(frames)))
+    whole, kept = 0, hashlib.blake2b(digest_size=16)
+    pending: list[bytes] = []
+    for frame in frames[:cut]:
+        pending.append(frame.data)
+        if not frame.more:
+            kept.update(b"".join(pending))
+            whole, pending = whole + 1, []
+    state = Resumption()
+    state.take(frames[:cut])
+    assert state.delivered == whole
+    assert state.digest == (kept.digest() if whole else b"")
+    waiting = list(frames[:cut])
+    halves = state.break_off(waiting)
+    assert halves is not None
+    assert len(halves) == len(pending)
+    assert waiting == frames[: cut - len(pending)]
+
+
+def test_half_an_output_that_its_caller_reads_cannot_be_taken_back() -> None:
+    state = Resumption()
+    first, second = part(b"[1,", more=True), part(b"2,", more=True)
+    state.take([first, second])
+    assert state.break_off([second]) is None
+
+
+def test_ids_are_kept_by_generation_up_to_the_first_gap() -> None:
+    state = Resumption()
+    state.take([ids(0, 0, 1, 2), ids(2, 0, 9), ids(0, 2, 3), ids(0, 7, 8)])
+    assert state.recorded == ((1, 2, 3), (), (9,))
+
+
+def test_ids_are_bounded() -> None:
+    state = Resumption()
+    state.take([ids(0, 0, *range(MOST_IDS)), ids(0, MOST_IDS, 1), ids(10**9, 0, 1)])
+    assert len(state.recorded) == 1
+    assert len(state.recorded[0]) == MOST_IDS
+
+
+def test_a_call_that_kills_what_it_runs_on_is_given_up() -> None:
+    state = Resumption()
+    assert state.break_off([]) == []
+    assert state.break_off([]) is None
+    state = Resumption()
+    for number in range(5):  # each time something new came of it
+        state.take([part(b"%d" % number)])
+        assert state.break_off([]) == []
+
+
+# --- the whole gateway ------------------------------------------------------------------------------
+async def twenty(run: Run) -> None:
+    """As a worker does: says which ids it drew, leaves out what the caller has. Dies once, in the middle."""
+    (known, *_) = (*run.head.recorded, ())
+    for number in range(20):
+        if number >= len(known):
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (number,))))
+        if number >= run.head.delivered:
+            run.out(number)
+        if number == 7 and not known:
+            await until(lambda: run.outbox.acked >= 15)
+            run.end(InstanceLost("the worker died"))
+            return
+    run.end()
+
+
+def engine(name: str, **fields: Any) -> Manifest:
+    return manifest(name, **{"model": "sha256:m", "engine": True, **fields})
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_the_stream_goes_on_where_it_stopped(nats: Nats, streamed: bool) -> None:
+    async with world(nats) as w:
+        await w.deploy(engine("twenty"), entry(fingerprint="f"), script=twenty)
+        response = await w.http.post("/fn/twenty", json={}, headers=SSE if streamed else {})
+        assert (values(response.text) if streamed else response.json()) == list(range(20))
+        first, second = (opened.head for opened in w.node.opened)
+        assert (first.epoch, second.epoch) == (1, 2)
+        assert second.recorded == (tuple(range(8)),)
+        assert second.delivered == 8
+        assert second.delivered_hash == hashlib.blake2b(b"01234567", digest_size=16).digest()
+        assert first.seed == second.seed
+        metrics = (await w.http.get("/metrics")).text
+        assert 'sllm_calls_resumed_total{function="twenty"} 1.0' in metrics
+        assert 'sllm_calls_total{code="ok",function="twenty"} 1.0' in metrics
+
+
+async def test_event_ids_go_on_too(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(engine("twenty"), entry(fingerprint="f"), script=twenty)
+        text = (await w.http.post("/fn/twenty", json={}, headers=SSE)).text
+        assert [line for line in text.split("\n") if line.startswith("id: ")] == [f"id: {n}" for n in range(20)]
+
+
+@pytest.mark.parametrize("fields", [{"resumable": False}, {"engine": False, "model": None}])
+async def test_what_is_not_resumable_ends_at_once(nats: Nats, fields: dict[str, Any]) -> None:
+    async with world(nats) as w:
+        await w.deploy(engine("twenty", **fields), entry(fingerprint="f"), script=twenty)
+        text = (await w.http.post("/fn/twenty", json={}, headers=SSE)).text
+        assert values(text)[:-1] == list(range(8))
+        assert values(text)[-1]["error"]["code"] == "instance_lost"  # type: ignore[index]
+        assert len(w.node.opened) == 1
+
+
+async def test_another_numerics_class_does_not_go_on(nats: Nats) -> None:
+    async with world(nats) as w:
+
+        async def dies(run: Run) -> None:
+            run.out(0)
+            await until(lambda: run.outbox.acked >= 1)
+            await w.deploy(engine("twenty"), entry("i2", fingerprint="g"), script=dies)
+            run.end(InstanceLost("the worker died"))
+
+        await w.deploy(engine("twenty"), entry(fingerprint="f"), script=dies)
+        text = (await w.http.post("/fn/twenty", json={}, headers=SSE)).text
+        error = values(text)[-1]["error"]  # type: ignore[index]
+        assert error["code"] == "instance_lost"
+        assert "computes other bits" in error["message"]
+
+
+async def test_an_output_in_parts_that_broke_off_unread_comes_whole(nats: Nats) -> None:
+    big = "x" * (3 * MAX_PART)
+
+    async def script(run: Run) -> None:
+        if run.head.epoch == 1:
+            data = json.dumps(big).encode()
+            run.outbox.push(FrameKind.OUTPUT, data[:MAX_PART], more=True)
+            run.node.flush(run)
+            await until(lambda: run.outbox.acked >= 1)
+            run.end(InstanceLost("the worker died"))
+            return
+        run.out(big)
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(engine("big"), entry(fingerprint="f"), script=script)
+        assert (await w.http.post("/fn/big", json={})).json() == [big]
+        assert w.node.opened[1].head.delivered == 0
+
+
+async def test_it_waits_for_a_new_instance(nats: Nats) -> None:
+    """Meanwhile its caller hears that there is something coming; then the stream goes on."""
+    async with world(nats) as w:
+
+        async def script(run: Run) -> None:
+            if run.head.delivered:
+                run.out(1)
+                run.end()
+                return
+            run.out(0)
+            await until(lambda: run.outbox.acked >= 1)
+            await w.deploy(engine("two"))
+            run.end(InstanceLost("the worker died"))
+
+        async def started(request: Acquire) -> Acquired:
+            w.node.report(starting("two", Progress(stage="weights", done=1, total=2), "i2"))
+            return Acquired(route=await w.controller.route(engine("two"), entry("i2", fingerprint="f")))
+
+        w.controller.on_acquire = started
+        await w.deploy(engine("two"), entry("i1", fingerprint="f"), script=script)
+        response = await w.http.post("/fn/two", json={}, headers=SSE)
+        assert [value for value in values(response.text) if not isinstance(value, dict)] == [0, 1]
+        assert [opened.head.instance for opened in w.node.opened] == ["i1", "i2"]
