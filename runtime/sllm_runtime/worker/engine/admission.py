@@ -42,6 +42,12 @@ def check(request: Request, max_context: int, vocabulary: int) -> None:
     _check_sampling(request.sampling)
 
 
+def refuse_adapter(request: Request) -> None:
+    """For an engine that runs none: raises ``InvalidRequest`` if ``request`` names one."""
+    if request.lora is not None:
+        raise InvalidRequest("the engine of this model runs no adapters; name the model alone", field="model")
+
+
 def _check_sampling(sampling: Sampling) -> None:
     """Values that contradict each other or mean nothing."""
     rules = (

@@ -47,6 +47,7 @@ class ScriptedEngine:
         if self._draining:
             raise Draining("this instance's engine takes no more requests; the call goes to another instance")
         admission.check(request, self.max_context, self.vocabulary)
+        admission.refuse_adapter(request)
         self._outputs[request.id] = (request, list(request.emitted))
 
     def step(self) -> list[Event]:

@@ -63,6 +63,7 @@ class TransformersEngine:
         if self._draining:
             raise Draining("this instance's engine takes no more requests; the call goes to another instance")
         admission.check(request, self.max_context, self.vocabulary)
+        admission.refuse_adapter(request)
         self._waiting[request.id] = _Running(request, list(request.emitted), self._cache())
 
     def step(self) -> list[Event]:

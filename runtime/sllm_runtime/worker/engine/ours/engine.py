@@ -65,7 +65,9 @@ class OurEngine:
         self.fingerprint = fingerprint
         self.numerics = numerics
         whole = runner is None
-        self.capabilities = Capabilities(exact_resume=proven, layer_ranges=True, kv_transfer=whole, sleep=True)
+        self.capabilities = Capabilities(
+            exact_resume=proven, layer_ranges=True, kv_transfer=whole, lora=whole, sleep=True
+        )
         self.runner: Runner = runner or LocalRunner(decoder, numerics)
         self._eos = eos
         context = min(decoder.context, max_context or decoder.context)
@@ -98,10 +100,13 @@ class OurEngine:
                 field="prompt",
             )
         admission.check(request, self.max_context, self.vocabulary)
+        if not self.capabilities.lora:
+            admission.refuse_adapter(request)
+        adapter = self.decoder.lora.get(request.lora)
         if endings.full(request, len(request.emitted), self.max_context):
             self._complete.append(request.id)  # a resume of what was complete
             return
-        self._sequences[request.id] = self.scheduler.add(request)
+        self._sequences[request.id] = self.scheduler.add(request, adapter)
 
     def step(self) -> list[Event]:
         """See ``Engine.step``: one token for each that decodes, some prompt tokens for those that do not yet.
@@ -173,10 +178,12 @@ class OurEngine:
             for at, page in enumerate(sequence.pages[: sequence.computed // PAGE])
         ]
 
-    def import_pages(self, pages: Many[KvPage]) -> int:
-        """Take the first pages of a sequence from an engine of the same fingerprint: a request that begins with their
-        tokens will find them. Returns how many found room. Raises ``ValueError`` for pages of another shape."""
-        kv, key, taken = self.runner.kv, ROOT, []
+    def import_pages(self, pages: Many[KvPage], lora: str | None = None) -> int:
+        """Take the first pages of a sequence (of the adapter ``lora``) from an engine of the same fingerprint: a
+        request that begins with their tokens will find them. Returns how many found room. Raises ``ValueError`` for
+        pages of another shape, ``ModelNotFound``."""
+        adapter = self.decoder.lora.get(lora)
+        kv, key, taken = self.runner.kv, ROOT if adapter is None else adapter.root, []
         for each in pages:
             page = self.scheduler.pages.take() if kv is not None else None
             if page is None or kv is None:

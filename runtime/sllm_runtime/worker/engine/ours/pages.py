@@ -75,11 +75,11 @@ class Pages:
         found, self._fresh = self._fresh, []
         return found
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """Hold and return the longest run of kept pages that ``tokens`` begins with. At least one token is left over:
-        something must be computed to get logits from."""
+    def find(self, tokens: Sequence[int], root: bytes = ROOT) -> list[int]:
+        """Hold and return the longest run of kept pages that ``tokens`` begins with, behind ``root``. At least one
+        token is left over: something must be computed to get logits from."""
         found: list[int] = []
-        key = ROOT
+        key = root
         for start in range(0, len(tokens) - PAGE, PAGE):
             key = page_hash(key, tokens[start : start + PAGE])
             page = self._by_hash.get(key)

@@ -86,6 +86,7 @@ class LocalRunner:
             for page in fresh:
                 self.kv.clear(page)
             batch = self._batches.make(chunks)
+            self._decoder.lora.begin(decodes_first(chunks))
             hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
             self._logits = self._decoder.logits(hidden, batch.wanted) if len(batch.wanted) else None
         return sampled(chunks)

@@ -14,6 +14,7 @@ from typing import Final
 
 from sllm_runtime.protocol.errors import QueueFull
 from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash, pages_for
 
 
@@ -53,6 +54,7 @@ class Sequence:
     """Of those, found and not computed."""
     served: int = 0
     """The step that last computed a chunk of it."""
+    adapter: Adapter | None = None
     _keys: list[bytes] = field(default_factory=list)
     """Hashes of its full pages."""
 
@@ -72,11 +74,16 @@ class Sequence:
             raise ValueError(f"sequence {self.request.id} cannot go from {self.state.value} to {state.value}")
         self.state = state
 
+    @property
+    def root(self) -> bytes:
+        """The hash before its first page."""
+        return ROOT if self.adapter is None else self.adapter.root
+
     def key(self, page: int) -> bytes:
         """Hash of its ``page``-th page, which is full."""
         while len(self._keys) <= page:
             at = len(self._keys) * PAGE
-            before = self._keys[-1] if self._keys else ROOT
+            before = self._keys[-1] if self._keys else self.root
             self._keys.append(page_hash(before, self.tokens[at : at + PAGE]))
         return self._keys[page]
 
@@ -137,11 +144,11 @@ class Scheduler:
         """Whether there is anything to compute."""
         return bool(self.running or self.waiting)
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request, adapter: Adapter | None = None) -> Sequence:
         """Queue a request. Raises ``QueueFull``."""
         if len(self.waiting) >= self.limits.waiting:
             raise QueueFull(f"{len(self.waiting)} requests wait for this instance's engine; try again later")
-        sequence = Sequence(request, [*request.prompt, *request.emitted])
+        sequence = Sequence(request, [*request.prompt, *request.emitted], adapter=adapter)
         self.waiting.append(sequence)
         return sequence
 
@@ -219,7 +226,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Begin it with what the prefix cache has, if the rest of its tokens will find room without preempting."""
-        found = self.pages.find(sequence.tokens)
+        found = self.pages.find(sequence.tokens, sequence.root)
         if pages_for(len(sequence.tokens)) - len(found) > self.pages.available:
             self.pages.release(found)
             return False

@@ -37,4 +37,7 @@ def build(
     family = FAMILIES.get(architecture)
     if family is None:
         raise UnsupportedModel(f"{architecture} is unknown to this engine")
-    return family(config, Weights(tensors, dtype), tile)
+    weights = Weights(tensors, dtype)
+    decoder = family(config, weights, tile)
+    decoder.lora = weights.lora
+    return decoder

@@ -14,6 +14,7 @@ import torch
 
 from sllm_runtime.worker.engine.ours.attention import Heads, attend
 from sllm_runtime.worker.engine.ours.batch import Batch
+from sllm_runtime.worker.engine.ours.lora import Lora
 from sllm_runtime.worker.engine.ours.model.parts import Linear, Mlp, Norm, Rows
 from sllm_runtime.worker.engine.ours.model.rope import Rope
 
@@ -127,6 +128,8 @@ class Decoder:
     finish: Callable[[], Callable[[Rows], Rows]]
     """Makes what turns the last hidden rows into logits."""
     ropes: Sequence[Rope] = ()
+    lora: Lora = field(default_factory=lambda: Lora({}))
+    """Its adapters."""
     arrival: Arrival = field(default_factory=Here)
     _layers: dict[int, Layer] = field(default_factory=dict)
     _last: Callable[[Rows], Rows] | None = None

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from sllm_runtime.protocol.errors import UnsupportedModel
+from sllm_runtime.worker.engine.ours.lora import Product
 from sllm_runtime.worker.engine.ours.model.weights import Weights, side_by_side
 
 Rows = torch.Tensor
@@ -36,24 +37,29 @@ def activation(name: str) -> Activation:
 class Linear:
     """One product for one or several matrices of shape (out, in) that take the same rows, outputs side by side."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None, lora: Product | None = None
+    ) -> None:
         joined = side_by_side(weights)
         self._columns = [joined.t()] if joined is not None else [weight.t() for weight in weights]
         self._bias = bias
+        self._lora = lora
 
     @classmethod
     def named(cls, weights: Weights, inputs: int, outputs: Mapping[str, int], *, bias: bool = False) -> Linear:
         """Of ``name.weight`` for each name in ``outputs``, which says how many outputs it has."""
         matrices = [weights.get(f"{name}.weight", each, inputs) for name, each in outputs.items()]
+        lora = weights.lora.product(outputs)
         if not bias:
-            return cls(matrices)
+            return cls(matrices, None, lora)
         biases = [weights.get(f"{name}.bias", each) for name, each in outputs.items()]
-        return cls(matrices, biases[0] if len(biases) == 1 else torch.cat(biases))
+        return cls(matrices, biases[0] if len(biases) == 1 else torch.cat(biases), lora)
 
     @classmethod
     def transposed(cls, weights: Weights, name: str, inputs: int, outputs: int) -> Linear:
         """Of a matrix with a bias that is stored as (in, out)."""
-        return cls([weights.get(f"{name}.weight", inputs, outputs).t()], weights.get(f"{name}.bias", outputs))
+        matrix, bias = weights.get(f"{name}.weight", inputs, outputs).t(), weights.get(f"{name}.bias", outputs)
+        return cls([matrix], bias, weights.lora.product({name: outputs}))
 
     @classmethod
     def head(cls, weights: Weights, config: Any, table: torch.Tensor) -> Linear:
@@ -62,6 +68,12 @@ class Linear:
         return cls([table if config.tie_word_embeddings and name not in weights else weights.get(name, *table.shape)])
 
     def __call__(self, x: Rows) -> Rows:
+        out = self._product(x)
+        if self._lora is not None and self._lora.lora.groups:
+            self._lora.add(x, out)
+        return out
+
+    def _product(self, x: Rows) -> Rows:
         if len(self._columns) == 1:
             only = self._columns[0]
             return torch.mm(x, only) if self._bias is None else torch.addmm(self._bias, x, only)
@@ -72,7 +84,10 @@ class Linear:
         """``residual`` + the product."""
         if self._bias is not None:
             residual = residual + self._bias
-        return torch.addmm(residual, x, self._columns[0])
+        out = torch.addmm(residual, x, self._columns[0])
+        if self._lora is not None and self._lora.lora.groups:
+            self._lora.add(x, out)
+        return out
 
 
 class Norm(Protocol):

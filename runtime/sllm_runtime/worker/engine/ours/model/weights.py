@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint
+from sllm_runtime.worker.engine.ours.lora import Lora
 
 
 class Weights:
@@ -15,6 +16,8 @@ class Weights:
     def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         self._tensors = tensors
         self.dtype = dtype
+        self.lora = Lora(tensors)
+        """What adapters add to the products that are made of these."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

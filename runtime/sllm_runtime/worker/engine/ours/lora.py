@@ -1,0 +1,115 @@
+"""Rows of one step that go through different adapters: what each product of the model adds to the rows it concerns.
+
+A row's bits depend on its own tokens and its own adapter alone: rows are gathered by adapter into tiles of one size,
+and each tile is a product by itself. A step without adapters pays a look at an empty tuple for each product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+
+from sllm_runtime.protocol.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
+from sllm_runtime.worker.engine.ours.adapter import Adapter
+from sllm_runtime.worker.engine.ours.scheduler import Chunk
+
+Rows = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rows of one adapter in a step; ``padded``: with the first one again up to whole tiles."""
+
+    adapter: Adapter
+    rows: torch.Tensor
+    padded: torch.Tensor
+
+
+class Lora:
+    """The adapters of one model: those that requests may name, and those of the rows of the current step."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._named: dict[str, Adapter] = {}
+        self.groups: tuple[Group, ...] = ()
+
+    def put(self, name: str, adapter: Adapter) -> None:
+        """Requests may name it from now on. Raises ``UnsupportedModel`` or ``InvalidCheckpoint`` if it is of another
+        model, or of parts that take none."""
+        for module, half in adapter.modules.items():
+            self._check(name, module, half.a.shape[0], half.b.shape[1])
+        self._named[name] = adapter
+
+    def drop(self, name: str) -> None:
+        """Requests that name it are refused from now on; those that run keep it. Repeatable."""
+        self._named.pop(name, None)
+
+    def get(self, name: str | None) -> Adapter | None:
+        """The adapter of a request. Raises ``ModelNotFound``."""
+        if name is None:
+            return None
+        if name not in self._named:
+            raise ModelNotFound(f"there is no adapter {name!r:.100} here", field="model")
+        return self._named[name]
+
+    def begin(self, chunks: Many[Chunk]) -> None:
+        """The rows of the next step are those of ``chunks``, in this order."""
+        rows: dict[Adapter, list[int]] = {}
+        at = 0
+        for chunk in chunks:
+            if chunk.sequence.adapter is not None:
+                rows.setdefault(chunk.sequence.adapter, []).extend(range(at, at + chunk.count))
+            at += chunk.count
+        self.groups = tuple(_group(adapter, numbers) for adapter, numbers in rows.items())
+
+    def product(self, outputs: Mapping[str, int]) -> Product:
+        """What is added to a product of the model whose modules, side by side, have so many outputs."""
+        places, low = [], 0
+        for name, count in outputs.items():
+            places.append((name, low, low + count))
+            low += count
+        return Product(self, tuple(places))
+
+    def _check(self, name: str, module: str, inputs: int, outputs: int) -> None:
+        found = self._tensors.get(f"{module}.weight")
+        if found is None:
+            raise InvalidCheckpoint(f"adapter {name!r} is of another model: there is no {module!r} here", field=module)
+        if module.rpartition(".")[2] == "lm_head" or found.dim() != 2:
+            raise UnsupportedModel(f"adapter {name!r} changes {module!r}, which takes none here", field=module)
+        if (outputs, inputs) not in (tuple(found.shape), tuple(reversed(found.shape))):
+            here = tuple(found.shape)
+            text = f"adapter {name!r} is of another model: {module!r} is {here} here, it has {(outputs, inputs)}"
+            raise InvalidCheckpoint(text, field=module)
+
+
+def _group(adapter: Adapter, numbers: list[int]) -> Group:
+    pad = -len(numbers) % adapter.tile
+    return Group(adapter, torch.tensor(numbers), torch.tensor(numbers + numbers[:1] * pad))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``places``: modules and the columns ``[low, high)`` that are theirs."""
+
+    lora: Lora
+    places: tuple[tuple[str, int, int], ...]
+
+    def add(self, x: Rows, out: Rows) -> None:
+        """To ``out`` (rows, outputs), in place, what the adapters of the rows of ``x`` (rows, inputs) add."""
+        for group in self.lora.groups:
+            size = group.adapter.tile
+            gathered: Rows | None = None
+            for module, low, high in self.places:
+                half = group.adapter.modules.get(module)
+                if half is None:
+                    continue
+                if gathered is None:
+                    gathered = x.index_select(0, group.padded).to(torch.float32)
+                tiles = [half(gathered[at : at + size]) for at in range(0, len(gathered), size)]
+                added = (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(group.rows)]
+                columns = out[:, low:high]
+                changed = columns.index_select(0, group.rows).to(torch.float32).add_(added)
+                columns.index_copy_(0, group.rows, changed.to(out.dtype))
