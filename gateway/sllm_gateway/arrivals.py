@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 class Arrivals:
     """Calls whose new frames are not written yet; ``fail`` ends one whose answer cannot be."""
 
-    def __init__(self, fail: Callable[[Call, SllmError], None]) -> None:
+    def __init__(self, fail: Callable[[Call, SllmError], None], clock: Callable[[], float]) -> None:
         self._fail = fail
+        self._clock = clock
         self._calls: list[Call] = []
 
     def add(self, call: Call) -> None:
@@ -27,9 +28,10 @@ class Arrivals:
 
     def _write(self) -> None:
         calls, self._calls = self._calls, []
+        now = self._clock()
         for call in calls:
             try:
-                if call.write_now is None or not call.write_now():
+                if call.write_now is None or not call.write_now(now):
                     call.wake()
             except Exception as error:
                 log.exception("writing an answer failed", extra={"call": call.id})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 from sllm_runtime.protocol.errors import BodyTimeout, BodyTooLarge, Cancelled, InvalidRequest
@@ -11,7 +11,7 @@ from sllm_runtime.protocol.errors import BodyTimeout, BodyTooLarge, Cancelled, I
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
 
 PIECE = 64 * 1024
@@ -74,9 +74,9 @@ def _too_large(limit: int) -> BodyTooLarge:
 
 def send_now(send: Send, message: Message) -> None:
     """``send`` to a client whose connection is writable: then it never waits, and one step ends it."""
-    sending = send(message).__await__()
+    sending = send(message)
     try:
-        next(sending)
+        sending.send(None)
     except StopIteration:
         return
     raise RuntimeError("a writable connection made its sender wait")

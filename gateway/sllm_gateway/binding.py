@@ -55,7 +55,9 @@ class Binding:
     def on_frames(self, frames: tuple[Frame, ...], now: float) -> list[Frame]:
         """Frames that are complete now, in order."""
         ready = self.inbox.on_frames(frames, now)
-        self.due = min(self.due, now + (GAP_LOOK_S if self.inbox.gap else limits.ACK_AFTER_S))
+        due = now + (GAP_LOOK_S if self.inbox.gap else limits.ACK_AFTER_S)
+        if due < self.due:
+            self.due = due
         return ready
 
     def on_beat(self, next_index: int, now: float) -> None:

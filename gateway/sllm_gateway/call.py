@@ -59,6 +59,8 @@ class Call:
     order: Order
     marks: Marks
     state: CallState = CallState.QUEUED
+    over: bool = False
+    """Whether nothing more will come of it."""
     epoch: int = 0
     attempts: int = 0
     """Hand-overs that an instance accepted."""
@@ -84,8 +86,8 @@ class Call:
     """Since when the reader waits for its client to take something."""
     unblock: Callable[[], None] | None = None
     """Frees a reader that waits for its client."""
-    write_now: Callable[[], bool] | None = None
-    """Set while the reader waits: writes what is here without waking it; False: the reader has to."""
+    write_now: Callable[[float], bool] | None = None
+    """Set while the reader waits: writes what is here, ``now``, without waking it; False: the reader has to."""
     due: float = 0.0
     """When its deadlines are to be looked at next."""
     wake_at: float = NEVER
@@ -99,14 +101,10 @@ class Call:
     def version(self) -> Version:
         return self.order.version
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will come of it."""
-        return final(CALL, self.state)
-
     def go(self, state: CallState) -> None:
         """Move along the table of ``states.CALL``."""
         self.state = check(CALL, self.state, state)
+        self.over = final(CALL, state)
 
     def go_on(self, now: float) -> None:
         """Back to the queue. What came of it until now stands: an instance that goes on with it is told."""

@@ -106,16 +106,17 @@ class Calls:
             raise
         return call
 
-    def consumed(self, call: Call, cost: int) -> None:
+    def consumed(self, call: Call, cost: int, now: float) -> None:
         """The reader has written frames of this ``cost``: the node may send as much again."""
         call.buffered -= cost
         of_before = min(cost, call.of_before)
         call.of_before -= of_before
         binding = call.binding
         if binding is not None and not call.over:
-            now = call.marks.read = self._clock()
+            call.marks.read = now
             binding.inbox.consume(cost - of_before)
-            self._link.send_all_later(binding.node, binding.acknowledge(now))
+            if acknowledgement := binding.acknowledge(now):
+                self._link.send_all_later(binding.node, acknowledgement)
 
     def leave(self, call: Call) -> None:
         """The reader is done with it. What still runs for it is cancelled."""

@@ -37,7 +37,7 @@ class Delivery:
         self._ending = ending
         self._max_output = max_output
         self._clock = clock
-        self._arrivals = Arrivals(ending.fail)
+        self._arrivals = Arrivals(ending.fail, clock)
 
     def on_items(self, node: str, items: tuple[Incoming, ...]) -> None:
         """One message of ``node``: what it says counts only for calls that were sent to it, in their present epoch."""
@@ -68,29 +68,32 @@ class Delivery:
         elif binding.accepted:
             why = f"node {binding.node} (instance {binding.instance}) no longer has the call"
             self._ending.lost(call, binding, why)
-        call.due = min(call.due, binding.due)
+        if binding.due < call.due:
+            call.due = binding.due
 
     def _on_frames(self, call: Call, binding: Binding, frames: tuple[Frame, ...], now: float) -> None:
         if not binding.accepted:
             self._handover.accepted(call, binding)
+        before = binding.inbox.received_bytes
         ready = binding.on_frames(frames, now)
+        cost = binding.inbox.received_bytes - before
         end = ready.pop() if ready and ready[-1].kind is FrameKind.END else None
         if ready:
-            self._deliver(call, binding, ready, now)
+            self._deliver(call, binding, ready, cost if end is None else cost - end.cost, now)
         if end is not None:
             self._ending.ended(call, binding, codec.unpack(End, end.data))
-        elif binding is call.binding and not (ready and call.order.stream):  # those the reader acknowledges
+        elif not (ready and call.order.stream) and binding is call.binding:  # those the reader acknowledges
             self._link.send_all_later(binding.node, binding.acknowledge(now))
 
-    def _deliver(self, call: Call, binding: Binding, ready: list[Frame], now: float) -> None:
+    def _deliver(self, call: Call, binding: Binding, ready: list[Frame], cost: int, now: float) -> None:
         if call.resumption is not None:
             call.resumption.take(ready)
-        cost = sum([frame.cost for frame in ready])
         if call.over:
             binding.inbox.consume(cost)
             return
         marks = call.marks
-        marks.first = now if marks.first is None else marks.first
+        if marks.first is None:
+            marks.first = now
         marks.last = now
         call.frames += ready
         call.buffered += cost

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Router
@@ -87,10 +89,10 @@ class _Seen:
         self._send = send
         self.status = 0
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Coroutine[Any, Any, None]:
         if not self.status:
             self.status = message["status"]
-        await self._send(message)
+        return self._send(message)
 
 
 def _typed(error: HTTPException, scope: Scope) -> SllmError:

@@ -53,15 +53,22 @@ class FunctionStream:
         for frame in frames:
             if frame.kind is not FrameKind.OUTPUT:
                 continue
-            if not self.inside:
-                out.append(b"id: %d\ndata: " % self._next)
-                self._next += 1
             data = frame.data
-            out.append(sse.one_line(data) if b"\n" in data or b"\r" in data else data)
-            self.inside = frame.more
-            if not frame.more:
-                out.append(b"\n\n")
+            if b"\n" in data or b"\r" in data:
+                data = sse.one_line(data)
+            if self.inside or frame.more:
+                out.append(self._part(data, frame.more))
+            else:
+                out.append(b"id: %d\ndata: %b\n\n" % (self._next, data))
+                self._next += 1
         return b"".join(out)
+
+    def _part(self, data: bytes, more: bool) -> bytes:
+        if not self.inside:
+            data = b"id: %d\ndata: %b" % (self._next, data)
+            self._next += 1
+        self.inside = more
+        return data if more else data + b"\n\n"
 
     def end(self, end: End) -> bytes:
         return b""

@@ -78,7 +78,7 @@ class Responder:
                 await self._write(call, data, send, more=not over)
                 pause.wrote(self._clock())
             if cost:
-                self._calls.consumed(call, cost)
+                self._calls.consumed(call, cost, self._clock())
             if over:
                 return
             if not call.frames and not call.over:
@@ -90,17 +90,17 @@ class Responder:
 
     def _write_now(
         self, call: Call, encoder: Stream, send: Send, connection: Connection, pause: _Pause
-    ) -> Callable[[], bool]:
+    ) -> Callable[[float], bool]:
         """What writes new frames while the reader waits for them; a client that lags is for the reader to wait for."""
 
-        def write() -> bool:
+        def write(now: float) -> bool:
             cost = call.buffered
             if call.over or cost > PIECE or not connection.writable:
                 return False
             if data := encoder.frames(call.take()):
                 send_now(send, {"type": "http.response.body", "body": data, "more_body": True})
-                pause.wrote(self._clock())
-            self._calls.consumed(call, cost)
+                pause.wrote(now)
+            self._calls.consumed(call, cost, now)
             return True
 
         return write

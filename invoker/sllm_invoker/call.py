@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from sllm_runtime.protocol import codec, limits
@@ -44,7 +44,7 @@ class Call:
         """Since when frames are out with no acknowledgement at all."""
 
     # --- the body, from the gateway ---------------------------------------------------------------
-    def take_body(self, frames: Iterable[Frame], now: float) -> list[bytes]:
+    def take_body(self, frames: Sequence[Frame], now: float) -> list[bytes]:
         """Parts of the body that are now here in order. Raises ``ProtocolError`` if there is more than was said."""
         parts = [frame.data for frame in self.body.on_frames(frames, now)]
         self._body_bytes += sum(map(len, parts))

@@ -9,7 +9,7 @@ than its data: bytes below are such bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import ProtocolError
@@ -147,9 +147,36 @@ class Inbox:
         self._wait = limits.RESEND_AFTER_S
         self._gap_since: float | None = None
 
-    def on_frames(self, frames: Iterable[Frame], now: float) -> list[Frame]:
+    def on_frames(self, frames: Sequence[Frame], now: float) -> list[Frame]:
         """The frames that are now complete in order; repeated ones are dropped, early ones kept (bounded)."""
         self.heard = now
+        ready = list(frames) if self._in_turn(frames) else self._sort(frames, now)
+        if ready:
+            self._wait = limits.RESEND_AFTER_S
+            if self._ack_since is None:
+                self._ack_since = now
+        if self.ended or self.next_index >= self._known:
+            self._gap_since = None
+        elif self._gap_since is None:
+            self._gap_since = now
+        return ready
+
+    def _in_turn(self, frames: Sequence[Frame]) -> bool:
+        """Accept frames that are the next ones and not the end: nearly all. False: nothing is accepted yet."""
+        if self._ahead or self.ended:
+            return False
+        index, received = self.next_index, self.received_bytes
+        for frame in frames:
+            if frame.index != index or frame.kind is FrameKind.END:
+                return False
+            index += 1
+            received += len(frame.data) + limits.FRAME_COST
+        if received > self.consumed_bytes + self.window:
+            return False
+        self.next_index, self.received_bytes = index, received
+        return True
+
+    def _sort(self, frames: Sequence[Frame], now: float) -> list[Frame]:
         ready: list[Frame] = []
         for frame in frames:
             if self.ended or frame.index != self.next_index:
@@ -159,11 +186,6 @@ class Inbox:
             while self._ahead and (following := self._ahead.pop(self.next_index, None)) is not None:
                 self.ahead_bytes -= following.cost
                 self._accept(following, ready)
-        if ready:
-            self._wait = limits.RESEND_AFTER_S
-            if self._ack_since is None:
-                self._ack_since = now
-        self._gap_since = (now if self._gap_since is None else self._gap_since) if self.gap else None
         return ready
 
     def _out_of_turn(self, frame: Frame, now: float) -> None:
@@ -221,11 +243,12 @@ class Inbox:
 
     def ack(self, now: float, *, force: bool = False) -> tuple[int, int] | None:
         """``(next_index, limit)`` if an acknowledgement is due now: enough frames, enough credit, age, or the end."""
+        since = self._ack_since
         due = (
             force
             or self.next_index - self._acked >= limits.ACK_FRAMES
-            or self.limit - self._granted >= self.window // 4
-            or (self._ack_since is not None and (self.ended or now - self._ack_since >= limits.ACK_AFTER_S))
+            or self.consumed_bytes + self.window - self._granted >= self.window // 4
+            or (since is not None and (self.ended or now - since >= limits.ACK_AFTER_S))
         )
         if not due:
             return None
