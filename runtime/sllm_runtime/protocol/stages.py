@@ -1,8 +1,9 @@
 """What the processes of one engine say to each other: u32 big-endian length + msgpack, on one stream for each edge.
 
 Edges are directed: messages go one way, and an edge that ends means that who sent on it is gone. Stages stand in a
-ring: the head, which has the first layers and drives, then each stage in the order of layers, then the head again. Who
-receives trusts nothing: every number is checked against what it holds itself.
+ring: the head, which has the first layers and drives, then each stage in the order of layers, then the head again. Rank
+0 of a tensor-parallel engine has an edge to and from every other. Who receives trusts nothing: every number is checked
+against what it holds itself.
 """
 
 from __future__ import annotations
@@ -82,6 +83,19 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     shared: bool
 
 
+class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="rank"):
+    """First on the stream between rank 0 and another rank of a tensor-parallel engine; answered alike."""
+
+    version: int = PROTOCOL_VERSION
+    fingerprint: str
+    level: str
+    rank: Count
+    """Of the one that is not rank 0."""
+    ranks: Count
+    rows: RowCount
+    pages: Count
+
+
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
     """Hold a KV cache of so many pages."""
 
@@ -101,7 +115,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """Whether its last row comes back."""
     pages: tuple[Count, ...]
     tokens: tuple[Count, ...] = ()
-    """Ids of the positions, for who embeds them; a stage behind the head needs none."""
+    """Ids of the positions, for who embeds them: a rank does, a stage behind the head does not."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -129,4 +143,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     error: ErrorBody
 
 
-OnEdge = Hello | Wake | Sleep | Step | Rows | Failed
+OnEdge = Hello | RankHello | Wake | Sleep | Step | Rows | Failed

@@ -30,12 +30,12 @@ from sllm_runtime.protocol.stages import (
     Step,
     Wake,
 )
+from sllm_runtime.worker.engine.ours import ring
+from sllm_runtime.worker.engine.ours.edge import Edges
 from sllm_runtime.worker.engine.ours.numerics import EXACT
-from sllm_runtime.worker.engine.ours.pipeline import ring
-from sllm_runtime.worker.engine.ours.pipeline.edge import Edges
 from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
-from sllm_runtime.worker.engine.ours.pipeline.ring import Slots
 from sllm_runtime.worker.engine.ours.pipeline.stage import Stage
+from sllm_runtime.worker.engine.ours.ring import Slots
 from tests.unit.worker.engine.driver import MIB, decoder, page_bytes
 
 HELLO = Hello(

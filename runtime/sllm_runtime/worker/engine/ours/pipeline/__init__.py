@@ -1,5 +1,4 @@
 """Our engine over several processes, each with a run of layers and the KV of those layers (λScale, section 4).
 
-``ring`` is the shared memory that rows travel in, ``edge`` the messages between two stages, ``stage`` a process behind
-the head, ``head`` the runner that an engine drives all of it by.
+``stage`` is a process behind the head, ``head`` the runner that an engine drives all of it by.
 """

@@ -22,12 +22,17 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.stages import Failed, Hello, OnEdge, Rows
-from sllm_runtime.worker.engine.ours.pipeline import ring
-from sllm_runtime.worker.engine.ours.pipeline.ring import Slots
+from sllm_runtime.worker.engine.ours import ring
+from sllm_runtime.worker.engine.ours.ring import Slots
 
 _STEP_MESSAGES: Final = 2
 """A step's announcement, and its rows."""
 _OTHER_MESSAGES: Final = 64
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As ``Hello.dtype`` has it."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Edges:
@@ -64,6 +69,11 @@ class Edges:
             each.setblocking(False)
             if each.family != socket.AF_UNIX:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def duplex(cls, sock: socket.socket, *, patience_s: float) -> Edges:
+        """Both edges over one stream, which it owns."""
+        return cls(sock, sock.dup(), patience_s=patience_s)
 
     def open(self, hello: Hello) -> None:
         """Say ``hello`` to the stage behind, with the memory that rows will be in."""

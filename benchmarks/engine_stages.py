@@ -1,0 +1,191 @@
+"""The cases of ``engine`` with layers in several processes: what a hand-over costs, tokens/s of one and of two.
+
+Every process computes with one thread. A pipeline's tokens are compared with those of one process. Also the program
+that is a stage: ``python -m benchmarks.engine_stages LOW HIGH BEFORE BEHIND``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+
+from benchmarks.programs import ProgramFailed
+from benchmarks.record import Aim
+from benchmarks.runner import Run
+from sllm_runtime.worker.engine.base import Request, Sampling
+from sllm_runtime.worker.engine.ours.edge import Edges
+from sllm_runtime.worker.engine.ours.engine import OurEngine
+from sllm_runtime.worker.engine.ours.model import build
+from sllm_runtime.worker.engine.ours.model import config as configs
+from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.numerics import EXACT
+from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
+from sllm_runtime.worker.engine.ours.pipeline.stage import Stage
+
+LAYERS: Final = 8
+CONFIG: Final[dict[str, Any]] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 256,
+    "intermediate_size": 704, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+"""The shape of the demo model; its weights are random, since time does not depend on them."""
+KV_BYTES: Final = 64 << 20
+PATIENCE_S: Final = 60.0
+PROMPT: Final = 64
+TOKENS: Final = 128
+MOST_MS: Final = 0.3
+CASES: Final = ("stages_hand_over", "stages_throughput")
+
+
+def model() -> Decoder:
+    """The same in every process."""
+    made = configs.read(CONFIG, "causal_lm")
+    assert made is not None
+    architecture, config = made
+    return build(architecture, config, _weights(), torch.bfloat16, EXACT.rows)
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["hidden_size"] // 2
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (CONFIG["vocab_size"], hidden)}
+    for number in range(LAYERS):
+        name = f"model.layers.{number}"
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{name}.{part}.weight"] = (hidden,)
+        for part, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            shapes[f"{name}.self_attn.{part}_proj.weight"] = (rows, hidden)
+        for part in ("gate", "up"):
+            shapes[f"{name}.mlp.{part}_proj.weight"] = (inner, hidden)
+        shapes[f"{name}.mlp.down_proj.weight"] = (hidden, inner)
+    shapes["model.norm.weight"] = (hidden,)
+    torch.manual_seed(0)
+    return {name: (torch.randn(shape) * 0.06).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+@contextlib.contextmanager
+def engine(stages: int) -> Iterator[OurEngine]:
+    """An engine whose layers are shared out over so many processes, this one included."""
+    made = model()
+    if stages == 1:
+        yield OurEngine(made, frozenset(), EXACT, KV_BYTES)
+        return
+    borders = list(pairwise(LAYERS * number // stages for number in range(stages + 1)))
+    pairs = [socket.socketpair() for _ in borders]
+    started: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
+        for number, (low, high) in enumerate(borders[1:], 1):
+            fds = (pairs[number - 1][1].fileno(), pairs[number][0].fileno())
+            command = [sys.executable, "-m", "benchmarks.engine_stages", *map(str, (low, high, *fds))]
+            started.append(stack.enter_context(_ended(subprocess.Popen(command, pass_fds=fds))))
+        edges = Edges(pairs[-1][1], pairs[0][0], patience_s=PATIENCE_S)
+        for before, behind in zip([pair[0] for pair in pairs[1:]], [pair[1] for pair in pairs[:-1]], strict=True):
+            before.close()
+            behind.close()
+        high = borders[0][1]
+        head = Pipeline(made, EXACT, high, edges, depth=stages, kv_bytes=KV_BYTES, fingerprint="same")
+        with contextlib.closing(head):
+            yield OurEngine(made, frozenset(), EXACT, KV_BYTES, runner=head)
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    try:
+        yield process
+        process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def generate(core: OurEngine, batch: int) -> tuple[float, list[tuple[int, ...]]]:
+    """Seconds for ``TOKENS - 1`` tokens of each request after its first, and all ids."""
+    ids: list[list[int]] = [[] for _ in range(batch)]
+    for number in range(batch):
+        prompt = tuple((number * 31 + at * 7) % 4000 + 1 for at in range(PROMPT))
+        core.add(Request(id=number, prompt=prompt, sampling=Sampling(max_tokens=TOKENS)))
+    began = 0.0
+    while core.busy:
+        for event in core.step():
+            ids[event.request] += event.ids
+        if not began and all(ids):
+            began = time.perf_counter()
+    return time.perf_counter() - began, [tuple(each) for each in ids]
+
+
+def measure(run: Run, cases: Sequence[str]) -> None:
+    """The cases of ``CASES`` that are asked for, alternating."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with contextlib.ExitStack() as stack:
+            cores = {count: stack.enter_context(engine(count)) for count in (1, 2, 3)}
+            if "stages_hand_over" in cases:
+                _hand_over(run, cores)
+            if "stages_throughput" in cases:
+                _throughput(run, cores)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _hand_over(run: Run, cores: dict[int, OurEngine]) -> None:
+    """Time per token of one request: what stages add to one process, for each time that rows change hands."""
+    case = "stages_hand_over"
+    for number in range(run.rounds + 1):
+        took: dict[int, float] = {}
+        for count, core in cores.items():
+            took[count] = _checked(core, 1, cores) * 1000 / (TOKENS - 1)
+            if number:  # the first round warms up
+                run.case(case, _name(count), "ms/token").samples.append(round(took[count], 4))
+        for count in (2, 3) if number else ():
+            added = run.case(case, f"added by {count} stages", "ms/token")
+            added.samples.append(round(took[count] - took[1], 4))
+            added.notes = f"rows change hands {count} times"
+    added = run.case(case, "added by 2 stages", "ms/token")
+    value = added.median if len(added.samples) >= run.least else None
+    run.aims.append(Aim(f"{case}: added by 2 stages, ms/token", value, at_most=MOST_MS))
+
+
+def _throughput(run: Run, cores: dict[int, OurEngine]) -> None:
+    """Tokens/s of several requests: stages compute several steps at once."""
+    for number in range(run.rounds + 1):
+        for batch in (1, 8, 16):
+            for count in (1, 2):
+                seconds = _checked(cores[count], batch, cores)
+                if number:
+                    case = run.case(f"stages_throughput_b{batch}", _name(count), "tokens/s")
+                    case.samples.append(round(batch * (TOKENS - 1) / seconds, 1))
+
+
+_TOKENS: dict[int, list[tuple[int, ...]]] = {}
+
+
+def _checked(core: OurEngine, batch: int, cores: dict[int, OurEngine]) -> float:
+    seconds, ids = generate(core, batch)
+    if batch not in _TOKENS:
+        _TOKENS[batch] = generate(cores[1], batch)[1]
+    if ids != _TOKENS[batch]:
+        raise ProgramFailed("stages gave other tokens than one process")
+    return seconds
+
+
+def _name(count: int) -> str:
+    return "sllm, one process" if count == 1 else f"sllm, {count} stages"
+
+
+def stage(low: int, high: int, before: int, behind: int) -> None:
+    """Be a stage until the one before ends."""
+    torch.set_num_threads(1)
+    edges = Edges(socket.socket(fileno=before), socket.socket(fileno=behind), patience_s=PATIENCE_S)
+    Stage(model(), low, high, edges, kv_bytes=KV_BYTES, fingerprint="same").run()
+
+
+if __name__ == "__main__":
+    stage(*map(int, sys.argv[1:]))

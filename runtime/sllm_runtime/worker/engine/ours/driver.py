@@ -1,0 +1,123 @@
+"""A runner whose steps are computed together with followers: it says what a step is and computes its own part."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from typing import Final
+
+import torch
+
+from sllm_runtime.protocol.errors import InstanceLost, SllmError
+from sllm_runtime.protocol.stages import LayerRange, OnEdge, Part, Sleep, Step, Wake
+from sllm_runtime.worker.engine.ours.batch import Batch, Batches, decodes_first
+from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.numerics import Numerics
+from sllm_runtime.worker.engine.ours.pages import pages_for
+from sllm_runtime.worker.engine.ours.runner import sampled
+from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
+
+CAUSE_S: Final = 1.0
+"""How long followers have to say what happened, when one of them is gone."""
+
+
+class Driver(ABC):
+    """A ``Runner``. The first error ends it: it is raised then and ever after, and the followers end too."""
+
+    kv: KvStore | None = None
+    """No process has all of it."""
+    tokens = False
+    """Whether followers are told the ids of a step."""
+
+    def __init__(self, decoder: Decoder, layers: LayerRange, numerics: Numerics, depth: int) -> None:
+        self.depth = depth
+        self._decoder = decoder
+        self._layers = layers
+        self._numerics = numerics
+        self._shape = KvShape(layers.high - layers.low, decoder.heads.kv, decoder.heads.width)
+        self._pages = 0
+        """For which every follower has room."""
+        self._batches: Batches | None = None
+        self._store: KvStore | None = None
+        self._launched = 0
+        self._lost: SllmError | None = None
+
+    @abstractmethod
+    def _tell(self, message: OnEdge) -> None:
+        """Send to every follower."""
+
+    @abstractmethod
+    def _run(self, number: int, batch: Batch) -> None:
+        """Compute this process's part of a step."""
+
+    @abstractmethod
+    def _collect(self) -> torch.Tensor | None:
+        """See ``Runner.collect``."""
+
+    @abstractmethod
+    def _cause(self, error: InstanceLost) -> SllmError:
+        """What followers say of ``error``."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what joins the processes. Repeatable."""
+
+    def close(self) -> None:
+        """The followers end too. Repeatable."""
+        self._lost = self._lost or InstanceLost("this engine is closed")
+        self._release()
+
+    def room(self, kv_bytes: int) -> int:
+        """See ``Runner.room``: that of the process which has the least."""
+        return min(kv_bytes // self._shape.page_bytes, self._pages)
+
+    def wake(self, pages: int) -> None:
+        """See ``Runner.wake``."""
+        self._store = KvStore(self._shape, pages)
+        self._batches = Batches(self._store, self._decoder.heads, self._numerics)
+        with self._failing():
+            self._tell(Wake(pages))
+
+    def sleep(self) -> None:
+        """See ``Runner.sleep``. Steps on their way are computed before."""
+        self._store = self._batches = None
+        with self._failing():
+            self._tell(Sleep())
+
+    def launch(self, chunks: Many[Chunk], fresh: Many[int]) -> tuple[Sequence, ...]:
+        """See ``Runner.launch``; computes this process's part."""
+        assert self._store is not None
+        assert self._batches is not None
+        number, self._launched = self._launched, self._launched + 1
+        with self._failing(), torch.inference_mode():
+            self._tell(Step(number, tuple(map(self._said, decodes_first(chunks))), tuple(fresh)))
+            for page in fresh:
+                self._store.clear(page)
+            self._run(number, self._batches.make(chunks))
+        return sampled(chunks)
+
+    def collect(self) -> torch.Tensor | None:
+        """See ``Runner.collect``."""
+        with self._failing(), torch.inference_mode():
+            return self._collect()
+
+    def _said(self, chunk: Chunk) -> Part:
+        pages = tuple(chunk.pages[: pages_for(chunk.start + chunk.count)])
+        return Part(chunk.start, chunk.count, chunk.samples, pages, tuple(chunk.tokens) if self.tokens else ())
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            yield
+        except SllmError as error:
+            self._lost = self._cause(error) if isinstance(error, InstanceLost) else error
+            self.close()
+            raise self._lost from error
+        except BaseException:
+            self.close()
+            raise
