@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, live, slack, wait, workers
+from tests.fixtures.deployed import deploy, live, wait, workers
 from tests.fixtures.streams import Stream
+from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 STORM_S = 20.0
@@ -30,7 +31,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path, nodes=2) as running:
         options = {"concurrency": 4, "max_instances": 2, "min_instances": 2}
         deploy(running, "slow_stream", name="paced", **options)
-        wait(lambda: len(live(running, "paced")) == 2, 30 * slack(), "two instances")
+        wait(lambda: len(live(running, "paced")) == 2, "two instances")
         yield running
 
 
@@ -75,12 +76,12 @@ def test_storm(cluster: Cluster, seed: int) -> None:
         while time.monotonic() < until - 2 * EVERY_S:
             time.sleep(EVERY_S)  # the pace of the storm
             hit[strike(cluster, rng.choice(VICTIMS), rng)] += 1
-        ends = sum((future.result(90) for future in futures), Counter())
+        ends = sum((future.result(GIVE_UP_S) for future in futures), Counter())
     assert ends["done"] >= CLIENTS, (ends, hit)
     assert sum(hit.values()) - hit[""] >= 6, hit
     assert ends["instance_lost"] > 0, (ends, hit)
-    wait(lambda: healthy(cluster), 60 * slack(), f"the platform is well again after {hit}, {ends}")
-    wait(lambda: set(workers("paced").values()) == set(live(cluster, "paced")), 20 * slack(), "no worker is left over")
+    wait(lambda: healthy(cluster), f"the platform is well again after {hit}, {ends}")
+    wait(lambda: set(workers("paced").values()) == set(live(cluster, "paced")), "no worker is left over")
 
 
 def healthy(cluster: Cluster) -> bool:

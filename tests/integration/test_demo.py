@@ -16,6 +16,7 @@ import pytest
 
 from tests.fixtures.command import sllm, sllm_json
 from tests.fixtures.deployed import descendants, wait_gone
+from tests.fixtures.waiting import GIVE_UP_S
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 100
@@ -157,7 +158,7 @@ def test_kill_9_leaves_nothing(tree: Path, below: tuple[str, ...]) -> None:
         family = running.family()
         assert len(family) >= 6
         running.process.kill()
-        running.process.wait(10)
+        running.process.wait(GIVE_UP_S)
         wait_gone(family)
     nothing_left(tree)
 

@@ -19,7 +19,6 @@ from tests.fixtures.deployed import (
     descendants,
     gone,
     live,
-    slack,
     sleepers,
     wait,
     wait_cold,
@@ -27,6 +26,7 @@ from tests.fixtures.deployed import (
     workers,
 )
 from tests.fixtures.streams import Stream
+from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
 CODER = Path(__file__).parents[2] / "functions" / "coder"
@@ -44,8 +44,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def ready(cluster: Cluster) -> Cluster:
     """The platform serves, and both functions have an instance."""
-    wait(lambda: works(cluster, "slow-stream", {"count": 1}), 30 * slack(), "slow-stream answers")
-    wait(lambda: works(cluster, "coder", {"max_tokens": 1}), 30 * slack(), "coder answers")
+    wait(lambda: works(cluster, "slow-stream", {"count": 1}), "slow-stream answers")
+    wait(lambda: works(cluster, "coder", {"max_tokens": 1}), "coder answers")
     return cluster
 
 
@@ -69,7 +69,9 @@ def text(cluster: Cluster) -> list[str]:
 
 
 def broken_by(cluster: Cluster, name: str, fault: Callable[[], object]) -> tuple[list[Any], dict[str, Any], float]:
-    """``fault`` in the middle of a stream: the values that came, the error event, the seconds from fault to error."""
+    """``fault`` in the middle of a stream: the values that came, the error event, the seconds from fault to error.
+
+    How soon an error comes tells what noticed the fault; so does its message, however slow the machine is."""
     with Stream(cluster, name) as stream:
         values = stream.values()
         head = [next(values) for _ in range(10)]
@@ -84,13 +86,13 @@ def broken_by(cluster: Cluster, name: str, fault: Callable[[], object]) -> tuple
 
 # --- workers --------------------------------------------------------------------------------------
 def test_a_worker_killed_in_mid_stream(ready: Cluster) -> None:
-    """The caller has an error event within 1 s of the kill; the next call works."""
+    """The caller is told of its death, not of a silence; the next call works."""
     old = worker_of(ready, "slow-stream")
-    values, error, took = broken_by(ready, "slow-stream", lambda: os.kill(old, signal.SIGKILL))
+    values, error, _ = broken_by(ready, "slow-stream", lambda: os.kill(old, signal.SIGKILL))
     assert values == list(range(len(values)))
     assert error["code"] == "instance_lost"
     assert error["retryable"]
-    assert took < 1.0 * slack()
+    assert "died while it worked on this call" in error["message"]
     again, stream = read(ready, "slow-stream", {"count": 3, "pause": 0})
     assert again == [0, 1, 2]
     assert stream.done
@@ -98,9 +100,11 @@ def test_a_worker_killed_in_mid_stream(ready: Cluster) -> None:
 
 
 def test_a_worker_killed_in_an_openai_stream(ready: Cluster) -> None:
-    """There the error is a plain ``data`` of OpenAI's shape, and no ``[DONE]`` follows it."""
-    victim, lines = worker_of(ready, "coder"), list[str]()
-    body = {"model": "coder", "prompt": "def ", "max_tokens": 1000, "stream": True}
+    """There the error is a plain ``data`` of OpenAI's shape, and no ``[DONE]`` follows it. (A call that may go on
+    elsewhere does: ``test_resume``.)"""
+    deploy(ready, str(CODER / "function.py"), name="opted-out", resumable=False)
+    victim, lines = worker_of(ready, "opted-out"), list[str]()
+    body = {"model": "opted-out", "prompt": "def ", "max_tokens": 1000, "stream": True}
     with ready.http.stream("POST", "/v1/completions", json=body) as answer:
         for line in answer.iter_lines():
             if not line.startswith("data: "):
@@ -118,14 +122,14 @@ def test_every_call_of_a_killed_worker_is_told(ready: Cluster) -> None:
     with ThreadPoolExecutor(5) as pool:
         streams = [pool.submit(read, ready, "slow-stream", {"count": 10_000}) for _ in range(4)]
         plain = pool.submit(ready.http.post, "/fn/slow-stream", json={"count": 10_000})
-        wait(lambda: in_hand(ready) == 5, 10 * slack(), "five calls run")
+        wait(lambda: in_hand(ready) == 5, "five calls run")
         os.kill(worker_of(ready, "slow-stream"), signal.SIGKILL)
         for future in streams:
-            values, stream = future.result(10 * slack())
+            values, stream = future.result(GIVE_UP_S)
             assert values == list(range(len(values)))
             assert stream.error is not None
             assert stream.error["code"] == "instance_lost"
-        answer = plain.result(10 * slack())
+        answer = plain.result(GIVE_UP_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "instance_lost")
 
 
@@ -152,8 +156,9 @@ def test_a_worker_that_is_stopped_is_killed(ready: Cluster) -> None:
     values, error, took = broken_by(ready, "slow-stream", lambda: os.kill(old, signal.SIGSTOP))
     assert values == list(range(len(values)))
     assert error["code"] == "instance_lost"
-    assert LOST_AFTER_S - 1.5 < took < (LOST_AFTER_S + 2.5) * slack()
-    wait(lambda: gone(old), 5 * slack(), "the stopped worker is gone")
+    assert "gave no sign of life for 5 s and was killed" in error["message"]
+    assert took > LOST_AFTER_S - 1.5
+    wait(lambda: gone(old), "the stopped worker is gone")
     assert works(ready, "slow-stream", {"count": 1})
 
 
@@ -174,7 +179,7 @@ def test_a_function_deaf_to_cancel_is_killed(ready: Cluster) -> None:
                 ended[name] = time.monotonic()
         return len(ended) == len(names)
 
-    wait(both_gone, (LOST_AFTER_S + 5) * slack(), lambda: f"{old} are gone, only {ended} is\n{ready.logs()}")
+    wait(both_gone, lambda: f"{old} are gone, only {ended} is\n{ready.logs()}")
     for name in names:
         assert ended[name] - cancelled[name] > LOST_AFTER_S - 1.5
         with Stream(ready, name) as stream:
@@ -182,14 +187,12 @@ def test_a_function_deaf_to_cancel_is_killed(ready: Cluster) -> None:
 
 
 def test_a_function_that_catches_everything_is_cancelled_all_the_same(ready: Cluster) -> None:
-    """``except Exception`` around ``generate`` stops no cancel: the slot is free at once, the worker lives on."""
+    """``except Exception`` around ``generate`` stops no cancel: the slot is free again, and the worker lives on."""
     deploy(ready, "swallows_cancel", model=str(CODER / "model"), concurrency=1)
     old = worker_of(ready, "swallows-cancel")
     for _ in range(2):
-        began = time.monotonic()
         with Stream(ready, "swallows-cancel") as stream:
             assert isinstance(next(stream.values()), str)
-        assert time.monotonic() - began < 3 * slack()
     assert worker_of(ready, "swallows-cancel") == old
 
 
@@ -209,11 +212,11 @@ def test_processes_of_a_function_end_with_its_instance(ready: Cluster) -> None:
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(works, ready, "forks-daemon", {})]
         calls += [pool.submit(works, ready, "spawns-child", {"seconds": 36_001})]
-        assert all(call.result(30) for call in calls)
+        assert all(call.result(GIVE_UP_S) for call in calls)
     wait_cold(ready, "spawns-child")
     wait_cold(ready, "forks-daemon")
-    wait(lambda: not sleepers(36_001), 5 * slack(), "the child is gone")
-    wait(lambda: not workers("forks-daemon"), 5 * slack(), "the detached process is gone")
+    wait(lambda: not sleepers(36_001), "the child is gone")
+    wait(lambda: not workers("forks-daemon"), "the detached process is gone")
 
 
 # --- daemons --------------------------------------------------------------------------------------
@@ -226,10 +229,10 @@ def streams_through(cluster: Cluster, text: list[str], fault: Callable[[], objec
             futures.append((pool.submit(read, cluster, "slow-stream", paced), list(range(100))))
         for _ in range(2):
             futures.append((pool.submit(read, cluster, "coder", PROMPT), text))
-        wait(lambda: in_hand(cluster) == 8, 10 * slack(), "eight calls run")
+        wait(lambda: in_hand(cluster) == 8, "eight calls run")
         fault()
         for future, right in futures:
-            values, stream = future.result(60)
+            values, stream = future.result(GIVE_UP_S)
             assert stream.error is None
             assert values == right
             assert stream.done
@@ -241,7 +244,7 @@ def test_nats_killed_in_mid_stream(ready: Cluster, text: list[str]) -> None:
     old: list[int] = []
     streams_through(ready, text, lambda: old.append(ready.kill("nats")))
     ready.wait_restarted("nats", old[0])
-    wait(lambda: works(ready, "slow-stream", {"count": 1}), 20 * slack(), "calls work again")
+    wait(lambda: works(ready, "slow-stream", {"count": 1}), "calls work again")
     deploy(ready, "kinds::awaited", name="after-nats")
     assert ready.http.post("/fn/after-nats", json={"text": "a"}).json() == "A"
 
@@ -252,7 +255,7 @@ def test_nats_killed_while_calls_wait_and_begin(ready: Cluster) -> None:
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(read, ready, "slow-stream", {"count": 5, "pause": 0.01}) for _ in range(4)]
         for answer in answers:
-            values, stream = answer.result(60)
+            values, stream = answer.result(GIVE_UP_S)
             assert stream.error is None
             assert values == list(range(5))
     ready.wait_restarted("nats", old)
@@ -280,7 +283,7 @@ def test_loaderd_killed_in_mid_stream(ready: Cluster, text: list[str]) -> None:
     streams_through(ready, text, lambda: old.append(ready.kill("loaderd")))
     ready.wait_restarted("loaderd", old[0])
     os.kill(worker_of(ready, "coder"), signal.SIGKILL)
-    wait(lambda: works(ready, "coder", {"max_tokens": 1}), 30 * slack(), "a new instance has loaded its weights")
+    wait(lambda: works(ready, "coder", {"max_tokens": 1}), "a new instance has loaded its weights")
     assert read(ready, "coder", PROMPT)[0] == text
 
 
@@ -289,13 +292,12 @@ def test_invoker_killed_in_mid_stream(ready: Cluster) -> None:
     family = descendants(ready.pid("invoker"))
     assert worker_of(ready, "slow-stream") in family
     old: list[int] = []
-    values, error, took = broken_by(ready, "slow-stream", lambda: old.append(ready.kill("invoker")))
+    values, error, _ = broken_by(ready, "slow-stream", lambda: old.append(ready.kill("invoker")))
     assert values == list(range(len(values)))
     assert error["code"] == "instance_lost"
-    assert took < (LOST_AFTER_S + 3) * slack()
-    wait(lambda: all(gone(pid) for pid in family), 5 * slack(), "its fork server and workers are gone")
+    wait(lambda: all(gone(pid) for pid in family), "its fork server and workers are gone")
     ready.wait_restarted("invoker", old[0])
-    wait(lambda: works(ready, "slow-stream", {"count": 1}), 30 * slack(), "calls work again")
+    wait(lambda: works(ready, "slow-stream", {"count": 1}), "calls work again")
 
 
 def test_fork_server_killed_in_mid_stream(ready: Cluster) -> None:
@@ -308,11 +310,12 @@ def test_fork_server_killed_in_mid_stream(ready: Cluster) -> None:
         for pid in servers:
             os.kill(pid, signal.SIGKILL)
 
-    values, error, took = broken_by(ready, "slow-stream", fault)
+    values, error, _ = broken_by(ready, "slow-stream", fault)
     assert values == list(range(len(values)))
     assert error["code"] == "instance_lost"
-    assert took < 2 * slack()
-    wait(lambda: works(ready, "slow-stream", {"count": 1}), 30 * slack(), "calls work again")
+    assert "silent" not in error["message"]
+    assert "no sign of life" not in error["message"]
+    wait(lambda: works(ready, "slow-stream", {"count": 1}), "calls work again")
 
 
 def test_gateway_killed_in_mid_stream(ready: Cluster, tmp_path: Path) -> None:
@@ -325,10 +328,9 @@ def test_gateway_killed_in_mid_stream(ready: Cluster, tmp_path: Path) -> None:
         list(values)
         assert stream.broken
         assert not stream.done
-    took = wait(mark.exists, (LOST_AFTER_S + 5) * slack(), "the node cancels the call")
-    assert took < (LOST_AFTER_S + 5) * slack()
+    wait(mark.exists, "the node cancels the call")
     ready.wait_restarted("gateway", old)
-    wait(lambda: works(ready, "slow-stream", {"count": 1}), 20 * slack(), "calls work again")
+    wait(lambda: works(ready, "slow-stream", {"count": 1}), "calls work again")
 
 
 def test_a_gateway_that_hangs_holds_no_slot_for_ever(ready: Cluster, tmp_path: Path) -> None:
@@ -340,7 +342,7 @@ def test_a_gateway_that_hangs_holds_no_slot_for_ever(ready: Cluster, tmp_path: P
         assert next(values) == 0
         os.kill(pid, signal.SIGSTOP)
         try:
-            took = wait(mark.exists, (LOST_AFTER_S + 5) * slack(), "the node cancels the call")
+            took = wait(mark.exists, "the node cancels the call")
         finally:
             os.kill(pid, signal.SIGCONT)
         assert took > LOST_AFTER_S - 1.5
@@ -377,8 +379,8 @@ def test_after_all_this_everything_is_given_back(ready: Cluster) -> None:
         (node,) = ready.http.get("/api/v1/nodes").json()["nodes"]
         return (node["free_cpu"], node["free_memory"]) == (node["cpu"], node["memory"]) and node["pool_idle"] > 0
 
-    wait(idle, 20 * slack(), "all memory and processors are free")
-    wait(lambda: set(workers().values()) == {"(warm)"}, 10 * slack(), "no worker is left but warm ones")
+    wait(idle, "all memory and processors are free")
+    wait(lambda: set(workers().values()) == {"(warm)"}, "no worker is left but warm ones")
 
 
 def test_nothing_survives_a_kill_9_of_up(tmp_path: Path) -> None:
@@ -394,8 +396,8 @@ def test_nothing_survives_a_kill_9_of_up(tmp_path: Path) -> None:
         assert set(sleepers(36_002)) < family
         assert len(family & set(workers("forks-daemon"))) == 2, "the worker and what it detached"
         cluster.process.kill()
-        cluster.process.wait(10)
-        wait(lambda: all(gone(pid) for pid in family), 10 * slack(), "everything is gone")
+        cluster.process.wait(GIVE_UP_S)
+        wait(lambda: all(gone(pid) for pid in family), "everything is gone")
     finally:
         cluster.stop()
     with Cluster(tmp_path) as again:  # what was deployed is there, and works

@@ -115,7 +115,7 @@ def test_waiting_callers_are_told_how_far_the_start_is(cluster: Cluster, tmp_pat
         deploying = threads.submit(
             deploy, cluster, "versioned", name="slow", env={"NUMBER": "2", "START_GATE": str(gate)}, keep_alive=1
         )
-        wait(lambda: len(view(cluster, "slow").versions) == 2, 20, "the second version is being prepared")
+        wait(lambda: len(view(cluster, "slow").versions) == 2, "the second version is being prepared")
         gate.touch()
         deploying.result()
         wait_cold(cluster, "slow")
@@ -134,8 +134,8 @@ def test_to_zero_and_back(cluster: Cluster) -> None:
     tokens, _ = ask(cluster)
     worker = worker_of(cluster, "coder")
     wait_cold(cluster, "coder")
-    wait(lambda: gone(worker), 10, "the worker has ended")
-    wait(lambda: node_of(cluster)["free_cpu"] == node_of(cluster)["cpu"], 10, "all of the node is free again")
+    wait(lambda: gone(worker), "the worker has ended")
+    wait(lambda: node_of(cluster)["free_cpu"] == node_of(cluster)["cpu"], "all of the node is free again")
     assert node_of(cluster)["resident"] >= 1, "its weights stay in memory"
     again, trace = ask(cluster)
     assert again == tokens
@@ -152,7 +152,7 @@ def test_an_instance_is_kept_for_the_next_call_and_not_longer(cluster: Cluster) 
     assert live(cluster, "kept")
     wait_cold(cluster, "kept")
     assert keep_alive <= time.monotonic() - began < keep_alive + 10
-    assert gone(worker) or wait(lambda: gone(worker), 5, "the worker has ended")
+    assert gone(worker) or wait(lambda: gone(worker), "the worker has ended")
 
 
 def test_least_instances_stay_without_a_caller(cluster: Cluster, tmp_path: Path) -> None:
@@ -160,10 +160,10 @@ def test_least_instances_stay_without_a_caller(cluster: Cluster, tmp_path: Path)
     assert len(live(cluster, "least")) == 1
     with ThreadPoolExecutor() as threads:
         calls = [threads.submit(ask, cluster, "least", gate=str(tmp_path / "gate")) for _ in range(2)]
-        wait(lambda: inside(tmp_path) == 2, 20, "a second instance took the second call")
+        wait(lambda: inside(tmp_path) == 2, "a second instance took the second call")
         (tmp_path / "gate").touch()
         assert len({call.result()[0][0]["instance"] for call in calls}) == 2
-    wait(lambda: len(live(cluster, "least")) == 1, 20, "one instance is left")
+    wait(lambda: len(live(cluster, "least")) == 1, "one instance is left")
     assert len(events(cluster, "least", "instance.ready")) == 2
     assert ask(cluster, "least", gate=str(tmp_path / "gate"))[1].timeline[1].name == timeline.FIRST_TOKEN
 
@@ -250,7 +250,7 @@ def test_as_many_calls_at_once_as_it_says_and_never_more(cluster: Cluster, tmp_p
     gate = tmp_path / "gate"
     with ThreadPoolExecutor() as threads:
         calls = [threads.submit(ask, cluster, name, gate=str(gate)) for _ in range(7)]
-        wait(lambda: inside(tmp_path) == 3, 20, "three calls run")
+        wait(lambda: inside(tmp_path) == 3, "three calls run")
         gate.touch()
         values = [call.result()[0] for call in calls]
     assert max(last["most"] for _, last in values) == 3
@@ -277,7 +277,7 @@ def test_more_callers_get_more_instances_up_to_the_most(cluster: Cluster, tmp_pa
     gate = tmp_path / "gate"
     with ThreadPoolExecutor() as threads:
         calls = [threads.submit(ask, cluster, "wide", gate=str(gate)) for _ in range(6)]
-        wait(lambda: inside(tmp_path) == 3, 30, "three calls run")
+        wait(lambda: inside(tmp_path) == 3, "three calls run")
         assert len(live(cluster, "wide")) == 3
         gate.touch()
         values = [call.result()[0] for call in calls]

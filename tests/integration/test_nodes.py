@@ -22,7 +22,7 @@ ASK = {"prompt": "def ", "max_tokens": 16}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("nodes"), nodes=2) as started:
-        wait(lambda: len(nodes(started)) == 2, 20, "both nodes have reported")
+        wait(lambda: len(nodes(started)) == 2, "both nodes have reported")
         yield started
 
 
@@ -35,7 +35,7 @@ def spread(cluster: Cluster) -> list[str]:
     """Where ``coder`` has instances, one for each call at a time, two thirds of a node's memory each."""
     memory = nodes(cluster)["n1"]["memory"] * 2 // 3
     deploy(cluster, str(CODER), name="coder", concurrency=1, max_instances=2, min_instances=2, memory=memory)
-    wait(lambda: len(ready(cluster)) == 2, 60, "an instance on each node")
+    wait(lambda: len(ready(cluster)) == 2, "an instance on each node")
     return ready(cluster)
 
 
@@ -50,7 +50,7 @@ def test_the_second_node_gets_the_model_by_itself(cluster: Cluster) -> None:
         found: list[dict[str, Any]] = sllm_json(cluster.env, "model", "list")["models"]
         return found
 
-    wait(lambda: sorted(models()[0]["nodes"]) == list(NODES), 20, "both nodes have reported the model")
+    wait(lambda: sorted(models()[0]["nodes"]) == list(NODES), "both nodes have reported the model")
     (model,) = models()
     name = model["digest"].removeprefix("sha256:")
     copies = [cluster.data / "nodes" / node / "loaderd" / "models" / name / "partition_0.bin" for node in NODES]

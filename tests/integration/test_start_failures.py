@@ -13,7 +13,7 @@ import pytest
 from sllm_loaderd.client import LoaderControl
 from sllm_runtime.protocol.errors import OutOfMemory, SllmError, StartFailed, StartTimeout
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, events, live, slack, wait, wait_cold, workers
+from tests.fixtures.deployed import deploy, events, live, wait, wait_cold, workers
 from tests.fixtures.streams import Stream
 
 MODEL = Path(__file__).parents[2] / "functions" / "coder" / "model"
@@ -23,7 +23,7 @@ WAITERS = 5
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("platform")) as running:
-        wait(lambda: idle_sandboxes(running), 60, "a warm sandbox waits")
+        wait(lambda: idle_sandboxes(running), "a warm sandbox waits")
         yield running
 
 
@@ -57,7 +57,7 @@ def test_a_first_version_that_cannot_start_leaves_nothing(
     assert attempts(cluster, name) == 1
     assert cluster.http.post(f"/fn/{name}").status_code == 404
     assert name not in cluster.http.get("/api/v1/functions").text
-    wait(lambda: not workers(name), 10, "its worker is gone")
+    wait(lambda: not workers(name), "its worker is gone")
 
 
 def test_an_import_that_fails_on_the_node(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_an_import_that_fails_on_the_node(cluster: Cluster, tmp_path: Path, monk
 def test_what_it_said_before_it_died_is_in_the_log(cluster: Cluster) -> None:
     with pytest.raises(StartFailed):
         deploy(cluster, "dies_in_setup", name="last-words")
-    wait(lambda: "last words" in cluster.http.get("/api/v1/functions/last-words/logs").text, 10, "the log has its end")
+    wait(lambda: "last words" in cluster.http.get("/api/v1/functions/last-words/logs").text, "the log has its end")
 
 
 # --- a version that has the route, and starts no more ---------------------------------------------
@@ -114,7 +114,7 @@ def test_all_waiters_get_the_reason_of_one_start(cluster: Cluster, tmp_path: Pat
     # No start within the back-off; on a machine so slow that it was over by then, one.
     assert attempts(cluster, name) <= before + (1 if time.monotonic() - began < 1.0 else 2)
     file.write_text("well")
-    wait(lambda: cluster.http.post(f"/fn/{name}", json={}).status_code == 200, 20 * slack(), "it works again")
+    wait(lambda: cluster.http.post(f"/fn/{name}", json={}).status_code == 200, "it works again")
     assert attempts(cluster, name) <= before + 3
 
 
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_refused_before_a_function_sees_it(
     """Damaged on the node's disk, and no copy in memory: it was evicted, or the invoker would bring it back to the next
     loaderd. Repaired, it works again."""
     whole = stored(cluster, name).read_bytes()
-    wait(lambda: asyncio.run(evicted(cluster)), 20 * slack(), "nothing is in memory")
+    wait(lambda: asyncio.run(evicted(cluster)), "nothing is in memory")
     old = cluster.kill("loaderd")
     damage(stored(cluster, name))
     cluster.wait_restarted("loaderd", old)
@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_is_refused_before_a_function_sees_it(
     assert all(name in error["message"] for error in errors)
     assert live(cluster, "coder") == []
     stored(cluster, name).write_bytes(whole)
-    wait(lambda: complete(cluster).status_code == 200, 20 * slack(), "it works again")
+    wait(lambda: complete(cluster).status_code == 200, "it works again")
     assert "".join(complete(cluster).json()) == completion
     wait_cold(cluster, "coder")
 
@@ -245,7 +245,7 @@ def test_a_source_that_is_damaged_is_refused_at_deployment(cluster: Cluster, tmp
 
 
 def test_after_all_this_the_platform_is_well(cluster: Cluster) -> None:
-    wait(lambda: not workers("turns"), 10, "no worker of a failed start is left")
-    wait(lambda: idle_sandboxes(cluster), 20, "a warm sandbox waits")
+    wait(lambda: not workers("turns"), "no worker of a failed start is left")
+    wait(lambda: idle_sandboxes(cluster), "a warm sandbox waits")
     for component in ("gateway-g1", "controller", "invoker-n1", "loaderd-n1"):
         assert "Traceback" not in (cluster.data / "logs" / f"{component}.log").read_text(), component

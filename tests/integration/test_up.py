@@ -25,7 +25,7 @@ from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.subjects import ctl
 from tests.fixtures.cluster import STOP_S, Cluster
 from tests.fixtures.deployed import descendants, wait_gone
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 UP = [sys.executable, "-m", "sllm_runtime.platform"]
 WITHIN_S = 15.0
@@ -169,7 +169,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_daemon_that_hangs(tmp_path: Path) -
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.process.wait(0.5)
     cluster.process.send_signal(signal.SIGINT)
-    assert cluster.process.wait(1) == 130
+    assert cluster.process.wait(GIVE_UP_S) == 130
     wait_gone(family)
     cluster.stop()
 
@@ -249,7 +249,7 @@ def wait_alive(cluster: Cluster, nodes: set[str]) -> None:
             Settings.load({"SLLM_NATS_URL": cluster.document["nats_url"], **who}), "g1", name="test"
         )
         try:
-            await until(lambda: alive(bus), WITHIN_S, f"nodes {nodes} alive")
+            await until(lambda: alive(bus), what=f"nodes {nodes} alive")
         finally:
             await bus.close()
 

@@ -65,7 +65,7 @@ def test_a_new_version_takes_the_route_when_an_instance_of_it_has_started(cluste
     assert put(cluster, "taken", 1).version == 1
     with ThreadPoolExecutor() as threads:
         deploying = threads.submit(put, cluster, "taken", 2, START_GATE=str(gate))
-        wait(lambda: [i for i in view(cluster, "taken").instances if i.version == 2], 20, "the new version starts")
+        wait(lambda: [i for i in view(cluster, "taken").instances if i.version == 2], "the new version starts")
         assert states(cluster, "taken") == {1: "ACTIVE", 2: "PREPARING"}
         assert says(cluster, "taken") == "1"
         assert cluster.http.post("/fn/taken/v2").status_code == 404, "it cannot be called before"
@@ -83,7 +83,7 @@ def test_running_calls_end_on_their_version(cluster: Cluster, client: Client, tm
     put(cluster, "running", 2)
     assert says(cluster, "running") == "2"
     assert call.finish() == ["1"]
-    wait(lambda: not [i for i in view(cluster, "running").instances if i.version == 1], 20, "the old one has ended")
+    wait(lambda: not [i for i in view(cluster, "running").instances if i.version == 1], "the old one has ended")
 
 
 def test_a_route_that_moved_has_moved_for_the_very_next_call(cluster: Cluster, client: Client) -> None:
@@ -171,7 +171,7 @@ def test_delete_lets_running_calls_finish(cluster: Cluster, client: Client, tmp_
     call = Running(client, "drained", tmp_path / "gate")
     with ThreadPoolExecutor() as threads:
         deleting = threads.submit(sllm, cluster.env, "fn", "delete", "drained")
-        wait(lambda: cluster.http.post("/fn/drained").status_code == 404, 20, "it takes no new call")
+        wait(lambda: cluster.http.post("/fn/drained").status_code == 404, "it takes no new call")
         assert not deleting.done()
         assert call.finish() == ["1"]
         assert deleting.result().returncode == 0
@@ -188,7 +188,7 @@ def test_delete_by_force_cancels_them(cluster: Cluster, client: Client, tmp_path
     with pytest.raises(Cancelled):
         call.finish()
     assert cluster.http.post("/fn/forced").status_code == 404
-    wait(lambda: [e for e in events(cluster, "forced", "instance.stopped") if e["instance"] == instance], 10, "ended")
+    wait(lambda: [e for e in events(cluster, "forced", "instance.stopped") if e["instance"] == instance], "ended")
 
 
 def test_the_command_line_tells_the_same(cluster: Cluster) -> None:

@@ -17,7 +17,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, Gateway, controller_of, has_events, manifest
 from tests.unit.control.scripted_node import ScriptedNode
 
@@ -36,7 +36,7 @@ async def test_a_new_controller_keeps_ready_functions_and_deposes_the_old(nats: 
             assert len({command.instance for command in node.starts}) == 1
             node.put(name, InstanceState.LOST)
             with pytest.raises(StaleTerm):
-                await asyncio.wait_for(running, 10.0)
+                await asyncio.wait_for(running, GIVE_UP_S)
             await until(lambda: len({command.instance for command in node.starts}) == 2, what="it is started anew")
 
 
@@ -85,12 +85,12 @@ async def test_the_daemon_serves_and_ends(nats: Nats, tmp_path: Path) -> None:
     )
     os.close(write)
     try:
-        said = await asyncio.wait_for(asyncio.to_thread(os.read, read, 16), 15.0)
+        said = await asyncio.wait_for(asyncio.to_thread(os.read, read, 16), GIVE_UP_S)
         assert said == b"READY\n"
         gateway = Gateway(await nats.bus("gw"))
         assert (await gateway.ask("ping", ctl.Nothing())).note == "leading"
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 10.0) == 0
+        assert await asyncio.wait_for(process.wait(), GIVE_UP_S) == 0
     finally:
         os.close(read)
         if process.returncode is None:

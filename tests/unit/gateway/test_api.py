@@ -18,7 +18,7 @@ from sllm_runtime.protocol.errors import FunctionError, FunctionNotFound, ModelN
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import API, EVENT_STREAM
-from sllm_runtime.protocol.node import Gpu, NodeRecord, NodeStatus, Ok, Progress
+from sllm_runtime.protocol.node import DeviceMemory, Gpu, NodeRecord, NodeStatus, Ok, PathLoad, Progress, Storage
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import NODE, Nats
@@ -199,7 +199,10 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
     async def nodes(_: ctl.Listing) -> ctl.NodeList:
         status = NodeStatus(
             node="n1", boot="b", sequence=1, term=1, cpu=2, memory=4, free_cpu=1, free_memory=3,
-            gpus=(Gpu(index=0, kind="L4", memory=24),),
+            gpus=(Gpu(index=0, kind="L4", memory=24),), models=("sha256:ab", "sha256:cd", "sha256:ef"),
+            resident=("sha256:ab", "sha256:ef"), remote=("sha256:ef",), dram_used=2, dram_limit=8,
+            paths=(PathLoad(path="disk", bandwidth=1e9, queued=5),),
+            storage=Storage(ssd_used=1, integrity=False, devices=(DeviceMemory(device="fake:0", limit=3, used=2),)),
         )  # fmt: skip
         known = ctl.NodeInfo(record=NodeRecord(node="n1"), status=status, alive=True)
         return ctl.NodeList(nodes=(known, ctl.NodeInfo(record=NodeRecord(node="n2"))))
@@ -219,7 +222,15 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
         found = (await w.http.get(f"{API}/nodes")).json()["nodes"]
         assert [(n["node"], n["alive"], n["free_cpu"]) for n in found] == [("n1", True, 1), ("n2", False, 0)]
         assert found[0]["gpus"][0]["kind"] == "L4"
+        one, other = [(await w.http.get(f"{API}/nodes/{name}")).json() for name in ("n1", "n2")]
+        assert (await w.http.get(f"{API}/nodes/none")).json()["error"]["code"] == "node_not_found"
         up = (await w.http.get(f"{API}/status")).json()
+    assert one["tiers"] == {"sha256:ab": ["dram", "ssd"], "sha256:cd": ["ssd"], "sha256:ef": ["dram", "source"]}
+    storage = one["storage"]
+    assert (storage["dram_used"], storage["ssd_used"], storage["integrity"]) == (2, 1, False)
+    assert storage["paths"] == [{"path": "disk", "bandwidth": 1e9, "queued": 5}]
+    assert storage["devices"] == [{"device": "fake:0", "limit": 3, "used": 2}]
+    assert (other["storage"], other["tiers"], other["alive"]) == (None, {}, False)
     assert (down["controller"], up["controller"], up["nodes"]) == (False, True, 2)
 
 

@@ -16,7 +16,7 @@ from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.protocol.frames import Beat, Cancel, Frame, FrameKind, Segment
 from sllm_runtime.protocol.http import error_view
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, ScriptedController, entry, manifest, world
 
 SSE = {"accept": "text/event-stream"}
@@ -177,7 +177,7 @@ async def test_the_daemon_serves_drains_and_ends_with_its_parent(nats: Nats) -> 
                 except httpx.TransportError:
                     return False
 
-            await until(answers, within_s=20)
+            await until(answers)
             assert (await http.get("/livez")).status_code == 200
             refused = await http.post("/fn/x")
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "unauthorized")
@@ -187,7 +187,7 @@ async def test_the_daemon_serves_drains_and_ends_with_its_parent(nats: Nats) -> 
             right = await http.get("/v1/models", headers={"authorization": "Bearer secret"})
             assert right.json() == {"object": "list", "data": []}
         daemon.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(daemon.wait(), 10) == 0
+        assert await asyncio.wait_for(daemon.wait(), GIVE_UP_S) == 0
     finally:
         if daemon.returncode is None:
             daemon.kill()
@@ -208,7 +208,7 @@ async def test_a_wrong_setting_is_named_at_once(env: dict[str, str], says: str) 
         sys.executable, "-m", "sllm_gateway",
         env={**os.environ, "SLLM_NATS_URL": "nats://127.0.0.1:1", **env}, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    _, err = await asyncio.wait_for(daemon.communicate(), 20)
+    _, err = await asyncio.wait_for(daemon.communicate(), GIVE_UP_S)
     assert daemon.returncode not in (0, None)
     assert says in err.decode()
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-import time
+import socket
 from collections.abc import AsyncIterator
 from typing import Literal
 
@@ -18,7 +18,7 @@ from sllm_runtime.protocol.frames import End, FrameKind, Opened
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.timeline import Span, parse_comment
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, entry, manifest, starting, world
 
 SSE = {"accept": "text/event-stream"}
@@ -138,7 +138,7 @@ async def test_a_declared_body_above_the_limit_is_refused_before_it_is_read(nats
         await w.deploy(manifest("echo"), entry(), script=echo)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(w.url.rpartition(":")[2]))
         writer.write(b"POST /fn/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
-        assert (await asyncio.wait_for(reader.readline(), 2)).startswith(b"HTTP/1.1 413")
+        assert (await asyncio.wait_for(reader.readline(), GIVE_UP_S)).startswith(b"HTTP/1.1 413")
         writer.close()
         await writer.wait_closed()
 
@@ -158,31 +158,32 @@ async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(nats: Nats) 
 
 @pytest.mark.parametrize("path", ["/fn/echo", "/v1/chat/completions"])
 async def test_a_body_that_trickles_is_408_at_its_deadline(nats: Nats, path: str) -> None:
+    """On a bare socket: what comes too late is answered by a reset, and a stream would forget what it has received."""
+    loop = asyncio.get_running_loop()
     async with world(nats, body_timeout=0.3) as w:
         await w.deploy(manifest("echo"), entry(), script=echo)
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(w.url.rpartition(":")[2]))
-        writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode())
+        with socket.create_connection(("127.0.0.1", int(w.url.rpartition(":")[2]))) as sock:
+            sock.setblocking(False)
+            await loop.sock_sendall(sock, f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode())
 
-        async def trickle() -> None:
-            while True:
-                writer.write(b" ")
-                await asyncio.sleep(0.05)
+            async def trickle() -> None:
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        await loop.sock_sendall(sock, b" ")
+                        await asyncio.sleep(0.05)
 
-        trickling = asyncio.create_task(trickle())
-        try:
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
-            error = json.loads(await asyncio.wait_for(reader.readexactly(length), 5))["error"]
-            assert await asyncio.wait_for(reader.read(), 10) == b"", "and the connection is closed"
-        finally:
-            trickling.cancel()
-            await asyncio.gather(trickling, return_exceptions=True)
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+            trickling = asyncio.create_task(trickle())
+            answer = b""
+            try:
+                with contextlib.suppress(ConnectionResetError):  # the connection is closed, one way or the other
+                    while piece := await asyncio.wait_for(loop.sock_recv(sock, 2**16), GIVE_UP_S):
+                        answer += piece
+            finally:
+                trickling.cancel()
+                await asyncio.wait([trickling])
         assert not w.node.runs
-    assert head.startswith(b"HTTP/1.1 408")
-    assert error["code"] == "body_timeout"
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
 
 
 async def test_a_function_that_raises_is_a_500_with_type_and_message(nats: Nats) -> None:
@@ -337,12 +338,15 @@ async def test_busy_goes_back_to_the_head_and_gone_drops_the_instance(nats: Nats
         assert w.controller.acquires[0].gone == ("dead",)
 
 
-async def test_an_instance_whose_node_is_not_there_is_dropped_at_once(nats: Nats) -> None:
+async def test_an_instance_whose_node_is_not_there_is_dropped_at_once(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after a silence: none would end this test."""
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1000.0)
     async with world(nats) as w:
         await w.deploy(manifest("count"), entry("dead", node="n9", concurrency=99), entry("i2"), script=count)
-        began = time.monotonic()
         assert (await w.http.post("/fn/count", json={"n": 1})).status_code == 200
-        assert time.monotonic() - began < 1
+        assert [opened.head.instance for opened in w.node.opened] == ["i2"]
 
 
 async def test_deadlines_before_the_headers_have_their_status(nats: Nats) -> None:
@@ -361,13 +365,14 @@ async def test_deadlines_before_the_headers_have_their_status(nats: Nats) -> Non
         ]:
             response = await w.http.post(f"/fn/{name}", headers=SSE)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-        await until(lambda: {cancel.code for cancel in w.node.cancels} == {"deadline_exceeded", "idle_timeout"})
+        both = {"deadline_exceeded", "idle_timeout"}
+        await until(lambda: {cancel.code for cancel in w.node.cancels} >= both, what=lambda: str(w.node.cancels))
         await until(lambda: not len(w.gateway.calls), what="every call ended on its node")
 
 
 async def test_a_deadline_after_the_headers_is_an_event(nats: Nats) -> None:
     async with world(nats) as w:
-        await w.deploy(manifest("hang", timeout=0.3), entry(), script=hang)
+        await w.deploy(manifest("hang", timeout=2.0), entry(), script=hang)
         response = await w.http.post("/fn/hang", headers=SSE)
     assert response.status_code == 200
     assert response.text.startswith('id: 0\ndata: "begun"\n\nevent: error\n')
@@ -380,22 +385,29 @@ async def test_a_caller_that_goes_away_cancels_its_work(nats: Nats) -> None:
         await w.deploy(manifest("hang"), entry(), script=hang)
         async with w.http.stream("POST", "/fn/hang", headers=SSE) as response:
             await anext(response.aiter_text())
-        await until(lambda: w.node.cancels, within_s=1)
+        await until(lambda: w.node.cancels)
         await until(lambda: not len(w.gateway.calls))
         assert w.node.cancels[0].code == "cancelled"
 
 
 async def test_heartbeats_are_comments_without_a_blank_line(nats: Nats) -> None:
+    heard = asyncio.Event()
+
     async def late(run: Run) -> None:
-        await asyncio.sleep(0.5)
+        await heard.wait()
         run.out(1)
         run.end()
 
     async with world(nats, headers_wait=0.05, heartbeat=0.1) as w:
         await w.deploy(manifest("late"), entry(), script=late)
-        response = await w.http.post("/fn/late", headers=SSE)
-    assert response.text.startswith(": heartbeat\n: heartbeat\n")
-    assert ": heartbeat\n\n" not in response.text
+        text = ""
+        async with w.http.stream("POST", "/fn/late", headers=SSE) as response:
+            async for piece in response.aiter_text():
+                text += piece
+                if text.count(": heartbeat\n") >= 2:
+                    heard.set()
+    assert text.startswith(": heartbeat\n: heartbeat\n")
+    assert ": heartbeat\n\n" not in text
 
 
 async def test_a_client_that_does_not_read_ends_in_slow_consumer_and_others_go_on(nats: Nats) -> None:
@@ -410,13 +422,13 @@ async def test_a_client_that_does_not_read_ends_in_slow_consumer_and_others_go_o
         await w.deploy(manifest("count"), entry("i2"), script=count)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(w.url.rpartition(":")[2]), limit=1000)
         writer.write(b"POST /fn/flood HTTP/1.1\r\nhost: x\r\naccept: text/event-stream\r\n\r\n")
-        await until(lambda: w.node.cancels, within_s=10)
+        await until(lambda: w.node.cancels)
         assert w.node.cancels[0].code == "slow_consumer"
         assert (await w.http.post("/fn/count", json={"n": 1})).status_code == 200
         sent = next(iter(w.node.runs.values())).outbox.pushed_bytes
         assert sent < 16 * 2**20, "no more than windows and socket buffers"
         text = b""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(GIVE_UP_S):
             while b"slow_consumer" not in text:
                 text = text[-100:] + await reader.read(2**16)
         writer.close()
@@ -494,14 +506,21 @@ async def test_an_endless_array_of_tiny_values_is_too_large_before_it_fills_the_
 
 
 async def test_a_call_that_its_node_cancels_ends_with_an_error_that_its_caller_sees(nats: Nats) -> None:
+    seen = asyncio.Event()
+
     async def stopped(run: Run) -> None:
         run.out("begun")
-        await asyncio.sleep(0.05)
+        run.node.flush(run)
+        await seen.wait()
         run.end(Cancelled("instance i1 was stopped: the function is deleted"))
 
     async with world(nats) as w:
         await w.deploy(manifest("stopped"), entry(), script=stopped)
-        response = await w.http.post("/fn/stopped", headers=SSE)
-    assert 'data: "begun"' in response.text
-    assert "event: error" in response.text
-    assert "the function is deleted" in response.text
+        text = ""
+        async with w.http.stream("POST", "/fn/stopped", headers=SSE) as response:
+            async for piece in response.aiter_text():
+                text += piece
+                if 'data: "begun"' in text:
+                    seen.set()
+    assert "event: error" in text
+    assert "the function is deleted" in text

@@ -22,7 +22,7 @@ from sllm_runtime.protocol.node import NodeStatus, Ok, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import BUNDLE, SCRIPTED, GatewayPeer, order, store_bundle
 from tests.fixtures.nats import CONTROLLER, GATEWAY, NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 @dataclass
@@ -59,7 +59,7 @@ async def dead(family: list[psutil.Process]) -> None:
             return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
-    await until(lambda: not [process for process in family if running(process)], 5.0, "all of them are dead")
+    await until(lambda: not [process for process in family if running(process)], what="all of them are dead")
 
 
 @pytest.fixture
@@ -119,11 +119,11 @@ async def test_sigterm_ends_everything_in_order_and_callers_are_told(daemon: Dae
     assert end.error is not None
     assert end.error.code == "instance_lost"
     assert "shutting down" in end.error.message
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(GIVE_UP_S):
         assert await daemon.process.wait() == 0, daemon.log.read_text()
     await dead(family)
-    assert daemon.statuses[-1].draining
-    assert [status.state for status in daemon.statuses[-1].instances] == [InstanceState.STOPPED]
+    await until(lambda: daemon.statuses[-1].draining, what="it has said that it drains")
+    await until(lambda: {status.state for status in daemon.statuses[-1].instances} == {InstanceState.STOPPED})
 
 
 async def test_nothing_survives_its_sudden_death(daemon: Daemon) -> None:
@@ -141,7 +141,7 @@ async def test_a_fork_server_that_is_killed_takes_its_workers_and_comes_back(dae
     _, call = await daemon.gateway.open(instance)
     family = daemon.family()
     psutil.Process(daemon.process.pid).children()[0].kill()
-    end = await daemon.gateway.ended(call, within_s=2.0)
+    end = await daemon.gateway.ended(call)
     assert end.error is not None
     assert end.error.code == "instance_lost"
     await dead(family)

@@ -23,6 +23,7 @@ from sllm_runtime.protocol.node import StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import NodeUnderTest, node_under_test, store_bundle
 from tests.fixtures.nats import Nats, nats  # noqa: F401 - a fixture is used by being here
+from tests.fixtures.waiting import GIVE_UP_S
 
 SOURCE = """
 import ctypes, errno, os, socket, threading
@@ -117,7 +118,7 @@ class Deployed:
             bundle=self.digest, bundle_bytes=self.nbytes,
         )  # fmt: skip
         await self.node.command("start", order)
-        await self.node.reaches(name, InstanceState.READY, within_s=60.0)
+        await self.node.reaches(name, InstanceState.READY)
         _, call = await self.node.gateway.open(name, json.dumps(arguments).encode())
         end = await self.node.gateway.ended(call)
         assert end.error is None, end.error
@@ -181,5 +182,5 @@ async def test_the_network_is_for_functions_that_ask_for_it(deployed: Deployed) 
         without = await deployed.call("connect", addresses=addresses)
         assert without == ["ENETUNREACH", "ENETUNREACH", "ECONNREFUSED"]
         assert await deployed.call("connect", network=True, addresses=[["127.0.0.1", port]]) == [0]
-        accepting.join(5)
+        accepting.join(GIVE_UP_S)
     assert await deployed.call("loopback") == "hello", "what its own processes say to each other stays possible"

@@ -140,7 +140,7 @@ async def test_a_cancel_that_overtakes_its_call_is_not_forgotten(node: NodeUnder
 async def test_a_worker_that_dies_ends_its_calls_at_once(node: NodeUnderTest) -> None:
     instance = await node.start("die")
     _, call = await node.gateway.open(instance)
-    end = await node.gateway.ended(call, within_s=1.0)
+    end = await node.gateway.ended(call)
     assert call.values == [b"1", b"2", b"3"]
     assert end.error is not None
     assert end.error.code == "instance_lost"
@@ -264,7 +264,7 @@ async def test_what_a_worker_starts_does_not_outlive_it(node: NodeUnderTest) -> 
     instance = await node.start("fork wait")
     _, call = await node.gateway.open(instance)
     await node.stop(instance)
-    await node.gateway.ended(call, within_s=5.0)
+    await node.gateway.ended(call)
     await node.reaches(instance, InstanceState.STOPPED)
     await node.stop(await node.start("daemon"))
 

@@ -15,7 +15,7 @@ from sllm_invoker.process_driver import ProcessDriver
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.invoker import SCRIPTED
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 @asynccontextmanager
@@ -75,7 +75,7 @@ async def test_one_whose_end_is_not_told_yet_is_not_handed_over(monkeypatch: pyt
         os.kill(pool._driver.fork_server_pid, signal.SIGKILL)
         await until(lambda: waiting.pid == 0, what="the worker is dead")
         assert not waiting.exited.done()
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(GIVE_UP_S):
             sandbox = await pool.acquire()
         assert sandbox is not waiting
         os.kill(sandbox.pid, 0)
@@ -89,7 +89,7 @@ async def test_a_start_that_gives_up_loses_no_sandbox() -> None:
         acquiring.cancel()
         with pytest.raises(asyncio.CancelledError):
             await acquiring
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(GIVE_UP_S):
             sandbox = await pool.acquire()
         await sandbox.close()
 

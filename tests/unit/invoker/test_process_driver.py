@@ -13,7 +13,7 @@ from sllm_invoker import process_driver
 from sllm_invoker.fork_server import namespace_command
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_runtime.protocol.errors import Unavailable
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 ZYGOTE = (sys.executable, str(Path(__file__).parents[2] / "fixtures" / "scripted_zygote.py"))
 DEADLINE_S = 10.0
@@ -45,7 +45,7 @@ async def test_a_sandbox_is_warm_when_it_is_handed_over(driver: ProcessDriver) -
 async def test_a_worker_that_is_killed_is_noticed_at_once_with_its_signal(driver: ProcessDriver) -> None:
     sandbox = await driver.create("a")
     os.kill(sandbox.pid, signal.SIGTERM)
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(GIVE_UP_S):
         end = await sandbox.exited
     assert (end.signal, end.code, end.asked) == (signal.SIGTERM, 0, False)
     assert str(end) == "signal 15 (SIGTERM)"

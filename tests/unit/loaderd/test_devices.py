@@ -18,6 +18,7 @@ from sllm_loaderd.devices.link import SLACK_S, Link
 from sllm_loaderd.devices.registry import Devices, open_devices
 from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, InvalidRequest, ProtocolError
 from sllm_runtime.protocol.loader import MEMFD, POSIX_FD, DeviceMemory
+from tests.fixtures.waiting import GIVE_UP_S
 
 MIB = 2**20
 
@@ -177,7 +178,7 @@ def test_two_devices_are_written_by_two_threads_at_once() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(GIVE_UP_S)
     assert [clock.now - 100.0 for clock in clocks] == pytest.approx([MIB / 1e6] * 2, abs=0.01)
     assert not together.broken
 

@@ -22,7 +22,7 @@ from sllm_loaderd.pool import ChunkPool
 from sllm_runtime.protocol.codec import pack
 from sllm_runtime.protocol.loader import Adopt, Cancel, GetStatus, Grant, Hello, Load, Message, Stored
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = 20.0
 HELLO = pack(Hello())
@@ -117,7 +117,7 @@ async def test_descriptors_from_a_sandbox_do_not_stay_open(daemon: LoaderProcess
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(sock, [message], [null] * 200)
         os.close(null)
-        await until(lambda: descriptors(daemon) < before, WAIT, "the connection was closed with all that came")
+        await until(lambda: descriptors(daemon) < before, what="the connection was closed with all that came")
     assert await daemon.control.models() == (model,)
 
 
@@ -164,7 +164,7 @@ async def test_a_sandbox_that_never_stops_talking_holds_up_nobody(daemon: Loader
             assert talker.stdout is not None
             async with asyncio.timeout(WAIT):
                 await talker.stdout.readline()
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(GIVE_UP_S):
                 for _ in range(5):
                     await daemon.control.status()
         finally:

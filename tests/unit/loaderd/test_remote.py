@@ -31,6 +31,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from tests.fixtures.range_server import RangeServer, range_server
+from tests.fixtures.waiting import GIVE_UP_S
 
 SIZE = 300_000
 HASTE = RemoteLimits(connect_s=5, stall_s=0.3, attempts=3, first_delay_s=0.001, longest_delay_s=0.01)
@@ -175,7 +176,7 @@ def test_closing_a_source_ends_a_read(server: RangeServer) -> None:
     reader.start()
     with server_asked(server):
         remote.close()
-    reader.join(30)
+    reader.join(GIVE_UP_S)
     assert [type(error) for error in failures] == [Unavailable]
     assert "closed" in failures[0].message
 

@@ -22,7 +22,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.limits import MAX_MESSAGE
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 class Ping(msgspec.Struct, frozen=True):
@@ -87,18 +87,18 @@ async def test_call_returns_the_answer_and_the_typed_error(nats: Nats) -> None:
 
     serving = await controller.serve(subjects.ctl("ping"), Ping, answer, queue=subjects.CTL_QUEUE)
     await controller.flush()
-    assert await gateway.call(subjects.ctl("ping"), Ping(7), Ping, timeout_s=5) == Ping(8)
+    assert await gateway.call(subjects.ctl("ping"), Ping(7), Ping, timeout_s=GIVE_UP_S) == Ping(8)
     with pytest.raises(FunctionNotFound) as caught:
-        await gateway.call(subjects.ctl("ping"), Ping(1), Ping, timeout_s=5)
+        await gateway.call(subjects.ctl("ping"), Ping(1), Ping, timeout_s=GIVE_UP_S)
     assert caught.value.field == "function"
     with pytest.raises(InternalError, match="by zero"):
-        await gateway.call(subjects.ctl("ping"), Ping(2), Ping, timeout_s=5)
+        await gateway.call(subjects.ctl("ping"), Ping(2), Ping, timeout_s=GIVE_UP_S)
     with pytest.raises(InternalError, match="above the limit"):
-        await gateway.call(subjects.ctl("ping"), Ping(3), Ping, timeout_s=5)
+        await gateway.call(subjects.ctl("ping"), Ping(3), Ping, timeout_s=GIVE_UP_S)
     await serving.unsubscribe()
     await controller.flush()
     with pytest.raises(Unavailable, match="nobody serves"):
-        await gateway.call(subjects.ctl("ping"), Ping(), Ping, timeout_s=5)
+        await gateway.call(subjects.ctl("ping"), Ping(), Ping, timeout_s=GIVE_UP_S)
 
 
 async def test_requests_run_side_by_side_up_to_the_limit_then_are_refused(nats: Nats) -> None:
@@ -112,19 +112,22 @@ async def test_requests_run_side_by_side_up_to_the_limit_then_are_refused(nats: 
         return request
 
     await controller.serve(subjects.ctl("ping"), Ping, answer, concurrency=3)
-    calls = [asyncio.ensure_future(gateway.call(subjects.ctl("ping"), Ping(n), Ping, timeout_s=10)) for n in range(3)]
+    calls = [
+        asyncio.ensure_future(gateway.call(subjects.ctl("ping"), Ping(n), Ping, timeout_s=GIVE_UP_S)) for n in range(3)
+    ]
     await until(lambda: running == 3)
     with pytest.raises(Unavailable, match="3 requests"):
-        await gateway.call(subjects.ctl("ping"), Ping(3), Ping, timeout_s=10)
+        await gateway.call(subjects.ctl("ping"), Ping(3), Ping, timeout_s=GIVE_UP_S)
     go.set()
     assert await asyncio.gather(*calls) == [Ping(0), Ping(1), Ping(2)]
 
 
 async def test_no_answer_in_time_is_deadline_exceeded_and_the_handler_is_ended_with_the_bus(nats: Nats) -> None:
     gateway, controller = await nats.bus(GATEWAY), await nats.bus(CONTROLLER)
-    ended = asyncio.Event()
+    begun, ended = asyncio.Event(), asyncio.Event()
 
     async def answer(request: Ping) -> Ping:
+        begun.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -134,6 +137,7 @@ async def test_no_answer_in_time_is_deadline_exceeded_and_the_handler_is_ended_w
     await controller.serve(subjects.ctl("ping"), Ping, answer)
     with pytest.raises(DeadlineExceeded):
         await gateway.call(subjects.ctl("ping"), Ping(), Ping, timeout_s=0.2)
+    await asyncio.wait_for(begun.wait(), GIVE_UP_S)
     await controller.close()
     assert ended.is_set()
 
@@ -155,7 +159,7 @@ async def test_after_a_kill_of_the_server_everything_works_again_and_is_told(nat
     await until(lambda: told == ["gone"])
     assert not gateway.connected
     await nats.start()
-    await until(lambda: told == ["gone", "again"] and node.connected, within_s=3)
+    await until(lambda: told == ["gone", "again"] and node.connected)
     node.publish_now(subjects.frames(GATEWAY, NODE), Ping(1))
     await until(lambda: got == [1])
     off()
@@ -201,7 +205,7 @@ async def test_a_slow_subscriber_is_told_once_it_has_caught_up(nats: Nats) -> No
     await gateway.flush()
     assert not told.is_set()
     go.set()
-    await asyncio.wait_for(told.wait(), 5)
+    await asyncio.wait_for(told.wait(), GIVE_UP_S)
     # What fitted is heard. The handler's first step frees one place more; what arrives just then has it, by chance.
     assert got[:10] == list(range(10))
     assert got == sorted(set(got))
@@ -280,8 +284,8 @@ async def test_a_node_hears_nothing_that_is_not_for_it(nats: Nats, subject: str)
 
     await other.serve(subjects.node_command(NODE_2, "start"), Ping, answer)
     await other.serve(subjects.node_open(NODE_2, GATEWAY), Ping, answer)
-    await controller.call(subjects.node_command(NODE_2, "start"), Ping(), Ping, timeout_s=5)
-    await gateway.call(subjects.node_open(NODE_2, GATEWAY), Ping(), Ping, timeout_s=5)
+    await controller.call(subjects.node_command(NODE_2, "start"), Ping(), Ping, timeout_s=GIVE_UP_S)
+    await gateway.call(subjects.node_open(NODE_2, GATEWAY), Ping(), Ping, timeout_s=GIVE_UP_S)
     other.publish_now(subjects.frames(GATEWAY, NODE_2), Ping())
     await other.flush()
     await node.flush()

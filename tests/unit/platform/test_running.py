@@ -18,6 +18,7 @@ from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.profile import _toml, answers_alive, claim, free_name, release, remove_token, write_profile
 from sllm_runtime.platform.running import Lock, Running, read_running, stop_running
 from sllm_runtime.protocol.errors import Conflict
+from tests.fixtures.waiting import GIVE_UP_S
 
 
 def running(pid: int, data: Path, started: int | None = None) -> Running:
@@ -53,8 +54,10 @@ def test_what_a_killed_platform_left_is_no_platform(tmp_path: Path) -> None:
         assert read_running(tmp_path) is None
 
 
-@pytest.mark.parametrize(("deaf", "status"), [("", -signal.SIGTERM), ("SIG_IGN", -signal.SIGKILL)])
-def test_stop_asks_first(tmp_path: Path, deaf: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("deaf", "grace_s", "status"), [("", 60.0, -signal.SIGTERM), ("SIG_IGN", 0.3, -signal.SIGKILL)]
+)
+def test_stop_asks_first(tmp_path: Path, deaf: str, grace_s: float, status: int) -> None:
     code = "import signal, time;" + (f"signal.signal(signal.SIGTERM, signal.{deaf});" if deaf else "")
     code += "print(1, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as child:
@@ -62,8 +65,8 @@ def test_stop_asks_first(tmp_path: Path, deaf: str, status: int) -> None:
         child.stdout.readline()
         stop_running(running(child.pid, tmp_path, started=1), 0.1)  # another process now has this id
         assert child.poll() is None
-        stop_running(running(child.pid, tmp_path), 0.3)
-        assert child.wait(5) == status
+        stop_running(running(child.pid, tmp_path), grace_s)
+        assert child.wait(GIVE_UP_S) == status
     stop_running(running(child.pid, tmp_path, started=1), 0.1)
 
 

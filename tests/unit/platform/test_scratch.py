@@ -7,6 +7,7 @@ from pathlib import Path
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.scratch import scratch
 from tests.fixtures.deployed import descendants, wait, wait_gone
+from tests.fixtures.waiting import GIVE_UP_S
 
 USER = """
 import subprocess, sys
@@ -50,9 +51,9 @@ def test_killed_it_goes_when_the_last_heir_has_ended() -> None:
         family = descendants(process.pid)
         assert len(family) == 2
         process.kill()
-        process.wait(10)
+        process.wait(GIVE_UP_S)
         assert start_time(child) is not None
         assert (path / "file").exists(), "the child goes on"
         subprocess.run(["kill", "-9", str(child)], check=True)
-        wait(lambda: not path.exists(), 10, "the directory is gone")
+        wait(lambda: not path.exists(), "the directory is gone")
         wait_gone(family)

@@ -13,7 +13,7 @@ from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, Term
 from sllm_runtime.protocol.subjects import TERM_KEY, function_key, node_key
 from tests.fixtures.nats import CONTROLLER, CONTROLLER_2, GATEWAY, NODE, Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 def _node(name: str, seen: float = 0.0) -> NodeRecord:
@@ -129,7 +129,7 @@ async def test_what_a_watcher_fails_to_take_is_told_again(nats: Nats, caplog: py
 async def test_a_watch_of_nothing_is_ready_at_once(nats: Nats) -> None:
     await _leader(nats)
     reader = await StateStore.open(await nats.bus(GATEWAY), create=False)
-    watch = await asyncio.wait_for(reader.watch("routes.>", NodeRecord, lambda *_: None), 3)
+    watch = await asyncio.wait_for(reader.watch("routes.>", NodeRecord, lambda *_: None), GIVE_UP_S)
     assert watch.synced.is_set()
     await watch.close()
 
@@ -148,7 +148,7 @@ async def test_a_watch_through_an_outage_tells_only_what_changed_deletions_too(n
     await nats.start()
     await leader.put(node_key("changed"), _node("changed", 1.0))
     await leader.delete(node_key("deleted"))
-    await until(lambda: len(told) == 2 and watch.synced.is_set(), within_s=5)
+    await until(lambda: len(told) == 2 and watch.synced.is_set())
     assert set(told) == {("nodes.changed", _node("changed", 1.0)), ("nodes.deleted", None)}
     await leader.put(node_key("later"), _node("later"))
     await until(lambda: told[-1] == ("nodes.later", _node("later")))
@@ -160,7 +160,7 @@ async def test_a_write_during_an_outage_is_written_when_the_server_is_back(nats:
     await nats.kill()
     writing = asyncio.ensure_future(leader.put(node_key("n1"), _node("n1")))
     await nats.start()
-    await asyncio.wait_for(writing, 8)
+    await asyncio.wait_for(writing, GIVE_UP_S)
     assert await leader.get(node_key("n1"), NodeRecord) == _node("n1")
 
 

@@ -14,7 +14,7 @@ from sllm_runtime.platform.process import Child, start_time
 from sllm_runtime.platform.restarts import Restarts
 from sllm_runtime.platform.supervise import CHILD, ChildSpec, ChildState, Supervisor
 from sllm_runtime.protocol.errors import StartFailed
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 READY = "import os, time; os.write(int(os.environ['SLLM_READY_FD']), b'READY\\n'); "
 SERVES = READY + "time.sleep(600)"
@@ -82,7 +82,7 @@ async def test_one_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
     dies = READY + "print('out of luck', flush=True); raise SystemExit(3)"
     supervisor = Supervisor([spec("a", dies, tmp_path)], restarts=QUICK)
     await supervisor.start()
-    error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 20)
+    error = await asyncio.wait_for(asyncio.shield(supervisor.failed), GIVE_UP_S)
     assert isinstance(error, StartFailed)
     assert "a ended 4 times within 60 s" in error.message
     assert "out of luck" in error.message
@@ -90,15 +90,17 @@ async def test_one_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "what"),
+    ("code", "ready_s", "what"),
     [
-        ("print('no port', flush=True); raise SystemExit(3)", "ended with status 3 before it was ready"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with signal 9 before it was ready"),
-        ("import time; print('no port', flush=True); time.sleep(600)", "was not ready after 1 s"),
+        ("print('no port', flush=True); raise SystemExit(3)", 60.0, "ended with status 3 before it was ready"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 60.0, "ended with signal 9 before it was ready"),
+        ("import time; time.sleep(600)", 1.0, "was not ready after 1 s"),
     ],
 )
-async def test_a_first_start_that_fails_says_why_with_the_log(tmp_path: Path, code: str, what: str) -> None:
-    supervisor = Supervisor([spec("good", SERVES, tmp_path), spec("bad", code, tmp_path, ready_s=1.0)])
+async def test_a_first_start_that_fails_says_why_with_the_log(
+    tmp_path: Path, code: str, ready_s: float, what: str
+) -> None:
+    supervisor = Supervisor([spec("good", SERVES, tmp_path), spec("bad", code, tmp_path, ready_s=ready_s)])
     with pytest.raises(StartFailed, match=what) as caught:
         await supervisor.start()
     assert ("no port" in caught.value.message) == ("no port" in code)

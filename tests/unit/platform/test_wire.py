@@ -14,7 +14,7 @@ from sllm_runtime.platform.framing import HEADER, Descriptors, Splitter
 from sllm_runtime.platform.wire import AsyncWire, BlockingWire
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
 from sllm_runtime.protocol.limits import MAX_FDS, MAX_MESSAGE
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 def framed(payload: bytes) -> bytes:
@@ -96,7 +96,7 @@ def test_a_blocking_wire_sends_more_than_the_kernel_buffers(pair: tuple[socket.s
     sender = threading.Thread(target=send)
     sender.start()
     got = [right.receive() for _ in range(4)]
-    sender.join(10)
+    sender.join(GIVE_UP_S)
     assert got == [data] * 4
     for fd in [*right.fds.take(4), read, write]:
         os.close(fd)
@@ -121,12 +121,12 @@ async def test_async_wires_keep_the_order_and_hand_over_descriptors(pair: tuple[
         left.send(message, [read])
     os.close(read)  # the wire has its own
     for message in messages:
-        assert await asyncio.wait_for(right.receive(), 5) == message
+        assert await asyncio.wait_for(right.receive(), GIVE_UP_S) == message
         (fd,) = right.fds.take(1)
         os.close(fd)
-    await asyncio.wait_for(left.drain(), 5)
+    await asyncio.wait_for(left.drain(), GIVE_UP_S)
     left.close()
-    assert await asyncio.wait_for(right.receive(), 5) is None
+    assert await asyncio.wait_for(right.receive(), GIVE_UP_S) is None
     right.close()
     os.close(write)
 
@@ -150,7 +150,7 @@ async def test_sending_to_a_peer_that_is_gone(pair: tuple[socket.socket, socket.
     pair[1].close()
     with pytest.raises(Unavailable, match="is gone"):
         send(left, b"x", 3)
-    await asyncio.wait_for(left.drain(), 5)
+    await asyncio.wait_for(left.drain(), GIVE_UP_S)
     assert await left.receive() is None
 
 
@@ -171,7 +171,7 @@ async def test_close_wakes_a_receiver(pair: tuple[socket.socket, socket.socket])
     await asyncio.sleep(0)
     wire.close()
     wire.close()
-    assert await asyncio.wait_for(receiving, 5) is None
+    assert await asyncio.wait_for(receiving, GIVE_UP_S) is None
 
 
 async def test_a_cancelled_receive_can_be_repeated(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -182,7 +182,7 @@ async def test_a_cancelled_receive_can_be_repeated(pair: tuple[socket.socket, so
     with pytest.raises(asyncio.CancelledError):
         await receiving
     left.send(b"later")
-    assert await asyncio.wait_for(right.receive(), 5) == b"later"
+    assert await asyncio.wait_for(right.receive(), GIVE_UP_S) == b"later"
     left.close()
     right.close()
 
@@ -195,12 +195,12 @@ async def test_messages_that_nobody_asks_for_stay_with_the_kernel(pair: tuple[so
         os.close(read)
         os.close(write)
     for number in range(3):
-        assert await asyncio.wait_for(right.receive(), 5) == b"%d" % number
+        assert await asyncio.wait_for(right.receive(), GIVE_UP_S) == b"%d" % number
         await asyncio.sleep(0)
         (fd,) = right.fds.take(1)
         os.close(fd)
     left.close()
-    assert await asyncio.wait_for(right.receive(), 5) is None
+    assert await asyncio.wait_for(right.receive(), GIVE_UP_S) is None
     right.close()
 
 
@@ -209,7 +209,7 @@ async def test_what_is_no_message_is_told_to_who_receives(pair: tuple[socket.soc
     pair[0].sendall(b"\xff" * 100)
     for _ in range(2):
         with pytest.raises(ProtocolError, match="above the limit"):
-            await asyncio.wait_for(right.receive(), 5)
+            await asyncio.wait_for(right.receive(), GIVE_UP_S)
     right.close()
 
 
@@ -223,7 +223,7 @@ async def test_a_listener_gets_all_messages_in_order_where_they_are_read(
 ) -> None:
     left, right = AsyncWire(pair[0]), AsyncWire(pair[1])
     left.send(b"early")
-    assert await asyncio.wait_for(right.receive(), 5) == b"early"
+    assert await asyncio.wait_for(right.receive(), GIVE_UP_S) == b"early"
     messages = [os.urandom(size) for size in (0, 1, 100_000, 300_000, 5)]
     for message in messages:
         left.send(message)
@@ -234,8 +234,8 @@ async def test_a_listener_gets_all_messages_in_order_where_they_are_read(
     await until(lambda: len(got) > len(messages))
     assert got == [*messages, b"late"]
     left.close()
-    await asyncio.wait_for(listening, 5)
-    assert await asyncio.wait_for(right.receive(), 5) is None
+    await asyncio.wait_for(listening, GIVE_UP_S)
+    assert await asyncio.wait_for(right.receive(), GIVE_UP_S) is None
     right.close()
 
 
@@ -256,7 +256,7 @@ async def test_what_a_listener_raises_ends_its_listening(
     await until(lambda: len(got) == 2)
     left.send(b"y")
     with pytest.raises(type(error), match="mine"):
-        await asyncio.wait_for(listening, 5)
+        await asyncio.wait_for(listening, GIVE_UP_S)
     assert got == [b"x", b"x", b"y"]
     left.close()
     right.close()
@@ -273,11 +273,11 @@ async def test_who_no_longer_listens_leaves_the_rest_to_who_receives(
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
     left.send(b"b")
-    assert await asyncio.wait_for(right.receive(), 5) == b"b"
+    assert await asyncio.wait_for(right.receive(), GIVE_UP_S) == b"b"
     listening = asyncio.create_task(right.listen(got.append))
     await asyncio.sleep(0)
     right.close()
-    await asyncio.wait_for(listening, 5)
+    await asyncio.wait_for(listening, GIVE_UP_S)
     left.close()
     assert got == [b"a"]
 
@@ -287,5 +287,5 @@ async def test_a_listener_hears_of_a_broken_framing(pair: tuple[socket.socket, s
     listening = asyncio.create_task(right.listen(lambda _payload: None))
     pair[0].sendall(HEADER.pack(MAX_MESSAGE + 1))
     with pytest.raises(ProtocolError, match="above the limit"):
-        await asyncio.wait_for(listening, 5)
+        await asyncio.wait_for(listening, GIVE_UP_S)
     right.close()

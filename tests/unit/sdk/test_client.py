@@ -30,6 +30,7 @@ from sllm_runtime.protocol.errors import (
     VersionNotFound,
 )
 from sllm_runtime.protocol.http import ProgressView
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, TOKEN, Answer, Gateway, error, progress, sse
 
 QUICK = Retry(base_s=0.001, rand=lambda: 0.0)
@@ -166,7 +167,7 @@ def rude() -> Iterator[tuple[str, list[bytes]]]:
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", heard
         listener.shutdown(socket.SHUT_RDWR)
-    thread.join(5)
+    thread.join(GIVE_UP_S)
 
 
 def test_a_request_that_was_heard_is_not_sent_again(
@@ -198,7 +199,7 @@ def test_leaving_early_cancels_the_call(gateway: Gateway) -> None:
     gateway.will(Answer((sse("a", id=0),), hangs=True))
     with Client() as client, closing(client.stream("chat", {})) as values:
         assert next(values) == "a"
-    assert gateway.left.wait(5)
+    assert gateway.left.wait(GIVE_UP_S)
 
 
 async def test_leaving_early_cancels_the_call_in_asyncio(gateway: Gateway) -> None:
@@ -298,4 +299,4 @@ def test_connections_notice_a_dead_peer(gateway: Gateway) -> None:
         (connection,) = pool._pool.connections
         raw = connection._connection._network_stream.get_extra_info("socket")
         assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    assert gateway.left.wait(5)
+    assert gateway.left.wait(GIVE_UP_S)

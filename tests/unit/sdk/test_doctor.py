@@ -14,6 +14,7 @@ import pytest
 from sllm import profiles
 from sllm.doctor import checks, kernel, machine, nats, software, storage
 from sllm.doctor.finding import Level
+from tests.fixtures.waiting import GIVE_UP_S
 
 
 def test_here() -> None:
@@ -56,7 +57,7 @@ def test_nats_without_jetstream(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         monkeypatch.setenv("SLLM_NATS_URL", f"nats://127.0.0.1:{port}")
         without, having = nats.nats(needed=True), nats.nats(needed=True)
-        thread.join(5)
+        thread.join(GIVE_UP_S)
     assert (without.level, without.check) == (Level.FAILURE, "nats")
     assert "9.9.9, without JetStream" in without.what
     assert having.level is Level.OK
@@ -72,7 +73,7 @@ def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         monkeypatch.setenv("SLLM_NATS_URL", f"127.0.0.1:{port}")
         assert "no NATS server answers there (b'+OK Redis" in nats.nats(needed=True).what
-        thread.join(5)
+        thread.join(GIVE_UP_S)
 
 
 def _greet(listener: socket.socket) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from sllm_loaderd.client import LoaderControl
 from tests.fixtures.models import save_byte_tokenizer, save_model
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Worker, Zygote
 
 
@@ -65,7 +66,7 @@ class Loader:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(GIVE_UP_S)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ from sllm_runtime.protocol.worker import (
     ToZygote,
     ZygoteReady,
 )
+from tests.fixtures.waiting import GIVE_UP_S
 
 DEADLINE_S = 60.0
 GENEROUS = 10 * limits.MIB
@@ -321,4 +322,4 @@ class Zygote:
 
     def close(self) -> None:
         self.wire.close()
-        self.process.wait(30)
+        self.process.wait(GIVE_UP_S)

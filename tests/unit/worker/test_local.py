@@ -17,6 +17,7 @@ import pytest
 from sllm.cli.load import one as find
 from sllm_runtime.protocol.errors import InvalidArgument
 from sllm_runtime.worker.local import run_local
+from tests.fixtures.waiting import GIVE_UP_S
 
 FUNCTIONS = Path(__file__).parents[2] / "fixtures" / "functions"
 
@@ -96,4 +97,4 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
         assert process.stdout is not None
         os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(GIVE_UP_S) == 130

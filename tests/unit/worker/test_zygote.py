@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sllm_runtime.worker.zygote import SINGLE_THREADED
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
 
 
@@ -125,6 +126,6 @@ def test_everything_dies_with_it(own: Zygote, tmp_path: Path, end: str) -> None:
             until(lambda: dead(daemon))
         else:
             os.kill(daemon, signal.SIGKILL)
-        assert own.process.wait(20) == (-9 if end == "SIGKILL" else 0)
+        assert own.process.wait(GIVE_UP_S) == (-9 if end == "SIGKILL" else 0)
     finally:
         worker.close()
