@@ -82,6 +82,7 @@ OPERATIONS = (
     Operation("delete", f"{API}/models/{{digest}}", "Delete a model that no version uses", answer=http.ModelView),
     Operation("post", f"{API}/models/{{digest}}/validate", "Check every byte of a model", answer=http.ModelView),
     Operation("get", f"{API}/nodes", "All nodes", answer=http.NodeListView),
+    Operation("get", f"{API}/nodes/{{node}}", "One node, and what lies where on it", answer=http.NodeDetailView),
     Operation("get", f"{API}/status", "What is there", answer=http.StatusView),
     Operation("get", f"{API}/openapi.json", "This document"),
     Operation("get", "/livez", "Whether the process lives", media=TEXT),

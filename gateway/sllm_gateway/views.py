@@ -6,14 +6,18 @@ from sllm_runtime.protocol.ctl import FunctionInfo, ModelInfo, NodeInfo
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import (
+    DeviceView,
     ErrorView,
     FunctionView,
     GpuView,
     InstanceView,
     LogView,
     ModelView,
+    NodeDetailView,
     NodeView,
+    PathView,
     ProgressView,
+    StorageView,
     VersionView,
 )
 from sllm_runtime.protocol.node import NodeStatus, Progress
@@ -101,6 +105,37 @@ def node(info: NodeInfo) -> NodeView:
         free_memory=0,
     )
     return view if info.status is None else view.model_copy(update=_reported(info.status))
+
+
+def node_detail(info: NodeInfo) -> NodeDetailView:
+    """A node with what lies where on it."""
+    view = NodeDetailView(**node(info).model_dump())
+    status = info.status
+    if status is None:
+        return view
+    dram, away = frozenset(status.resident), frozenset(status.remote)
+    tiers = {
+        digest: (*(("dram",) if digest in dram else ()), "source" if digest in away else "ssd")
+        for digest in status.models
+    }
+    return view.model_copy(update={"storage": _storage(status), "tiers": tiers})
+
+
+def _storage(status: NodeStatus) -> StorageView | None:
+    found = status.storage
+    if found is None:
+        return None
+    return StorageView(
+        dram_used=status.dram_used,
+        dram_limit=status.dram_limit,
+        dram_ready=found.dram_ready,
+        ssd_used=found.ssd_used,
+        ssd_limit=found.ssd_limit,
+        disk_free=found.disk_free,
+        integrity=found.integrity,
+        devices=tuple(DeviceView(device=each.device, limit=each.limit, used=each.used) for each in found.devices),
+        paths=tuple(PathView(path=p.path, bandwidth=p.bandwidth, queued=p.queued) for p in status.paths),
+    )
 
 
 def _reported(status: NodeStatus) -> dict[str, object]:

@@ -27,7 +27,7 @@ from sllm_invoker.proofs import Proofs
 from sllm_invoker.relay import Relay
 from sllm_invoker.report import Reporter
 from sllm_invoker.settings import InvokerSettings
-from sllm_invoker.storage import path_loads, remote, resident
+from sllm_invoker.storage import dram_used, path_loads, remote, resident, storage
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.announce import Announcer
@@ -249,7 +249,7 @@ class Node:
 
     # --- report -----------------------------------------------------------------------------------------
     def _compose(self, sequence: int) -> NodeStatus:
-        ledger, storage = self._instances.ledger, self._loader.status
+        ledger, loader = self._instances.ledger, self._loader.status
         return NodeStatus(
             node=self._node,
             boot=self._boot,
@@ -263,12 +263,13 @@ class Node:
             labels=self._labels,
             draining=self._instances.draining,
             pool_idle=self._pool.idle,
-            models=storage.models if storage is not None else (),
-            resident=resident(storage) if storage is not None else (),
-            remote=remote(storage) if storage is not None else (),
-            paths=path_loads(storage) if storage is not None else (),
-            dram_limit=storage.pool.limit if storage is not None else 0,
-            dram_used=storage.pool.used + storage.pool.held + storage.pool.retiring if storage is not None else 0,
+            models=loader.models if loader is not None else (),
+            resident=resident(loader) if loader is not None else (),
+            remote=remote(loader) if loader is not None else (),
+            paths=path_loads(loader) if loader is not None else (),
+            dram_limit=loader.pool.limit if loader is not None else 0,
+            dram_used=dram_used(loader) if loader is not None else 0,
+            storage=storage(loader) if loader is not None else None,
             python=".".join(self._driver.python.split(".")[:2]),
             instances=self._instances.statuses(),
         )

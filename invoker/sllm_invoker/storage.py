@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sllm_runtime.protocol.loader import PRIORITIES, START, Status
-from sllm_runtime.protocol.node import PathLoad
+from sllm_runtime.protocol.node import DeviceMemory, PathLoad, Storage
 
 _AHEAD = PRIORITIES[: PRIORITIES.index(START) + 1]
 """Classes that a start waits behind: a prefetch and a write-back let it pass."""
@@ -19,6 +19,23 @@ def remote(status: Status) -> tuple[str, ...]:
     """Models that are known here and whose bytes are at a source, not on this node's SSD."""
     copied = {model for model, _, _ in status.ssd.copies} if status.ssd is not None else set()
     return tuple(sorted(set(status.remote) - copied))
+
+
+def storage(status: Status) -> Storage:
+    """What there is to load from and to."""
+    return Storage(
+        dram_ready=status.pool.prefaulted,
+        ssd_used=status.ssd.used if status.ssd is not None else 0,
+        ssd_limit=status.ssd.limit if status.ssd is not None else 0,
+        disk_free=status.disk_free,
+        integrity=status.integrity,
+        devices=tuple(DeviceMemory(device=each.name, limit=each.limit, used=each.used) for each in status.devices),
+    )
+
+
+def dram_used(status: Status) -> int:
+    """Bytes of the pool that models have, also those that go when their sandboxes do."""
+    return status.pool.used + status.pool.retiring
 
 
 def path_loads(status: Status) -> tuple[PathLoad, ...]:

@@ -23,7 +23,14 @@ from sllm_gateway.openapi import document
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable
 from sllm_runtime.protocol import ctl, limits
-from sllm_runtime.protocol.errors import FunctionNotFound, InvalidManifest, InvalidRequest, MalformedJson, SllmError
+from sllm_runtime.protocol.errors import (
+    FunctionNotFound,
+    InvalidManifest,
+    InvalidRequest,
+    MalformedJson,
+    NodeNotFound,
+    SllmError,
+)
 from sllm_runtime.protocol.http import (
     API,
     DeletedView,
@@ -100,6 +107,7 @@ class Api:
             Route(f"{API}/models/{{digest}}", self.delete_model, methods=["DELETE"]),
             Route(f"{API}/models/{{digest}}/validate", self.validate_model, methods=["POST"]),
             Route(f"{API}/nodes", self.nodes, methods=["GET"]),
+            Route(f"{API}/nodes/{{node}}", self.node, methods=["GET"]),
             Route(f"{API}/status", self.status, methods=["GET"]),
             Route(f"{API}/openapi.json", self.openapi, methods=["GET"]),
         ]
@@ -160,6 +168,14 @@ class Api:
 
     async def nodes(self, request: Request) -> Response:
         return shown(NodeListView(nodes=tuple(views.node(info) for info in await self._controller.nodes())))
+
+    async def node(self, request: Request) -> Response:
+        """One node, with what lies where on it."""
+        name: str = request.path_params["node"]
+        found = next((info for info in await self._controller.nodes() if info.record.node == name), None)
+        if found is None:
+            raise NodeNotFound(f"no node is named {quoted(name)}; `sllm node list` shows all")
+        return shown(views.node_detail(found))
 
     async def status(self, request: Request) -> Response:
         """What is there, also when the controller is not."""

@@ -185,6 +185,46 @@ class NodeView(Frozen):
     instances: int = 0
 
 
+class PathView(Frozen):
+    """A way that weights come by: bytes per second as measured (0: never used), bytes that a start waits behind."""
+
+    path: str
+    bandwidth: float
+    queued: int
+
+
+class DeviceView(Frozen):
+    """Bytes of a device's memory, and of them with weights."""
+
+    device: str
+    limit: int
+    used: int
+
+
+class StorageView(Frozen):
+    """Where a node loads from and to, in bytes. ``integrity``: what is loaded is compared with its digests."""
+
+    dram_used: int
+    dram_limit: int
+    dram_ready: int
+    ssd_used: int
+    ssd_limit: int
+    disk_free: int
+    integrity: bool = True
+    devices: tuple[DeviceView, ...] = ()
+    paths: tuple[PathView, ...] = ()
+
+
+class NodeDetailView(NodeView):
+    """``GET /api/v1/nodes/{node}``. ``tiers``: by model, ``dram``, ``ssd`` and ``source`` (its bytes are elsewhere).
+
+    ``storage``: none while the node's loaderd is away.
+    """
+
+    storage: StorageView | None = None
+    tiers: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+
+
 class NodeListView(Frozen):
     nodes: tuple[NodeView, ...]
 

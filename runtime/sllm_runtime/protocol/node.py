@@ -61,6 +61,28 @@ class PathLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued: int
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that loaderd loads to: bytes of its memory in all, and with partitions."""
+
+    device: str
+    limit: int
+    used: int
+
+
+class Storage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node's loaderd has to load from and to, in bytes; for people."""
+
+    dram_ready: int = 0
+    """Of the pool's free chunks, those that have their pages."""
+    ssd_used: int = 0
+    ssd_limit: int = 0
+    """Copies of remote models."""
+    disk_free: int = 0
+    integrity: bool = True
+    """Whether what is loaded is compared with its digests."""
+    devices: tuple[DeviceMemory, ...] = ()
+
+
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A node's report: at every change (coalesced to 20 ms) and every HEARTBEAT_S."""
 
@@ -89,6 +111,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     paths: tuple[PathLoad, ...] = ()
     dram_limit: int = 0
     dram_used: int = 0
+    storage: Storage | None = None
+    """None: loaderd is away."""
     python: str = ""
     """Minor version of its workers' Python, ``"3.11"``; empty: not said."""
     drivers: tuple[str, ...] = ("process",)

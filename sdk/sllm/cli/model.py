@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
+from urllib.parse import quote
 
 import typer
 
@@ -13,7 +14,10 @@ from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.cli.lazy import LazyGroup, load_contributed
 from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound
-from sllm_runtime.protocol.http import API, ModelListView, ModelView
+from sllm_runtime.protocol.http import API, ModelListView, ModelView, NodeDetailView, NodeListView
+
+if TYPE_CHECKING:
+    from sllm.client import Client
 
 _DIGEST: Final = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
 app = typer.Typer(
@@ -49,14 +53,33 @@ def _one(view: ModelView, json: bool) -> None:
 
 
 @app.command("list")
-def list_(context: typer.Context, json: Json = False) -> None:
+def list_(
+    context: typer.Context,
+    tiers: Annotated[bool, typer.Option("--tiers", help="Say in which tiers of each node it lies.")] = False,
+    json: Json = False,
+) -> None:
     """All registered models."""
     with client(context) as connection:
         found = ModelListView.model_validate(connection.request("GET", f"{API}/models"))
+        nodes = _nodes(connection) if tiers else []
     if json:
-        output.value(found.model_dump(mode="json"))
-    else:
-        show.models(found.models)
+        where = {node.node: node.tiers for node in nodes}
+        output.value(found.model_dump(mode="json") | ({"tiers": where} if tiers else {}))
+        return
+    places = {
+        model.digest: "; ".join(
+            f"{n.node}: {', '.join(n.tiers[model.digest])}" for n in nodes if model.digest in n.tiers
+        )
+        for model in found.models
+    }
+    show.models(found.models, places if tiers else None)
+
+
+def _nodes(connection: Client) -> list[NodeDetailView]:
+    """Every node with what lies on it."""
+    names = [n.node for n in NodeListView.model_validate(connection.request("GET", f"{API}/nodes")).nodes]
+    details = (connection.request("GET", f"{API}/nodes/{quote(name, safe='')}") for name in names)
+    return [NodeDetailView.model_validate(each) for each in details]
 
 
 def _directory(target: str) -> Path | None:

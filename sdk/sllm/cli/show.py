@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sllm.cli import output
-from sllm_runtime.protocol.http import FunctionView, ModelView, NodeView, VersionView
+from sllm_runtime.protocol.http import FunctionView, ModelView, NodeDetailView, NodeView, VersionView
 from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.timeline import Span
 
@@ -78,10 +78,17 @@ def versions(found: Iterable[VersionView]) -> None:
     output.table(("VERSION", "STATE", "CREATED", "BUNDLE", "MODEL", "ERROR"), rows, empty="no versions")
 
 
-def models(found: Sequence[ModelView]) -> None:
-    """One row a model."""
+def models(found: Sequence[ModelView], places: Mapping[str, str] | None = None) -> None:
+    """One row a model. ``places``: by digest, where it lies on each node; None: which nodes have it."""
     rows = [
-        (each.digest[7:19], each.architecture, show_bytes(each.bytes), each.dtype, ",".join(each.nodes), each.uri)
+        (
+            each.digest[7:19],
+            each.architecture,
+            show_bytes(each.bytes),
+            each.dtype,
+            ",".join(each.nodes) if places is None else places.get(each.digest, ""),
+            each.uri,
+        )
         for each in found
     ]
     output.table(("DIGEST", "ARCHITECTURE", "SIZE", "DTYPE", "NODES", "FROM"), rows, empty="no models yet")
@@ -118,6 +125,37 @@ def nodes(found: Sequence[NodeView]) -> None:
     ]
     columns = ("NAME", "STATE", "CPU FREE", "MEMORY FREE", "GPUS", "INSTANCES", "WARM")
     output.table(columns, rows, empty="no nodes have joined")
+
+
+def node(view: NodeDetailView) -> None:
+    """Everything about one node."""
+    nodes((view,))
+    storage = view.storage
+    if storage is None:
+        output.text("loaderd is away: nothing is known of models and tiers")
+        return
+    if not storage.integrity:
+        output.text("INTEGRITY IS OFF: what is loaded here is not compared with its digests")
+    tiers = [
+        ("dram", storage.dram_used, storage.dram_limit, f"{show_bytes(storage.dram_ready)} ready ahead"),
+        ("ssd copies", storage.ssd_used, storage.ssd_limit, f"{show_bytes(storage.disk_free)} free on the disk"),
+        *((each.device, each.used, each.limit, "") for each in storage.devices),
+    ]
+    output.table(
+        ("TIER", "USED", "LIMIT", ""),
+        [(name, show_bytes(used), show_bytes(limit), note) for name, used, limit, note in tiers],
+        empty="",
+    )
+    output.table(
+        ("PATH", "SPEED", "WAITING"),
+        [(p.path, f"{show_bytes(p.bandwidth)}/s" if p.bandwidth else "-", show_bytes(p.queued)) for p in storage.paths],
+        empty="no bytes have come by any path yet",
+    )
+    output.table(
+        ("MODEL", "LIES IN"),
+        [(digest[7:19], ", ".join(found)) for digest, found in sorted(view.tiers.items())],
+        empty="no models on this node",
+    )
 
 
 def timeline(spans: Sequence[Span]) -> None:

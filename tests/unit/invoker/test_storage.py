@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from sllm_invoker.storage import path_loads, remote, resident
+from msgspec import structs
+
+from sllm_invoker.storage import dram_used, path_loads, remote, resident, storage
 from sllm_runtime.protocol.loader import (
     PREWARM,
     START,
     WRITE_BACK,
+    DeviceStatus,
     PathStatus,
     PoolStatus,
     ResidentStatus,
     Status,
     TierStatus,
 )
+from sllm_runtime.protocol.node import DeviceMemory, Storage
 
 POOL = PoolStatus(chunk_bytes=1, limit=1, free=0, prefaulted=0, used=0, held=0, retiring=0, reserved=0)
 
@@ -36,6 +40,15 @@ def test_a_model_with_half_a_partition_is_not_resident() -> None:
 def test_a_copy_on_the_ssd_brings_a_remote_model_near() -> None:
     copies = TierStatus(used=1, limit=1, copies=(("copied", 0, 1),))
     assert remote(status(models=("here", "copied", "away"), remote=("copied", "away"), ssd=copies)) == ("away",)
+
+
+def test_what_there_is_to_load_from_and_to() -> None:
+    pool = structs.replace(POOL, prefaulted=3, used=7, held=5, retiring=2)
+    device = DeviceStatus(name="fake:0", path="link fake:0", limit=9, used=4)
+    said = structs.replace(status(ssd=TierStatus(used=1, limit=6), devices=(device,), integrity=False), pool=pool)
+    assert dram_used(said) == 9, "what is held is used, and counted once"
+    memory = DeviceMemory(device="fake:0", limit=9, used=4)
+    assert storage(said) == Storage(dram_ready=3, ssd_used=1, ssd_limit=6, integrity=False, devices=(memory,))
 
 
 def test_a_start_waits_behind_starts_alone() -> None:

@@ -292,6 +292,41 @@ def test_lists(gateway: Gateway) -> None:
     assert "no nodes have joined" in here("node", "list").stderr
 
 
+def test_a_node_says_what_lies_where(gateway: Gateway) -> None:
+    digest = "sha256:" + "ab" * 32
+    node: dict[str, Any] = {
+        "node": "n1", "alive": True, "cordoned": False, "draining": False, "age_s": 0.0, "cpu": 2, "free_cpu": 1,
+        "memory": 4, "free_memory": 3, "tiers": {digest: ["dram", "ssd"]},
+        "storage": {
+            "dram_used": 2**20, "dram_limit": 2**30, "dram_ready": 2**21, "ssd_used": 0, "ssd_limit": 2**30,
+            "disk_free": 2**30, "integrity": False, "devices": [{"device": "fake:0", "limit": 2**21, "used": 0}],
+            "paths": [{"path": "disk", "bandwidth": 2.0**30, "queued": 3}],
+        },
+    }  # fmt: skip
+    gateway.will(Answer(json=node))
+    assert document(here("node", "describe", "n1", "--json"))["tiers"] == node["tiers"]
+    gateway.will(Answer(json=node))
+    shown = here("node", "describe", "n1").stdout
+    assert "INTEGRITY IS OFF" in shown
+    rows = [line.split("\t") for line in shown.splitlines()]
+    assert ["dram", "1.0 MiB", "1.0 GiB", "2.0 MiB ready ahead"] in rows
+    assert ["disk", "1.0 GiB/s", "3 B"] in rows
+    assert ["abababababab", "dram, ssd"] in rows
+    gateway.will(Answer(json=node | {"storage": None, "tiers": {}}))
+    assert "loaderd is away" in here("node", "describe", "n1").stdout
+    model = {
+        "digest": digest,
+        "uri": "/m",
+        "bytes": 1,
+        "partitions": [1],
+        "architecture": "A",
+        "tensors": 1,
+        "dtype": "f",
+    }
+    gateway.will(Answer(json={"models": [model]}), Answer(json={"nodes": [node]}), Answer(json=node))
+    assert "n1: dram, ssd" in here("model", "list", "--tiers").stdout
+
+
 def test_a_functions_instances_say_what_they_are(gateway: Gateway) -> None:
     ready = InstanceView(instance="i1", version=1, node="n1", state="READY")
     said = {"fingerprint": "0123456789abcdef", "capabilities": ("engine:ours", "lora", "sleep")}
