@@ -59,9 +59,10 @@ def mlp(config: Any, weights: Weights, name: str, tile: int) -> Mlp:
     act, hidden, inner = activation(config.hidden_act), config.hidden_size, config.intermediate_size
     if config.model_type == "mixtral":
         count = config.num_local_experts
-        up = weights.get(f"{name}.experts.gate_up_proj", count, 2 * inner, hidden)
-        down = weights.get(f"{name}.experts.down_proj", count, hidden, inner)
-        experts = [Gated(Linear([up[i]]), Linear([down[i]]), act) for i in range(count)]
+        here = getattr(config, "experts_here", range(count))  # a rank has some of them
+        up = weights.get(f"{name}.experts.gate_up_proj", len(here), 2 * inner, hidden)
+        down = weights.get(f"{name}.experts.down_proj", len(here), hidden, inner)
+        experts = {number: Gated(Linear([up[i]]), Linear([down[i]]), act) for i, number in enumerate(here)}
         gate = Linear.named(weights, hidden, {f"{name}.gate": count})
         return Experts(gate, experts, config.num_experts_per_tok, tile)
     biased = config.model_type == "llama" and config.mlp_bias

@@ -167,17 +167,18 @@ class Plain:
 
 class Experts:
     """Each row goes through its ``top`` likeliest experts. An expert's rows are padded to ``tile`` like any product,
-    and a row's experts are added in the order of their odds, so it does not matter which rows share an expert."""
+    and a row's experts are added in the order of their odds, so it does not matter which rows share an expert.
+    ``experts``: by number; those that another rank has add nothing here."""
 
-    def __init__(self, gate: Linear, experts: Sequence[Gated], top: int, tile: int) -> None:
+    def __init__(self, gate: Linear, experts: Mapping[int, Gated], top: int, tile: int) -> None:
         self._gate, self._experts, self._top, self._tile = gate, experts, top, tile
 
     def __call__(self, x: Rows) -> Rows:
         odds, chosen = torch.softmax(self._gate(x).float(), -1).topk(self._top)
         odds = odds / odds.sum(-1, keepdim=True)
-        parts = torch.empty(x.shape[0] * self._top, x.shape[1], dtype=x.dtype)
+        parts = x.new_zeros(x.shape[0] * self._top, x.shape[1])
         flat = chosen.view(-1)
-        for number, expert in enumerate(self._experts):
+        for number, expert in self._experts.items():
             mine = (flat == number).nonzero().view(-1)
             if mine.numel():
                 rows = F.pad(mine, (0, -mine.numel() % self._tile)) // self._top
