@@ -5,39 +5,36 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
-from benchmarks.load_model import Checkpoint
+from benchmarks.load_bench import Bench
+from benchmarks.load_model import QUICK
 from benchmarks.load_node import Node
-from benchmarks.load_ssd import SLACK, same
-from benchmarks.load_systems import Loader, ours
+from benchmarks.load_ssd import same
+from benchmarks.load_systems import Loader
 from benchmarks.record import Aim, ratio
-from benchmarks.runner import Run
 
 DEVICES: Final = 4
 DEVICE: Final = "1GiB"
-LINK: Final = "0.1GB/s"
+LINK: Final = "0.25GB/s"
 """Of each link: four together are far below what two cores copy."""
 AIM: Final = 3.8
 
 
-def measure(run: Run, case: str, directory: Path, checkpoint: Checkpoint) -> None:
+def measure(bench: Bench, case: str) -> None:
     """GB/s over one link and over four, the model in the pool, nothing of it on the devices."""
-    room = checkpoint.nbytes + SLACK
-    spec = f"{DEVICES}x{DEVICE}@{LINK}"
+    run, checkpoint = bench.run, bench.checkpoint(case, QUICK)  # what a link takes decides, so the small one does
+    stored, spec = bench.converted(checkpoint), f"{DEVICES}x{DEVICE}@{LINK}"
     with contextlib.ExitStack() as stack:
-        node = stack.enter_context(Node(directory / case, pool_bytes=room, fake_devices=spec))
-        model = node.register(str(checkpoint.directory))
+        node = stack.enter_context(bench.node(case, stored, room=checkpoint.nbytes, fake_devices=spec))
         loaders = []
         for number in range(DEVICES):
-            (home := directory / f"{case}-{number}").mkdir()
-            loaders.append(stack.enter_context(ours(node, model, home, device=f"fake:{number}")))
+            loaders.append(bench.programs.ours(node, stored.model, lane=number, device=f"fake:{number}"))
         same("sllm", loaders[0].load(checkpoint.names).digest, checkpoint.digest)
         pool = stack.enter_context(ThreadPoolExecutor(DEVICES))
         for _ in range(run.rounds):
             for count in (1, DEVICES):
-                took = _at_once(pool, node, model, loaders[:count])
+                took = _at_once(pool, node, stored.model, loaders[:count])
                 one = run.case(case, f"sllm, {count} link{'s' * (count > 1)}", "GB/s")
                 one.samples.append(round(count * checkpoint.nbytes / 1e9 / took, 4))
     four, single = run.case(case, f"sllm, {DEVICES} links", "GB/s"), run.case(case, "sllm, 1 link", "GB/s")

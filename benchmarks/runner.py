@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
+from benchmarks.charts import write_charts
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, Record
 from sllm_runtime.protocol.errors import SllmError
@@ -106,6 +107,9 @@ def main(benchmark: str, cases: Sequence[str], measure: Measure, argv: Sequence[
         record.write(Path(options.json))
     else:
         show(record)
+        if not options.quick:
+            for path in write_charts(record.document(), machine.name()):
+                sys.stderr.write(f"chart: {path}\n")
     return 1 if run.failed else 0
 
 

@@ -1,4 +1,4 @@
-"""fastsafetensors: its loader for one process, on the CPU (no GPUDirect storage)."""
+"""fastsafetensors: its loader for one process (no GPUDirect storage)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from loading import Loaded, serve
 
 
 def load(order: dict[str, Any]) -> Loaded:
-    loader = SafeTensorsFileLoader(SingleGroup(), "cpu", nogds=True)
+    loader = SafeTensorsFileLoader(SingleGroup(), order.get("device", "cpu"), nogds=True)
     loader.add_filenames({0: [order["directory"] + "/model.safetensors"]})
     buffers = loader.copy_files_to_device()
     order["keep"] = (loader, buffers)  # its tensors are views of these

@@ -9,7 +9,11 @@ from runai_model_streamer import SafetensorsStreamer
 def load(order: dict[str, Any]) -> Loaded:
     with SafetensorsStreamer() as streamer:
         streamer.stream_file(order["directory"] + "/model.safetensors")
-        return all_of({name: tensor.clone() for name, tensor in streamer.get_tensors()})
+        return all_of({name: _own(tensor, order) for name, tensor in streamer.get_tensors()})
+
+
+def _own(tensor: Any, order: dict[str, Any]) -> Any:
+    return tensor.to(order["device"]) if "device" in order else tensor.clone()
 
 
 serve(load)

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 
 def load(order: dict[str, Any]) -> Loaded:
-    path = order["directory"] + "/model.safetensors"
+    path = order["directory"] + "/" + order["file"]
     if sys.argv[1] == "load_file":
-        return all_of(load_file(path))
-    with safe_open(path, framework="pt") as file:
+        return all_of(load_file(path, device=order.get("device", "cpu")))
+    with safe_open(path, framework="pt", device=order.get("device", "cpu")) as file:
         return all_of({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
 
 

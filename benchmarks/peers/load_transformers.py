@@ -8,7 +8,8 @@ from transformers import LlamaForCausalLM
 
 
 def load(order: dict[str, Any]) -> Loaded:
-    model = LlamaForCausalLM.from_pretrained(order["directory"], dtype=torch.bfloat16)
+    placed = {"device_map": order["device"]} if "device" in order else {}
+    model = LlamaForCausalLM.from_pretrained(order["directory"], dtype=torch.bfloat16, **placed)
     return all_of(model.state_dict())
 
 

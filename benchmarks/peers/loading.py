@@ -22,14 +22,21 @@ Loaded = tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
 """Tensors by the source's names, and those that hold all bytes once."""
 
 
-def serve(load: Callable[[Any], Loaded], prepare: Callable[[dict[str, Any]], Any] = lambda order: order) -> None:
-    """Answer orders until stdin ends. ``prepare`` is not in the time; what it returns is what ``load`` gets."""
+def serve(
+    load: Callable[[Any], Loaded],
+    prepare: Callable[[dict[str, Any]], Any] = lambda order: order,
+    before: Callable[[dict[str, Any]], None] = lambda order: None,
+) -> None:
+    """Answer orders until stdin ends. ``prepare`` is not in the time; what it returns is what ``load`` gets. ``before``
+    is called before the fork: what it leaves behind is there for all later loads."""
     torch.set_num_threads(1)
     _say({"ready": True})
     for line in sys.stdin:
+        order = json.loads(line)
+        before(order)
         child = os.fork()
         if child == 0:
-            _child(load, prepare, json.loads(line))
+            _child(load, prepare, order)
         _, status = os.waitpid(child, 0)
         if status:
             _say({"error": f"the loading process ended with status {status}"})
@@ -38,6 +45,8 @@ def serve(load: Callable[[Any], Loaded], prepare: Callable[[dict[str, Any]], Any
 def _child(load: Callable[[Any], Loaded], prepare: Callable[[dict[str, Any]], Any], order: dict[str, Any]) -> None:
     """Load, say what it took, end. What goes wrong is said too."""
     try:
+        if (device := order.get("device", "cpu")).startswith("cuda"):
+            torch.zeros(1, device=device)  # its context is there before, for all alike
         _say(_measure(load, prepare(order), order))
     except BaseException as error:
         traceback.print_exc()
@@ -51,6 +60,8 @@ def _measure(load: Callable[[Any], Loaded], prepared: Any, order: dict[str, Any]
     before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()
     tensors, parts = load(prepared)
+    if order.get("device", "cpu").startswith("cuda"):
+        torch.cuda.synchronize()
     loaded = time.perf_counter()
     at_load = resource.getrusage(resource.RUSAGE_SELF)
     touched = _read(parts) if order.get("read_all") else _touch(parts)
@@ -96,7 +107,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], names_file: str) -> str:
         names = json.load(file)
     for name in names:
         made.update(name.encode())
-        made.update(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        made.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 

@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from benchmarks.load_bench import Bench
 from benchmarks.load_model import ONE, TWO_AND_A_HALF, Shape, write
 from benchmarks.load_node import cpu_clock
 from benchmarks.load_reference import BLOCK, huge_read_s, read_report
-from benchmarks.load_ssd import on_cores, same
+from benchmarks.load_ssd import same
 from benchmarks.load_store import ranges
-from benchmarks.load_systems import MODEL_PEERS, SCRIPTS, Loading, take
+from benchmarks.load_systems import MODEL_PEERS, SCRIPTS, Loading, Programs, take
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Case
+from benchmarks.runner import Run
 
 SMALL = Shape(1, 64, 128)
 
@@ -72,11 +74,23 @@ def test_the_cpu_clock_of_a_process_is_its_own() -> None:
     assert before <= known <= after
 
 
-def test_fewer_cores_are_used_inside_only() -> None:
+def test_fewer_cores_are_used_inside_only_by_programs_too(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    with on_cores(1):
-        assert len(os.sched_getaffinity(0)) == 1
-    assert os.sched_getaffinity(0) == before
+    with Programs(tmp_path) as programs:
+        pid = programs.own("load_boto3.py").pid
+        with Bench(Run(quick=False), tmp_path, programs).on_cores(1):
+            assert len(os.sched_getaffinity(0)) == len(os.sched_getaffinity(pid)) == 1
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(pid) == before
+
+
+def test_a_program_is_started_once_and_again_when_it_has_ended(tmp_path: Path) -> None:
+    with Programs(tmp_path) as programs:
+        first, other = programs.own("load_boto3.py"), programs.own("load_boto3.py", lane=1)
+        assert programs.own("load_boto3.py") is first is not other
+        assert sorted(programs.pids) == sorted((first.pid, other.pid))
+        first.stop()
+        assert programs.own("load_boto3.py") is not first
+    assert not programs.pids
 
 
 def test_a_case_has_the_mean_of_costs_and_the_peak_of_memory() -> None:

@@ -1,0 +1,38 @@
+"""The case of ``load`` on a slow disk: SATA-like, by the kernel's limit on what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from benchmarks.load_bench import Bench
+from benchmarks.load_model import QUICK
+from benchmarks.load_ssd import LOADED, cold
+from benchmarks.load_systems import Peer
+from benchmarks.programs import ProgramFailed
+from benchmarks.record import Aim
+from benchmarks.throttle import device_of, limiter, throttled
+
+RATE: Final = 500_000_000
+"""Bytes a second, as a SATA SSD reads."""
+SHARE_AIM: Final = 0.95
+
+
+def measure(bench: Bench, case: str, peers: Sequence[Peer], *, like: str) -> None:
+    """As a cold load, with all that the benchmark starts under the limit; its share of the limit as set, too."""
+    run = bench.run
+    checkpoint = bench.checkpoint(case, QUICK)
+    bench.forms(checkpoint)
+    bench.converted(checkpoint)
+    try:
+        found, device = limiter(), device_of(bench.directory)
+    except ProgramFailed as error:
+        run.case(case, "sllm", "s").not_run = str(error)
+        return
+    run.settings[f"{case}_limit"] = f"{RATE / 1e6:.0f} MB/s of {device} by {found.file}"
+    with throttled(bench.directory, RATE, bench.programs.pids):
+        cold(bench, case, QUICK, peers, like=like, primed=False)
+    before = run.case(case, LOADED, "s")
+    enough = len(before.samples) >= run.least
+    share = checkpoint.nbytes / RATE / (before.median or 1.0) if enough else None
+    run.aims.append(Aim(f"{case}: share of the limit", share, at_least=SHARE_AIM))
