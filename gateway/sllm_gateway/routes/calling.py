@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
-from typing import Literal
+from typing import Final, Literal
 
 from sllm_gateway.asgi import Scope, header
 from sllm_gateway.call import Order
@@ -15,6 +16,9 @@ from sllm_gateway.respond import Responder
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import Version
 from sllm_runtime.protocol.http import EVENT_STREAM
+
+_EVENTS: Final = EVENT_STREAM.encode()
+_NEVER: Final = re.compile(rb"q=0(\.0{0,3})?")
 
 
 class Caller:
@@ -70,6 +74,9 @@ class Caller:
 
 
 def wants_events(scope: Scope) -> bool:
-    """Whether the caller accepts server-sent events."""
-    accept = header(scope, b"accept")
-    return accept is not None and EVENT_STREAM.encode() in accept.lower()
+    """Whether the caller accepts server-sent events: names them in ``Accept``, and not with ``q=0``."""
+    for kind in (header(scope, b"accept") or b"").lower().split(b","):
+        name, *parameters = (word.strip() for word in kind.split(b";"))
+        if name == _EVENTS:
+            return not any(_NEVER.fullmatch(each) for each in parameters)
+    return False

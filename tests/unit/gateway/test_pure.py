@@ -14,6 +14,7 @@ from sllm_gateway.arguments import Arguments, path_text
 from sllm_gateway.auth import Auth
 from sllm_gateway.deadlines import Allowed, Seen, next_look, verdict
 from sllm_gateway.outputs import FunctionBody, FunctionStream
+from sllm_gateway.routes.calling import wants_events
 from sllm_gateway.starts import Starts
 from sllm_runtime.protocol import errors as tree
 from sllm_runtime.protocol.frames import End, Frame, FrameKind
@@ -201,3 +202,25 @@ def test_the_docs_table_of_codes_is_the_code() -> None:
         f"| `{code}` | {cls.status} | {'yes' if cls.retryable else 'no'} | {cls.exit_code} |"
         for code, cls in tree.BY_CODE.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("accept", "wanted"),
+    [
+        (None, False),
+        ("", False),
+        ("*/*", False),
+        ("text/*", False),
+        ("application/json", False),
+        ("text/event-stream", True),
+        ("application/json, Text/Event-Stream", True),
+        ("text/event-stream; charset=utf-8;q=0.1", True),
+        ("text/event-stream;q=0, application/json", False),
+        ("application/json, text/event-stream ; q=0.000", False),
+        ("x-text/event-stream", False),
+        (";,;q=0,,", False),
+    ],
+)
+def test_events_are_for_who_accepts_them(accept: str | None, wanted: bool) -> None:
+    headers = [] if accept is None else [(b"accept", accept.encode())]
+    assert wants_events({"type": "http", "headers": headers}) is wanted
