@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,37 +15,12 @@ from sllm_runtime.platform.process import Child
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized, Unavailable
-
-
-def openssl(directory: Path, *words: str) -> None:
-    subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True, timeout=60)
+from tests.fixtures.certificates import make_certificates
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and server.pem and client.pem signed by it, each with its key."""
-    directory = tmp_path_factory.mktemp("tls")
-    new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    for name in ("ca", "stranger"):
-        openssl(
-            directory,
-            *new,
-            "-x509",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={name}",
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.pem",
-        )
-    (directory / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    for name in ("server", "client"):
-        openssl(directory, *new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        sign = ["x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
-        openssl(directory, *sign, "-days", "2", "-extfile", "ext", "-out", f"{name}.pem")
-    return directory
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture
