@@ -58,7 +58,7 @@ class Gateway:
         self._announcer = Announcer(bus, "gateway", clock, wall)
         self.calls = Calls(bus, settings, self.metrics, clock, self._starts, self._ended)
         self.table = RouteTable(self._on_version, wall)
-        responder = Responder(self.calls, self._starts, settings, clock, self._tasks)
+        responder = Responder(self.calls, self._starts, settings, clock)
         controller = Controller(bus, clock)
         self._lookup = Lookup(self.table, controller, clock)
         caller = Caller(self._lookup, self.calls, responder, settings, self.metrics, clock)

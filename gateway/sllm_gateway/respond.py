@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sllm_gateway import sse, timing
-from sllm_gateway.asgi import PIECE, Headers, Receive, Scope, Send, answer, send_now
+from sllm_gateway.asgi import PIECE, Headers, Scope, Send, answer, send_now
 from sllm_gateway.binding import NEVER
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
@@ -13,7 +14,6 @@ from sllm_gateway.outputs import Body, Stream
 from sllm_gateway.server import Connection
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
-from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Cancelled, InternalError, SlowConsumer
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.http import CALL_ID, SERVER_TIMING
@@ -34,21 +34,16 @@ _SSE: Headers = [
 class Responder:
     """Answers with what a call brings. Errors before the headers are raised; later ones are written."""
 
-    def __init__(
-        self, calls: Calls, starts: Starts, settings: GatewaySettings, clock: Callable[[], float], tasks: Tasks
-    ) -> None:
+    def __init__(self, calls: Calls, starts: Starts, settings: GatewaySettings, clock: Callable[[], float]) -> None:
         self._calls = calls
         self._starts = starts
         self._settings = settings
         self._clock = clock
-        self._tasks = tasks
 
-    async def stream(self, call: Call, encoder: Stream, scope: Scope, receive: Receive, send: Send) -> None:
+    async def stream(self, call: Call, encoder: Stream, scope: Scope, send: Send) -> None:
         """As SSE. Headers wait for the first frame, the end, or ``headers_wait``."""
-        watcher = self._tasks.start(self._watch(call, receive), "caller")
-        connection = scope.get("state", {}).get("connection")
-        call.unblock = connection.unblock if connection is not None else None
-        try:
+        connection: Connection = scope["state"]["connection"]
+        with self._watched(call, connection):
             limit = call.order.accepted + self._settings.headers_wait
             while not call.frames and not call.over and self._clock() < limit:
                 await call.changed(limit)
@@ -57,15 +52,12 @@ class Responder:
             headers = [*_SSE, *_head(call)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._write_all(call, encoder, send, connection)
-            if isinstance(call.error, SlowConsumer) and connection is not None:
+            if isinstance(call.error, SlowConsumer):
                 connection.abort_after(CLOSE_AFTER_S)
-        finally:
-            watcher.cancel()
-            self._calls.leave(call)
 
-    async def _write_all(self, call: Call, encoder: Stream, send: Send, connection: Connection | None) -> None:
+    async def _write_all(self, call: Call, encoder: Stream, send: Send, connection: Connection) -> None:
         pause = _Pause(self._clock(), self._settings.heartbeat)
-        write_now = None if connection is None else self._write_now(call, encoder, send, connection, pause)
+        write_now = self._write_now(call, encoder, send, connection, pause)
         while True:
             cost = call.buffered
             data = encoder.frames(call.take())
@@ -124,12 +116,10 @@ class Responder:
             await send({"type": "http.response.body", "body": piece, "more_body": more or start + PIECE < len(data)})
             call.writing = None
 
-    async def whole(self, call: Call, encoder: Body, scope: Scope, receive: Receive, send: Send) -> None:
+    async def whole(self, call: Call, encoder: Body, scope: Scope, send: Send) -> None:
         """As one JSON body, when all of it is there."""
-        watcher = self._tasks.start(self._watch(call, receive), "caller")
-        connection = scope.get("state", {}).get("connection")
-        call.unblock = connection.unblock if connection is not None else None
-        try:
+        connection: Connection = scope["state"]["connection"]
+        with self._watched(call, connection):
             while not call.over:
                 await call.changed(NEVER)
             if call.error is not None:
@@ -144,17 +134,22 @@ class Responder:
             headers.append((b"content-length", b"%d" % len(body)))
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._write(call, body, send, more=False)
-            if isinstance(call.error, SlowConsumer) and connection is not None:
+            if isinstance(call.error, SlowConsumer):
                 connection.abort_after(CLOSE_AFTER_S)
-        finally:
-            watcher.cancel()
-            self._calls.leave(call)
 
-    async def _watch(self, call: Call, receive: Receive) -> None:
-        """Cancel the call's work at once when its caller goes away."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._calls.fail(call, Cancelled("the caller went away"))
+    @contextmanager
+    def _watched(self, call: Call, connection: Connection) -> Iterator[None]:
+        """While the answer is written: the call's work is cancelled at once when its caller goes away."""
+
+        def gone() -> None:
+            self._calls.fail(call, Cancelled("the caller went away"))
+
+        call.unblock = connection.unblock
+        try:
+            with connection.watched(gone):
+                yield
+        finally:
+            self._calls.leave(call)
 
 
 class _Pause:

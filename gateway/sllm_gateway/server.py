@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import uvicorn
@@ -18,9 +18,30 @@ from sllm_runtime.protocol.errors import InvalidRequest
 class Connection(HttpToolsProtocol):
     """A client's connection. Stands in ``scope["state"]["connection"]`` of its requests."""
 
+    _lost = False
+    _on_lost: Callable[[], None] | None = None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "connection": self}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._lost = True
+        if self._on_lost is not None:
+            self._on_lost()
+
+    @contextlib.contextmanager
+    def watched(self, on_lost: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_lost`` if the client goes away inside, at once if it has gone."""
+        self._on_lost = on_lost
+        self.flow.resume_reading()  # a large body may have paused it, and what is not read has no end
+        if self._lost:
+            on_lost()
+        try:
+            yield
+        finally:
+            self._on_lost = None
 
     @property
     def writable(self) -> bool:

@@ -121,6 +121,8 @@ class Work:
             self._count(call, part)
 
     def _count(self, call: Call, part: bytes) -> None:
+        if call.body.ended and not call.body.owes:
+            return  # all of it is here, and its gateway knows
         self._fed.append((call, len(part) + limits.FRAME_COST))  # bounded by each call's window
         self._feeding.set()
 

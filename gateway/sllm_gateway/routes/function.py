@@ -28,10 +28,10 @@ class FunctionRoute:
         order = caller.order(scope, version, "fn", body, call=call_id, stream=stream, accepted=accepted)
         call = caller.calls.admit(order)
         if stream:
-            await caller.responder.stream(call, FunctionStream(call_id), scope, receive, send)
+            await caller.responder.stream(call, FunctionStream(call_id), scope, send)
         else:
             encoder = FunctionBody(version.manifest.handler.streams)
-            await caller.responder.whole(call, encoder, scope, receive, send)
+            await caller.responder.whole(call, encoder, scope, send)
 
     async def _find(self, path: dict[str, str]) -> Version:
         name, number = path["name"], path.get("version")

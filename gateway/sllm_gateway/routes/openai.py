@@ -76,10 +76,10 @@ class _CallRoute:
         header = Header(f"{prefix}-{call_id}", int(self._wall()), request.model)
         if stream:
             chunks = (ChatStream if self.chat else CompletionStream)(header, usage=request.usage_wanted)
-            await caller.responder.stream(call, chunks, scope, receive, send)
+            await caller.responder.stream(call, chunks, scope, send)
         else:
             whole = WholeAnswer(header, chat=self.chat, choices=request.choices)
-            await caller.responder.whole(call, whole, scope, receive, send)
+            await caller.responder.whole(call, whole, scope, send)
 
     async def _read(self, body: bytes) -> OpenAIRequest:
         if len(body) > IN_THREAD_BYTES:

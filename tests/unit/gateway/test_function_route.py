@@ -390,6 +390,24 @@ async def test_a_caller_that_goes_away_cancels_its_work(nats: Nats) -> None:
         assert w.node.cancels[0].code == "cancelled"
 
 
+@pytest.mark.parametrize("accept", ["text/event-stream", "application/json"])
+async def test_a_caller_that_goes_away_after_a_large_body_is_noticed(nats: Nats, accept: str) -> None:
+    """However its bytes were cut: reading may have been paused when the last of them came."""
+    async with world(nats) as w:
+        await w.deploy(manifest("hang"), entry(), script=hang)
+        body = json.dumps({"text": "x" * 1_000_000}).encode()
+        head = f"POST /fn/hang HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\nContent-Length: {len(body)}\r\n\r\n"
+        _reader, writer = await asyncio.open_connection(*w.url.removeprefix("http://").split(":"))
+        writer.write(head.encode() + body)
+        await writer.drain()
+        await until(lambda: len(w.gateway.calls))
+        writer.close()
+        await writer.wait_closed()
+        await until(lambda: w.node.cancels)
+        await until(lambda: not len(w.gateway.calls))
+        assert w.node.cancels[0].code == "cancelled"
+
+
 async def test_heartbeats_are_comments_without_a_blank_line(nats: Nats) -> None:
     heard = asyncio.Event()
 
