@@ -1,0 +1,195 @@
+"""Workers, nodes and their daemons die under calls of the engine: the same answer comes all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.deployed import deploy, live, wait, worker_of
+from tests.fixtures.streams import Stream
+from tests.fixtures.waiting import GIVE_UP_S
+
+pytestmark = pytest.mark.chaos
+CODER = Path(__file__).parents[2] / "functions" / "coder"
+MODEL = str(CODER / "model")
+ASK = {"prompt": "class Parser", "max_tokens": 300, "temperature": 0.8, "seed": 7}
+OPENAI = {"model": "coder", "prompt": "def ", "max_tokens": 200, "temperature": 0.7, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("platform")) as running:
+        deploy(running, str(CODER / "function.py"), name="coder", keep_alive=300)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def text(cluster: Cluster) -> list[str]:
+    """The pieces that ASK gives when nothing goes wrong."""
+    with Stream(cluster, "coder", ASK) as stream:
+        pieces = list(stream.values())
+    assert len(pieces) > 100
+    return pieces
+
+
+def read_with(cluster: Cluster, faults: dict[int, Callable[[], object]]) -> tuple[list[str], Stream]:
+    """ASK's pieces, each fault striking when so many of them are here."""
+    pieces: list[str] = []
+    with Stream(cluster, "coder", ASK) as stream:
+        for piece in stream.values():
+            pieces.append(piece)
+            if len(pieces) in faults:
+                faults[len(pieces)]()
+    return pieces, stream
+
+
+def kill_worker(cluster: Cluster) -> None:
+    """The one that works on it: an old one may still be dying, a new one has to be there."""
+    victims: list[int] = []
+
+    def found() -> bool:
+        if len(live(cluster, "coder")) == 1:
+            victims[:] = [worker_of(cluster, "coder")]
+        return bool(victims)
+
+    wait(found, "a worker of coder")
+    os.kill(victims[0], signal.SIGKILL)
+
+
+def test_a_worker_killed_in_mid_stream(cluster: Cluster, text: list[str]) -> None:
+    """No piece is lost, repeated or different, nor is its number."""
+    pieces, stream = read_with(cluster, {20: lambda: kill_worker(cluster)})
+    assert pieces == text
+    assert stream.error is None
+    assert stream.done
+    assert stream.ids == list(range(len(text)))
+
+
+def test_one_after_the_other(cluster: Cluster, text: list[str]) -> None:
+    pieces, stream = read_with(cluster, {at: lambda: kill_worker(cluster) for at in (5, 60, 120)})
+    assert pieces == text
+    assert stream.done
+
+
+def test_a_worker_that_stops_is_replaced(cluster: Cluster, text: list[str]) -> None:
+    """SIGSTOP: its node kills it after five seconds, and the stream goes on."""
+    pieces, stream = read_with(cluster, {30: lambda: os.kill(worker_of(cluster, "coder"), signal.SIGSTOP)})
+    assert pieces == text
+    assert stream.done
+
+
+@pytest.mark.parametrize("component", ["invoker", "loaderd"])
+def test_a_daemon_killed_in_mid_stream(cluster: Cluster, text: list[str], component: str) -> None:
+    old: list[int] = []
+    pieces, stream = read_with(cluster, {20: lambda: old.append(cluster.kill(component))})
+    assert pieces == text
+    assert stream.done
+    cluster.wait_restarted(component, old[0])
+
+
+def test_worker_and_controller_at_once(cluster: Cluster, text: list[str]) -> None:
+    """The new controller starts the instance that the stream waits for."""
+    old: list[int] = []
+
+    def both() -> None:
+        old.append(cluster.kill("controller"))
+        os.kill(victim, signal.SIGKILL)
+
+    wait(lambda: len(live(cluster, "coder")) == 1, "one instance")
+    victim = worker_of(cluster, "coder")
+    pieces, stream = read_with(cluster, {40: both})
+    assert pieces == text
+    assert stream.done
+    cluster.wait_restarted("controller", old[0])
+
+
+def completion(cluster: Cluster, **more: Any) -> dict[str, Any]:
+    answer = cluster.http.post("/v1/completions", json={**OPENAI, **more})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def streamed(cluster: Cluster, kill_at: int = -1, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The text of a completion, and its last chunk with the usage."""
+    chunks: list[dict[str, Any]] = []
+    body = {**OPENAI, "stream": True, "stream_options": {"include_usage": True}, **more}
+    with cluster.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
+        for line in lines:
+            if line == "[DONE]":
+                break
+            chunks.append(json.loads(line))
+            if len(chunks) == kill_at:
+                kill_worker(cluster)
+        else:
+            pytest.fail(f"no [DONE] after {chunks[-1:]}")
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]), chunks[-1]
+
+
+def test_openai_routes_go_on_too(cluster: Cluster) -> None:
+    """Text, finish and usage are those of a call that nothing happened to."""
+    right = completion(cluster)
+    text, last = streamed(cluster, kill_at=25)
+    assert text == right["choices"][0]["text"]
+    for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert last["usage"][field] == right["usage"][field]
+
+
+def test_all_calls_of_an_instance_go_on(cluster: Cluster, text: list[str]) -> None:
+    """Six streams, and one that is not streamed, with a penalty over what it said before."""
+    penalised = {"max_tokens": 150, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 2}
+    right = completion(cluster, **penalised)
+    with ThreadPoolExecutor(7) as pool:
+        streams = [pool.submit(read_with, cluster, {}) for _ in range(6)]
+        whole = pool.submit(completion, cluster, **penalised)
+        wait(lambda: "sllm_calls_open 7.0" in cluster.http.get("/metrics").text, "seven calls run")
+        kill_worker(cluster)
+        for future in streams:
+            pieces, stream = future.result(GIVE_UP_S)
+            assert pieces == text
+            assert stream.done
+        assert whole.result(GIVE_UP_S)["choices"] == right["choices"]
+
+
+# --- what cannot go on ------------------------------------------------------------------------------
+def test_a_call_that_kills_every_worker_is_given_up(cluster: Cluster) -> None:
+    deploy(cluster, "fatal_to_its_worker", model=MODEL)
+    with Stream(cluster, "fatal-to-its-worker") as stream:
+        pieces = list(stream.values())
+    assert len(pieces) == 20
+    assert stream.error is not None
+    assert stream.error["code"] == "instance_lost"
+
+
+def test_a_function_that_yields_other_things_each_time_is_told_so(cluster: Cluster) -> None:
+    deploy(cluster, "never_the_same", model=MODEL)
+    with Stream(cluster, "never-the-same") as stream:
+        values = stream.values()
+        for _ in range(10):
+            next(values)
+        os.kill(worker_of(cluster, "never-the-same"), signal.SIGKILL)
+        list(values)
+    assert stream.error is not None
+    assert stream.error["code"] == "not_deterministic"
+
+
+def test_one_that_opted_out_ends_at_once(cluster: Cluster) -> None:
+    deploy(cluster, str(CODER / "function.py"), name="opted-out", resumable=False)
+    with Stream(cluster, "opted-out", ASK) as stream:
+        values = stream.values()
+        for _ in range(10):
+            next(values)
+        os.kill(worker_of(cluster, "opted-out"), signal.SIGKILL)
+        list(values)
+    assert stream.error is not None
+    assert stream.error["code"] == "instance_lost"
+    assert not stream.done
