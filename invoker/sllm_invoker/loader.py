@@ -82,6 +82,16 @@ class Loader:
                 self._kept.drop(batch.ids)
             else:
                 self._kept.drop(set(batch.ids).difference(answer.ids, answer.counted))
+        for kept in self._kept.devices():
+            try:
+                answer = await control.adopt_device(kept)
+            except Unavailable:
+                raise
+            except SllmError as error:
+                log.warning("loaderd does not take back memory on %s: %s", kept.memory.device, error.message)
+                self._kept.drop([kept.memory.id])
+            else:
+                self._kept.drop({kept.memory.id}.difference(answer.ids, answer.counted))
         while self._ended:  # also those that end meanwhile
             holder = next(iter(self._ended))
             await control.gone(holder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -55,6 +56,8 @@ class DeviceResident:
     copies: dict[int, CopyChunk] = field(default_factory=dict)
     jobs: list[LoadJob] = field(default_factory=list)
     holders: set[str] = field(default_factory=set)
+    id: int = field(default_factory=lambda: secrets.randbits(62))
+    """Names its memory, also to the next loaderd."""
     feeding: bool = False
     in_parts: bool = False
     leaving: bool = False

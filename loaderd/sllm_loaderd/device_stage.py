@@ -40,6 +40,8 @@ class DeviceStage:
         self._clock = clock
         self._partitions: list[DeviceResident] = []
         residency.on_written = self._written
+        self.on_freed: Callable[[list[int]], None] = lambda ids: None
+        """Called with the ids of memory that was given back."""
 
     # --- loading ------------------------------------------------------------------------------------
     def load(
@@ -234,6 +236,7 @@ class DeviceStage:
         if part.leaving and not part.copies and part in self._partitions:
             self._partitions.remove(part)
             part.allocation.free()
+            self.on_freed([part.id])
 
     # --- what stays ---------------------------------------------------------------------------------
     def forget(self, holder: str) -> None:
@@ -242,6 +245,17 @@ class DeviceStage:
             part.holders.discard(holder)
             if not part.holders and not (part.jobs and part.allocation.shareable):
                 self._leave(part)
+
+    def adopt(self, part: DeviceResident) -> None:
+        """A partition that an earlier loaderd brought to a device, whole and checked."""
+        self._partitions.append(part)
+
+    def hold(self, id: int, holders: Iterable[str]) -> bool:
+        """Whether the memory ``id`` is here; if so ``holders`` have it."""
+        part = next((part for part in self._partitions if part.id == id), None)
+        if part is not None:
+            part.holders.update(holders)
+        return part is not None
 
     def has(self, digest: str) -> bool:
         """Whether any part of a model is on a device or on its way to one."""

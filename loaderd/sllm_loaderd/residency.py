@@ -55,7 +55,8 @@ class Residency(Residents):
     def lacks(self, model: StoredModel, rank: int, chunks: Iterable[int]) -> bool:
         """Whether ``load`` would have to read, and so needs sources."""
         resident = self._residents.get((model.checkpoint.digest, rank))
-        return resident is None or (not resident.sources and any(number not in resident.chunks for number in chunks))
+        there = resident.chunks if resident is not None else {}
+        return (resident is None or not resident.sources) and any(number not in there for number in chunks)
 
     def load(self, model: StoredModel, rank: int, job: LoadJob, sources: Sequence[ChunkSource] = ()) -> Resident:
         """Start or join the load of a partition. ``chunks`` of what is returned has all that ``job`` needs.

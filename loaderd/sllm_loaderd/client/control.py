@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sllm_loaderd.client.control_wire import DEADLINE_S, ControlWire, Report
-from sllm_loaderd.client.keeping import KeptBatch
+from sllm_loaderd.client.keeping import KeptBatch, KeptDevice
 from sllm_runtime.protocol.loader import (
     CPU,
     PREWARM,
     Adopt,
+    AdoptDevice,
     Adopted,
     Delete,
     Describe,
@@ -150,3 +151,18 @@ class LoaderControl(ControlWire):
             fds=len(batch.fds),
         )
         return (await self.ask(request, Adopted, deadline_s, fds=batch.fds))[0]
+
+    async def adopt_device(self, kept: KeptDevice, deadline_s: float = DEADLINE_S) -> Adopted:
+        """Bring back device memory that an earlier loaderd handed out."""
+        memory = kept.memory
+        request = AdoptDevice(
+            request=self.number,
+            id=memory.id,
+            model=memory.model,
+            partition=memory.partition,
+            device=memory.device,
+            nbytes=memory.nbytes,
+            size=memory.size,
+            holders=tuple(sorted(kept.holders)),
+        )
+        return (await self.ask(request, Adopted, deadline_s, fds=(kept.fd,)))[0]

@@ -26,6 +26,7 @@ from sllm_runtime.protocol.loader import (
     Message,
     Store,
     Stored,
+    StoreDevice,
     Unstore,
     Welcome,
 )
@@ -142,8 +143,8 @@ class ControlWire:
                     pending.answer.set_exception(Unavailable(f"loaderd at {self._path} is gone"))
 
     def _dispatch(self, wire: AsyncWire, message: Answer) -> None:
-        fds = wire.fds.take(message.fds) if isinstance(message, Granted | Store) else []
-        if isinstance(message, Store | Unstore):
+        fds = wire.fds.take(message.fds) if isinstance(message, Granted | Store | StoreDevice) else []
+        if isinstance(message, Store | StoreDevice | Unstore):
             self._keep(wire, message, fds)
             return
         pending = self._pending.get(getattr(message, "request", 0))
@@ -156,7 +157,7 @@ class ControlWire:
         else:
             pending.answer.set_result((message, fds))
 
-    def _keep(self, wire: AsyncWire, message: Store | Unstore, fds: Sequence[int]) -> None:
+    def _keep(self, wire: AsyncWire, message: Store | StoreDevice | Unstore, fds: Sequence[int]) -> None:
         if self._kept is None:
             for fd in fds:
                 os.close(fd)
@@ -164,7 +165,10 @@ class ControlWire:
         if isinstance(message, Unstore):
             self._kept.drop(message.ids)
             return
-        self._kept.store(message, fds)
+        if isinstance(message, StoreDevice):
+            self._kept.store_device(message, fds)
+        else:
+            self._kept.store(message, fds)
         with contextlib.suppress(Unavailable):  # then it is about to be gone
             wire.send(pack(Stored(batch=message.batch)))
 

@@ -1,4 +1,5 @@
-"""Duplicates of chunk descriptors, kept for a loaderd that may be killed: what systemd's descriptor store is to it.
+"""Duplicates of descriptors (chunks, device memory), kept for a loaderd that may be killed: what systemd's descriptor
+store is to it.
 
 They come from loaderd alone, over the control socket; what a sandbox has never gets here. Not thread-safe.
 """
@@ -7,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sllm_runtime.protocol.limits import MAX_FDS
-from sllm_runtime.protocol.loader import Store
+from sllm_runtime.protocol.loader import Store, StoreDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,41 @@ class _Kept:
     holders: set[str]
 
 
+@dataclass(frozen=True, slots=True)
+class KeptDevice:
+    """Device memory, as ``AdoptDevice`` brings it. ``fd`` is the keeper's own."""
+
+    memory: StoreDevice
+    fd: int
+    holders: frozenset[str]
+
+
 class KeptChunks:
-    """Chunks by id. Owns their descriptors until they are dropped or ``close``."""
+    """Chunks and device memory by id. Owns their descriptors until they are dropped or ``close``."""
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
+        self._devices: dict[int, KeptDevice] = {}
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) + len(self._devices)
+
+    def store_device(self, message: StoreDevice, fds: Sequence[int]) -> None:
+        """Keep what ``message`` names, or another holder of it. After ``close`` it is closed."""
+        known = self._devices.get(message.id)
+        if self._closed or (known is not None and fds):
+            for fd in fds:
+                os.close(fd)
+        if self._closed or (known is None and not fds):
+            return
+        holders = known.holders if known is not None else frozenset()
+        fd = known.fd if known is not None else fds[0]
+        self._devices[message.id] = KeptDevice(message, fd, holders | {message.holder})
+
+    def devices(self) -> list[KeptDevice]:
+        """The device memory that is kept, as it is brought back."""
+        return list(self._devices.values())
 
     def store(self, message: Store, fds: Sequence[int]) -> None:
         """Keep what ``message`` names; ``fds`` belong to the first of its ids. After ``close`` they are closed."""
@@ -66,11 +93,15 @@ class KeptChunks:
             kept = self._kept.pop(id, None)
             if kept is not None:
                 os.close(kept.fd)
+            if (device := self._devices.pop(id, None)) is not None:
+                os.close(device.fd)
 
     def gone(self, holder: str) -> None:
         """A sandbox is dead. Its chunks stay for others, and as memory that loaderd may still have in use."""
         for kept in self._kept.values():
             kept.holders.discard(holder)
+        for id, device in self._devices.items():
+            self._devices[id] = replace(device, holders=device.holders - {holder})
 
     def batches(self) -> list[KeptBatch]:
         """All that is kept, as it is brought back."""
@@ -87,7 +118,7 @@ class KeptChunks:
     def close(self) -> None:
         """Drop everything, and all that comes later. Repeatable."""
         self._closed = True
-        self.drop(list(self._kept))
+        self.drop([*self._kept, *self._devices])
 
     def _batch(self, key: tuple[str, int, int, tuple[str, ...]], ids: list[int]) -> KeptBatch:
         kept = [self._kept[id] for id in ids]

@@ -12,11 +12,14 @@ from sllm_loaderd.daemon.holders import Holders
 from sllm_loaderd.daemon.keeper import Keeper
 from sllm_loaderd.daemon.sandbox import Rights
 from sllm_loaderd.daemon.service import LoaderService
+from sllm_loaderd.device_adoption import adopt_device
+from sllm_loaderd.store import StoredModel
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.errors import ProtocolError, SllmError
 from sllm_runtime.protocol.loader import (
     CPU,
     Adopt,
+    AdoptDevice,
     Adopted,
     Answer,
     Cancel,
@@ -89,7 +92,7 @@ class ControlConnection:
                 raise ProtocolError(f"request {message.request} is under way already, or {_MOST_REQUESTS} are")
             else:
                 # Descriptors are taken here, in the order of the messages they came with.
-                fds = self._connection.take_fds(message.fds) if isinstance(message, Grant | Adopt) else []
+                fds = self._connection.take_fds(message.fds) if isinstance(message, Grant | Adopt | AdoptDevice) else []
                 self._tasks[message.request] = group.create_task(self._answer(message, fds))
 
     async def _answer(self, request: Request, fds: list[int]) -> None:
@@ -98,6 +101,8 @@ class ControlConnection:
                 await self._grant(request, fds)
             elif isinstance(request, Adopt):
                 self._connection.say(await self._adopt(request, fds))
+            elif isinstance(request, AdoptDevice):
+                self._connection.say(await self._adopt_device(request, fds))
             else:
                 self._connection.say(await self._perform(request))
         except asyncio.CancelledError as error:
@@ -196,14 +201,27 @@ class ControlConnection:
 
     async def _adopt(self, request: Adopt, fds: list[int]) -> Adopted:
         self._holders.declare(self, request.holders)
-        try:
-            model = await self._service.model(request.model)
-        except SllmError as error:  # its memory counts all the same
-            log.warning("kept chunks of %s: %s", request.model, error)
-            model = None
+        model = await self._known(request.model)
         answer = await adopt(request, fds, model, self._service.pool, self._service.residency)
         self._keeper.adopted((*answer.ids, *answer.counted))
         return answer
+
+    async def _adopt_device(self, request: AdoptDevice, fds: list[int]) -> Adopted:
+        if not fds:
+            raise ProtocolError("device memory is brought without its descriptor")
+        self._holders.declare(self, request.holders)
+        device, model = self._service.devices.get(request.device), await self._known(request.model)
+        answer = await adopt_device(request, fds[0], model, device, self._service.stage, self._service.counted)
+        self._keeper.adopted((*answer.ids, *answer.counted))
+        return answer
+
+    async def _known(self, digest: str) -> StoredModel | None:
+        """The model that kept memory is of; without one the memory counts all the same."""
+        try:
+            return await self._service.model(digest)
+        except SllmError as error:
+            log.warning("kept memory of %s: %s", digest, error)
+            return None
 
     def _status(self, number: int) -> Status:
         pool, resident, paths = self._service.status()

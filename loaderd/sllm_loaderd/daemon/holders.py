@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sllm_loaderd.daemon.keeper import Handout, Keeper
+from sllm_loaderd.daemon.keeper import DeviceHandout, Handout, Keeper
 from sllm_loaderd.daemon.sandbox import Rights, SandboxConnection
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.daemon.usage import used_inodes
@@ -40,7 +40,7 @@ class Holders:
         self._loop = asyncio.get_running_loop()
         self._holders: dict[str, _Holder] = {}
         self._keepers: dict[object, Keeper] = {}
-        service.pool.on_freed = self._freed
+        service.pool.on_freed = service.stage.on_freed = service.counted.on_freed = self._freed
 
     def keeps(self, owner: object, keeper: Keeper) -> None:
         """The client ``owner`` keeps duplicates of what its sandboxes are given."""
@@ -84,10 +84,14 @@ class Holders:
                 holder.owner = None
                 self._orphan(name, holder)
 
-    def _keep(self, handout: Handout) -> None:
+    def _keep(self, handout: Handout | DeviceHandout) -> None:
         holder = self._holders.get(handout.holder)
         keeper = self._keepers.get(holder.owner) if holder is not None else None
-        if keeper is not None:
+        if keeper is None:
+            return
+        if isinstance(handout, DeviceHandout):
+            keeper.keep_device(handout)
+        else:
             keeper.keep(handout)
 
     def _freed(self, ids: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sllm_loaderd.daemon.connection import GRANTED_HELLO_S, Connection, as_error
-from sllm_loaderd.daemon.keeper import Handout
+from sllm_loaderd.daemon.keeper import DeviceHandout, Handout
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
 from sllm_runtime.platform.wire import AsyncWire
@@ -64,7 +64,7 @@ class SandboxConnection:
     """Serves one sandbox. Owns the wire."""
 
     def __init__(
-        self, wire: AsyncWire, rights: Rights, service: LoaderService, keep: Callable[[Handout], None]
+        self, wire: AsyncWire, rights: Rights, service: LoaderService, keep: Callable[[Handout | DeviceHandout], None]
     ) -> None:
         """``keep`` is called with what is about to be handed out."""
         self._connection = Connection(wire, SandboxRequest)
@@ -188,7 +188,9 @@ class SandboxConnection:
             self._connection.say(answer, fds[start : start + MAX_FDS])
 
     def _send_device_memory(self, number: int, loading: DeviceLoad) -> None:
-        allocation = loading.allocation
+        part, allocation = loading.part, loading.allocation
+        model, device = part.model.checkpoint.digest, part.device.name
+        self._keep(DeviceHandout(self._rights.holder, model, loading.rank, device, part.id, allocation))
         fd = allocation.export()
         try:
             answer = DeviceMemory(

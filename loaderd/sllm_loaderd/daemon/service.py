@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
+from sllm_loaderd.device_adoption import CountedMemory
 from sllm_loaderd.device_stage import DeviceStage
 from sllm_loaderd.devices.registry import Devices, open_devices
 from sllm_loaderd.eviction import evict
@@ -70,6 +71,7 @@ class LoaderService:
         self.stage = DeviceStage(
             self.residency, self.paths, loop.call_soon_threadsafe, overlap=settings.pipeline.overlap
         )
+        self.counted = CountedMemory()
         self.registrations = Registrations(self.store, settings.conversions)
         self.peers = open_peer_server(
             settings.peer_listen, settings.peer_token, Exports(self.store, self.residency, loop.call_soon_threadsafe)
@@ -100,6 +102,7 @@ class LoaderService:
         await asyncio.to_thread(self.paths.close)  # what the last tasks post to this loop is done when this returns
         self.residency.close()
         self.stage.close()
+        self.counted.close()
         for model in (*self._open.values(), *self._superseded):
             model.close()
         self.pool.close()
@@ -230,6 +233,7 @@ class LoaderService:
         """A sandbox is dead: what only it held can be used again."""
         self.residency.forget(holder)
         self.stage.forget(holder)
+        self.counted.forget(holder)
 
     async def evict(self, digest: str) -> None:
         """Drop a model from all memory; what runs and nobody waits for ends first. Raises ``Conflict`` while loaded."""

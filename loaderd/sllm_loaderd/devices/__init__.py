@@ -32,6 +32,10 @@ class Allocation(Protocol):
     def shareable(self) -> bool:
         """Whether who is given it cannot change what another one sees, so that several sandboxes may have it."""
 
+    @property
+    def view(self) -> memoryview | None:
+        """Its bytes, where nobody but a loaderd could ever write to them; None: they cannot be trusted unseen."""
+
     def export(self) -> int | None:
         """A new descriptor for SCM_RIGHTS, which the caller owns; None for CUDA_IPC. Raises ``OSError``."""
 
@@ -74,6 +78,12 @@ class Device(Protocol):
 
     def allocate(self, nbytes: int) -> Allocation:
         """Memory for ``nbytes``. Raises ``DeviceOutOfMemory``, taking none."""
+
+    def adopt(self, fd: int, nbytes: int, size: int) -> Allocation:
+        """What an earlier loaderd allocated and exported; ``fd`` stays the caller's. It counts, even above the limit.
+
+        It is not written to. Raises ``Conflict`` for what is no such memory.
+        """
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory that will be copied from (a chunk, once per chunk and node). Raises ``Unavailable``."""

@@ -21,7 +21,7 @@ from sllm_loaderd.client.cuda_driver import (
     open_driver,
     unmap_allocation,
 )
-from sllm_runtime.protocol.errors import DeviceOutOfMemory, InvalidRequest, Unavailable
+from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, InvalidRequest, Unavailable
 from sllm_runtime.protocol.loader import CUDA, CUDA_IPC, POSIX_FD
 
 
@@ -65,6 +65,19 @@ class CudaDevice:
                 field="device",
                 retry_after_s=1.0,
             ) from error
+        with self._lock:
+            self._allocations.add(made)
+        return made
+
+    def adopt(self, fd: int, nbytes: int, size: int) -> CudaAllocation:
+        """Memory that a sandbox may have written to: it is counted until that is dead, and serves nobody else."""
+        self.gpu.use()
+        kind = self.gpu.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        try:
+            handle = call(self.gpu.driver.cuMemImportFromShareableHandle, fd, kind)
+        except (Unavailable, DeviceOutOfMemory) as error:
+            raise Conflict(f"a descriptor is no memory of {self.name}: {error.message}", field="device") from error
+        made = AdoptedAllocation(self, nbytes, size, handle)
         with self._lock:
             self._allocations.add(made)
         return made
@@ -120,6 +133,7 @@ class CudaAllocation(ABC):
     kind = ""
     shareable = False
     handle = b""
+    view: memoryview | None = None
 
     def __init__(self, device: CudaDevice, nbytes: int, size: int) -> None:
         self.nbytes = nbytes
@@ -174,6 +188,32 @@ class VmmAllocation(CudaAllocation):
 
     def _release(self) -> None:
         unmap_allocation(self._device.gpu, self.address, self.size)
+        call(self._device.gpu.driver.cuMemRelease, self._handle)
+
+
+class AdoptedAllocation(CudaAllocation):
+    """The handle of an earlier loaderd's allocation: keeps it counted, and is not mapped here."""
+
+    kind = POSIX_FD
+
+    def __init__(self, device: CudaDevice, nbytes: int, size: int, handle: Any) -> None:
+        super().__init__(device, nbytes, size)
+        self._handle: Any = handle
+
+    def write(self, offset: int, view: memoryview) -> None:
+        raise Unavailable(f"memory of {self._device.name} that an earlier loaderd filled is not written to again")
+
+    def export(self) -> None:
+        """Its sandbox has it already."""
+
+    def free(self) -> None:
+        if self._handle is not None:
+            self._device.gpu.use()
+            self._release()
+            self._handle = None
+            self._device.discard(self)
+
+    def _release(self) -> None:
         call(self._device.gpu.driver.cuMemRelease, self._handle)
 
 

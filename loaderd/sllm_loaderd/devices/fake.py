@@ -14,8 +14,8 @@ from typing import Final
 
 from sllm_loaderd.client import memory
 from sllm_loaderd.devices.link import Link
-from sllm_loaderd.sealed import create_sealed
-from sllm_runtime.protocol.errors import DeviceOutOfMemory, InvalidRequest
+from sllm_loaderd.sealed import create_sealed, is_sealed
+from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, InvalidRequest
 from sllm_runtime.protocol.loader import MEMFD
 
 MEMFD_NAME: Final = "sllm-fake-device"
@@ -78,9 +78,28 @@ class FakeDevice:
                     field="device",
                     retry_after_s=1.0,
                 )
-            made = FakeAllocation(self, nbytes, size)
+            fd, address = create_sealed(MEMFD_NAME, size)
+            memory.advise(address, size, memory.MADV_HUGEPAGE)  # its pages come with the first copy
+            made = FakeAllocation(self, nbytes, size, fd, address)
             self._allocations.add(made)
             return made
+
+    def adopt(self, fd: int, nbytes: int, size: int) -> FakeAllocation:
+        """A memfd that an earlier loaderd sealed, mapped read-only: its seal refuses anything else."""
+        if os.fstat(fd).st_size != size or not 0 < nbytes <= size or not is_sealed(fd):
+            raise Conflict(
+                f"a descriptor is no memory of {self.name}: {size} bytes with the seals of one", field="device"
+            )
+        kept = os.dup(fd)
+        try:
+            address = memory.map_readable(kept, size)
+        except OSError:
+            os.close(kept)
+            raise
+        made = FakeAllocation(self, nbytes, size, kept, address)
+        with self._lock:
+            self._allocations.add(made)
+        return made
 
     def discard(self, allocation: FakeAllocation) -> None:
         """It was freed."""
@@ -107,12 +126,15 @@ class FakeAllocation:
     handle = b""
     shareable = True
 
-    def __init__(self, device: FakeDevice, nbytes: int, size: int) -> None:
+    def __init__(self, device: FakeDevice, nbytes: int, size: int, fd: int, address: int) -> None:
         self.nbytes = nbytes
         self.size = size
         self._device = device
-        self._fd, self._address = create_sealed(MEMFD_NAME, size)
-        memory.advise(self._address, size, memory.MADV_HUGEPAGE)  # its pages come with the first copy
+        self._fd, self._address = fd, address
+
+    @property
+    def view(self) -> memoryview | None:
+        return memory.view(self._address, self.nbytes) if self.shareable else None
 
     def export(self) -> int:
         return os.dup(self._fd)

@@ -191,6 +191,20 @@ class Adopt(Request, frozen=True, kw_only=True):
     fds: int
 
 
+class AdoptDevice(Request, frozen=True, kw_only=True):
+    """Device memory that an earlier loaderd handed out, from the client that kept it (``StoreDevice``). Answer:
+    ``Adopted``; it is checked as chunks are, where only loaderd could write to it, and else counted."""
+
+    id: int
+    model: str
+    partition: int
+    device: str
+    nbytes: int
+    size: int
+    holders: tuple[str, ...]
+    fds: int = 1
+
+
 class Stored(Message, frozen=True, kw_only=True):
     """The descriptors of ``Store`` number ``batch`` are kept."""
 
@@ -308,8 +322,26 @@ class Store(Message, frozen=True, kw_only=True):
     fds: int
 
 
+class StoreDevice(Message, frozen=True, kw_only=True):
+    """To a control client that ``keeps``: ``holder`` is given this memory of a device; keep it. Answer: ``Stored``.
+
+    ``id`` names it for as long as it lives. ``nbytes`` of its ``size`` bytes are the partition's. Without a descriptor
+    (``fds`` 0) it is kept already.
+    """
+
+    batch: int
+    holder: str
+    id: int
+    model: str
+    partition: int
+    device: str
+    nbytes: int
+    size: int
+    fds: int = 1
+
+
 class Unstore(Message, frozen=True, kw_only=True):
-    """These chunks hold nothing of their model any more: close what was kept. Not answered."""
+    """These chunks or device memories hold nothing of their model any more: close what was kept. Not answered."""
 
     ids: tuple[int, ...]
 
@@ -461,10 +493,10 @@ class Status(Message, frozen=True, kw_only=True):
 
 ControlRequest: TypeAlias = (
     Hello | Register | ListModels | Describe | Validate | Delete | Load | Pin | Evict | Reserve | Grant | Gone
-    | GetStatus | Cancel | Adopt | Stored
+    | GetStatus | Cancel | Adopt | AdoptDevice | Stored
 )  # fmt: skip
 SandboxRequest: TypeAlias = Hello | Load | Detach | Reorder | Cancel
 Answer: TypeAlias = (
     Welcome | Done | Failed | LoadProgress | Files | Chunks | DeviceMemory | Ready | Granted | ModelInfo | ModelList
-    | Status | Store | Unstore | Adopted
+    | Status | Store | StoreDevice | Unstore | Adopted
 )  # fmt: skip

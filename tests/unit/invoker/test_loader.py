@@ -22,9 +22,9 @@ from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import ModelRecord
 from tests.fixtures.loader_worker import loader_worker, seen
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, adapter_checkpoint, loaderd, small_checkpoint
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
-WAIT = 20.0
+WAIT = GIVE_UP_S
 ROOM = 7 * SMALL_CHUNK
 """Room for one copy of the model (five chunks), not for two."""
 
@@ -86,6 +86,28 @@ async def test_a_sandbox_gets_the_adapters_of_its_function_and_memory_alone(tmp_
             await asyncio.to_thread(session.close)
         assert len(await daemon.control.models()) == 3, "what is not needed is not fetched"
         await loader.gone("one")
+
+
+@pytest.mark.chaos
+async def test_device_memory_after_a_kill(tmp_path: Path, loader: Loader) -> None:
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    right = hashlib.sha256((checkpoint / partition_name(0)).read_bytes()).hexdigest()
+    room = "1x2MiB@8GB/s"  # for one copy
+    devices = ("cpu", "fake:0")
+    async with contextlib.AsyncExitStack() as stack:
+        async with loaderd(tmp_path, fake_devices=room) as daemon:
+            model = await registered(loader, checkpoint)
+            fd = await loader.grant(model, "one", nothing, devices=devices)
+            one = await stack.enter_async_context(loader_worker(fd, "fake:0"))
+            await kill(daemon, loader)
+        async with loaderd(tmp_path, fake_devices=room) as again:
+            assert [device.used for device in (await status(loader)).devices] == [2**21]
+            fd = await loader.grant(model, "two", nothing, devices=devices)
+            async with loader_worker(fd, "fake:0") as two:
+                assert await seen(two) == await seen(one) == right
+            await loader.gone("two")
+            await loader.gone("one")
+            assert [device.used for device in (await again.control.status()).devices] == [0]
 
 
 @pytest.mark.chaos

@@ -19,7 +19,7 @@ from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.sealed import create_sealed
 from sllm_runtime.protocol.errors import PoolExhausted
 from sllm_runtime.protocol.limits import MAX_FDS
-from sllm_runtime.protocol.loader import Store, Unstore
+from sllm_runtime.protocol.loader import Store, StoreDevice, Unstore
 
 SIZE = 4096
 WINDOW = 1
@@ -31,7 +31,7 @@ class Keeping(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = ChunkPool(SIZE, 8 * SIZE, 0)
-        self.sent: deque[tuple[Store | Unstore, list[int]]] = deque()
+        self.sent: deque[tuple[Store | StoreDevice | Unstore, list[int]]] = deque()
         self.kept = KeptChunks()
         self.keeper = Keeper(self.say, WINDOW)
         self.pool.on_freed = self.keeper.freed
@@ -39,7 +39,7 @@ class Keeping(RuleBasedStateMachine):
         self.model: dict[int, set[str]] = {}
         """Holders by id of what was handed out and is not free yet."""
 
-    def say(self, message: Store | Unstore, fds: Sequence[int]) -> None:
+    def say(self, message: Store | StoreDevice | Unstore, fds: Sequence[int]) -> None:
         self.sent.append((message, [os.dup(fd) for fd in fds]))
         assert sum(isinstance(waiting, Store) for waiting, _ in self.sent) <= WINDOW, "few are under way"
 
@@ -86,6 +86,7 @@ class Keeping(RuleBasedStateMachine):
             if isinstance(message, Unstore):
                 self.kept.drop(message.ids)
             else:
+                assert isinstance(message, Store)
                 assert message.fds == len(fds) <= len(message.ids) <= MAX_FDS
                 self.kept.store(message, fds)
                 self.keeper.stored(message.batch)
