@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +28,7 @@ from sllm_runtime.protocol.errors import (
     SllmError,
     Unavailable,
 )
+from tests.fixtures.certificates import make_certificates
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -257,19 +256,10 @@ def test_attempts_end_when_they_bring_nothing_and_no_wait_is_long(gains: list[in
 @pytest.fixture
 def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A certificate of 127.0.0.1 that this process trusts, with its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("the openssl command, which makes the certificate, is not here")
-    pem = tmp_path / "server.pem"
-    subprocess.run(
-        [
-            openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-            "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", pem, "-out", f"{pem}.crt",
-        ],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    pem.write_text(pem.read_text() + Path(f"{pem}.crt").read_text())
-    monkeypatch.setenv("SSL_CERT_FILE", f"{pem}.crt")
+    made = make_certificates(tmp_path)
+    pem = made / "both.pem"
+    pem.write_text((made / "server.key").read_text() + (made / "server.pem").read_text())
+    monkeypatch.setenv("SSL_CERT_FILE", str(made / "ca.pem"))
     return pem
 
 
