@@ -118,11 +118,12 @@ class GatewayLink:
             if budget < limits.MAX_PART or len(items) >= MAX_ITEMS:
                 break  # the first frame of a call may be a whole part
             del self._dirty[key]
+            before = call.outbox.sent_bytes
             frames = call.take(budget, now)
             if not frames:
                 continue
             items.append(Segment(call.head.call, call.head.epoch, frames))
-            budget -= _ITEM_BYTES + sum(len(frame.data) + limits.FRAME_ENVELOPE for frame in frames)
+            budget -= _ITEM_BYTES + call.outbox.sent_bytes - before  # a frame's cost is more than its envelope
             if frames[-1].index + 1 < call.outbox.next_index:
                 self._dirty[key] = call  # at the end: no call keeps others from their turn
         return ToGateway(tuple(items)) if items else None

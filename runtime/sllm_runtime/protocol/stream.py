@@ -29,8 +29,8 @@ class Outbox:
         self._unacked: deque[Frame] = deque()
         self._cursor = start
         """Next index to be sent; a resend moves it back."""
-        self._sent_bytes = 0
-        """Cumulative bytes below the cursor."""
+        self.sent_bytes = 0
+        """Cumulative bytes of the frames that were taken to be sent; a resend takes them back."""
         self.ended = False
 
     def push(self, kind: FrameKind, data: bytes, *, more: bool = False) -> Frame:
@@ -54,14 +54,15 @@ class Outbox:
                 raise ProtocolError(f"frame {frame.index} of a stream whose next is {self.next_index}")
             if self.ended:
                 raise ProtocolError("frame after the end of its stream")
-            if len(frame.data) > limits.MAX_PART:
-                raise ProtocolError(f"frame of {len(frame.data)} bytes is above the limit of {limits.MAX_PART}")
+            size = len(frame.data)
+            if size > limits.MAX_PART:
+                raise ProtocolError(f"frame of {size} bytes is above the limit of {limits.MAX_PART}")
             self._unacked.append(frame)
             self.next_index += 1
             if frame.kind is FrameKind.END:
                 self.ended = True
             else:
-                self.pushed_bytes += frame.cost
+                self.pushed_bytes += size + limits.FRAME_COST
 
     def push_value(self, kind: FrameKind, data: bytes) -> None:
         """Append a value of any size, in parts where it needs them."""
@@ -75,16 +76,15 @@ class Outbox:
     def take(self, budget: int = limits.BATCH_BYTES) -> tuple[Frame, ...]:
         """Frames to send now: in order, within credit and about ``budget`` bytes. Ask again until empty."""
         taken: list[Frame] = []
-        while self._cursor < self.next_index and budget > 0:
-            frame = self._unacked[self._cursor - self.acked]
-            cost = frame.cost
-            if self._sent_bytes + cost > self.limit and frame.kind is not FrameKind.END:
-                break
-            if taken and len(frame.data) > budget:
+        for at in range(self._cursor - self.acked, self.next_index - self.acked):
+            frame = self._unacked[at]
+            size = len(frame.data)
+            sent = self.sent_bytes + size + limits.FRAME_COST
+            if budget <= 0 or (taken and size > budget) or (sent > self.limit and frame.kind is not FrameKind.END):
                 break
             taken.append(frame)
-            budget -= len(frame.data) + limits.FRAME_ENVELOPE
-            self._sent_bytes += cost
+            budget -= size + limits.FRAME_ENVELOPE
+            self.sent_bytes = sent
             self._cursor += 1
         return tuple(taken)
 
@@ -98,14 +98,14 @@ class Outbox:
             self.acked += 1
             if self._cursor < self.acked:  # a resend had moved the cursor back over it
                 self._cursor = self.acked
-                self._sent_bytes += frame.cost
+                self.sent_bytes += frame.cost
 
     def on_resend(self, index: int) -> None:
         """Send again from ``index``. What is acknowledged is gone; asking for it again is a late message."""
         index = max(index, self.acked)
         while self._cursor > index:
             self._cursor -= 1
-            self._sent_bytes -= self._unacked[self._cursor - self.acked].cost
+            self.sent_bytes -= self._unacked[self._cursor - self.acked].cost
 
     @property
     def unacked_bytes(self) -> int:
