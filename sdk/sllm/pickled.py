@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,27 @@ def modules_below(root: Path) -> list[str]:
 
 def dump(function: ModelFunction[Any, Any, Any]) -> bytes:
     """The user's function or class, cloudpickled. Raises ``InvalidBundle`` naming what cannot be pickled."""
-    import cloudpickle
-
     try:
-        data: bytes = cloudpickle.dumps(function.target)
+        return _bytes(function.target)
     except SllmError:
         raise
     except Exception as error:  # cloudpickle raises whatever a user's __reduce__ raises
         where = _where(function.target)
         raise InvalidBundle(f"{function.__name__}{where} cannot be pickled: {_culprit(function, error)}") from error
-    return data
+
+
+def _bytes(target: Any) -> bytes:
+    """As ``cloudpickle.dumps``, but a dataclass that travels by value keeps the one ``MISSING`` there is: by it, and by
+    no equal of it, dataclasses and pydantic know that a field has no default."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, thing: Any) -> Any:
+            return "MISSING" if thing is dataclasses.MISSING else super().reducer_override(thing)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(target)
+    return buffer.getvalue()
 
 
 def _where(target: Any) -> str:

@@ -15,21 +15,29 @@ from hypothesis import strategies as st
 
 from sllm import bundle, ignore
 from sllm.cli import load
-from sllm_runtime.protocol.errors import BodyTooLarge, InvalidBundle
+from sllm_runtime.protocol.errors import BodyTooLarge, InvalidArgument, InvalidBundle
 from sllm_runtime.worker import bundle as workers
+from sllm_runtime.worker.arguments import Arguments
 from tests.fixtures.modules import own_modules
 
 FUNCTION = "from sllm import model_function\n\n@model_function\ndef hello(text: str) -> str:\n    return text\n"
 PICKLES = """
 import sys
+from dataclasses import dataclass, field
 from sllm import bundle, model_function
 import beside
 
 WORD = "hi"
 
+@dataclass
+class How:
+    mark: str
+    times: int = 1
+    after: list[str] = field(default_factory=list)
+
 @model_function
-def hello(text: str) -> str:
-    return f"{WORD} {beside.shout(text)}"
+def hello(text: str, how: How = How("")) -> str:
+    return f"{WORD} {beside.shout(text)}{how.mark * how.times}{''.join(how.after)}"
 
 built = bundle.build(hello)
 sys.stdout.buffer.write(built.manifest.handler.entry.encode() + b"\\n" + built.data)
@@ -222,6 +230,9 @@ def test_a_function_of_main_travels_with_what_it_imports(tmp_path: Path) -> None
     handler = Handler(entry="pickle:", kind="function", streams=False, python=minor)
     target, _ = workers.import_target(handler, code)
     assert target(text="you") == "hi YOU"
+    assert target(**Arguments(target).convert({"text": "you", "how": {"mark": "!", "times": 2}})) == "hi YOU!!"
+    with pytest.raises(InvalidArgument, match=r"'how\.mark' is missing"):
+        Arguments(target).convert({"text": "you", "how": {}})
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
