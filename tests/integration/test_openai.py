@@ -1,12 +1,16 @@
 """The official OpenAI client against the real platform, used as its documentation says and without a workaround."""
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait_cold
@@ -18,10 +22,29 @@ MESSAGES: Any = [{"role": "system", "content": "import os\n\n\n"}, {"role": "use
 TALK: dict[str, Any] = {"model": "coder", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
 
 
+def adapter(directory: Path, seed: int) -> Path:
+    """A LoRA adapter of the demo model in peft's layout: two modules of each of its eight layers."""
+    directory.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"],
+              "base_model_name_or_path": "coder"}  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    made = torch.Generator().manual_seed(seed)
+    shapes = {"self_attn.q_proj": (256, 256), "mlp.down_proj": (704, 256)}
+    tensors = {}
+    for layer in range(8):
+        for module, (inputs, outputs) in shapes.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(4, inputs, generator=made) * 0.05
+            tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, 4, generator=made) * 0.05
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("openai")) as started:
-        deploy(started, str(CODER), name="coder", keep_alive=1)
+        homes = {name: str(adapter(started.home / name, seed)) for seed, name in enumerate(("loud", "wide"))}
+        deploy(started, str(CODER), name="coder", keep_alive=1, adapters=homes)
         deploy(started, "kinds::awaited", name="awaited", keep_alive=1)
         yield started
 
@@ -108,11 +131,11 @@ def test_logprobs(client: openai.OpenAI, expected: str) -> None:
 
 
 def test_models_are_the_functions_with_an_engine(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["coder"]
+    assert [model.id for model in client.models.list()] == ["coder", "coder:loud", "coder:wide"]
     assert client.models.retrieve("coder").id == "coder"
 
 
-@pytest.mark.parametrize("model", ["awaited", "nobody"])
+@pytest.mark.parametrize("model", ["awaited", "nobody", "coder:nobody", "coder:v1:nobody", "coder:a:b:c"])
 def test_what_has_no_engine_is_no_model(client: openai.OpenAI, model: str) -> None:
     for ask in (
         lambda: client.completions.create(model=model, prompt="a"),
@@ -123,7 +146,7 @@ def test_what_has_no_engine_is_no_model(client: openai.OpenAI, model: str) -> No
             ask()
         assert isinstance(raised.value.body, dict)
         assert set(raised.value.body) == {"message", "type", "param", "code"}
-        assert model in raised.value.body["message"]
+        assert model.rpartition(":")[2] in raised.value.body["message"]
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
@@ -160,3 +183,99 @@ async def test_many_at_once_by_the_async_client(cluster: Cluster, expected: str)
             return "".join([chunk.choices[0].text async for chunk in stream])
 
         assert await asyncio.gather(*(one() for _ in range(12))) == [expected] * 12
+
+
+async def test_adapters_are_chosen_by_each_request(cluster: Cluster, expected: str) -> None:
+    """Several at once in one instance, beside the model itself: each has the text it has alone."""
+    models = ["coder", "coder:loud", "coder:wide", "coder:v1:loud"]
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=cluster.token) as client:
+
+        async def one(model: str) -> str:
+            answer = await client.completions.create(**{**ASK, "model": model})
+            assert answer.model == model
+            return str(answer.choices[0].text)
+
+        alone = {model: await one(model) for model in models}
+        together = await asyncio.gather(*(one(model) for model in models * 3))
+    assert together == list(alone.values()) * 3
+    assert alone["coder"] == expected
+    assert alone["coder:loud"] == alone["coder:v1:loud"]
+    assert len(set(alone.values())) == 3
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_has_the_shape_that_was_asked_for(client: openai.OpenAI) -> None:
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    asked = {**TALK, "max_tokens": 100, "temperature": 1.0, "seed": 3, "response_format": shape}
+    whole = client.chat.completions.create(**asked, n=3)
+    texts = [choice.message.content or "" for choice in whole.choices]
+    for text in texts:
+        assert set(json.loads(text)) == {"name", "age"}
+    assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+    parts = ["", "", ""]
+    for chunk in client.chat.completions.create(**asked, n=3, stream=True):
+        parts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert parts == texts
+    pattern = r"[a-z]{3,8} = [0-9]{1,4}"
+    answer = client.completions.create(**ASK, extra_body={"regex": pattern})
+    assert re.fullmatch(pattern, answer.choices[0].text)
+
+
+def test_bad_words_biases_and_cached_tokens(client: openai.OpenAI, expected: str) -> None:
+    word = expected.split()[0][:4]
+    without = client.completions.create(**ASK, extra_body={"bad_words": [word]})
+    assert word in expected
+    assert word not in without.choices[0].text
+    (first,) = client.completions.create(**ASK, logprobs=0).choices
+    assert first.logprobs is not None
+    assert [list(each) for each in first.logprobs.top_logprobs or []] == [[t] for t in first.logprobs.tokens or []]
+    long = {**ASK, "prompt": PROMPT * 40, "max_tokens": 1}
+    used = [client.completions.create(**long).usage for _ in range(2)][1]
+    assert used is not None
+    assert used.prompt_tokens_details is not None
+    assert used.prompt_tokens_details.cached_tokens == used.prompt_tokens // 128 * 128
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("best_of", {"best_of": 2}),
+        ("logprobs", {"echo": True, "logprobs": 1}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("regex", {"extra_body": {"regex": "("}}),
+        ("response_format", {"extra_body": {"response_format": {"type": "json_schema", "json_schema": {
+            "name": "x", "schema": {"type": "wobble"}}}}}),
+        ("response_format.type", {"extra_body": {"response_format": {"type": "xml"}}}),
+        ("bad_words", {"extra_body": {"bad_words": ["x"] * 65}}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_400_by_name(client: openai.OpenAI, param: str, body: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**{**ASK, **body})
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("tool_choice", {"tool_choice": "auto"}),
+        ("functions", {"functions": [{"name": "f"}]}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("modalities", {"modalities": ["audio"]}),
+    ],
+)
+def test_what_the_model_cannot_do_is_not_ignored(client: openai.OpenAI, param: str, body: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{**TALK, **body})
+    assert refused.value.param == param

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable
 
 import msgspec
@@ -18,20 +17,22 @@ from sllm_gateway.openai.requests import ChatRequest, CompletionRequest, OpenAIR
 from sllm_gateway.routes.calling import Caller
 from sllm_gateway.table import RouteTable, Version
 from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, VersionNotFound
+from sllm_runtime.protocol.openai import model_name
 
 log = logging.getLogger(__name__)
 
-_MODEL = re.compile(r"^([^:]+)(?::v(\d{1,9}))?$")
-
 
 async def find_model(lookup: Lookup, model: str) -> Version:
-    """The version that ``name`` or ``name:v3`` means. Raises ``ModelNotFound``, also for what is no language model."""
-    found = _MODEL.match(model)
-    if not found:
-        raise ModelNotFound(f"{quoted(model)} names no model here: give a function's name, or name:v<n>", field="model")
-    name, number = found.groups()
+    """The version that ``name``, ``name:v3``, ``name:adapter`` or ``name:v3:adapter`` means. Raises ``ModelNotFound``,
+    also for what is no language model and for an adapter that it has not."""
+    named = model_name(model)
+    if named is None:
+        raise ModelNotFound(
+            f"{quoted(model)} names no model here: give a function's name, name:v<n>, name:adapter", field="model"
+        )
+    name, adapter = named.function, named.adapter
     try:
-        version = await lookup.find(name, int(number) if number else None)
+        version = await lookup.find(name, named.version)
     except (FunctionNotFound, VersionNotFound) as error:
         raise ModelNotFound(error.message, field="model") from error
     if not version.manifest.engine:
@@ -39,6 +40,9 @@ async def find_model(lookup: Lookup, model: str) -> Version:
             f"{name!r} is a function without an engine-backed language model; call it by POST /fn/{name}",
             field="model",
         )
+    if adapter is not None and adapter not in version.manifest.adapters:
+        known = ", ".join(sorted(version.manifest.adapters)) or "none"
+        raise ModelNotFound(f"{name!r} has no adapter {quoted(adapter)}; there are: {known}", field="model")
     return version
 
 
@@ -110,10 +114,16 @@ class Models:
         model = scope["path_params"].get("model")
         if model is None:
             served = [version for version in self._table.active() if version.manifest.engine]
-            view: object = {"object": "list", "data": [_view(version.function, version) for version in served]}
+            data = [_view(id_, version) for version in served for id_ in _ids(version)]
+            view: object = {"object": "list", "data": data}
         else:
             view = _view(model, await find_model(self._lookup, model))
         await answer(send, 200, [(b"content-type", b"application/json")], msgspec.json.encode(view))
+
+
+def _ids(version: Version) -> list[str]:
+    """The model itself, and with each of its adapters."""
+    return [version.function, *(f"{version.function}:{name}" for name in sorted(version.manifest.adapters))]
 
 
 def _view(id_: str, version: Version) -> dict[str, object]:

@@ -15,6 +15,8 @@ from sllm_runtime.protocol.quantities import Bytes, Seconds, parse_gpu
 
 SCHEMA_VERSION: Final = 1
 NAME = re.compile(r"^[a-z][a-z0-9-]{0,62}\Z")
+VERSION = re.compile(r"^v[0-9]+\Z")
+"""What names a version where an adapter's name could stand."""
 ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 
 MAX_PLACE: Final = 2048
@@ -48,6 +50,8 @@ def _adapters(value: dict[str, str]) -> dict[str, str]:
         raise ValueError(f"{len(value)} adapters are named, at most {MAX_ADAPTERS} go with a function")
     for name, place in value.items():
         _name(name)
+        if VERSION.match(name):
+            raise ValueError(f"{name!r} can be no adapter's name: it would mean a version; choose another")
         if not 0 < len(place) <= MAX_PLACE:
             raise ValueError(f"adapter {name!r} needs a place of 1 to {MAX_PLACE} characters, as model has")
     return value

@@ -10,6 +10,7 @@ from typing import Any
 
 from sllm_runtime.protocol.errors import FunctionError
 from sllm_runtime.worker import prompts
+from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.loop import AsyncSink, EngineLoop, Mailbox, ThreadSink
 from sllm_runtime.worker.generation import Generation
@@ -38,6 +39,8 @@ class ModelHandle:
         self._engine: tuple[EngineLoop, Tokens] | None = None
         self._tokenizer: Any = None
         self._mailbox: Mailbox | None = None
+        self.adapters = Adapters.none()
+        """What OpenAI's routes may name beside the model."""
         self._lock = threading.Lock()
 
     @property

@@ -6,8 +6,9 @@ The gateway makes the role, finish and usage chunks; from here come ``Delta`` fr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -17,8 +18,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import InvalidRequest, MalformedJson
 from sllm_runtime.protocol.frames import Delta, TokenLogprob
-from sllm_runtime.protocol.openai import MAX_CHOICES, MAX_LOGPROBS, WITHOUT_MEANING, check, tools_of
+from sllm_runtime.protocol.openai import MAX_CHOICES, MAX_LOGPROBS, WITHOUT_MEANING, check, model_name, tools_of
 from sllm_runtime.worker import prompts
+from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.call import Call
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.engine.base import Request, Sampling
@@ -81,6 +83,7 @@ class _Plan:
     sampling: Sampling
     rules: Rules
     n: int
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,31 @@ async def answer(call: Call, handle: ModelHandle, mailbox: Mailbox) -> None:
     """Run one ``chat`` or ``completion`` call. Raises typed errors whose ``field`` is the parameter."""
     # In a thread: rendering, tokenizing and compiling a shape take as long as a caller's text is.
     loop, tokens, plan = await asyncio.to_thread(_prepared, call, handle)
+    async with _held(handle.adapters, plan.adapter, loop):
+        await _write_all(call, loop, tokens, mailbox, plan)
+
+
+@contextlib.asynccontextmanager
+async def _held(adapters: Adapters, name: str | None, loop: EngineLoop) -> AsyncIterator[None]:
+    """The adapter ``name`` is there inside this block."""
+    if name is None:
+        yield
+        return
+    table = loop.engine.adapters
+    holding = asyncio.create_task(asyncio.to_thread(adapters.hold, name, table), name=f"adapter {name}")
+
+    def release(done: asyncio.Task[None]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            adapters.release(name, table)
+
+    try:
+        await asyncio.shield(holding)  # a cancelled call leaves the load, which has a deadline, to whoever is next
+        yield
+    finally:
+        holding.add_done_callback(release)
+
+
+async def _write_all(call: Call, loop: EngineLoop, tokens: Tokens, mailbox: Mailbox, plan: _Plan) -> None:
     outputs = [_output(call, loop, plan, index) for index in range(len(plan.prompts) * plan.n)]
     writing = asyncio.Lock()
     if len(outputs) == 1:
@@ -112,7 +140,10 @@ async def answer(call: Call, handle: ModelHandle, mailbox: Mailbox) -> None:
 
 def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, Tokens, _Plan]:
     loop, tokens = handle.engine()
-    return loop, tokens, _plan(call, handle, loop, tokens)
+    body = parse(bytes(call.body), chat=call.head.kind == "chat")
+    named = model_name(str((body.model_extra or {}).get("model", "")))
+    plan = _plan(body, handle, loop, tokens)
+    return loop, tokens, plan if named is None else replace(plan, adapter=named.adapter)
 
 
 def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
@@ -128,6 +159,7 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
         prompt=ids,
         sampling=replace(plan.sampling, max_tokens=room),
         choice=choice,
+        lora=plan.adapter,
         constraints=plan.rules.constraints(),
     )
     return _Output(index, echo, Generation(loop, request, count_prompt=choice == 0))
@@ -161,9 +193,7 @@ def _logprobs(piece: Piece, tokens: Tokens) -> tuple[TokenLogprob, ...]:
     )
 
 
-def _plan(call: Call, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:
-    chat = call.head.kind == "chat"
-    body = parse(bytes(call.body), chat=chat)
+def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:
     unknown = sorted(set(body.model_extra or {}) - _GATEWAYS)
     if unknown:
         log.warning("fields that mean nothing here are ignored: %s", ", ".join(unknown))

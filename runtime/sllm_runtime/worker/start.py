@@ -21,7 +21,7 @@ from sllm_runtime.protocol.errors import OutOfMemory, SllmError, StartFailed, Un
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.timeline import IMPORT, SETUP, START_STAGES, WEIGHTS, Span
 from sllm_runtime.protocol.worker import Assign
-from sllm_runtime.worker import bundle, handler
+from sllm_runtime.worker import adapters, bundle, handler
 from sllm_runtime.worker.arriving import Report, Weights
 from sllm_runtime.worker.calls import run_async, run_sync
 from sllm_runtime.worker.handle import ModelHandle
@@ -135,6 +135,9 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
     if pending is not None:
         stages.begin(WEIGHTS)
         handle = load_model(manifest, home, pending, module, stages.report, assign.proof)
+        load = adapters.loader(pending.session, manifest.startup_timeout)
+        room = manifest.memory // adapters.SHARE
+        handle.adapters = adapters.Adapters(assign.adapters, load, room, manifest.startup_timeout)
     capabilities: tuple[str, ...] = ()
     proof = ""
     with stages.stage(SETUP):

@@ -33,13 +33,13 @@ _FROM_HEAP: Final = 32 << 20
 
 
 class CheckpointTensors:
-    """The tensors of rank 0 over its mapped bytes (``memory`` keeps the mapping, each tensor keeps ``memory``).
+    """The tensors of one rank over its mapped bytes (``memory`` keeps the mapping, each tensor keeps ``memory``).
 
     Tensors are views: they may be made before their bytes are there, and read after.
     """
 
-    def __init__(self, index: CheckpointIndex, memory: ctypes.Array[ctypes.c_ubyte]) -> None:
-        self._records = {record.name: record for record in (*index.views, *index.tensors) if record.rank == 0}
+    def __init__(self, index: CheckpointIndex, memory: ctypes.Array[ctypes.c_ubyte], rank: int = 0) -> None:
+        self._records = {record.name: record for record in (*index.views, *index.tensors) if record.rank == rank}
         self._aliases = {alias.name: alias.of for alias in index.aliases}
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else None
         self._wholes: dict[str, torch.Tensor] = {}
@@ -95,6 +95,11 @@ class TypedTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors.names)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor that need not be there yet; None where there is none of that name."""
+        record = self._tensors.find(name)
+        return None if record is None else record.shape
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +140,16 @@ class Stats:
     """How often a request was computed again because another needed its pages."""
 
 
+class AdapterTable(Protocol):
+    """The adapters that an engine's requests may name. From any thread; requests that run keep theirs."""
+
+    def put(self, name: str, adapter: Any) -> None:
+        """From now on. Raises ``UnsupportedModel`` or ``InvalidCheckpoint`` for one that does not fit the model."""
+
+    def drop(self, name: str) -> None:
+        """No longer. Repeatable."""
+
+
 class Engine(Protocol):
     """Used from one thread only."""
 
@@ -167,9 +177,13 @@ class Engine(Protocol):
     def busy(self) -> bool:
         """Whether ``step`` has anything to do."""
 
+    @property
+    def adapters(self) -> AdapterTable | None:
+        """LoRA adapters by name; None where it runs none."""
+
     def add(self, request: Request) -> None:
-        """Take a request. Raises ``InvalidRequest``, ``ContextLengthExceeded``, ``QueueFull`` or ``Draining``; the
-        engine then has no part of it."""
+        """Take a request. Raises ``ModelNotFound`` for an adapter that is not there, ``InvalidRequest``,
+        ``ContextLengthExceeded``, ``QueueFull`` or ``Draining``; the engine then has no part of it."""
 
     def step(self) -> list[Event]:
         """Advance; an error of one request is an event of its own and leaves the others alone."""

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 
 from sllm_runtime.protocol.errors import Draining, SllmError
 from sllm_runtime.worker.engine import admission, endings
-from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats, TokenChoice
+from sllm_runtime.worker.engine.base import (
+    AdapterTable,
+    Capabilities,
+    Event,
+    Exported,
+    Finish,
+    Request,
+    Stats,
+    TokenChoice,
+)
 
 Script = Callable[[Sequence[int], Sequence[int]], int | SllmError]
 """``(prompt, output so far)`` to the next id, or to the error that the request ends with."""
@@ -32,6 +41,7 @@ class ScriptedEngine:
     name: str = "scripted"
     fingerprint: str = "scripted"
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(exact_resume=True, sleep=True))
+    adapters: AdapterTable | None = None
     _outputs: dict[int, tuple[Request, list[int]]] = field(default_factory=dict)
     _draining: bool = False
     _asleep: bool = False

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from sllm_runtime.protocol.errors import Draining, FunctionError, SllmError
 from sllm_runtime.worker.engine import admission, endings
-from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats
+from sllm_runtime.worker.engine.base import AdapterTable, Capabilities, Event, Exported, Finish, Request, Stats
 from sllm_runtime.worker.engine.choosing import next_token
 
 
@@ -41,6 +41,7 @@ class TransformersEngine:
     name: str = "transformers"
     fingerprint: str = ""
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(sleep=True))
+    adapters: AdapterTable | None = None
     _waiting: dict[int, _Running] = field(default_factory=dict)
     _running: dict[int, _Running] = field(default_factory=dict)
     _counters: _Counters = field(default_factory=_Counters)

@@ -83,7 +83,7 @@ def _named(pattern: re.Pattern[str], names: frozenset[str]) -> dict[str, str]:
 
 def _low_rank(a: torch.Tensor, b: torch.Tensor, scaling: float) -> LowRank:
     """Of (rank, inputs) and (outputs, rank)."""
-    return LowRank(a.to(torch.float32).t().contiguous(), (b.to(torch.float32) * scaling).t().contiguous())
+    return LowRank(a.to(torch.float32, copy=True).t().contiguous(), (b.to(torch.float32) * scaling).t().contiguous())
 
 
 class _Config(msgspec.Struct, frozen=True):

@@ -68,6 +68,7 @@ class OurEngine:
         self.capabilities = Capabilities(
             exact_resume=proven, layer_ranges=True, kv_transfer=whole, lora=whole, sleep=True
         )
+        self.adapters = decoder.lora if whole else None
         self.runner: Runner = runner or LocalRunner(decoder, numerics)
         self._eos = eos
         context = min(decoder.context, max_context or decoder.context)
@@ -100,7 +101,7 @@ class OurEngine:
                 field="prompt",
             )
         admission.check(request, self.max_context, self.vocabulary)
-        if not self.capabilities.lora:
+        if self.adapters is None:
             admission.refuse_adapter(request)
         adapter = self.decoder.lora.get(request.lora)
         if endings.full(request, len(request.emitted), self.max_context):

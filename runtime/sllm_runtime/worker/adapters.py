@@ -1,0 +1,136 @@
+"""The LoRA adapters of an instance: loaderd brings one when a call first names it, and the least recently used that
+nobody uses is given up when their room is needed. What the engine keeps are copies, so loaderd may evict it at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final
+
+from sllm_loaderd.client import LoaderSession
+from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, UnsupportedModel
+from sllm_runtime.worker.engine.base import AdapterTable
+from sllm_runtime.worker.engine.ours.adapter import Adapter
+from sllm_runtime.worker.weights import CheckpointTensors
+
+CONFIG: Final = "adapter_config.json"
+SHARE: Final = 8
+"""Adapters that nobody uses may take this part of the manifest's memory."""
+Load = Callable[[str], Adapter]
+"""By digest; blocks. Raises the load's error."""
+
+
+@dataclass(slots=True)
+class _Held:
+    there: Future[Adapter] = field(default_factory=Future)
+    users: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.users and self.there.done()
+
+
+class Adapters:
+    """Thread-safe. ``digests`` by the names that calls choose them by; ``room``: bytes that they may take together, or
+    more while more are in use; ``timeout_s``: how long a load may take."""
+
+    def __init__(self, digests: Mapping[str, str], load: Load, room: int, timeout_s: float) -> None:
+        self._digests = digests
+        self._load = load
+        self._room = room
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        """The least recently used first."""
+
+    @classmethod
+    def none(cls) -> Adapters:
+        """Of a model that has none."""
+
+        def load(digest: str) -> Adapter:
+            raise ModelNotFound(f"nothing brings {digest} here")
+
+        return cls({}, load, 0, 0.0)
+
+    def hold(self, name: str, table: AdapterTable | None) -> None:
+        """Have ``name`` in the engine's ``table`` until ``release``; blocks while it is loaded. Raises
+        ``ModelNotFound``, ``InvalidRequest`` if the engine runs none, and what made the load fail."""
+        if name not in self._digests:
+            known = ", ".join(sorted(self._digests)) or "none"
+            raise ModelNotFound(f"this model has no adapter {name!r:.100}; there are: {known}", field="model")
+        if table is None:
+            raise InvalidRequest("the engine of this model runs no adapters; name the model alone", field="model")
+        with self._lock:
+            mine = name not in self._held
+            held = self._held.setdefault(name, _Held())
+            held.users += 1
+            self._held.move_to_end(name)
+        if mine:
+            self._bring(name, held, table)
+        try:
+            held.there.result(self._timeout_s)
+        except TimeoutError as error:
+            self.release(name, table)
+            text = f"adapter {name!r} did not come in {self._timeout_s:g} s"
+            raise DeadlineExceeded(text, stage="weights") from error
+
+    def release(self, name: str, table: AdapterTable | None) -> None:
+        """One user less."""
+        with self._lock:
+            held = self._held.get(name)
+            if held is not None:
+                held.users -= 1
+            self._make_room(table)
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Those in memory, the least recently used first."""
+        with self._lock:
+            return tuple(name for name, held in self._held.items() if held.there.done())
+
+    def _bring(self, name: str, held: _Held, table: AdapterTable) -> None:
+        try:
+            adapter = self._load(self._digests[name])
+            table.put(name, adapter)
+        except BaseException as error:  # it reaches everybody who waits
+            with self._lock:
+                del self._held[name]
+            held.there.set_exception(error)
+        else:
+            held.there.set_result(adapter)
+
+    def _make_room(self, table: AdapterTable | None) -> None:
+        taken = {name: held.there.result().nbytes for name, held in self._held.items() if held.there.done()}
+        for name in [name for name in taken if self._held[name].idle]:
+            if sum(taken.values()) <= self._room or table is None:
+                return
+            table.drop(name)
+            del self._held[name], taken[name]
+
+
+def loader(session: LoaderSession, timeout_s: float) -> Load:
+    """Loads by ``session``, which has the rights to them."""
+
+    def load(digest: str) -> Adapter:
+        coming = session.load(adapter=digest)
+        try:
+            index, files = coming.index(timeout_s), coming.files(timeout_s)
+            if index.adapter is None:
+                raise UnsupportedModel(f"{digest} is a model of its own, no adapter")
+            tensors = CheckpointTensors(index, coming.attach(timeout_s).exporter())
+            coming.wait_all(timeout_s)
+            records = {name: record for name in tensors.names if (record := tensors.find(name)) is not None}
+            return Adapter.read(
+                digest,
+                index.adapter,
+                files.get(CONFIG, b""),
+                frozenset(records),
+                lambda name: tensors.tensor(records[name]),
+            )
+        finally:
+            coming.detach()
+
+    return load
