@@ -16,7 +16,8 @@ class Model(Protocol):
 
     def generate(self, prompt: Prompt, *, max_tokens: int = 256, **sampling: Any) -> Iterator[str]:
         """Pieces of generated text as they become final. Sampling: ``temperature`` (0: greedy), ``top_p``, ``top_k``,
-        ``min_p``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``stop``, ``seed``."""
+        ``min_p``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``logit_bias``, ``stop``,
+        ``stop_ids``, ``ignore_eos``, ``min_tokens``, ``seed``, ``bad_words``, ``regex``, ``response_format``."""
 
     def agenerate(self, prompt: Prompt, *, max_tokens: int = 256, **sampling: Any) -> AsyncIterator[str]:
         """The same for async functions."""
