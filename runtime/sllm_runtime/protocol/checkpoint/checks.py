@@ -26,6 +26,7 @@ from sllm_runtime.protocol.checkpoint.records import (
     TensorRecord,
 )
 from sllm_runtime.protocol.checkpoint.segments import check_segments
+from sllm_runtime.protocol.errors import InvalidCheckpoint
 
 
 def check_index(index: CheckpointIndex) -> None:
@@ -87,24 +88,29 @@ def _check_partitions(index: CheckpointIndex) -> dict[int, int]:
 
 
 def _check_tensor(kind: str, tensor: TensorRecord, sizes: dict[int, int], *, aligned: bool) -> None:
-    where = f"{kind}[{tensor.name!r}]"
-    item = ITEM_BYTES.get(tensor.dtype)
+    """Every worker does this for every tensor before it may bind the first: no generator, no text that nobody reads."""
+    item, shape, stride = ITEM_BYTES.get(tensor.dtype), tensor.shape, tensor.stride
     if item is None:
-        raise bad(where, f"dtype {tensor.dtype!r} is unknown")
+        raise _bad_tensor(kind, tensor, f"dtype {tensor.dtype!r} is unknown")
     if tensor.rank not in sizes:
-        raise bad(where, f"partition {tensor.rank} is not there")
-    if len(tensor.shape) > MAX_DIMS or len(tensor.shape) != len(tensor.stride):
-        raise bad(where, f"shape {tensor.shape} and stride {tensor.stride} do not fit together")
-    if any(not 0 <= number <= MAX_BYTES for number in (*tensor.shape, *tensor.stride, tensor.offset, tensor.nbytes)):
-        raise bad(where, f"a number is negative or above {MAX_BYTES}")
-    if math.prod(size for size in tensor.shape if size) > MAX_BYTES:
-        raise bad(where, f"shape {tensor.shape} has more than {MAX_BYTES} elements")
-    if extent(tensor.shape, tensor.stride) * item != tensor.nbytes:
-        raise bad(where, f"shape {tensor.shape} of {tensor.dtype} is not {tensor.nbytes} bytes")
+        raise _bad_tensor(kind, tensor, f"partition {tensor.rank} is not there")
+    if len(shape) > MAX_DIMS or len(shape) != len(stride):
+        raise _bad_tensor(kind, tensor, f"shape {shape} and stride {stride} do not fit together")
+    numbers = (*shape, *stride, tensor.offset, tensor.nbytes)
+    if min(numbers) < 0 or max(numbers) > MAX_BYTES:
+        raise _bad_tensor(kind, tensor, f"a number is negative or above {MAX_BYTES}")
+    if math.prod(shape if 0 not in shape else [size for size in shape if size]) > MAX_BYTES:
+        raise _bad_tensor(kind, tensor, f"shape {shape} has more than {MAX_BYTES} elements")
+    if extent(shape, stride) * item != tensor.nbytes:
+        raise _bad_tensor(kind, tensor, f"shape {shape} of {tensor.dtype} is not {tensor.nbytes} bytes")
     if tensor.offset + tensor.nbytes > sizes[tensor.rank]:
-        raise bad(where, f"it ends at {tensor.offset + tensor.nbytes}, behind its partition")
+        raise _bad_tensor(kind, tensor, f"it ends at {tensor.offset + tensor.nbytes}, behind its partition")
     if tensor.offset % (TENSOR_ALIGN if aligned else item):
-        raise bad(where, f"offset {tensor.offset} is not aligned")
+        raise _bad_tensor(kind, tensor, f"offset {tensor.offset} is not aligned")
+
+
+def _bad_tensor(kind: str, tensor: TensorRecord, message: str) -> InvalidCheckpoint:
+    return bad(f"{kind}[{tensor.name!r}]", message)
 
 
 def _check_names(index: CheckpointIndex) -> None:
@@ -200,7 +206,8 @@ def _check_shared(index: CheckpointIndex) -> None:
     """What blocks share is there, and looking it up is bounded work."""
     sizes: dict[str, int] = {}
     for tensor in index.tensors:
-        sizes[tensor.name] = max(sizes.get(tensor.name, 0), tensor.nbytes)
+        if tensor.nbytes >= sizes.get(tensor.name, 0):
+            sizes[tensor.name] = tensor.nbytes
     chunks = 0
     for number, block in enumerate(index.blocks):
         for name in block.shared:

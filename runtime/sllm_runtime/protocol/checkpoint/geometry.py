@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from sllm_runtime.protocol.checkpoint.records import BlockRecord, CheckpointIndex
@@ -73,6 +72,9 @@ def block_spans(index: CheckpointIndex, block: BlockRecord) -> list[tuple[int, i
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to behind the last one that a tensor reaches; 0 if it has none."""
-    if math.prod(shape) == 0:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    last = 0
+    for size, step in zip(shape, stride, strict=True):
+        if size == 0:
+            return 0
+        last += (size - 1) * step
+    return last + 1
