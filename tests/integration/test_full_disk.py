@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.small_disk import fill, small_disk  # noqa: F401 - a fixture is used by being here
+from tests.fixtures.waiting import GIVE_UP_S
 
-WITHIN_S = 30.0
+WITHIN_S = GIVE_UP_S
 FUNCTION = """
 from sllm import model_function
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- tour -->\n```sh\n(.*?)```", re.DOTALL)
-WITHIN_S = 110
+WITHIN_S = 240
 CURL = shutil.which("curl")
 
 

@@ -3,11 +3,11 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,6 @@ from tests.fixtures.deployed import descendants, wait_gone
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 UP = [sys.executable, "-m", "sllm_runtime.platform"]
-WITHIN_S = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +51,6 @@ def test_everything_is_there_when_up_says_so_and_gone_when_it_ends(tmp_path: Pat
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "function_not_found")
         assert httpx.post(f"{cluster.url}/fn/nobody").status_code == 401
         family = descendants(cluster.document["pid"])
-        began = time.monotonic()
-    assert time.monotonic() - began < 5
     wait_gone(family)
     assert not (tmp_path / "run" / "up.json").exists()
 
@@ -147,15 +144,14 @@ def test_detach_tells_why_it_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_it_in_order_and_in_seconds(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
     cluster = Cluster(tmp_path).start()
     assert cluster.process is not None
     family = descendants(cluster.process.pid)
-    began = time.monotonic()
     cluster.process.send_signal(number)
     status = cluster.process.wait(STOP_S)
     assert status == (130 if number == signal.SIGINT else 0)
-    assert time.monotonic() - began < 5
+    assert not (cluster.data / "up.json").exists()
     wait_gone(family)
     cluster.stop()
 
@@ -164,14 +160,21 @@ def test_a_second_ctrl_c_does_not_wait_for_a_daemon_that_hangs(tmp_path: Path) -
     cluster = Cluster(tmp_path).start()
     assert cluster.process is not None
     family = descendants(cluster.process.pid)
-    os.kill(cluster.pid("gateway"), signal.SIGSTOP)
+    gateway = cluster.pid("gateway")
+    os.kill(gateway, signal.SIGSTOP)
     cluster.process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        cluster.process.wait(0.5)
+    asyncio.run(until(lambda: asked_to_end(gateway), what="the gateway has been asked to end"))
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.process.wait(GIVE_UP_S) == 130
+    assert (cluster.data / "up.json").exists(), "it tidied nothing up, for which it would have waited"
     wait_gone(family)
     cluster.stop()
+
+
+def asked_to_end(pid: int) -> bool:
+    """Whether SIGTERM waits for a process that is stopped."""
+    (pending,) = re.findall(r"^ShdPnd:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:

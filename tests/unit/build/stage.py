@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 ROOT = Path(__file__).parents[3]
-SETUP_SECONDS = 60
+SETUP_SECONDS = 240
 PACKAGES = ("sllm", "sllm_runtime", "sllm_gateway", "sllm_invoker", "sllm_loaderd")
 TOOLS = ["sh", "cat", "cksum", "tr", "df", "awk", "id", "sed", "mkdir", "mv", "rm", "dirname", "basename", "cut"]
 TORCH = "version = type('version', (), {'cuda': None})\n"

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +14,6 @@ import pytest
 from tests.unit.build.stage import ROOT, TORCH, Project, bare_path, pinned, serve, write_build_wheels, write_wheel
 
 VERSION = pinned("torch")
-NO_OP_SECONDS = 5
-FIRST_SECOND = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +78,7 @@ def test_missing_packages_are_named_at_once_with_the_apt_line(tmp_path: Path) ->
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/lacking exec {real} "$@"\n')
     python.chmod(0o755)
     project = Project.create(tmp_path / "sllm", folder)
-    begun = time.monotonic()
     done = project.setup()
-    assert time.monotonic() - begun < FIRST_SECOND
     assert done.returncode == 1
     assert "apt-get install -y make python3-venv\n" in done.stdout
     assert "free: disk" in done.stdout
@@ -115,9 +110,7 @@ def test_goes_on_offline_where_it_was_and_then_has_nothing_to_do(project: Projec
     assert done.returncode == 0, done.stdout
     assert f"torch {VERSION}+cpu from WHEELHOUSE" in done.stdout
     assert witness.exists(), "the environment was made anew"
-    begun = time.monotonic()
     again = project.setup()
-    assert time.monotonic() - begun < NO_OP_SECONDS
     assert (again.returncode, again.stdout) == (0, "setup: nothing to do\n")
 
 

@@ -20,10 +20,10 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.manifest import Manifest
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.scripted_node import ScriptedNode
 
-READY_S = 5.0
+READY_S = GIVE_UP_S
 
 
 def manifest(name: str = "chat", **fields: Any) -> Manifest:
@@ -59,7 +59,7 @@ class Gateway:
                 return deployed
 
     async def acquire(self, name: str = "chat", version: int = 1, **fields: Any) -> ctl.Acquired:
-        request = {"function": name, "version": version, "gateway": "gw", "waiting": 1, "wait_s": 3.0, **fields}
+        request = {"function": name, "version": version, "gateway": "gw", "waiting": 1, "wait_s": 15.0, **fields}
         acquired: ctl.Acquired = await self.ask("acquire", ctl.Acquire(**request))
         return acquired
 
@@ -71,6 +71,8 @@ class Bench:
         self.controller, self.node, self.gateway, self.store = controller, node, gateway, store
 
     async def stored(self, key: str, type_: Any) -> Any:
+        """What stands there once everything is written that is decided: commands to nodes do not wait for it."""
+        await self.controller.loop._ledger.settled(GIVE_UP_S)
         return await self.store.get(key, type_)
 
     def live(self) -> list[str]:

@@ -48,12 +48,12 @@ async def test_a_deployment_that_was_broken_off_is_forgotten(nats: Nats, node: S
         deploy = ctl.Deploy(request="r", manifest=manifest(), bundle=digest, bundle_bytes=6, wait_s=0.2)
         await gateway.ask("deploy", deploy)
         await until(lambda: first.loop.view.versions)
-        await first.loop._ledger.settled(5.0)
+        await first.loop._ledger.settled(GIVE_UP_S)
     async with controller_of(nats) as second:
         assert not second.loop.view.functions
         await until(lambda: node.stops, what="its instance is ended")
         node.behave = lambda command: InstanceState.READY
-        done: ctl.Deployed = await gateway.ask("deploy", msgspec.structs.replace(deploy, wait_s=5.0))
+        done: ctl.Deployed = await gateway.ask("deploy", msgspec.structs.replace(deploy, wait_s=15.0))
         assert done.version is not None
         assert done.version.version == 1
 

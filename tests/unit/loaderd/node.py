@@ -28,9 +28,10 @@ from sllm_loaderd.write_back import SsdTier
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.loader import START
 from tests.fixtures.loaderd import numbers_model
+from tests.fixtures.waiting import GIVE_UP_S
 
 CHUNK = 4096
-WAIT = 20.0
+WAIT = GIVE_UP_S
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ from sllm_runtime.protocol.errors import PoolExhausted
 from sllm_runtime.protocol.loader import Adopted, PoolStatus, Store
 from tests.fixtures.loader_worker import loader_worker, seen
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
-WAIT = 20.0
+WAIT = GIVE_UP_S
 ROOM = 7 * SMALL_CHUNK
 """A pool with room for one copy of the model (six chunks), not for two."""
 

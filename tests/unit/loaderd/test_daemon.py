@@ -47,8 +47,9 @@ from tests.fixtures.loaderd import (
     small_checkpoint,
 )
 from tests.fixtures.models import save_byte_tokenizer, save_model
+from tests.fixtures.waiting import GIVE_UP_S
 
-WAIT = 20.0
+WAIT = GIVE_UP_S
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from sllm_runtime.protocol.loader import Adopt, Cancel, GetStatus, Grant, Hello,
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
 
-WAIT = 20.0
+WAIT = GIVE_UP_S
 HELLO = pack(Hello())
 
 

@@ -18,9 +18,10 @@ from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.task import ReadChunk, Task, TaskState
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InternalError, SllmError
+from tests.fixtures.waiting import GIVE_UP_S
 
 SIZE = 4096
-WAIT = 10.0
+WAIT = GIVE_UP_S
 
 
 class GatedSource:

@@ -18,8 +18,9 @@ from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import DigestMismatch, Forbidden, ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.loader import CONVERT_NEVER
 from tests.fixtures.loaderd import LoaderProcess, loaded, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.waiting import GIVE_UP_S
 
-WAIT = 30.0
+WAIT = GIVE_UP_S
 TOKEN = "a token of this cluster"
 
 

@@ -20,9 +20,9 @@ from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 from sllm_runtime.protocol.limits import CHUNK_BYTES
 from tests.fixtures.loaderd import SMALL_CHUNK, loaderd, numbers_model, small_checkpoint
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
-WAIT = 20.0
+WAIT = GIVE_UP_S
 SWITCHES = ("bulk", "direct", "pinned", "overlap", "integrity", "huge_pages")
 PARTS = {"io_threads": "threads"}
 OFF: dict[str, Any] = {**dict.fromkeys(SWITCHES, "false"), "io_threads": 1}

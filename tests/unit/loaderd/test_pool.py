@@ -19,10 +19,11 @@ from sllm_loaderd.client import memory
 from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.pool import ChunkPool
 from sllm_runtime.protocol.errors import PoolExhausted, ProtocolError, Unavailable
+from tests.fixtures.waiting import GIVE_UP_S
 
 SIZE = 16384
 PAGE = 4096
-WAIT = 10.0
+WAIT = GIVE_UP_S
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import pytest
 from sllm_loaderd.prefaulting import LEAST, bytes_ahead
 from sllm_runtime.protocol.limits import CHUNK_BYTES
 from tests.fixtures.loaderd import loaderd, numbers_model
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 GIB = 2**30
-WAIT = 30.0
+WAIT = GIVE_UP_S
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from sllm_runtime.protocol.errors import Conflict, Forbidden, SllmError
 from tests.fixtures.loaderd import loaded, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.sources import object_store, s3_settings
+from tests.fixtures.waiting import GIVE_UP_S
 
-WAIT = 30.0
+WAIT = GIVE_UP_S
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from sllm_loaderd.sources.fetch import resolve
 from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
 from tests.fixtures.loaderd import loaderd, numbers_model
 from tests.fixtures.sources import COMMIT, TOKEN, hub, object_store, s3_settings
+from tests.fixtures.waiting import GIVE_UP_S
 
-WAIT = 30.0
+WAIT = GIVE_UP_S
 
 
 def fetch(uri: str, cache: Path, **environment: str) -> dict[str, object]:

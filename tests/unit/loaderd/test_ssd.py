@@ -20,9 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.ssd.write import CopyWrite
 from sllm_runtime.protocol.errors import InternalError
+from tests.fixtures.waiting import GIVE_UP_S
 
 CHUNK = 4096
-WAIT = 30.0
+WAIT = GIVE_UP_S
 
 
 def name(number: int) -> str:

@@ -28,13 +28,13 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.http import InstanceView
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
 
 SLLM = [sys.executable, "-m", "sllm"]
 TEXT = (
     "from sllm import model_function\n\n@model_function(name='chat')\ndef hello(text: str) -> str:\n    return text\n"
 )
-INTERRUPT_S = 2.0
 PIECES = (sse("de", id=0), sse("f é", id=1), TIMELINE, DONE)
 
 
@@ -180,25 +180,26 @@ def test_a_reader_that_goes_away(gateway: Gateway) -> None:
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
-def interrupted(gateway: Gateway, *words: str) -> tuple[int, str]:
-    """Exit status and stderr of a command that is interrupted once the gateway's answer has begun."""
+def interrupted(gateway: Gateway, *words: str, prints: bool = False) -> tuple[int, str]:
+    """Exit status and stderr of a command that is interrupted once the gateway has its request and, if it ``prints``,
+    it has begun to."""
     gateway.reached.clear()
-    with subprocess.Popen([*SLLM, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert gateway.reached.wait(30)
-        time.sleep(0.3)  # the answer's first bytes are on their way: nothing tells when they are read
-        began = time.monotonic()
+    with subprocess.Popen([*SLLM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert gateway.reached.wait(GIVE_UP_S)
+        assert process.stdout is not None
+        if prints:
+            assert os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-        assert time.monotonic() - began < INTERRUPT_S
+        _, errors = process.communicate(timeout=GIVE_UP_S)
     return process.returncode, errors
 
 
 def test_ctrl_c_cancels_the_call(gateway: Gateway) -> None:
     gateway.will(Answer((sse("de", id=0),), hangs=True))
-    status, errors = interrupted(gateway, "fn", "invoke", "chat")
+    status, errors = interrupted(gateway, "fn", "invoke", "chat", prints=True)
     assert status == 130
     assert f"call {CALL} is cancelled" in errors
-    assert gateway.left.wait(5)
+    assert gateway.left.wait(GIVE_UP_S)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing
 from dataclasses import dataclass
@@ -206,7 +205,7 @@ async def test_leaving_early_cancels_the_call_in_asyncio(gateway: Gateway) -> No
     gateway.will(Answer((sse("a", id=0),), hangs=True))
     async with AsyncClient() as client, aclosing(client.stream("chat", {})) as values:
         assert await anext(values) == "a"
-    assert await asyncio.to_thread(gateway.left.wait, 5)
+    assert await asyncio.to_thread(gateway.left.wait, GIVE_UP_S)
 
 
 async def test_a_cancelled_task_cancels_its_call(gateway: Gateway) -> None:
@@ -218,21 +217,19 @@ async def test_a_cancelled_task_cancels_its_call(gateway: Gateway) -> None:
                 pass
 
     task = asyncio.create_task(consume())
-    assert await asyncio.to_thread(gateway.reached.wait, 5)
+    assert await asyncio.to_thread(gateway.reached.wait, GIVE_UP_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(gateway.left.wait, 5)
+    assert await asyncio.to_thread(gateway.left.wait, GIVE_UP_S)
 
 
 @pytest.mark.parametrize("path", ["call", "stream"])
 def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, never answers
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        began = time.monotonic()
         with Client(url, timeout=0.2) as client, pytest.raises(InstanceLost, match="ReadTimeout"):
             list(client.stream("chat", {})) if path == "stream" else client.call("chat", {})
-        assert time.monotonic() - began < 5
 
 
 @dataclass

