@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
+from sllm_loaderd.held import Held
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.sources.directory import DirectorySource
 from sllm_loaderd.store import ModelStore
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 Report = Callable[[str, int, int], None]
 """Called with stage, bytes done, bytes in all."""
 _STOP_S = 5.0
+FIRST_LOAD_S = 600.0
+"""A model that nobody loads is converted all the same, after this."""
 _LINE_LIMIT = 4 * MIB
 
 
@@ -49,8 +52,9 @@ _Key = tuple[str, bool]
 class Registrations:
     """Owns the conversions that run. ``close`` ends them."""
 
-    def __init__(self, store: ModelStore, at_once: int) -> None:
+    def __init__(self, store: ModelStore, at_once: int, held: Held) -> None:
         self._store = store
+        self._held = held
         self._slots = asyncio.Semaphore(at_once)
         self._running: dict[_Key, _Registration] = {}
         self._later: dict[str, asyncio.Task[None]] = {}
@@ -129,8 +133,14 @@ class Registrations:
             task.add_done_callback(lambda _: self._later.pop(digest, None))
 
     async def _replace(self, uri: str, digest: str) -> None:
-        """Convert when nothing else is converted, with idle priority; then the conversion stands for the model."""
+        """Convert behind the first load, with idle priority; then the conversion stands for the model.
+
+        What that load has brought is not fetched again.
+        """
         try:
+            if (record := self._store.recall(uri)) is not None and record.digest == digest:
+                await self._held.loaded(record, FIRST_LOAD_S)
+                await self._held.hand_over(record)
             async with self._slots:
                 with self._store.staging() as staging:
                     outcome = await self._convert(uri, staging, lambda progress: None, "--known", "", "--idle")

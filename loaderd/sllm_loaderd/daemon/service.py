@@ -13,6 +13,7 @@ from sllm_loaderd.device_adoption import CountedMemory
 from sllm_loaderd.device_stage import DeviceStage
 from sllm_loaderd.devices.registry import Devices, open_devices
 from sllm_loaderd.eviction import evict
+from sllm_loaderd.held import Held
 from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.load_job import plan_job
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
@@ -72,10 +73,10 @@ class LoaderService:
             self.residency, self.paths, loop.call_soon_threadsafe, overlap=settings.pipeline.overlap
         )
         self.counted = CountedMemory()
-        self.registrations = Registrations(self.store, settings.conversions)
-        self.peers = open_peer_server(
-            settings.peer_listen, settings.peer_token, Exports(self.store, self.residency, loop.call_soon_threadsafe)
-        )
+        exports = Exports(self.store, self.residency, loop.call_soon_threadsafe)
+        held = Held(self.store, self.residency, exports)
+        self.registrations = Registrations(self.store, settings.conversions, held)
+        self.peers = open_peer_server(settings.peer_listen, settings.peer_token, exports)
         self._open: dict[str, StoredModel] = {}
         self._superseded: list[StoredModel] = []
         self._sizes: dict[str, int] = {}

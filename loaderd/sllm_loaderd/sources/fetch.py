@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
 from sllm_loaderd.files import chunk_digest, plain_name, sync_directory
 from sllm_loaderd.reader import ByteSource
 from sllm_loaderd.sources import Entry, Source
-from sllm_runtime.protocol.errors import Conflict
+from sllm_runtime.protocol.errors import Conflict, SllmError
 from sllm_runtime.protocol.limits import MIB
 
 Progress = Callable[[int, int], None]
@@ -30,8 +30,7 @@ _NOTES: Final = ".parts"
 
 def resolve(source: Source, cache: Path, progress: Progress | None = None, fingerprint: str | None = None) -> Path:
     """The local directory of ``source``'s files: where they stand, or below ``cache``, fetched if need be."""
-    name = hashlib.sha256(f"{source.uri}\0{fingerprint or source.fingerprint()}".encode()).hexdigest()
-    target = cache / "fetched" / name
+    target = place_of(cache, source.uri, fingerprint or source.fingerprint())
     if target.is_dir():
         return target
     if (standing := source.local()) is not None:
@@ -40,15 +39,18 @@ def resolve(source: Source, cache: Path, progress: Progress | None = None, finge
     return target
 
 
+def place_of(cache: Path, uri: str, fingerprint: str) -> Path:
+    """Where the files of a source are once they are fetched."""
+    return cache / "fetched" / hashlib.sha256(f"{uri}\0{fingerprint}".encode()).hexdigest()
+
+
 def fetch(source: Source, entries: Iterable[Entry], target: Path, progress: Progress | None = None) -> None:
     """Bring ``entries`` into the new directory ``target``, which appears whole or not at all.
 
     What an earlier call left beside it under a temporary name is used. Raises typed errors, ``Conflict`` if another
     process fetches the same.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    with _alone(partial):
+    with _begun(target) as partial:
         work = _Fetch(source, partial, list(entries), progress)
         work.run()
         for entry in work.entries:
@@ -57,6 +59,34 @@ def fetch(source: Source, entries: Iterable[Entry], target: Path, progress: Prog
         sync_directory(partial)
         os.rename(partial, target)
     sync_directory(target.parent)
+
+
+def begin_fetch(source: Files, entries: Iterable[Entry], target: Path, stop: threading.Event) -> None:
+    """Bring what ``source`` has of ``entries`` to where ``fetch`` finds it as of an earlier attempt, until ``stop``.
+
+    What cannot be brought is left to that.
+    """
+    if target.is_dir():
+        return
+    with contextlib.suppress(SllmError, OSError), _begun(target) as partial:
+        _Fetch(source, partial, list(entries), None, stop=stop).run()
+
+
+@contextlib.contextmanager
+def _begun(target: Path) -> Iterator[Path]:
+    """The directory that becomes ``target``, ours alone. Raises ``Conflict``."""
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with _alone(partial):
+        yield partial
+
+
+class Files(Protocol):
+    """What a fetch needs of a source."""
+
+    def open(self, entry: Entry) -> ByteSource: ...
+
+    def close(self) -> None: ...
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -75,7 +105,7 @@ class _Note(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Fetch:
-    source: Source
+    source: Files
     directory: Path
     entries: list[Entry]
     progress: Progress | None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -38,8 +39,9 @@ from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NEVER
 from tests.fixtures.loaderd import LoaderProcess, loaderd, mapped, numbers_model, session
 from tests.fixtures.models import save_model
 from tests.fixtures.range_server import range_server
+from tests.fixtures.waiting import GIVE_UP_S, until
 
-WAIT = 30.0
+WAIT = GIVE_UP_S
 POOL: dict[str, Any] = {"chunk_bytes": 16 * 2**20, "pool_bytes": 2**27}
 
 
@@ -262,6 +264,28 @@ async def test_a_conversion_behind_the_first_use_takes_its_place(tmp_path: Path)
         assert [resident.model for resident in status.resident] == [info.model]
         await daemon.control.delete(info.model)
         assert await daemon.control.models() == ()
+
+
+async def test_a_later_conversion_fetches_nothing_that_the_node_has(tmp_path: Path) -> None:
+    arrays = sharded(tmp_path / "served" / "model")
+    weights = sum(array.nbytes for array in arrays.values())
+    with range_server(tmp_path / "served") as server:
+        async with loaderd(tmp_path, convert=CONVERT_LATER, **POOL) as daemon:
+            info = await daemon.control.register(f"{server.url}/model")
+            same(await loaded(daemon, info.model), arrays)
+            before = len(server.ranges)
+
+            async def converted() -> bool:
+                return len(await daemon.control.models()) == 2
+
+            await until(converted, what="the conversion takes its place")
+            spans = [re.fullmatch(r"bytes=(\d+)-(\d+)", text) for text in server.ranges[before:]]
+            fetched = sum(int(span[2]) - int(span[1]) + 1 for span in spans if span is not None)
+            assert fetched < weights // 4, "small files alone"
+            assert not list((daemon.data / "cache" / "fetched").glob("*")), "nothing is left of it"
+            await daemon.control.evict(info.model)
+    async with loaderd(tmp_path, **POOL) as daemon:  # the server is gone
+        same(await loaded(daemon, info.model), arrays)
 
 
 async def test_converting_now_what_was_loaded_as_it_is(tmp_path: Path) -> None:
