@@ -70,6 +70,21 @@ def ids(events: Sequence[Event]) -> tuple[int, ...]:
     return tuple(number for event in events for number in event.ids)
 
 
+def kept(core: OurEngine) -> list[torch.Tensor]:
+    """Logits of every step to come."""
+    logits: list[torch.Tensor] = []
+    collect = core.runner.collect
+
+    def collected() -> torch.Tensor | None:
+        found = collect()
+        if found is not None:
+            logits.append(found.clone())
+        return found
+
+    core.runner.collect = collected  # type: ignore[method-assign]
+    return logits
+
+
 class Rows:
     """Computes chunks of one sequence and gives the logits of every row."""
 

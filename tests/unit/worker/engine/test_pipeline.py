@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -25,9 +24,11 @@ from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.scheduler import Limits
 from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S
-from tests.fixtures.nursery import Nursery
+from tests.fixtures.nursery import Nursery, kill
 from tests.fixtures.waiting import until
-from tests.unit.worker.engine.driver import Letters, decoder, engine, finish, ids, page_bytes, request, run
+from tests.unit.worker.engine.driver import Letters, decoder, engine, finish, ids, kept, page_bytes, request, run
+
+pytestmark = pytest.mark.timeout(300)  # the first waits for the imports of another process
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -95,21 +96,6 @@ ASKED = [
     request(2, range(3, 9), max_tokens=40, repetition_penalty=1.3, logprobs=2),
     request(3, range(3, 100), max_tokens=9, temperature=1.2, seed=4, top_k=20),
 ]
-
-
-def kept(core: OurEngine) -> list[torch.Tensor]:
-    """Logits of every step to come."""
-    logits: list[torch.Tensor] = []
-    collect = core.runner.collect
-
-    def collected() -> torch.Tensor | None:
-        found = collect()
-        if found is not None:
-            logits.append(found.clone())
-        return found
-
-    core.runner.collect = collected  # type: ignore[method-assign]
-    return logits
 
 
 @pytest.mark.parametrize(
@@ -242,16 +228,6 @@ def collect(core: OurEngine, got: dict[int, list[int]], steps: int = 10_000) -> 
         for event in core.step():
             assert event.error is None
             got[event.request] += event.ids
-
-
-def kill(pid: int) -> None:
-    """Kill, and wait until it is gone."""
-    fd = os.pidfd_open(pid)
-    try:
-        os.kill(pid, signal.SIGKILL)
-        assert select.select([fd], [], [], PATIENCE_S)[0]
-    finally:
-        os.close(fd)
 
 
 async def test_a_stage_that_hangs_is_given_up_in_time(nursery: Nursery) -> None:

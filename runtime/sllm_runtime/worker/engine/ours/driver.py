@@ -20,7 +20,7 @@ from sllm_runtime.worker.engine.ours.pages import pages_for
 from sllm_runtime.worker.engine.ours.runner import sampled
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
-CAUSE_S: Final = 1.0
+CAUSE_S: Final = 5.0
 """How long followers have to say what happened, when one of them is gone."""
 
 
