@@ -1,5 +1,5 @@
-"""What a placement is asked for and answers, and what all policies (``scheduling.policies``) go by: which nodes may be
-asked, which idle instances may end to make room, and why something waits. Pure."""
+"""What a placement is asked for and answers, and what all policies (``scheduling.policies``) go by: which idle
+instances may end to make room, and why something waits. Pure."""
 
 from __future__ import annotations
 
@@ -80,16 +80,6 @@ def unsatisfiable(need: Need, view: View) -> str:
         return ""
     _, name, lacks = min(gaps)
     return f"no node can run it; the nearest, {name}, lacks {'; '.join(lacks)}"
-
-
-def usable(request: Request, view: View, node: Node, now: float) -> bool:
-    """Whether ``node`` may be asked to start this now, room aside."""
-    if node.status is None or node.record.cordoned or node.status.draining:
-        return False
-    refusal = view.refused.get((request.key, node.record.node))
-    if refusal is not None and refusal.until > now:
-        return False
-    return view.alive(node.record.node, now)
 
 
 def _evictable(request: Request, view: View, instance: Instance, now: float) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from sllm_runtime.control.fits import Need, choose_gpus, short
-from sllm_runtime.control.placement import Decision, Evict, Place, Policy, Request, Wait, room_made, usable, why_not
+from sllm_runtime.control.fits import Need
+from sllm_runtime.control.placement import Decision, Evict, Place, Policy, Request, Wait, room_made, why_not
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.scheduling.servers import Server, Servers
@@ -30,11 +30,8 @@ class Room:
 def rooms(request: Request, need: Need, servers: Sequence[Server]) -> Iterator[Room]:
     """Where it fits, of the servers that may be asked."""
     for server in servers:
-        free = server.free
-        if need.memory > free.memory or need.cpu > free.cpu + 1e-9:
-            continue
-        chosen = choose_gpus(need, free)
-        if chosen is not None and not short(need, free):
+        chosen = server.room(need)
+        if chosen is not None:
             yield Room(server, chosen[1], chosen[0])
 
 
@@ -46,7 +43,7 @@ class _Rooms:
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         need = request.need(view)
-        open_servers = [s for s in self._servers.of(view).values() if usable(request, view, s.node, now)]
+        open_servers = self._servers.able(view, request.key, now)
         found = list(rooms(request, need, open_servers))
         if found:
             room = self.choose(request, view, found, rng)
@@ -81,7 +78,7 @@ class Locality:
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         need = request.need(view)
-        open_servers = [s for s in self._servers.of(view).values() if usable(request, view, s.node, now)]
+        open_servers = self._servers.able(view, request.key, now)
         near = [s for s in open_servers if _distance(request, s) < _REMOTE]
         servers = near or open_servers
         found = list(rooms(request, need, servers))
@@ -114,8 +111,7 @@ class StartupTime:
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         need = request.need(view)
-        servers = self._servers.of(view)
-        able = [server for server in servers.values() if usable(request, view, server.node, now)]
+        able = self._servers.able(view, request.key, now)
         rank, best = _quickest(request, view, list(rooms(request, need, able)))
         if best is not None:  # nobody makes way for accelerators that are less wanted than these
             need = replace(need, gpus=need.gpus[: rank + 1])
@@ -148,6 +144,8 @@ def _quickest_made(
     limit = best.estimate.seconds if best is not None and best.estimate is not None else float("inf")
     quickest: tuple[float, str, Decision] | None = None
     for server in able:
+        if not server.yielding:
+            continue
         guess = estimate(server, request.key, model, view.learned, RELEASE_S)
         if guess.seconds >= limit:
             continue
@@ -174,7 +172,7 @@ def make_room(request: Request, need: Need, view: View, servers: Sequence[Server
     """The fewest idle instances whose end lets it fit on one of ``servers``."""
     plans = []
     for server in sorted(servers, key=lambda server: server.name):
-        idle = room_made(request, need, view, server.node, now)
+        idle = room_made(request, need, view, server.node, now) if server.yielding else None
         if idle is not None:
             plans.append((len(idle), server.name, idle))
     if not plans:

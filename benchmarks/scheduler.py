@@ -1,0 +1,98 @@
+"""``python -m benchmarks.scheduler``: how many placements a second one controller decides.
+
+A decision is ``Policy.place`` on the view as it is then: what was placed before is in the view, and as the cluster is
+four fifths full each placement is followed by the end of another instance, so that the view changes as it does in
+service (the changes themselves are not timed). Models are asked for by Zipf's law. ``decide``: each policy on 100 nodes
+with eight accelerators and 1,000 models. ``growth``: the default policy on 10 to 1,000 nodes with ten models each.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from benchmarks.record import Aim, Case, percentile
+from benchmarks.runner import Run, main
+from benchmarks.scheduler_cluster import GPUS, NOW, cluster, ended, request, started
+from sllm_runtime.control.placement import Place, Policy
+from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES
+from sllm_runtime.control.view import Key, View
+
+NODES: Final = 100
+MODELS: Final = 1000
+FULL: Final = 0.8
+ZIPF: Final = 1.1
+
+
+def measure(run: Run, cases: Sequence[str]) -> None:
+    """Policies in turn."""
+    if "decide" in cases:
+        with run.attempt("decide"):
+            _decide(run)
+    if "growth" in cases:
+        with run.attempt("growth"):
+            _growth(run)
+
+
+def _decide(run: Run) -> None:
+    view, keys = cluster(NODES, MODELS, random.Random(1))
+    warm = _filled(view, keys)
+    count = 500 if run.quick else 3000
+    for number in range(run.rounds):
+        for name, policy in POLICIES.items():
+            _sample(run.case("decide", name, "1/s"), policy(), warm, keys, count, seed=number)
+    median = run.case("decide", DEFAULT, "1/s").median
+    enough = len(run.case("decide", DEFAULT, "1/s").samples) >= run.least
+    run.aims.append(
+        Aim("decide: decisions per second, 100 nodes x 8, no migration", median if enough else None, at_least=10_000)
+    )
+
+
+def _growth(run: Run) -> None:
+    for nodes in (10, 30, 100, 300, 1000):
+        view, keys = cluster(nodes, nodes * 10, random.Random(1))
+        warm = _filled(view, keys)
+        for number in range(run.rounds):
+            case = run.case("growth", f"{nodes} nodes", "1/s")
+            _sample(case, POLICIES[DEFAULT](), warm, keys, 100 if run.quick else 500, seed=number)
+
+
+def _filled(view: View, keys: Sequence[Key]) -> View:
+    """Four fifths of all accelerators work."""
+    rng, policy = random.Random(2), POLICIES[DEFAULT]()
+    wanted = int(len(view.nodes) * GPUS * FULL)
+    for number in range(wanted):
+        key = _asked(keys, rng)
+        decision = policy.place(request(view, key), view, NOW, rng)
+        if isinstance(decision, Place):
+            view = started(view, key, decision, number)
+    return view
+
+
+def _sample(case: Case, policy: Policy, view: View, keys: Sequence[Key], count: int, seed: int) -> None:
+    """``count`` decisions, the cluster staying as full as it is."""
+    rng, times = random.Random(seed), []
+    for number in range(count):
+        key = _asked(keys, rng)
+        asked = request(view, key)
+        began = time.perf_counter()
+        decision = policy.place(asked, view, NOW, rng)
+        times.append(time.perf_counter() - began)
+        if isinstance(decision, Place):
+            oldest = next(iter(view.instances.values()))
+            view = ended(started(view, key, decision, 1_000_000 + number), oldest)
+    case.samples.append(round(count / sum(times)))
+    for p in (50, 99):
+        case.extra[f"p{p}_us"] = round(percentile([t * 1e6 for t in times], p), 1)
+
+
+def _asked(keys: Sequence[Key], rng: random.Random) -> Key:
+    """A function, by its popularity."""
+    return keys[min(int(rng.paretovariate(ZIPF)) - 1, len(keys) - 1)]
+
+
+if __name__ == "__main__":
+    sys.exit(main("scheduler", ("decide", "growth"), measure))

@@ -1,0 +1,127 @@
+"""A large cluster for the scheduler's benchmark: nodes with eight accelerators, models spread over their SSDs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from sllm_runtime.control.placement import Place, Request
+from sllm_runtime.control.view import Instance, Key, Node, View
+from sllm_runtime.protocol.loader import DISK
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.node import Gpu, InstanceStatus, NodeRecord, NodeStatus, PathLoad
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
+from sllm_runtime.protocol.states import InstanceState, VersionState
+
+NOW: Final = 1000.0
+GPUS: Final = 8
+COPIES: Final = 4
+"""Nodes whose SSD has a model; one of them has it in DRAM as well."""
+_GB: Final = 10**9
+_GIB: Final = 2**30
+
+
+def cluster(nodes: int, models: int, rng: random.Random) -> tuple[View, list[Key]]:
+    """The cluster with nothing running, and its versions: one function for each model."""
+    records = [_model(number, rng) for number in range(models)]
+    ssd: dict[int, list[str]] = {number: [] for number in range(nodes)}
+    dram: dict[int, list[str]] = {number: [] for number in range(nodes)}
+    for record in records:
+        homes = rng.sample(range(nodes), min(COPIES, nodes))
+        for home in homes:
+            ssd[home].append(record.digest)
+        dram[homes[0]].append(record.digest)
+    versions = {(f"f{number}", 1): _version(f"f{number}", record.digest) for number, record in enumerate(records)}
+    there = [_node(number, tuple(ssd[number]), tuple(dram[number]), rng) for number in range(nodes)]
+    view = View(
+        functions={name: FunctionRecord(function=name, active=1, last_version=1) for name, _ in versions},
+        versions=versions,
+        models={record.digest: record for record in records},
+        nodes={node.record.node: node for node in there},
+        listening_since=NOW,
+    )
+    return view, list(versions)
+
+
+def _model(number: int, rng: random.Random) -> ModelRecord:
+    nbytes = rng.randrange(1, 40) * _GB
+    return ModelRecord(digest=f"sha256:{number}", uri=f"s3://models/{number}", nbytes=nbytes, partitions=(nbytes,))
+
+
+def _version(name: str, model: str) -> VersionRecord:
+    handler = {"entry": "m:f", "kind": "generator", "streams": True}
+    fields = {"name": name, "handler": handler, "gpu": "H100", "memory": _GIB, "max_instances": 8}
+    manifest = Manifest.model_validate(fields)
+    return VersionRecord(
+        function=name,
+        version=1,
+        manifest=manifest,
+        bundle="sha256:b",
+        bundle_bytes=1,
+        content="c",
+        model=model,
+        state=VersionState.ACTIVE,
+    )
+
+
+def _node(number: int, ssd: tuple[str, ...], dram: tuple[str, ...], rng: random.Random) -> Node:
+    name = f"n{number:04}"
+    paths = (
+        PathLoad(path=DISK, bandwidth=5e9, queued=rng.randrange(4) * 10 * _GB),
+        PathLoad(path="s3 models", bandwidth=1e9, queued=rng.randrange(2) * 10 * _GB),
+    )
+    status = NodeStatus(
+        node=name,
+        boot=name,
+        sequence=1,
+        term=1,
+        cpu=128.0,
+        memory=4096 * _GIB,
+        free_cpu=128.0,
+        free_memory=4096 * _GIB,
+        gpus=tuple(Gpu(index=index, kind="H100", memory=80 * _GIB) for index in range(GPUS)),
+        pool_idle=GPUS,
+        models=ssd,
+        resident=dram,
+        paths=paths,
+    )
+    return Node(record=NodeRecord(node=name), status=status, heard=NOW)
+
+
+def request(view: View, key: Key) -> Request:
+    """What a call of ``key`` asks the policy."""
+    version = view.versions[key]
+    return Request(key, version.manifest, version.model)
+
+
+def started(view: View, key: Key, place: Place, number: int, *, running: int = 1) -> View:
+    """With the instance that was placed, at work; its node has reported it."""
+    ident = f"i{number}"
+    record = InstanceRecord(instance=ident, function=key[0], version=1, node=place.node, state=InstanceState.READY)
+    seen = InstanceStatus(instance=ident, function=key[0], version=1, state=InstanceState.READY, running=running)
+    manifest = view.versions[key].manifest
+    made = Instance(record=record, manifest=manifest, placed=NOW, gpus=place.gpus, seen=seen, seen_at=NOW, ready_at=NOW)
+    known = view.nodes[place.node]
+    assert known.status is not None
+    gpus = tuple(
+        msgspec.structs.replace(gpu, used_by=ident) if gpu.index in place.gpus else gpu for gpu in known.status.gpus
+    )
+    status = msgspec.structs.replace(known.status, gpus=gpus, instances=(*known.status.instances, seen))
+    return view.put_instance(made).put_node(replace(known, status=status))
+
+
+def ended(view: View, instance: Instance) -> View:
+    """Without an instance; its node has reported that too."""
+    name = instance.record.instance
+    known = view.nodes[instance.record.node]
+    assert known.status is not None
+    gpus = tuple(
+        msgspec.structs.replace(gpu, used_by=None) if gpu.used_by == name else gpu for gpu in known.status.gpus
+    )
+    left = tuple(status for status in known.status.instances if status.instance != name)
+    status = msgspec.structs.replace(known.status, gpus=gpus, instances=left)
+    view = replace(view, instances=view.instances.without([name]))
+    return view.put_node(replace(known, status=status))
