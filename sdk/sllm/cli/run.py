@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import typer
@@ -37,14 +40,18 @@ def run(
 
 
 def _call(function: ModelFunction[Any, Any, Any], given: dict[str, Any], as_json: bool) -> None:
-    pieces = False
-    with output.progress(function.name, quiet=as_json) as shown:
+    pieces, results = False, sys.stdout
+    os.environ.update(function.options.get("env", {}))
+    # What the function prints is no result of ours.
+    with redirect_stdout(sys.stderr), output.progress(function.name, quiet=as_json) as shown:
         try:
             with local.stream_local(function, given, shown) as values:
                 for value in values:
                     shown.stop()
                     pieces = pieces or isinstance(value, str)
-                    show_value(value, as_json, end="" if isinstance(value, str) else "\n")
+                    with redirect_stdout(results):
+                        show_value(value, as_json, end="" if isinstance(value, str) else "\n")
         finally:
             if pieces and not as_json:
-                output.text("")
+                with redirect_stdout(results):
+                    output.text("")

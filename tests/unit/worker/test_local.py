@@ -21,6 +21,17 @@ from tests.fixtures.waiting import GIVE_UP_S
 
 FUNCTIONS = Path(__file__).parents[2] / "fixtures" / "functions"
 
+SPEAKS = """
+import os
+from sllm import model_function
+
+@model_function(env={"NUMBER": "1"})
+def speaks():
+    print("hello", os.environ["NUMBER"])
+    yield "one"
+    print("hello 2")
+    yield 2
+"""
 WITH_MODEL = """
 from collections.abc import AsyncIterator, Iterator
 from sllm import Model, model_function
@@ -81,6 +92,13 @@ def test_a_model_here_and_by_the_command(models: Callable[[str], Path], tmp_path
     assert run_local(find(f"{file}::awaited"), {}) == here
     done = run(f"{file}::sync", "n=4", "--json")
     assert (done.returncode, [json.loads(line) for line in done.stdout.splitlines()]) == (0, here), done.stderr
+
+
+def test_the_command_runs_with_the_functions_environment_and_keeps_its_prints_apart(tmp_path: Path) -> None:
+    (tmp_path / "speaks.py").write_text(SPEAKS)
+    done = run(f"{tmp_path / 'speaks.py'}::speaks", "--json")
+    assert (done.returncode, [json.loads(line) for line in done.stdout.splitlines()]) == (0, ["one", 2]), done.stderr
+    assert done.stderr == "hello 1\nhello 2\n"
 
 
 def test_the_commands_failures() -> None:
