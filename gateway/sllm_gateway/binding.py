@@ -64,6 +64,12 @@ class Binding:
         self.inbox.on_beat(next_index, now)
         self.due = min(self.due, now + GAP_LOOK_S)
 
+    def consumed(self, cost: int, now: float) -> list[Outgoing]:
+        """The reader took frames of this ``cost``: an acknowledgement, if one is due."""
+        self.inbox.consume(cost)
+        due = self.inbox.ack(now)
+        return [] if due is None else [Ack(self.call, self.epoch, *due)]
+
     def acknowledge(self, now: float, *, force: bool = False) -> list[Outgoing]:
         """An acknowledgement, if one is due."""
         due = self.inbox.ack(now, force=force)

@@ -109,13 +109,14 @@ class Calls:
     def consumed(self, call: Call, cost: int, now: float) -> None:
         """The reader has written frames of this ``cost``: the node may send as much again."""
         call.buffered -= cost
-        of_before = min(cost, call.of_before)
-        call.of_before -= of_before
+        if call.of_before:
+            of_before = min(cost, call.of_before)
+            call.of_before -= of_before
+            cost -= of_before
         binding = call.binding
         if binding is not None and not call.over:
             call.marks.read = now
-            binding.inbox.consume(cost - of_before)
-            if acknowledgement := binding.acknowledge(now):
+            if acknowledgement := binding.consumed(cost, now):
                 self._link.send_all_later(binding.node, acknowledgement)
 
     def leave(self, call: Call) -> None:
