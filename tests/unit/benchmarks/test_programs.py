@@ -41,7 +41,7 @@ def test_its_usage_counts_its_children(tmp_path: Path) -> None:
     )
     with Program(python(burn), tmp_path / "log") as program:
         program.hear(30)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while program.usage().cpu_s < 0.3:
             assert time.monotonic() < until, "the child's CPU time is not counted"
         assert program.usage().pss_mib > 1
@@ -95,7 +95,7 @@ def test_it_dies_with_the_benchmark(tmp_path: Path) -> None:
     with Program(python(outer), tmp_path / "log", cwd=Path(__file__).parents[3]) as program:
         inner = int(program.hear(60)["pid"])
         psutil.Process(program.pid).send_signal(signal.SIGKILL)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while start_time(inner) is not None:
             assert time.monotonic() < until, "it outlived the benchmark"
             time.sleep(0.01)

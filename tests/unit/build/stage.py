@@ -159,7 +159,7 @@ class Project:
         """Version of torch in the environment, or "" where there is none."""
         ask = "import importlib.metadata as m; print(*(d.version for d in m.distributions(name='torch')))"
         return subprocess.run(
-            [self.python, "-c", ask], capture_output=True, text=True, timeout=20, check=True
+            [self.python, "-c", ask], capture_output=True, text=True, timeout=60, check=True
         ).stdout.strip()
 
 
@@ -178,4 +178,4 @@ def serve(folder: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
-            thread.join(timeout=5)
+            thread.join(timeout=60)

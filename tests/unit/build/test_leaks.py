@@ -111,4 +111,4 @@ def test_the_reaper_hands_on_signals_and_exit_status(tmp_path: Path) -> None:
     ) as running:
         (tmp_path / "here").read_bytes()
         running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=20) == 128 + signal.SIGTERM
+        assert running.wait(timeout=RUN_SECONDS) == 128 + signal.SIGTERM

@@ -119,9 +119,9 @@ def test_goes_on_after_a_kill(project: Project, wheelhouse: Path, tmp_path: Path
     running = project.start(WHEELHOUSE=str(wheelhouse), HOLD=str(tmp_path / "hold"))
     reached = threading.Thread(target=(tmp_path / "hold").read_bytes, daemon=True)
     reached.start()
-    reached.join(timeout=40)
+    reached.join(timeout=60)
     os.killpg(running.pid, signal.SIGKILL)
-    running.wait(timeout=10)
+    running.wait(timeout=60)
     assert not reached.is_alive(), "the build of the packages was never reached"
     (next(project.folder.glob(".venv/lib/python*/site-packages/editables-*.dist-info")) / "RECORD").unlink()
     done = project.setup(WHEELHOUSE=str(wheelhouse))
@@ -132,7 +132,7 @@ def test_goes_on_after_a_kill(project: Project, wheelhouse: Path, tmp_path: Path
 
 def test_an_installed_torch_is_kept(project: Project, wheelhouse: Path, tmp_path: Path) -> None:
     older = write_wheel(tmp_path, "torch", "2.12.0", code=TORCH)
-    subprocess.run([project.python, "-m", "pip", "install", "-q", "--no-index", older], check=True, timeout=40)
+    subprocess.run([project.python, "-m", "pip", "install", "-q", "--no-index", older], check=True, timeout=120)
     done = project.setup(WHEELHOUSE=str(wheelhouse))
     assert done.returncode == 0, done.stdout
     assert "torch 2.12.0, already installed" in done.stdout

@@ -161,7 +161,7 @@ def test_a_device_that_is_closed_gives_everything_back(clock: Clock) -> None:
 def test_two_devices_are_written_by_two_threads_at_once() -> None:
     """Neither waits for the other: each copy ends while the other one's clock stands still."""
     clocks = [Clock(), Clock()]
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
     devices = []
     for number, clock in enumerate(clocks):
 

@@ -31,7 +31,7 @@ def start(worker: Worker, tmp_path: Path) -> Start:
     return begin
 
 
-def gone(pid: int, deadline_s: float = 10.0) -> bool:
+def gone(pid: int, deadline_s: float = 60.0) -> bool:
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         try:

@@ -104,7 +104,7 @@ def dead(pid: int) -> bool:
         return True
 
 
-def until(met: Callable[[], bool], deadline_s: float = 20.0) -> None:
+def until(met: Callable[[], bool], deadline_s: float = 60.0) -> None:
     end = time.monotonic() + deadline_s
     while not met():
         assert time.monotonic() < end
