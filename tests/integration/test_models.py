@@ -108,6 +108,12 @@ def test_a_hub_an_object_store_and_a_directory_give_one_model(cluster: Cluster, 
     (model,) = [m for m in sllm_json(cluster.env, "model", "list")["models"] if m["digest"] == digest]
     assert model["architecture"] == "LlamaForCausalLM"
     assert {"local", "hub", "store"} <= {user.partition(":")[0] for user in model["used_by"]}
+    (node,) = [node["node"] for node in sllm_json(cluster.env, "node", "list")["nodes"]]
+    found = sllm_json(cluster.env, "node", "describe", node)
+    assert "ssd" in found["tiers"][digest]
+    assert found["storage"]["integrity"]
+    assert "disk" in {path["path"] for path in found["storage"]["paths"]}
+    assert f"{node}: " in sllm(cluster.env, "model", "list", "--tiers").stdout
     assert model["nodes"] == ["n1"]
 
 
