@@ -14,7 +14,7 @@ from sllm_loaderd.client import LoaderSession
 from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, UnsupportedModel
 from sllm_runtime.worker.engine.base import AdapterTable
 from sllm_runtime.worker.engine.ours.adapter import Adapter
-from sllm_runtime.worker.weights import CheckpointTensors
+from sllm_runtime.worker.tensors import CheckpointTensors
 
 CONFIG: Final = "adapter_config.json"
 SHARE: Final = 8

@@ -12,6 +12,7 @@ from typing import Final
 from sllm_loaderd.client import LoaderSession, SessionLoad
 from sllm_runtime.protocol.checkpoint import CheckpointIndex, block_spans, rank_blocks
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError
+from sllm_runtime.protocol.loader import CPU
 from sllm_runtime.protocol.timeline import WEIGHTS, Span
 
 _PROGRESS_S: Final = 0.25
@@ -35,11 +36,11 @@ class Weights:
         self._on_failure: Callable[[SllmError], None] | None = None
 
     @classmethod
-    def begin(cls, fd: int, name: str, timeout_s: float) -> Weights:
+    def begin(cls, fd: int, name: str, timeout_s: float, device: str = CPU) -> Weights:
         """Ask loaderd for the model behind the session ``fd``; ``timeout_s`` for all of it."""
         began = time.perf_counter()
         session = LoaderSession(fd, name=name)
-        return cls(session, session.load(), began, timeout_s)
+        return cls(session, session.load(device=device), began, timeout_s)
 
     @property
     def left(self) -> float:

@@ -17,6 +17,7 @@ from sllm_runtime.worker.arriving import Layers, Report, Weights, blocks_of
 from sllm_runtime.worker.engine.choice import Chosen, Known, Settings, choose_engine, recognise
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.handle import ModelHandle
+from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 from sllm_runtime.worker.tokens import Tokens
 
 _KV_SHARE: Final = 4
@@ -30,7 +31,7 @@ def load_model(
     come when this returns: a first prefill follows them layer by layer. Else all of them are there."""
     index, files = pending.load.index(pending.left), pending.load.files(pending.left)
     config = weights.read_config(files)
-    tensors = weights.CheckpointTensors(index, pending.load.attach(pending.left).exporter())
+    tensors = CheckpointTensors(index, pending.load.attach(pending.left).exporter())
     dtype = weights.compute_dtype(manifest.dtype, config, tensors)
     settings = Settings(manifest.memory // _KV_SHARE, pending.session.model, proof)
 
@@ -40,7 +41,7 @@ def load_model(
         weights.bind(net, tensors, dtype)
         return net
 
-    known = _known(manifest, config, weights.TypedTensors(tensors, dtype), dtype)
+    known = _known(manifest, config, TypedTensors(tensors, dtype), dtype)
     if known is None:
         net = make_module()
         return ModelHandle(
@@ -57,7 +58,7 @@ def load_model(
     )
 
 
-def _known(manifest: Manifest, config: Mapping[str, Any], tensors: weights.TypedTensors, dtype: Any) -> Known | None:
+def _known(manifest: Manifest, config: Mapping[str, Any], tensors: TypedTensors, dtype: Any) -> Known | None:
     if not manifest.engine or manifest.model_loader == "build":
         return None
     return recognise(config, manifest.model_loader, tensors, tensors.shapes, dtype)

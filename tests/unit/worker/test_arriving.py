@@ -18,6 +18,8 @@ from sllm_runtime.protocol.timeline import WEIGHTS
 from sllm_runtime.worker import weights
 from sllm_runtime.worker.arriving import blocks_of
 from sllm_runtime.worker.engine.choice import Known, recognise
+from sllm_runtime.worker.engine.ours.model.weights import side_by_side
+from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 from tests.fixtures.models import save_model
 from tests.unit.worker.harness import Zygote, bundle_of, manifest
 from tests.unit.worker.scripted_loaderd import ScriptedLoaderd
@@ -130,8 +132,8 @@ def test_a_module_waits_for_the_weights_too(
 # --- before any byte ----------------------------------------------------------------------------------
 def known(directory: Path, index: CheckpointIndex, **changes: Any) -> Known | None:
     files = {path.name: path.read_bytes() for path in directory.glob("*.json")}
-    tensors = weights.CheckpointTensors(index, (ctypes.c_ubyte * index.partition(0).nbytes)())
-    typed = weights.TypedTensors(tensors, torch.float32)
+    tensors = CheckpointTensors(index, (ctypes.c_ubyte * index.partition(0).nbytes)())
+    typed = TypedTensors(tensors, torch.float32)
     return recognise({**weights.read_config(files), **changes}, "auto", typed, typed.shapes, torch.float32)
 
 
@@ -187,9 +189,9 @@ def test_tensors_are_views_unless_their_dtype_is_another(checkpoint: Path) -> No
     index = decode_index((checkpoint / INDEX_NAME).read_bytes())
     data = (checkpoint / "partition_0.bin").read_bytes()
     memory = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
-    tensors = weights.CheckpointTensors(index, memory)
+    tensors = CheckpointTensors(index, memory)
     start, end = ctypes.addressof(memory), ctypes.addressof(memory) + len(data)
-    same, cast = weights.TypedTensors(tensors, torch.float32), weights.TypedTensors(tensors, torch.bfloat16)
+    same, cast = TypedTensors(tensors, torch.float32), TypedTensors(tensors, torch.bfloat16)
     assert set(same) == tensors.names
     assert len(same) == len(tensors.names)
     for name in same:
@@ -197,3 +199,8 @@ def test_tensors_are_views_unless_their_dtype_is_another(checkpoint: Path) -> No
         assert torch.equal(cast[name], same[name].to(torch.bfloat16))
         assert cast[name] is cast[name]
     assert "nothing" not in same
+    for tensors_ in (same, cast):  # neighbours stay neighbours: so they make one product
+        parts = [tensors_[f"model.layers.0.mlp.{which}_proj.weight"] for which in ("gate", "up")]
+        joined = side_by_side(parts)
+        assert joined is not None
+        assert torch.equal(joined, torch.cat(parts))

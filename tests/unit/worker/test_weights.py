@@ -17,6 +17,7 @@ from sllm_loaderd.convert.directory import convert_directory
 from sllm_runtime.protocol.checkpoint import CheckpointIndex, decode_index
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 from sllm_runtime.worker import weights
+from sllm_runtime.worker.tensors import CheckpointTensors
 from tests.fixtures.models import BUILDERS, save_model
 from tests.unit.worker.harness import Worker, bundle_of, manifest
 
@@ -32,8 +33,8 @@ class Checkpoint:
         self.files = {file.name: (target / file.name).read_bytes() for file in self.index.files}
         self.config = weights.read_config(self.files)
 
-    def tensors(self) -> weights.CheckpointTensors:
-        return weights.CheckpointTensors(self.index, self.memory)
+    def tensors(self) -> CheckpointTensors:
+        return CheckpointTensors(self.index, self.memory)
 
     def module(self, dtype: str = "auto", loader: str = "auto") -> Any:
         tensors = self.tensors()

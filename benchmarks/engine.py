@@ -1,0 +1,50 @@
+"""``python -m benchmarks.engine``: our engine beside transformers on the same weights.
+
+``decode_*``: a batch of equal prompts of 64 tokens to its last token, tokens a second of output; exact mode against the
+fast one, transformers' generate and its continuous batching, and what memory bandwidth would allow. ``while_loading``:
+the first token of a model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in DRAM.
+One thread, as an instance with ``cpu=1`` has. Greedy; the tokens of all systems are compared.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from benchmarks import engine_decode, engine_loading
+from benchmarks.engine_models import DTYPES, Demo
+from benchmarks.runner import Run, main
+
+CASES: Final = (*(f"decode_{name}" for name in DTYPES), "while_loading", "start")
+ABSENT: Final = {
+    "vllm": "its CPU build needs a torch of its own (2 GB) and minutes of warm-up: not in the peers' environment",
+    "llama.cpp": "its wheel is built from source, for which the peers' environment has no compiler",
+}
+
+
+def measure(run: Run, cases: Sequence[str]) -> None:
+    """One case after the other."""
+    torch.set_num_threads(1)
+    run.settings["threads"] = 1
+    with tempfile.TemporaryDirectory(prefix="be-", ignore_cleanup_errors=True) as name:
+        for case in cases:
+            if case.startswith("decode_"):
+                dtype = case.removeprefix("decode_")
+                run.note(case)
+                engine_decode.measure(run, dtype, Demo.load(dtype))
+                for peer, why in ABSENT.items():
+                    run.case(f"{case}_b1", peer, "tokens/s").not_run = why
+            else:
+                with run.attempt(case):
+                    (engine_loading.while_loading if case == "while_loading" else engine_loading.start)(
+                        run, case, Path(name) / case
+                    )
+
+
+if __name__ == "__main__":
+    sys.exit(main("engine", CASES, measure))

@@ -1,0 +1,125 @@
+"""The cases of ``engine`` that compare tokens a second: whole batches of equal prompts, prefill and decode together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from transformers import GenerationConfig
+
+from benchmarks.engine_models import Demo, asked, outputs, prompts
+from benchmarks.record import Aim, Case, ratio
+from benchmarks.runner import Run
+
+BATCHES: Final = (1, 4, 8, 16)
+PROMPT: Final = 64
+AIMS: Final = {1: 1.3, 8: 1.5, 16: 1.5}
+"""Ours over transformers' generate."""
+GENERATE: Final = "transformers generate"
+CONTINUOUS: Final = "transformers continuous batching"
+LIMIT: Final = "memory bandwidth"
+Outputs = dict[int, tuple[int, ...]]
+
+
+def measure(run: Run, name: str, demo: Demo) -> None:
+    """``decode_<dtype>_b<batch>`` for each batch: ours exact and fast, generate, continuous batching, the limit."""
+    tokens = 24 if run.quick else 128
+    for batch in BATCHES:
+        case = f"decode_{name}_b{batch}"
+        with run.attempt(case, "tokens/s"):
+            given = prompts(batch, PROMPT, demo.known.decoder.vocabulary)
+            _compare(run, case, demo, given, tokens)
+            if batch in AIMS:
+                _aim(run, case, "sllm", GENERATE, AIMS[batch])
+            _aim(run, case, "sllm", "sllm fast", None)
+
+
+def _compare(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], tokens: int) -> None:
+    settings: Any = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    ways: dict[str, Callable[[], Outputs]] = {
+        "sllm": lambda: _ours(demo, given, tokens, exact=True),
+        "sllm fast": lambda: _ours(demo, given, tokens, exact=False),
+        GENERATE: lambda: _generate(demo, given, settings),
+    }
+    reference: Outputs | None = None
+    for number in range(-1, run.rounds):
+        for system, way in ways.items():
+            cpu, began = time.process_time(), time.perf_counter()
+            found = way()
+            took, used = time.perf_counter() - began, time.process_time() - cpu
+            if number < 0:
+                reference = reference or found
+                for at, prompt in enumerate(given):
+                    demo.same(prompt, reference[at], found[at])
+                continue
+            _take(run.case(case, system, "tokens/s"), len(given) * tokens / took, used)
+    if not run.quick or len(given) == BATCHES[-1]:
+        _continuous(run, case, demo, given, settings)
+    limit = run.case(case, LIMIT, "tokens/s")
+    limit.notes = "each step reads every weight once, at the rate of one sum over as many bytes"
+    limit.samples += [round(len(given) * each / demo.nbytes, 1) for each in _rates(demo.nbytes, run.rounds)]
+
+
+def _take(case: Case, value: float, cpu_s: float) -> None:
+    case.samples.append(round(value, 1))
+    case.cpu_s = round(cpu_s, 3)
+
+
+def _ours(demo: Demo, given: list[tuple[int, ...]], tokens: int, *, exact: bool) -> Outputs:
+    core = demo.engine(exact=exact)
+    for number, prompt in enumerate(given):
+        core.add(asked(number, prompt, tokens))
+    return outputs(core)
+
+
+def _generate(demo: Demo, given: list[tuple[int, ...]], settings: Any) -> Outputs:
+    ids = torch.tensor(given)
+    with torch.inference_mode():
+        found = demo.theirs.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return {number: tuple(row[PROMPT:].tolist()) for number, row in enumerate(found)}
+
+
+def _continuous(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], settings: Any) -> None:
+    """Slow on a CPU: once in quick runs, for the largest batch alone, three times in full ones, and fewer tokens."""
+    made = run.case(case, CONTINUOUS, "tokens/s")
+    tokens = 8 if run.quick else 32
+    short = GenerationConfig(**{**settings.to_dict(), "max_new_tokens": tokens, "min_new_tokens": tokens})  # type: ignore[no-untyped-call]
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    for _ in range(1 if run.quick else 3):
+        began = time.perf_counter()
+        try:
+            found = demo.theirs.generate_batch([list(prompt) for prompt in given], generation_config=short)
+        except Exception as error:  # a peer may raise anything; that it cannot run is a result
+            made.not_run = f"{type(error).__name__}: {error}"[:300]
+            return
+        count = sum(len(each.generated_tokens) for each in found.values())
+        if count != tokens * len(given):
+            made.not_run = f"{count} tokens of {tokens * len(given)}"
+            return
+        made.samples.append(round(count / (time.perf_counter() - began), 1))
+    made.notes = f"{tokens} tokens each, its start included"
+
+
+def _rates(nbytes: int, count: int) -> list[float]:
+    """Bytes a second of a sum over ``nbytes``, which may stay in the processor's cache as the weights may."""
+    data = torch.ones(nbytes // 4)
+    found = []
+    for _ in range(count + 1):
+        began = time.perf_counter()
+        data.sum()
+        found.append(nbytes / (time.perf_counter() - began))
+    return found[1:]
+
+
+def _aim(run: Run, case: str, over: str, under: str, least: float | None) -> None:
+    value = ratio(run.case(case, over, "tokens/s"), run.case(case, under, "tokens/s"), least=run.least)
+    bound = {"at_least": least} if least is not None else {}
+    if bound:
+        run.aims.append(Aim(f"{case}: {over} / {under}", value, **bound))
+    elif value is not None:
+        run.case(case, over, "tokens/s").extra["of_fast"] = round(value, 3)
