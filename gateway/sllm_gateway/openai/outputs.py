@@ -52,12 +52,15 @@ def deltas(frames: list[Frame]) -> Iterable[Delta]:
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-    def one(token: str, logprob: float) -> dict[str, Any]:
-        return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+    def one(token: str, logprob: float, raw: bytes) -> dict[str, Any]:
+        return {"token": token, "logprob": logprob, "bytes": list(raw)}
 
-    content = [
-        {**one(entry.token, entry.logprob), "top_logprobs": [one(*other) for other in entry.top]} for entry in entries
-    ]
+    content = []
+    for entry in entries:
+        tokens = ((entry.token, entry.logprob), *entry.top)
+        raws = entry.raw or tuple(token.encode() for token, _ in tokens)
+        first, *others = [one(*token, raw) for token, raw in zip(tokens, raws, strict=True)]
+        content.append({**first, "top_logprobs": others})
     return {"content": content, "refusal": None}
 
 

@@ -23,12 +23,12 @@ from sllm_runtime.worker import prompts
 from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.call import Call
 from sllm_runtime.worker.chat import ChatTemplate
-from sllm_runtime.worker.engine.base import Request, Sampling
+from sllm_runtime.worker.engine.base import Request, Sampling, TokenChoice
 from sllm_runtime.worker.engine.loop import AsyncSink, EngineLoop, Mailbox, Piece
 from sllm_runtime.worker.generation import Generation
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.prompts import Rules
-from sllm_runtime.worker.tokens import Tokens
+from sllm_runtime.worker.tokens import Tokens, Vocabulary
 
 log = logging.getLogger(__name__)
 _COMPLETION_TOKENS = 16
@@ -83,6 +83,7 @@ class _Plan:
     sampling: Sampling
     rules: Rules
     n: int
+    show: _Shown
     adapter: str | None = None
 
 
@@ -99,9 +100,9 @@ class _Output:
 async def answer(call: Call, handle: ModelHandle, mailbox: Mailbox) -> None:
     """Run one ``chat`` or ``completion`` call. Raises typed errors whose ``field`` is the parameter."""
     # In a thread: rendering, tokenizing and compiling a shape take as long as a caller's text is.
-    loop, tokens, plan = await asyncio.to_thread(_prepared, call, handle)
+    loop, plan = await asyncio.to_thread(_prepared, call, handle)
     async with _held(handle.adapters, plan.adapter, loop):
-        await _write_all(call, loop, tokens, mailbox, plan)
+        await _write_all(call, loop, mailbox, plan)
 
 
 @contextlib.asynccontextmanager
@@ -124,26 +125,26 @@ async def _held(adapters: Adapters, name: str | None, loop: EngineLoop) -> Async
         holding.add_done_callback(release)
 
 
-async def _write_all(call: Call, loop: EngineLoop, tokens: Tokens, mailbox: Mailbox, plan: _Plan) -> None:
+async def _write_all(call: Call, loop: EngineLoop, mailbox: Mailbox, plan: _Plan) -> None:
     outputs = [_output(call, loop, plan, index) for index in range(len(plan.prompts) * plan.n)]
     writing = asyncio.Lock()
     if len(outputs) == 1:
-        await _write(call, tokens, mailbox, writing, outputs[0])
+        await _write(call, plan, mailbox, writing, outputs[0])
         return
     try:
         async with asyncio.TaskGroup() as group:
             for output in outputs:
-                group.create_task(_write(call, tokens, mailbox, writing, output))
+                group.create_task(_write(call, plan, mailbox, writing, output))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, Tokens, _Plan]:
+def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, _Plan]:
     loop, tokens = handle.engine()
     body = parse(bytes(call.body), chat=call.head.kind == "chat")
     named = model_name(str((body.model_extra or {}).get("model", "")))
     plan = _plan(body, handle, loop, tokens)
-    return loop, tokens, plan if named is None else replace(plan, adapter=named.adapter)
+    return loop, plan if named is None else replace(plan, adapter=named.adapter)
 
 
 def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
@@ -165,7 +166,7 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
     return _Output(index, echo, Generation(loop, request, count_prompt=choice == 0))
 
 
-async def _write(call: Call, tokens: Tokens, mailbox: Mailbox, writing: asyncio.Lock, output: _Output) -> None:
+async def _write(call: Call, plan: _Plan, mailbox: Mailbox, writing: asyncio.Lock, output: _Output) -> None:
     """One continuation, delta by delta."""
 
     async def write(delta: Delta) -> None:
@@ -181,31 +182,41 @@ async def _write(call: Call, tokens: Tokens, mailbox: Mailbox, writing: asyncio.
         async for piece in sink:
             output.run.heard(piece)
             if piece.text or piece.finish or piece.logprobs:
-                await write(Delta(output.index, piece.text, piece.finish, _logprobs(piece, tokens)))
+                await write(Delta(output.index, piece.text, piece.finish, plan.show(piece)))
 
 
-def _logprobs(piece: Piece, tokens: Tokens) -> tuple[TokenLogprob, ...]:
-    return tuple(
-        TokenLogprob(
-            tokens.text_of(item.id), item.logprob, tuple((tokens.text_of(i), logprob) for i, logprob in item.top)
-        )
-        for item in piece.logprobs
-    )
+class _Shown:
+    """Log probabilities as they are told, the tokens as text and, where that is not all of them, as bytes."""
+
+    def __init__(self, tokens: Tokens, vocabulary: Vocabulary) -> None:
+        self._tokens, self._vocabulary = tokens, vocabulary
+
+    def __call__(self, piece: Piece) -> tuple[TokenLogprob, ...]:
+        return tuple(self._one(choice) for choice in piece.logprobs)
+
+    def _one(self, choice: TokenChoice) -> TokenLogprob:
+        ids = (choice.id, *(token for token, _ in choice.top))
+        texts = [self._tokens.text_of(token) for token in ids]
+        raw = tuple(self._vocabulary.raw(token, text) for token, text in zip(ids, texts, strict=True))
+        top = tuple((text, logprob) for text, (_, logprob) in zip(texts[1:], choice.top, strict=True))
+        whole = all(each == text.encode() for each, text in zip(raw, texts, strict=True))
+        return TokenLogprob(texts[0], choice.logprob, top, () if whole else raw)
 
 
 def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:
     unknown = sorted(set(body.model_extra or {}) - _GATEWAYS)
     if unknown:
         log.warning("fields that mean nothing here are ignored: %s", ", ".join(unknown))
-    rules = body.rules(prompts.vocabulary_of(loop.engine, tokens, handle.files))
+    vocabulary = prompts.vocabulary_of(loop.engine, tokens, handle.files)
+    rules, show = body.rules(vocabulary), _Shown(tokens, vocabulary)
     if isinstance(body, ChatBody):
         ids = tokens.encode(_rendered(body, handle.files), special=False)
         wanted = body.max_completion_tokens or body.max_tokens or loop.engine.max_context
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return _Plan(((ids, ""),), body.sampling(wanted, temperature=1.0, logprobs=logprobs), rules, body.n or 1)
+        return _Plan(((ids, ""),), body.sampling(wanted, temperature=1.0, logprobs=logprobs), rules, body.n or 1, show)
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     encoded = tuple(_completion_prompt(prompt, tokens, echo=bool(body.echo)) for prompt in body.prompt)
-    return _Plan(encoded, body.sampling(wanted, temperature=1.0, logprobs=body.logprobs), rules, body.n or 1)
+    return _Plan(encoded, body.sampling(wanted, temperature=1.0, logprobs=body.logprobs), rules, body.n or 1, show)
 
 
 def _rendered(body: ChatBody, files: Mapping[str, bytes]) -> str:

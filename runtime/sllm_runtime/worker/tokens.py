@@ -6,12 +6,14 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from sllm_runtime.protocol.errors import InvalidRequest, UnsupportedModel
+
+_BROKEN: Final = "\ufffd"
 
 
 class Tokens:
@@ -80,6 +82,16 @@ class Vocabulary:
         """The bytes of each id; none for special tokens, which no text shows. Raises as ``grammars``."""
         known = self.grammars()
         return tuple(b"" if known.is_special_token(i) else known.decode_bytes([i]) for i in range(self.size))
+
+    def raw(self, token: int, text: str) -> bytes:
+        """The bytes of ``token``, which is shown as ``text``: others than that text's where it is a part of a character
+        and the tokenizer can be read."""
+        if _BROKEN not in text:
+            return text.encode()
+        try:
+            return bytes(self.grammars().decode_bytes([token])) or text.encode()
+        except InvalidRequest:
+            return text.encode()
 
     def beginning(self, prefix: bytes) -> list[int]:
         """Ids whose bytes begin with ``prefix``."""

@@ -125,7 +125,8 @@ async def test_no_token_is_an_empty_completion(nats: Nats) -> None:
 async def test_logprobs(nats: Nats) -> None:
     async def script(run: Run) -> None:
         run.delta("ab", logprobs=(TokenLogprob("a", -0.5, (("a", -0.5), ("z", -2.0))), TokenLogprob("b", -1.0)))
-        run.delta("c", finish="stop", logprobs=(TokenLogprob("c", -1.5),))
+        parts = (b"\xc3", b"z")
+        run.delta("c", finish="stop", logprobs=(TokenLogprob("\ufffd", -1.5, (("z", -2.5),), parts),))
         run.end()
 
     async with world(nats) as w, client(w) as api:
@@ -136,7 +137,9 @@ async def test_logprobs(nats: Nats) -> None:
         offsets = [chunk.choices[0].logprobs.text_offset async for chunk in stream if chunk.choices[0].logprobs]
     content = chat.choices[0].logprobs.content if chat.choices[0].logprobs else None
     assert content is not None
-    assert [entry.token for entry in content] == ["a", "b", "c"]
+    assert [entry.token for entry in content] == ["a", "b", "\ufffd"]
+    assert [entry.bytes for entry in content] == [[97], [98], [0xC3]]
+    assert [other.bytes for entry in content for other in entry.top_logprobs] == [[97], [122], [122]]
     assert [other.token for other in content[0].top_logprobs] == ["a", "z"]
     assert text.choices[0].logprobs is not None
     assert text.choices[0].logprobs.token_logprobs == [-0.5, -1.0, -1.5]
@@ -240,5 +243,5 @@ async def test_the_client_retries_what_can_be_retried_only(nats: Nats) -> None:
 
         await model(w, script)
         with pytest.raises(openai.InternalServerError):
-            await api.completions.create(model="coder", prompt="x", timeout=10)
+            await api.completions.create(model="coder", prompt="x", timeout=60)
     assert calls == 1

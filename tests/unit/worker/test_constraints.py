@@ -144,6 +144,52 @@ def test_a_preempted_or_moved_request_goes_on() -> None:
         assert (used.allowed(output[:at]) == shape.start().allowed(output[:at])).all()
 
 
+def stream(number: int) -> Request:
+    rules, sampling = RULES[number % len(RULES)]
+    return asked(number, *rules(), **sampling)
+
+
+@cache
+def alone(number: int) -> tuple[int, ...]:
+    return outputs(engine(), stream(number))[number]
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_no_schedule_changes_a_token(data: st.DataObject) -> None:
+    """Outputs held to rules join, leave, sleep and move to another engine with what their rules have read."""
+    cores = [engine(), engine()]
+    home: dict[int, Engine] = {}
+    got: dict[int, tuple[int, ...]] = {}
+    waiting, gone = list(data.draw(st.permutations(range(7)))), set[int]()
+    while waiting or any(core.busy for core in cores):
+        action = data.draw(st.sampled_from(["add", "step", "step", "step", "cancel", "move", "sleep"]))
+        if action == "add" and waiting:
+            number = waiting.pop()
+            home[number], got[number] = cores[number % 2], ()
+            home[number].add(stream(number))
+        elif action == "cancel" and home:
+            number = data.draw(st.sampled_from(sorted(home)))
+            gone.add(number)
+            home.pop(number).cancel(number)
+        elif action == "move" and home:
+            number = data.draw(st.sampled_from(sorted(home)))
+            exported = home[number].export(number)
+            home[number].cancel(number)
+            home[number] = cores[home[number] is cores[0]]
+            home[number].add(replace(exported.request, emitted=exported.ids))
+        elif action == "sleep":
+            cores[0].sleep()
+            cores[0].wake()
+        for event in [event for core in cores for event in core.step()]:
+            assert event.error is None
+            got[event.request] += event.ids
+            if event.finish is not None:
+                del home[event.request]
+    for number, found in got.items():
+        assert found == (alone(number)[: len(found)] if number in gone else alone(number))
+
+
 @settings(max_examples=60)
 @given(
     words=st.lists(st.text("abe \n", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -167,6 +213,11 @@ def test_a_token_is_forbidden_where_it_would_complete_a_word(words: list[str], p
 
 def test_every_token_has_its_bytes() -> None:
     texts = vocabulary().texts
+    parts = tokens().encode("𝄞")
+    shown = [tokens().text_of(token) for token in parts]
+    assert "\ufffd" in "".join(shown), "it is several tokens"
+    assert b"".join(map(vocabulary().raw, parts, shown)).decode() == "𝄞"
+    assert vocabulary().raw(0, tokens().text_of(0)) == b"<|endoftext|>"
     for text in ("def f(x):\n    return 'ä€𝄞'", "  \t\n\n# \u00a0z"):
         encoded = tokens().encode(text)
         assert b"".join(texts[token] for token in encoded).decode() == text
