@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from sllm_runtime.platform.framing import Splitter, frame
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, ProtocolError, SllmError, StartFailed, Unavailable
+from sllm_runtime.protocol.errors import (
+    ErrorBody,
+    InstanceLost,
+    OutOfMemory,
+    ProtocolError,
+    SllmError,
+    StartFailed,
+    Unavailable,
+)
 from sllm_runtime.protocol.stages import (
     STAGE_TRANSITIONS,
     Failed,
@@ -169,7 +177,7 @@ def test_rows_in_the_stream_are_as_many_bytes_as_they_say() -> None:
         assert why in stage_of(plain, Wake(5), STEP, *rows, fds=[])[0].message
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.binary(max_size=200))
 def test_no_bytes_do_more_than_end_a_stage(data: bytes) -> None:
     error, heard = stage_of(HELLO, Wake(5), data, frame(data))
@@ -201,6 +209,7 @@ ALL = changed(HELLO, layers=(LayerRange(0, 1), LayerRange(1, 3)))
         ([changed(ALL, layers=(LayerRange(0, 1), LayerRange(2, 3)))], ProtocolError, "do not follow"),
         ([changed(ALL, layers=(LayerRange(0, 1), LayerRange(1, 9)))], ProtocolError, "are not all"),
         ([changed(ALL, layers=())], ProtocolError, "do not follow"),
+        ([changed(ALL, pages=0)], OutOfMemory, "no room for one page"),
         ([ALL], InstanceLost, r"layers [1, 3) is gone"),
         ([ALL, changed(ROWS, rows=8)], ProtocolError, "were due"),
         ([ALL, Wake(1)], ProtocolError, "Wake came"),

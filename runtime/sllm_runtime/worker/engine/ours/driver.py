@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from sllm_runtime.protocol.errors import InstanceLost, SllmError
+from sllm_runtime.protocol.errors import InstanceLost, OutOfMemory, SllmError
 from sllm_runtime.protocol.stages import LayerRange, OnEdge, Part, Sleep, Step, Wake
 from sllm_runtime.worker.engine.ours.batch import Batch, Batches, decodes_first
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
@@ -64,6 +64,14 @@ class Driver(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Give back what joins the processes. Repeatable."""
+
+    def _settle(self, pages: int) -> None:
+        """Every process has room for ``pages``. Raises ``OutOfMemory`` if that is none."""
+        if not pages:
+            raise OutOfMemory(
+                "a process of this engine has no room for one page of KV cache; raise memory=... in @model_function"
+            )
+        self._pages = pages
 
     def close(self) -> None:
         """The followers end too. Repeatable."""

@@ -55,7 +55,7 @@ class Ranks(Driver):
             if len(links) != group.size - 1:
                 raise ProtocolError(f"{len(links)} streams lead to the other ranks of {group.size}")
             answers = [self._greet(msgspec.structs.replace(hello, rank=rank), rank) for rank in range(1, group.size)]
-        self._pages = min(answer.pages for answer in (hello, *answers))
+            self._settle(min(answer.pages for answer in (hello, *answers)))
 
     def _greet(self, hello: RankHello, rank: int) -> RankHello:
         link = self._links[rank - 1]

@@ -54,9 +54,9 @@ class Pipeline(Driver):
             edges.open(hello)
             whole = edges.accept(edges.patience_s)
             self._check(whole)
+            self._settle(whole.pages)
         self.stages = whole.layers
         """The head's layers and those of each stage behind it."""
-        self._pages = whole.pages
         edges.before, edges.behind = (f"the stage of {whole.layers[each]}" for each in (-1, 1))
 
     def _check(self, hello: Hello) -> None:
