@@ -42,7 +42,7 @@ class DirectClient(Client):
             listener(message.subject, message.reply, message.data, (message.headers or {}).get("Status", ""))
 
         subscription = await self.subscribe(subject, cb=ordinary)
-        self._listeners[subscription._id] = listener
+        self._listeners[getattr(subscription, "_id", 0)] = listener
         return subscription
 
     def publish_now(self, subject: str, data: bytes, reply: str = "") -> bool:
@@ -57,7 +57,7 @@ class DirectClient(Client):
         return True
 
     def _socket(self) -> asyncio.WriteTransport | None:
-        writer = getattr(self._transport, "_io_writer", None)
+        writer = getattr(getattr(self, "_transport", None), "_io_writer", None)
         return writer.transport if isinstance(writer, asyncio.StreamWriter) else None
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
