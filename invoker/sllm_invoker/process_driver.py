@@ -25,8 +25,9 @@ from sllm_runtime.protocol.worker import Exited, FromWorker, Hello
 log = logging.getLogger(__name__)
 
 HELLO_S: Final = 30.0
-EXIT_REPORT_S: Final = 0.1
-"""The fork server says how a worker ended; it is waited for this long after the worker is known to be dead."""
+EXIT_REPORT_S: Final = 5.0
+"""The fork server says how a worker ended; it is waited for this long after the worker is known to be dead, unless it
+has ended as well. On a loaded machine its turn may come late, and without it nobody can tell why the worker died."""
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 
 
@@ -48,6 +49,7 @@ class ProcessSandbox:
         self._asked = False
         self._closed = False
         self._report: Exited | None = None
+        self._no_report = False
         self._loop = asyncio.get_running_loop()
         self._late: asyncio.TimerHandle | None = None
         self._given_up: asyncio.TimerHandle | None = None
@@ -88,7 +90,7 @@ class ProcessSandbox:
         self._loop.remove_reader(self._pidfd)
         self._kill_group()  # its children, while the group's number is surely still theirs
         self._pid = 0
-        if self._report is not None:
+        if self._report is not None or self._no_report:
             self._settle()
         else:
             self._late = self._loop.call_later(EXIT_REPORT_S, self._settle)
@@ -96,6 +98,12 @@ class ProcessSandbox:
     def on_report(self, report: Exited) -> None:
         """The fork server has reaped it."""
         self._report = report
+        if self._pid == 0:
+            self._settle()
+
+    def on_server_end(self) -> None:
+        """The fork server has ended: it will not say how this worker ends."""
+        self._no_report = True
         if self._pid == 0:
             self._settle()
 
@@ -181,7 +189,7 @@ class ProcessDriver:
         if not namespace:
             log.warning("no PID namespace for sandboxes here: the fork server ends what its workers leave behind")
         self._server = ForkServer(
-            self._env, argv=self._argv, namespace=namespace, on_exit=self._reaped, on_end=self._on_end
+            self._env, argv=self._argv, namespace=namespace, on_exit=self._reaped, on_end=self._server_ended
         )
         self._tasks.start(self._server.run(), "fork server")
 
@@ -236,6 +244,11 @@ class ProcessDriver:
         sandbox = self._living.get(name)
         if sandbox is not None:
             sandbox.on_report(report)
+
+    def _server_ended(self) -> None:
+        for sandbox in list(self._living.values()):
+            sandbox.on_server_end()
+        self._on_end()
 
     async def close(self) -> None:
         """Kill the fork server and with it every worker."""

@@ -42,7 +42,7 @@ def attempts(cluster: Cluster, name: str) -> int:
 AT_DEPLOYMENT = [
     ("dies_in_setup", StartFailed, "setup", "exit code 9"),
     ("exit_in_setup", StartFailed, "setup", "SystemExit: 3"),
-    ("hangs_in_setup", StartTimeout, "setup", "within 2 s"),
+    ("hangs_in_setup", StartTimeout, "setup", "within 4 s"),
     ("oom", OutOfMemory, "setup", "memory"),
 ]
 

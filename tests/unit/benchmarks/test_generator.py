@@ -95,7 +95,7 @@ def test_one_after_the_other_never_has_two_under_way(bare: int, generator: Progr
 def test_what_is_not_finished_by_the_deadline_has_failed_and_says_how_far_it_came(
     bare: int, generator: Program
 ) -> None:
-    outcome = ask(generator, load_of(bare, 3, 1000, 0.02, deadline_s=0.3))
+    outcome = ask(generator, load_of(bare, 3, 1000, 0.02, deadline_s=2.0))
 
     assert (outcome.completed, outcome.failed) == (0, 3)
     assert 0 < outcome.tokens < 3000

@@ -79,7 +79,7 @@ async def test_a_silent_node_is_lost(nats: Nats, monkeypatch: pytest.MonkeyPatch
     async with world(nats) as w:
         await w.deploy(manifest("begin"), entry(), script=begin)
         began = time.monotonic()
-        response = await w.http.post("/fn/begin", headers=SSE, timeout=10)
+        response = await w.http.post("/fn/begin", headers=SSE, timeout=GIVE_UP_S)
         assert time.monotonic() - began > 1.0, "it had its time"
         assert "instance_lost" in response.text
         assert "[DONE]" not in response.text

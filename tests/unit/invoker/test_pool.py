@@ -66,17 +66,21 @@ async def test_one_that_died_while_it_waited_is_replaced() -> None:
 
 
 async def test_one_whose_end_is_not_told_yet_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork server that was killed takes its workers with it, and cannot say how they ended."""
-    monkeypatch.setattr(process_driver, "EXIT_REPORT_S", 2.0)
+    """The fork server's turn has not come yet when a worker is dead."""
+    monkeypatch.setattr(process_driver, "EXIT_REPORT_S", GIVE_UP_S)
     async with pool_of(1) as pool:
         await until(lambda: pool.idle == 1, what="it is full")
         waiting = pool._idle[0]
         assert isinstance(pool._driver, ProcessDriver)
-        os.kill(pool._driver.fork_server_pid, signal.SIGKILL)
+        os.kill(pool._driver.fork_server_pid, signal.SIGSTOP)
+        os.kill(waiting.pid, signal.SIGKILL)
         await until(lambda: waiting.pid == 0, what="the worker is dead")
         assert not waiting.exited.done()
+        acquiring = asyncio.create_task(pool.acquire())
+        await until(lambda: pool._making, what="another one is being made")
+        os.kill(pool._driver.fork_server_pid, signal.SIGCONT)
         async with asyncio.timeout(GIVE_UP_S):
-            sandbox = await pool.acquire()
+            sandbox = await acquiring
         assert sandbox is not waiting
         os.kill(sandbox.pid, 0)
         await sandbox.close()
