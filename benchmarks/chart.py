@@ -42,6 +42,6 @@ def bars(title: str, unit: str, values: Sequence[tuple[str, float]], limit: tupl
         x, end = _LABEL + limit[1] * scale, height - _BAR
         lines += [
             f'<line class="limit" x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{end}" stroke-dasharray="5 4"/>',
-            f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{escape(limit[0])} {limit[1]:.3g}</text>',
+            f'<text x="{x:.1f}" y="{height - 6}" text-anchor="end">{escape(limit[0])} {limit[1]:.3g}</text>',
         ]
     return "\n".join([*lines, "</svg>"]) + "\n"

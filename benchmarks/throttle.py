@@ -58,7 +58,7 @@ def throttled(path: Path, rate: int, others: Sequence[int] = ()) -> Iterator[Non
     found, pid = limiter(), str(os.getpid())
     group = found.root / f"benchmark-{pid}"
     try:
-        group.mkdir()
+        group.mkdir(exist_ok=True)
     except OSError as error:
         raise ProgramFailed(f"no group in {found.root}: {error.strerror}; limits want root") from error
     try:
