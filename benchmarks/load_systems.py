@@ -76,11 +76,16 @@ class Loader:
         self._node = node
 
     def load(self, names: Path | None = None, **more: Any) -> Loading:
-        """One load; with ``names``, its digest too. Raises ``ProgramFailed`` with what went wrong there."""
+        """One load; with ``names``, its digest too. Raises ``ProgramFailed`` with what went wrong there; a program that
+        did not answer in time is ended, so that nobody takes a late answer for his."""
         digest = {} if names is None else {"names": str(names)}
         before = self._node.cpu_s() if self._node else 0.0
         self._program.say(self._order | digest | more)
-        said = self._program.hear(LOAD_S)
+        try:
+            said = self._program.hear(LOAD_S)
+        except ProgramFailed:
+            self._program.stop()
+            raise
         if "error" in said:
             raise ProgramFailed(said["error"])
         used = self._node.cpu_s() - before if self._node else 0.0

@@ -16,7 +16,7 @@ from benchmarks.load_node import cpu_clock
 from benchmarks.load_reference import BLOCK, huge_read_s, read_report
 from benchmarks.load_ssd import same
 from benchmarks.load_store import ranges
-from benchmarks.load_systems import MODEL_PEERS, SCRIPTS, Loading, Programs, take
+from benchmarks.load_systems import MODEL_PEERS, SCRIPTS, Loader, Loading, Programs, take
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Case
 from benchmarks.runner import Run
@@ -88,7 +88,9 @@ def test_a_program_is_started_once_and_again_when_it_has_ended(tmp_path: Path) -
         first, other = programs.own("load_boto3.py"), programs.own("load_boto3.py", lane=1)
         assert programs.own("load_boto3.py") is first is not other
         assert sorted(programs.pids) == sorted((first.pid, other.pid))
-        first.stop()
+        with pytest.raises(ProgramFailed, match="ended"):
+            Loader(first, {"endpoint": "http://127.0.0.1:9"}).load()  # no bucket is named: it ends with that
+        assert programs.pids == [other.pid]
         assert programs.own("load_boto3.py") is not first
     assert not programs.pids
 
