@@ -86,6 +86,7 @@ def model(info: ModelInfo | ModelRecord) -> ModelView:
         architecture=record.architecture,
         tensors=record.tensors,
         dtype=record.dtype,
+        adapter=record.adapter,
     )
     if isinstance(info, ModelRecord):
         return view

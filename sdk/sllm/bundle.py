@@ -65,8 +65,9 @@ def build(function: ModelFunction[Any, Any, Any]) -> Bundle:
     root, module = locate(source)
     manifest = function.manifest(f"{module}:{_attribute(function, source)}")
     left_out: list[str] = []
-    names = _names(root, source, manifest.model, function.include, left_out)
-    built = _finish(manifest, _read(manifest.name, root, names), _told(root, manifest.model, left_out))
+    models = _models(manifest)
+    names = _names(root, source, models, function.include, left_out)
+    built = _finish(manifest, _read(manifest.name, root, names), _told(root, models, left_out))
     return built if (root / ignore.IGNORE_FILE).is_file() else replace(built, unpruned=root)
 
 
@@ -100,14 +101,22 @@ def _attribute(function: ModelFunction[Any, Any, Any], source: Path) -> str:
     return name if name in same or not same else same[0]
 
 
-def _names(root: Path, source: Path, model: str | None, include: tuple[str, ...], outside: list[str]) -> list[str]:
+def _models(manifest: Manifest) -> tuple[Path, ...]:
+    """Directories of the function's model and adapters, which travel by themselves."""
+    places = (manifest.model or "", *manifest.adapters.values())
+    return tuple(Path(place) for place in places if place and "://" not in place)
+
+
+def _names(
+    root: Path, source: Path, models: tuple[Path, ...], include: tuple[str, ...], outside: list[str]
+) -> list[str]:
     if root in (Path.home().resolve(), Path(root.anchor)):
         raise InvalidBundle(
             f"{source} lies directly in {root}, all of which would be bundled; move it into a directory of its own"
         )
     also = tuple(f"!{pattern}" for pattern in include)
-    if model and "://" not in model and Path(model).is_relative_to(root) and Path(model) != root:
-        also = (f"/{Path(model).relative_to(root).as_posix()}/", *also)
+    inside = (model.relative_to(root) for model in models if model.is_relative_to(root) and model != root)
+    also = (*(f"/{name.as_posix()}/" for name in inside), *also)
     names = []
     for name in ignore.files(root, ignore.spec(root, also), outside):
         names.append(name)
@@ -119,9 +128,9 @@ def _names(root: Path, source: Path, model: str | None, include: tuple[str, ...]
     return names
 
 
-def _told(root: Path, model: str | None, left_out: list[str]) -> tuple[str, ...]:
-    """Links that a person may miss: not that of the model, which travels by itself."""
-    return tuple(name for name in left_out if model is None or (root / name).resolve() != Path(model))
+def _told(root: Path, models: tuple[Path, ...], left_out: list[str]) -> tuple[str, ...]:
+    """Links that a person may miss: not that of a model, which travels by itself."""
+    return tuple(name for name in left_out if (root / name).resolve() not in models)
 
 
 def _read(name: str, root: Path, names: list[str]) -> dict[str, bytes]:

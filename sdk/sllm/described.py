@@ -54,7 +54,7 @@ def located(model: str, source: Path | None, field: str = "model") -> str:
     if not path.is_dir():
         there = "is a file" if path.exists() else "is not there"
         raise InvalidManifest(
-            f"model directory {path} {there}; give a directory (relative to the function's file), "
+            f"{field.removesuffix('s')} directory {path} {there}; give a directory (relative to the function's file), "
             "hf://org/name or s3://bucket/prefix",
             field=field,
         )

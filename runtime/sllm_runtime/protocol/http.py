@@ -149,6 +149,8 @@ class ModelView(Frozen):
     architecture: str
     tensors: int
     dtype: str
+    adapter: str = ""
+    """The base model that it names, if it is a LoRA adapter."""
     nodes: tuple[str, ...] = ()
     used_by: tuple[str, ...] = ()
     problem: str = ""

@@ -99,7 +99,7 @@ def model(view: ModelView) -> None:
     for name, value in (
         ("model", view.digest),
         ("from", view.uri),
-        ("architecture", view.architecture),
+        ("architecture", view.architecture if not view.adapter else f"LoRA adapter of {view.adapter}"),
         ("size", f"{show_bytes(view.bytes)} in {len(view.partitions)} partition(s), {view.tensors} tensors"),
         ("dtype", view.dtype),
         ("nodes", ", ".join(view.nodes) or "-"),

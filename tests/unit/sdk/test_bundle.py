@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from sllm import bundle, ignore
 from sllm.cli import load
-from sllm_runtime.protocol.errors import BodyTooLarge, InvalidArgument, InvalidBundle
+from sllm_runtime.protocol.errors import BodyTooLarge, InvalidArgument, InvalidBundle, InvalidManifest
+from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.worker import bundle as workers
 from sllm_runtime.worker.arguments import Arguments
 from tests.fixtures.modules import own_modules
@@ -96,6 +97,40 @@ def test_the_model_beside_it_travels_by_itself(tmp_path: Path) -> None:
     text = FUNCTION.replace("@model_function\n", '@model_function(model="weights")\n')
     write(tmp_path, {"function.py": text, "weights/config.json": "{}", "weights/tokenizer.json": "{}"})
     assert build(tmp_path).files == ("function.py",)
+
+
+def test_adapters_travel_by_themselves(tmp_path: Path) -> None:
+    options = 'model="weights", engine=True, adapters={"fr": "tuned/fr", "far": "hf://org/far"}'
+    text = FUNCTION.replace("@model_function\n", f"@model_function({options})\n")
+    files = {"weights/config.json": "{}", "tuned/fr/adapter_config.json": "{}", "tuned/notes.md": "n"}
+    root = write(tmp_path / "fn", {"function.py": text, **files})
+    built = build(root)
+    assert built.files == ("function.py", "tuned/notes.md")
+    assert built.manifest.adapters == {"fr": str((root / "tuned/fr").resolve()), "far": "hf://org/far"}
+
+
+def test_an_adapter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    options = 'model="weights", engine=True, adapters={"fr": "tuned"}'
+    text = FUNCTION.replace("@model_function\n", f"@model_function({options})\n")
+    write(tmp_path, {"function.py": text, "weights/config.json": "{}"})
+    with pytest.raises(InvalidManifest, match=r"adapter directory .*tuned is not there") as caught:
+        build(tmp_path)
+    assert caught.value.field == "adapters"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"adapters": {"fr": "/fr"}}, "adapters need engine=True"),
+        ({"model": "/m", "engine": True, "adapters": {"Fr": "/fr"}}, "'Fr' is no name"),
+        ({"model": "/m", "engine": True, "adapters": {"fr": ""}}, "adapter 'fr' needs a place"),
+        ({"model": "/m", "engine": True, "adapters": {f"a{n}": "/a" for n in range(257)}}, "257 adapters"),
+    ],
+)
+def test_adapters_that_make_no_sense(fields: dict[str, Any], words: str) -> None:
+    handler = {"entry": "f:f", "kind": "generator", "streams": True}
+    with pytest.raises(ValueError, match=words):
+        Manifest.model_validate({"name": "fn", "handler": handler, **fields})
 
 
 def test_links_are_not_followed_out_of_the_directory(tmp_path: Path) -> None:
