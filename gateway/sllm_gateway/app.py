@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 from starlette.routing import BaseRoute, Route, Router
 
-from sllm_gateway.asgi import Receive, Scope, Send
+from sllm_gateway.asgi import Message, Receive, Scope, Send
 from sllm_gateway.auth import Auth
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
@@ -113,8 +114,8 @@ class Gateway:
     def _on_version(self, version: Version) -> None:
         self.calls.dispatcher.on_version(version)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._front(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Callable[[Message], Awaitable[None]]) -> None:
+        await self._front(scope, receive, cast(Send, send))  # what a server gives is a coroutine function
 
     def problem(self) -> str:
         """Why this gateway is not ready; empty if it is. On a full disk ready functions are called all the same."""
