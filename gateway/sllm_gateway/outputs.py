@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -11,6 +11,9 @@ from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.frames import End, Frame, FrameKind
 from sllm_runtime.protocol.http import error_view
 from sllm_runtime.protocol.node import Progress
+
+_OUTPUT: Final = FrameKind.OUTPUT  # an enum's member is found through its class: for every token that counts
+_LF, _CR = b"\n\r"
 
 
 class Stream(Protocol):
@@ -51,10 +54,10 @@ class FunctionStream:
     def frames(self, frames: list[Frame]) -> bytes:
         out: list[bytes] = []
         for frame in frames:
-            if frame.kind is not FrameKind.OUTPUT:
+            if frame.kind is not _OUTPUT:
                 continue
             data = frame.data
-            if b"\n" in data or b"\r" in data:
+            if _LF in data or _CR in data:
                 data = sse.one_line(data)
             if self.inside or frame.more:
                 out.append(self._part(data, frame.more))

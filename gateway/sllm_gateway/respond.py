@@ -51,13 +51,13 @@ class Responder:
                 raise call.error
             headers = [*_SSE, *_head(call)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._write_all(call, encoder, send, connection)
+            await self._write_all(call, encoder, scope, send, connection)
             if isinstance(call.error, SlowConsumer):
                 connection.abort_after(CLOSE_AFTER_S)
 
-    async def _write_all(self, call: Call, encoder: Stream, send: Send, connection: Connection) -> None:
+    async def _write_all(self, call: Call, encoder: Stream, scope: Scope, send: Send, connection: Connection) -> None:
         pause = _Pause(self._clock(), self._settings.heartbeat)
-        write_now = self._write_now(call, encoder, send, connection, pause)
+        write_now = self._write_now(call, encoder, _chunks(scope, send, connection), connection, pause)
         while True:
             cost = call.buffered
             data = encoder.frames(call.take())
@@ -81,7 +81,7 @@ class Responder:
                     call.write_now = None
 
     def _write_now(
-        self, call: Call, encoder: Stream, send: Send, connection: Connection, pause: _Pause
+        self, call: Call, encoder: Stream, chunk: Callable[[bytes], None], connection: Connection, pause: _Pause
     ) -> Callable[[float], bool]:
         """What writes new frames while the reader waits for them; a client that lags is for the reader to wait for."""
 
@@ -90,7 +90,7 @@ class Responder:
             if call.over or cost > PIECE or not connection.writable:
                 return False
             if data := encoder.frames(call.take()):
-                send_now(send, {"type": "http.response.body", "body": data, "more_body": True})
+                chunk(data)
                 pause.wrote(now)
             self._calls.consumed(call, cost, now)
             return True
@@ -150,6 +150,13 @@ class Responder:
                 yield
         finally:
             self._calls.leave(call)
+
+
+def _chunks(scope: Scope, send: Send, connection: Connection) -> Callable[[bytes], None]:
+    def send_chunk(data: bytes) -> None:
+        send_now(send, {"type": "http.response.body", "body": data, "more_body": True})
+
+    return connection.chunks(scope) or send_chunk
 
 
 class _Pause:

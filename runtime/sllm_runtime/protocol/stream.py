@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.frames import Frame, FrameKind
+
+_END: Final = FrameKind.END  # an enum's member is found through its class: for every token that counts
 
 
 class Outbox:
@@ -41,7 +44,7 @@ class Outbox:
             raise ProtocolError(f"frame of {len(data)} bytes is above the limit of {limits.MAX_PART}")
         frame = Frame(self.next_index, kind, data, more)
         self.next_index += 1
-        self.ended = kind is FrameKind.END
+        self.ended = kind is _END
         if not self.ended:
             self.pushed_bytes += frame.cost
         self._unacked.append(frame)
@@ -59,7 +62,7 @@ class Outbox:
                 raise ProtocolError(f"frame of {size} bytes is above the limit of {limits.MAX_PART}")
             self._unacked.append(frame)
             self.next_index += 1
-            if frame.kind is FrameKind.END:
+            if frame.kind is _END:
                 self.ended = True
             else:
                 self.pushed_bytes += size + limits.FRAME_COST
@@ -80,7 +83,7 @@ class Outbox:
             frame = self._unacked[at]
             size = len(frame.data)
             sent = self.sent_bytes + size + limits.FRAME_COST
-            if budget <= 0 or (taken and size > budget) or (sent > self.limit and frame.kind is not FrameKind.END):
+            if budget <= 0 or (taken and size > budget) or (sent > self.limit and frame.kind is not _END):
                 break
             taken.append(frame)
             budget -= size + limits.FRAME_ENVELOPE
@@ -167,7 +170,7 @@ class Inbox:
             return False
         index, received = self.next_index, self.received_bytes
         for frame in frames:
-            if frame.index != index or frame.kind is FrameKind.END:
+            if frame.index != index or frame.kind is _END:
                 return False
             index += 1
             received += len(frame.data) + limits.FRAME_COST
@@ -202,11 +205,11 @@ class Inbox:
         if self.ended:
             return
         received = self.received_bytes + frame.cost
-        if received > self.limit and frame.kind is not FrameKind.END:
+        if received > self.limit and frame.kind is not _END:
             raise ProtocolError(f"frame {frame.index} is beyond the credit of {self.limit} bytes")
         self.next_index += 1
         self.received_bytes = received
-        self.ended = frame.kind is FrameKind.END
+        self.ended = frame.kind is _END
         ready.append(frame)
 
     def on_beat(self, next_index: int, now: float) -> None:

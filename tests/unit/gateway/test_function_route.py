@@ -390,6 +390,44 @@ async def test_a_caller_that_goes_away_cancels_its_work(nats: Nats) -> None:
         assert w.node.cancels[0].code == "cancelled"
 
 
+async def drip(run: Run) -> None:
+    """Values one by one, each in a message of its own."""
+    for number in range(5):
+        run.out(number)
+        await run.node.bus.flush()
+    run.end()
+
+
+async def test_pieces_are_written_without_an_asgi_message_each(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sllm_gateway.respond.send_now", lambda *_: pytest.fail("uvicorn's request is another one"))
+    async with world(nats) as w:
+        await w.deploy(manifest("drip"), entry(), script=drip)
+        text = (await w.http.post("/fn/drip", headers=SSE)).text
+    assert [line for line in text.splitlines() if line.startswith("data: ")] == [
+        *(f"data: {number}" for number in range(5)),
+        "data: [DONE]",
+    ]
+
+
+async def test_streams_that_are_asked_for_one_behind_the_other_come_whole_and_in_order(nats: Nats) -> None:
+    """HTTP/1.1 pipelining: a connection's last request is not the one that is being answered."""
+    async with world(nats) as w:
+        await w.deploy(manifest("drip"), entry(), script=drip)
+        head = "POST /fn/drip HTTP/1.1\r\nHost: x\r\nAccept: text/event-stream\r\nContent-Length: 2\r\n"
+        reader, writer = await asyncio.open_connection(*w.url.removeprefix("http://").split(":"))
+        writer.write(f"{head}\r\n{{}}{head}Connection: close\r\n\r\n{{}}".encode())
+        text = (await asyncio.wait_for(reader.read(), GIVE_UP_S)).decode()
+        writer.close()
+        await writer.wait_closed()
+    first, second = text.split("HTTP/1.1 200 OK\r\n")[1:]
+    for answer in (first, second):
+        assert [line for line in answer.splitlines() if line.startswith("data: ")] == [
+            *(f"data: {number}" for number in range(5)),
+            "data: [DONE]",
+        ]
+        assert answer.endswith("0\r\n\r\n")
+
+
 @pytest.mark.parametrize("accept", ["text/event-stream", "application/json"])
 async def test_a_caller_that_goes_away_after_a_large_body_is_noticed(nats: Nats, accept: str) -> None:
     """However its bytes were cut: reading may have been paused when the last of them came."""
