@@ -28,6 +28,9 @@ from sllm_runtime.protocol.limits import MIB
 
 _HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.01
+_FIRST_PORT: Final = 20_000
+_PORTS: Final = 12_768
+_PORT_TRIES: Final = 100
 START_S: Final = 15.0
 STOP_S: Final = 5.0
 _MEMORY_LIMIT: Final = 64 * MIB
@@ -189,8 +192,14 @@ def _identity_json(identity: Identity) -> str:
 
 
 def free_port() -> int:
-    """A port of the loopback that is free now."""
+    """A port of the loopback that is free now.
+
+    Below those that the kernel gives to connections and to who asks for any (from 32768 on): it stays free until its
+    server is up, also while that is started again."""
+    for _ in range(_PORT_TRIES):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_HOST, _FIRST_PORT + secrets.randbelow(_PORTS)))
+            return int(probe.getsockname()[1])
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
