@@ -6,11 +6,11 @@ PY := .venv/bin/python
 PEERS := .venv-peers
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 WHEEL = env -u WHEELHOUSE $(PY) -m pip wheel -q -w "$(WHEELHOUSE)" --find-links "$(WHEELHOUSE)"
-RUN_TESTS := $(PY) -m pytest
+RUN_TESTS := $(PY) tools/run_tests.py
 
 help:
 	@echo 'make demo         deploy a function and stream its tokens, cold and warm (KEEP=1 leaves it up)'
-	@echo 'make test         the tests but the slow ones'
+	@echo 'make test         the tests but the slow ones; ARGS=... goes to pytest'
 	@echo 'make test-all     all tests, on new random examples'
 	@echo 'make check        ruff, mypy, import-linter'
 	@echo 'make setup        .venv; see the head of setup.sh for PYTHON, WHEELHOUSE, TORCH, TORCH_INDEX'
