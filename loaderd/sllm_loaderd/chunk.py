@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from sllm_loaderd.client import memory
-from sllm_loaderd.sealed import create_sealed
+from sllm_loaderd.sealed import adopt_sealed, create_sealed
 from sllm_runtime.protocol.states import check
 
 MEMFD_NAME: Final = "sllm-chunk"
@@ -76,12 +76,7 @@ def create_chunk(size: int, *, huge: bool, lasting: bool) -> Chunk:
 
 def adopt_chunk(fd: int, size: int) -> Chunk:
     """The chunk of an earlier loaderd behind ``fd``, which is duplicated; it can only be read. Raises ``OSError``."""
-    kept = os.dup(fd)
-    try:
-        address = memory.map_readable(kept, size)
-    except OSError:
-        os.close(kept)
-        raise
+    kept, address = adopt_sealed(fd, size)
     view, id = memory.view(address, size), os.fstat(kept).st_ino
     return Chunk(kept, address, view, id, adopted=True, lasting=False, state=ChunkState.USED)
 

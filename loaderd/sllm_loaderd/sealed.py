@@ -28,6 +28,16 @@ def create_sealed(name: str, nbytes: int, *, huge: bool = False) -> tuple[int, i
     return fd, address
 
 
+def adopt_sealed(fd: int, nbytes: int) -> tuple[int, int]:
+    """A duplicate of the sealed memfd ``fd`` and the address of a mapping that can only be read. Raises ``OSError``."""
+    kept = os.dup(fd)
+    try:
+        return kept, memory.map_readable(kept, nbytes)
+    except OSError:
+        os.close(kept)
+        raise
+
+
 def is_sealed(fd: int) -> bool:
     """Whether it has the seals of ``create_sealed``; what cannot have any has not."""
     try:

@@ -14,7 +14,7 @@ from typing import Final
 
 from sllm_loaderd.client import memory
 from sllm_loaderd.devices.link import Link
-from sllm_loaderd.sealed import create_sealed, is_sealed
+from sllm_loaderd.sealed import adopt_sealed, create_sealed, is_sealed
 from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, InvalidRequest
 from sllm_runtime.protocol.loader import MEMFD
 
@@ -90,13 +90,7 @@ class FakeDevice:
             raise Conflict(
                 f"a descriptor is no memory of {self.name}: {size} bytes with the seals of one", field="device"
             )
-        kept = os.dup(fd)
-        try:
-            address = memory.map_readable(kept, size)
-        except OSError:
-            os.close(kept)
-            raise
-        made = FakeAllocation(self, nbytes, size, kept, address)
+        made = FakeAllocation(self, nbytes, size, *adopt_sealed(fd, size))
         with self._lock:
             self._allocations.add(made)
         return made
