@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -31,6 +32,8 @@ from sllm_runtime.worker.prompts import Rules
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
 
 log = logging.getLogger(__name__)
+_ABREAST = 32
+"""Continuations of one answer that are told in turn: fewer than an engine computes at once."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions; for chat it is whatever fits."""
 _GATEWAYS = WITHOUT_MEANING | {"model", "stream", "stream_options"}
@@ -126,17 +129,43 @@ async def _held(adapters: Adapters, name: str | None, loop: EngineLoop) -> Async
 
 
 async def _write_all(call: Call, loop: EngineLoop, mailbox: Mailbox, plan: _Plan) -> None:
+    """All continuations, a piece of each in turn: an order that no timing changes, so that a resumed call writes the
+    same deltas again. Of very many, ``_ABREAST`` are told at a time."""
     outputs = [_output(call, loop, plan, index) for index in range(len(plan.prompts) * plan.n)]
-    writing = asyncio.Lock()
-    if len(outputs) == 1:
-        await _write(call, plan, mailbox, writing, outputs[0])
-        return
-    try:
-        async with asyncio.TaskGroup() as group:
-            for output in outputs:
-                group.create_task(_write(call, plan, mailbox, writing, output))
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    with contextlib.ExitStack() as running:
+        coming = deque((output, _pieces(output, mailbox, running)) for output in outputs)
+        abreast: deque[tuple[_Output, AsyncIterator[Piece]]] = deque()
+        while coming or abreast:
+            while coming and len(abreast) < _ABREAST:
+                output, pieces = coming.popleft()
+                if output.echo or pieces is None:
+                    delta = Delta(output.index, output.echo, "length" if pieces is None else None)
+                    await call.adelta(codec.pack(delta))
+                if pieces is not None:
+                    abreast.append((output, pieces))
+            if abreast and not await _told(call, plan, *abreast[0]):
+                abreast.rotate(-1)
+            elif abreast:
+                abreast.popleft()
+
+
+def _pieces(output: _Output, mailbox: Mailbox, running: contextlib.ExitStack) -> AsyncIterator[Piece] | None:
+    """What the engine makes of it while ``running`` lasts."""
+    if output.run is None:
+        return None
+    sink = AsyncSink(mailbox)
+    running.enter_context(output.run.submitted(sink))
+    return aiter(sink)
+
+
+async def _told(call: Call, plan: _Plan, output: _Output, pieces: AsyncIterator[Piece]) -> bool:
+    """Wait for one piece and write it; whether it was the last."""
+    piece = await anext(pieces)
+    if output.run is not None:
+        output.run.heard(piece)
+    if piece.text or piece.finish or piece.logprobs:
+        await call.adelta(codec.pack(Delta(output.index, piece.text, piece.finish, plan.show(piece))))
+    return piece.last
 
 
 def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, _Plan]:

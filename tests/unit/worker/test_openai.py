@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sllm_runtime.protocol import codec
 from sllm_runtime.worker.prompts import options
 from tests.unit.worker.harness import Answer, Worker, Zygote, bundle_of, manifest
 
@@ -234,22 +236,31 @@ def test_cached_tokens_are_counted_once(served: Worker) -> None:
         assert (answer.end.usage.prompt, answer.end.usage.cached) == (310, cached)
 
 
-def test_a_stream_goes_on_where_its_reader_has_it(served: Worker) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_stream_goes_on_where_its_reader_has_it(served: Worker, count: int) -> None:
     """A resume makes the same deltas as the first time: those delivered are compared by hash and left out."""
-    import hashlib
-
-    from sllm_runtime.protocol import codec
-
-    asked = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+    asked = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "n": count}
     whole = completion(served, **asked)
-    ids = tuple(number for part in whole.ids for number in part.ids)
-    for delivered in (1, 5, len(whole.deltas)):
+    drawn: dict[int, tuple[int, ...]] = {}
+    for part in whole.ids:
+        drawn[part.generation] = drawn.get(part.generation, ()) + part.ids
+    assert [len(ids) for ids in drawn.values()] == [12] * count
+    for delivered, known in ((1, 0), (1, 3), (5, 12), (6 * count, 6), (len(whole.deltas), 12)):
         said = b"".join(codec.pack(delta) for delta in whole.deltas[:delivered])
         resumed = served.run(
-            {"model": "m", "prompt": "def f", **asked}, kind="completion", recorded=(ids[:delivered],),
+            {"model": "m", "prompt": "def f", **asked}, kind="completion",
+            recorded=tuple(drawn[number][:known] for number in range(count)),
             delivered=delivered, delivered_hash=hashlib.blake2b(said, digest_size=16).digest(),
         )  # fmt: skip
+        assert resumed.end is not None
+        assert resumed.end.error is None
         assert resumed.deltas == whole.deltas[delivered:]
+
+
+def test_more_choices_than_are_told_at_once(served: Worker) -> None:
+    answer = completion(served, n=40, max_tokens=3, ignore_eos=True, echo=True)
+    assert [text(answer, choice) for choice in range(40)] == [text(answer)] * 40
+    assert [delta.finish for delta in answer.deltas].count("length") == 40
 
 
 def test_unknown_fields_are_ignored_and_logged(served: Worker) -> None:
@@ -289,8 +300,6 @@ def test_generate(served: Worker) -> None:
 
 
 def test_a_resume_replays_recorded_ids(served: Worker) -> None:
-    import hashlib
-
     import msgspec
 
     whole = served.run({"max_tokens": 16, "temperature": 1.0})

@@ -124,6 +124,8 @@ class _Output:
     sink: Sink
     detokenizer: Detokenizer
     matcher: StopMatcher
+    last: tuple[int, ...] = ()
+    """Of a resume, its last id: how it was told depends on whether the output ended with it."""
 
 
 class EngineLoop:
@@ -221,10 +223,11 @@ class EngineLoop:
             self.engine.cancel(request.id)
             self._refuse(sink, error)
             return
-        self._outputs[request.id] = _Output(sink, detokenizer, StopMatcher(request.sampling.stop))
+        output = self._outputs[request.id] = _Output(sink, detokenizer, StopMatcher(request.sampling.stop))
         # One by one, as they came the first time: so the pieces are the same, and a caller who has some gets the rest.
-        for token in request.emitted:
+        for token in request.emitted[:-1]:
             self._deliver(Event(request=request.id, ids=(token,)))
+        output.last = request.emitted[-1:]
 
     def _cancel(self, number: int, error: SllmError | None) -> None:
         output = self._outputs.pop(number, None)
@@ -238,6 +241,14 @@ class EngineLoop:
         output = self._outputs.get(event.request)
         if output is None:
             return
+        if output.last:
+            last, output.last = output.last, ()
+            if event.finish == "length" and not event.ids:  # it was full with that id, and the end came with it
+                event = replace(event, ids=last)
+            else:
+                self._deliver(Event(request=event.request, ids=last))
+                self._deliver(event)
+                return
         if event.error is not None:
             del self._outputs[event.request]
             self._put(output.sink, Piece(error=event.error))
