@@ -1,73 +1,62 @@
 """The cases of ``engine`` with layers in several processes: what a hand-over costs, tokens/s of one and of two.
 
 Every process computes with one thread. A pipeline's tokens are compared with those of one process. Also the program
-that is a stage: ``python -m benchmarks.engine_stages LOW HIGH BEFORE BEHIND``.
+that is a stage: ``python -m benchmarks.engine_stages LOW HIGH BEFORE BEHIND``; without layers (LOW = HIGH) it sends
+back what comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from benchmarks.cold_cases import MODEL
+from benchmarks.engine_models import asked, converted, prompts
 from benchmarks.programs import ProgramFailed
-from benchmarks.record import Aim
+from benchmarks.record import Aim, percentile
 from benchmarks.runner import Run
-from sllm_runtime.worker.engine.base import Request, Sampling
+from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.protocol.stages import Hello, LayerRange, Part, Step
+from sllm_runtime.worker.engine.choice import recognise
 from sllm_runtime.worker.engine.ours.edge import Edges
 from sllm_runtime.worker.engine.ours.engine import OurEngine
-from sllm_runtime.worker.engine.ours.model import build
-from sllm_runtime.worker.engine.ours.model import config as configs
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.pipeline.stage import Stage
+from sllm_runtime.worker.tensors import TypedTensors
 
-LAYERS: Final = 8
-CONFIG: Final[dict[str, Any]] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 256,
-    "intermediate_size": 704, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "max_position_embeddings": 2048, "tie_word_embeddings": True,
-}  # fmt: skip
-"""The shape of the demo model; its weights are random, since time does not depend on them."""
 KV_BYTES: Final = 64 << 20
 PATIENCE_S: Final = 60.0
 PROMPT: Final = 64
 TOKENS: Final = 128
+TRIPS: Final = 1000
+ECHO: Final = Hello(
+    fingerprint="", level="exact-4", dtype="bfloat16", hidden=256, rows=320, slots=2, layers=(LayerRange(0, 1),),
+    pages=1, shared=True,
+)  # fmt: skip
 MOST_MS: Final = 0.3
 CASES: Final = ("stages_hand_over", "stages_throughput")
 
 
 def model() -> Decoder:
-    """The same in every process."""
-    made = configs.read(CONFIG, "causal_lm")
-    assert made is not None
-    architecture, config = made
-    return build(architecture, config, _weights(), torch.bfloat16, EXACT.rows)
-
-
-def _weights() -> dict[str, torch.Tensor]:
-    hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["hidden_size"] // 2
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (CONFIG["vocab_size"], hidden)}
-    for number in range(LAYERS):
-        name = f"model.layers.{number}"
-        for part in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{name}.{part}.weight"] = (hidden,)
-        for part, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
-            shapes[f"{name}.self_attn.{part}_proj.weight"] = (rows, hidden)
-        for part in ("gate", "up"):
-            shapes[f"{name}.mlp.{part}_proj.weight"] = (inner, hidden)
-        shapes[f"{name}.mlp.down_proj.weight"] = (hidden, inner)
-    shapes["model.norm.weight"] = (hidden,)
-    torch.manual_seed(0)
-    return {name: (torch.randn(shape) * 0.06).to(torch.bfloat16) for name, shape in shapes.items()}
+    """The demo model in bfloat16, the same in every process."""
+    raw = json.loads((MODEL / "config.json").read_bytes())
+    tensors = TypedTensors(converted(), torch.bfloat16)
+    known = recognise(raw, "auto", tensors, tensors.shapes, torch.bfloat16)
+    if known is None:
+        raise ProgramFailed("the demo model is none of ours")
+    return known.decoder
 
 
 @contextlib.contextmanager
@@ -77,7 +66,7 @@ def engine(stages: int) -> Iterator[OurEngine]:
     if stages == 1:
         yield OurEngine(made, frozenset(), EXACT, KV_BYTES)
         return
-    borders = list(pairwise(LAYERS * number // stages for number in range(stages + 1)))
+    borders = list(pairwise(made.count * number // stages for number in range(stages + 1)))
     pairs = [socket.socketpair() for _ in borders]
     started: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
@@ -108,9 +97,8 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
 def generate(core: OurEngine, batch: int) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds for ``TOKENS - 1`` tokens of each request after its first, and all ids."""
     ids: list[list[int]] = [[] for _ in range(batch)]
-    for number in range(batch):
-        prompt = tuple((number * 31 + at * 7) % 4000 + 1 for at in range(PROMPT))
-        core.add(Request(id=number, prompt=prompt, sampling=Sampling(max_tokens=TOKENS)))
+    for number, prompt in enumerate(prompts(batch, PROMPT, core.vocabulary)):
+        core.add(asked(number, prompt, TOKENS))
     began = 0.0
     while core.busy:
         for event in core.step():
@@ -122,6 +110,8 @@ def generate(core: OurEngine, batch: int) -> tuple[float, list[tuple[int, ...]]]
 
 def measure(run: Run, cases: Sequence[str]) -> None:
     """The cases of ``CASES`` that are asked for, alternating."""
+    if "stages_hand_over" in cases:
+        _round_trips(run)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -133,6 +123,43 @@ def measure(run: Run, cases: Sequence[str]) -> None:
                 _throughput(run, cores)
     finally:
         torch.set_num_threads(threads)
+
+
+def _round_trips(run: Run) -> None:
+    """What two hand-overs take without any layer: a step of one row announced, its padded rows there and back."""
+    case = run.case("stages_hand_over", "two hand-overs, no layers", "ms/token")
+    (one, two), (three, four) = socket.socketpair(), socket.socketpair()
+    command = [sys.executable, "-m", "benchmarks.engine_stages", "0", "0", str(two.fileno()), str(three.fileno())]
+    with _ended(subprocess.Popen(command, pass_fds=(two.fileno(), three.fileno()))):
+        two.close()
+        three.close()
+        edges = Edges(four, one, patience_s=PATIENCE_S)
+        with contextlib.closing(edges):
+            edges.open(ECHO)
+            edges.accept(PATIENCE_S)
+            rows = torch.zeros(4, ECHO.hidden, dtype=torch.bfloat16)
+            for number in range(1, run.rounds + 1):
+                took = [_round_trip(edges, step, rows) for step in range((number - 1) * TRIPS, number * TRIPS)]
+                case.samples.append(round(statistics.median(took) * 1000, 4))
+                case.extra = {"p99_ms": round(percentile(took, 99) * 1000, 4)}
+
+
+def _round_trip(edges: Edges, step: int, rows: torch.Tensor) -> float:
+    began = time.perf_counter()
+    edges.send(Step(step, (Part(300, 1, True, (1, 2, 3)),)))
+    edges.send_rows(step, rows)
+    edges.receive_rows(step, len(rows))
+    return time.perf_counter() - began
+
+
+def echo(edges: Edges) -> None:
+    """Send back what comes, until nothing does."""
+    edges.accept(PATIENCE_S)
+    edges.open(ECHO)
+    with contextlib.suppress(InstanceLost):
+        while isinstance(step := edges.receive(PATIENCE_S), Step):
+            edges.send_rows(step.number, edges.receive_rows(step.number, 4))
+    edges.close()
 
 
 def _hand_over(run: Run, cores: dict[int, OurEngine]) -> None:
@@ -184,6 +211,9 @@ def stage(low: int, high: int, before: int, behind: int) -> None:
     """Be a stage until the one before ends."""
     torch.set_num_threads(1)
     edges = Edges(socket.socket(fileno=before), socket.socket(fileno=behind), patience_s=PATIENCE_S)
+    if low == high:
+        echo(edges)
+        return
     Stage(model(), low, high, edges, kv_bytes=KV_BYTES, fingerprint="same").run()
 
 
