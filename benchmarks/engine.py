@@ -1,8 +1,11 @@
 """``python -m benchmarks.engine``: our engine beside transformers on the same weights.
 
 ``decode_*``: a batch of equal prompts of 64 tokens to its last token, tokens a second of output; exact mode against the
-fast one, transformers' generate and its continuous batching, and what memory bandwidth would allow. ``while_loading``:
-the first token of a model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in DRAM.
+fast one, transformers' generate and its continuous batching, and what memory bandwidth would allow. ``prefill_*``: one
+prompt of 1,024 tokens to its first token. ``poisson``: requests of mixed lengths at random times, and static batches.
+``while_loading``: the first token of a model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in
+DRAM.
+``stages_*``: layers in several processes (``engine_stages``).
 One thread, as an instance with ``cpu=1`` has. Greedy; the tokens of all systems are compared.
 """
 
@@ -16,11 +19,11 @@ from typing import Final
 
 import torch
 
-from benchmarks import engine_decode, engine_loading
+from benchmarks import engine_decode, engine_loading, engine_poisson, engine_stages
 from benchmarks.engine_models import DTYPES, Demo
 from benchmarks.runner import Run, main
 
-CASES: Final = (*(f"decode_{name}" for name in DTYPES), "while_loading", "start")
+CASES: Final = (*(f"decode_{name}" for name in DTYPES), "poisson", "while_loading", "start", *engine_stages.CASES)
 ABSENT: Final = {
     "vllm": "its CPU build needs a torch of its own (2 GB) and minutes of warm-up: not in the peers' environment",
     "llama.cpp": "its wheel is built from source, for which the peers' environment has no compiler",
@@ -36,9 +39,17 @@ def measure(run: Run, cases: Sequence[str]) -> None:
             if case.startswith("decode_"):
                 dtype = case.removeprefix("decode_")
                 run.note(case)
-                engine_decode.measure(run, dtype, Demo.load(dtype))
+                demo = Demo.load(dtype)
+                engine_decode.measure(run, dtype, demo)
+                engine_decode.prefill(run, dtype, demo)
                 for peer, why in ABSENT.items():
                     run.case(f"{case}_b1", peer, "tokens/s").not_run = why
+            elif case == "poisson":
+                with run.attempt(case):
+                    engine_poisson.measure(run, case, Demo.load("bf16"))
+            elif case in engine_stages.CASES:
+                with run.attempt(case):
+                    engine_stages.measure(run, [case])
             else:
                 with run.attempt(case):
                     (engine_loading.while_loading if case == "while_loading" else engine_loading.start)(

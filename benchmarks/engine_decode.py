@@ -16,6 +16,7 @@ from benchmarks.runner import Run
 
 BATCHES: Final = (1, 4, 8, 16)
 PROMPT: Final = 64
+LONG: Final = 1024
 AIMS: Final = {1: 1.3, 8: 1.5, 16: 1.5}
 """Ours over transformers' generate."""
 GENERATE: Final = "transformers generate"
@@ -37,7 +38,25 @@ def measure(run: Run, name: str, demo: Demo) -> None:
             _aim(run, case, "sllm", "sllm fast", None)
 
 
+def prefill(run: Run, name: str, demo: Demo) -> None:
+    """``prefill_<dtype>``: tokens a second of one long prompt, to its first token."""
+    case = f"prefill_{name}"
+    with run.attempt(case, "tokens/s"):
+        given = prompts(1, LONG, demo.known.decoder.vocabulary)
+        _alternate(run, case, demo, given, 1, LONG)
+
+
 def _compare(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], tokens: int) -> None:
+    settings = _alternate(run, case, demo, given, tokens, len(given) * tokens)
+    if not run.quick or len(given) == BATCHES[-1]:
+        _continuous(run, case, demo, given, settings)
+    limit = run.case(case, LIMIT, "tokens/s")
+    limit.notes = "each step reads every weight once, at the rate of one sum over as many bytes"
+    limit.samples += [round(len(given) * each / demo.nbytes, 1) for each in _rates(demo.nbytes, run.rounds)]
+
+
+def _alternate(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], tokens: int, counted: int) -> Any:
+    """Ours, exact and fast, and generate in turn, ``counted`` tokens each time; generate's settings."""
     settings: Any = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None
     )
@@ -57,12 +76,8 @@ def _compare(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], toke
                 for at, prompt in enumerate(given):
                     demo.same(prompt, reference[at], found[at])
                 continue
-            _take(run.case(case, system, "tokens/s"), len(given) * tokens / took, used)
-    if not run.quick or len(given) == BATCHES[-1]:
-        _continuous(run, case, demo, given, settings)
-    limit = run.case(case, LIMIT, "tokens/s")
-    limit.notes = "each step reads every weight once, at the rate of one sum over as many bytes"
-    limit.samples += [round(len(given) * each / demo.nbytes, 1) for each in _rates(demo.nbytes, run.rounds)]
+            _take(run.case(case, system, "tokens/s"), counted / took, used)
+    return settings
 
 
 def _take(case: Case, value: float, cpu_s: float) -> None:
@@ -81,7 +96,7 @@ def _generate(demo: Demo, given: list[tuple[int, ...]], settings: Any) -> Output
     ids = torch.tensor(given)
     with torch.inference_mode():
         found = demo.theirs.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return {number: tuple(row[PROMPT:].tolist()) for number, row in enumerate(found)}
+    return {number: tuple(row[ids.shape[1] :].tolist()) for number, row in enumerate(found)}
 
 
 def _continuous(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], settings: Any) -> None:
