@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 COMPONENT: Final = "platform"
 AGAIN_S: Final = 1.0
+LONGEST_S: Final = 60.0
+"""What cannot be told is tried again after AGAIN_S, doubling up to this."""
 
 
 class Chronicle:
@@ -53,12 +55,14 @@ class Chronicle:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            pause = self._again_s
             while self._waiting:
                 try:
                     await self._tell()
                 except SllmError as error:
                     log.warning("restarts cannot be told as events now: %s", error.message)
-                    await asyncio.sleep(self._again_s)
+                    await asyncio.sleep(pause)
+                    pause = min(LONGEST_S, 2 * pause)
 
     async def _tell(self) -> None:
         """Everything that waits. Raises ``SllmError`` if it did not get there."""
