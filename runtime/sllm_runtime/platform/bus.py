@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Self, TypedDict, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 import nats.errors
@@ -41,18 +41,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Q = TypeVar("Q", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
+Handler = Callable[[Msg], Awaitable[None]]
 
 _CLOSE_S = 2.0
 
-
-class _Limits(TypedDict):
-    """What may wait for a subscription's handler, in nats-py's words."""
-
-    pending_msgs_limit: int
-    pending_bytes_limit: int
-
-
-_PENDING: Final = _Limits(pending_msgs_limit=65536, pending_bytes_limit=64 * MIB)
+_PENDING_MESSAGES: Final = 65536
+_PENDING_BYTES: Final = 64 * MIB
 
 
 class Bus:
@@ -137,13 +131,12 @@ class Bus:
         handler: Callable[[T, str], Awaitable[None] | None],
         *,
         queue: str = "",
-        pending_messages: int = _PENDING["pending_msgs_limit"],
-        pending_bytes: int = _PENDING["pending_bytes_limit"],
+        pending_messages: int = _PENDING_MESSAGES,
     ) -> Subscription:
         """Call ``handler(message, subject)`` for each message, one after another. Its exceptions are logged.
 
-        The server knows of it when this returns. Of more than ``pending_messages`` or ``pending_bytes`` that wait the
-        newest are lost (see the module's text).
+        The server knows of it when this returns. Of more than ``pending_messages``, or 64 MiB, that wait the newest
+        are lost (see the module's text).
         """
 
         async def handle(message: Msg) -> None:
@@ -157,11 +150,10 @@ class Bus:
                 log.exception("handling a message on %s failed", message.subject)
             if subscription.dropped and subscription.caught_up():
                 subscription.dropped = False
-                self._recover("caught up")
+                self._run(self._reconnected, "caught up")
 
         subscription = Subscription(subject)
-        limits = _Limits(pending_msgs_limit=pending_messages, pending_bytes_limit=pending_bytes)
-        await self._begin(subscription, self._client.subscribe(subject, queue, handle, **limits))
+        await self._queued(subscription, handle, queue, pending_messages)
         return subscription
 
     async def listen(self, subject: str, handler: Callable[[str, str, bytes], None]) -> Subscription:
@@ -180,11 +172,17 @@ class Bus:
         await self._begin(subscription, self._client.listen(subject, handle))
         return subscription
 
-    async def subscribe_raw(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> Subscription:
+    async def subscribe_raw(self, subject: str, handler: Handler) -> Subscription:
         """``handler`` gets each message as nats-py made it: for JetStream's own answers."""
         subscription = Subscription(subject)
-        await self._begin(subscription, self._client.subscribe(subject, "", handler, **_PENDING))
+        await self._queued(subscription, handler)
         return subscription
+
+    async def _queued(self, to: Subscription, handle: Handler, queue: str = "", most: int = _PENDING_MESSAGES) -> None:
+        subscribing = self._client.subscribe(
+            to.subject, queue, handle, pending_msgs_limit=most, pending_bytes_limit=_PENDING_BYTES
+        )
+        await self._begin(to, subscribing)
 
     async def _begin(self, subscription: Subscription, subscribing: Awaitable[NatsSubscription]) -> None:
         try:
@@ -228,7 +226,7 @@ class Bus:
         server = requests.Server(self._outbox, subject, request_type, handler, concurrency)
         subscription = Subscription(subject)
         subscription.tasks = server.tasks
-        await self._begin(subscription, self._client.subscribe(subject, queue, server.handle, **_PENDING))
+        await self._queued(subscription, server.handle, queue)
         return subscription
 
     # --- life -------------------------------------------------------------------------------------
@@ -286,7 +284,7 @@ class Bus:
     async def _when_reconnected(self) -> None:
         log.info("NATS is there again; %d messages were not sent meanwhile", self._outbox.lost)
         self._outbox.lost = 0
-        self._recover("reconnected")
+        self._run(self._reconnected, "reconnected")
 
     async def _when_closed(self) -> None:
         if self._closing:
@@ -294,9 +292,6 @@ class Bus:
         # The server has thrown this identity out. Nothing works any more: let it crash, the supervisor starts anew.
         log.critical("NATS has closed the connection for good: %s", text(self._client.last_error))
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def _recover(self, why: str) -> None:
-        self._run(self._reconnected, why)
 
     def _run(self, callbacks: Callbacks, name: str) -> None:
         if not self._closing:
