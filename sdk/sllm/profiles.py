@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.errors import InvalidRequest, NotFound
 
 DEFAULT_URL: Final = "http://127.0.0.1:8600"
 PROJECT_FILE: Final = "sllm.toml"
@@ -72,10 +72,10 @@ def save(name: str, url: str, token: str | None) -> Path:
 
 
 def remove(name: str) -> None:
-    """Take profile ``name`` away. Raises ``InvalidRequest`` where there is none."""
+    """Take profile ``name`` away. Raises ``NotFound`` where there is none."""
     document = _read(profiles_file())
     if document.get("profiles", {}).pop(name, None) is None:
-        raise InvalidRequest(f"profile {name!r} is not in {profiles_file()}", field="profile")
+        raise NotFound(f"profile {name!r} is not in {profiles_file()}", field="profile")
     _write(document)
 
 

@@ -369,6 +369,7 @@ def test_profiles_by_command(gateway: Gateway, home: Path) -> None:
     assert here("--profile", "gone", "fn", "list").returncode == 5  # the flag wins over the environment
     assert here("fn", "list", SLLM_URL="", SLLM_PROFILE="mine").returncode == 0
     assert here("profile", "delete", "gone").returncode == 0
+    assert here("profile", "delete", "gone").returncode == 3
     assert [each.name for each in profiles.stored()] == ["mine"]
     assert "no-such" in here("--profile", "no-such", "fn", "list").stderr
 

@@ -7,7 +7,7 @@ import pytest
 
 from sllm import profiles
 from sllm_runtime.platform.profile import write_profile
-from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.errors import InvalidRequest, NotFound
 
 
 def test_nothing_set() -> None:
@@ -64,7 +64,7 @@ def test_the_file_is_private_and_keeps_what_else_it_holds(home: Path) -> None:
     assert profiles.load("other").token == 'odd"\\token'
     profiles.remove("default")
     assert [each.name for each in profiles.stored()] == ["other"]
-    with pytest.raises(InvalidRequest, match="'default' is not in"):
+    with pytest.raises(NotFound, match="'default' is not in"):
         profiles.remove("default")
     assert list(home.iterdir()) == [path]
 
