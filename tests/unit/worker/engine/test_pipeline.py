@@ -268,6 +268,27 @@ def test_a_stage_begins_with_the_layers_it_has(nursery: Nursery) -> None:
             os.close(hold)
 
 
+def test_a_bug_in_one_step_gives_nobody_the_rows_of_another(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(engine("llama"), *ASKED)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with stages(nursery, "llama", 0, 1, 2, 3) as made:
+        core = made.core
+        for each in many(8):
+            core.add(replace(each, id=100 + each.id))
+        for _ in range(12):
+            core.step()
+        with monkeypatch.context() as patched:
+            patched.setattr("sllm_runtime.worker.engine.ours.engine.choose_rows", broken)
+            with pytest.raises(ZeroDivisionError):
+                core.step()
+        for number in range(8):
+            core.cancel(100 + number)
+        assert run(core, *ASKED) == expected
+
+
 def test_stages_that_are_not_alike_are_refused_by_the_head(nursery: Nursery) -> None:
     others: list[tuple[type[SllmError], str, dict[str, Any]]] = [
         (StartFailed, "other bits", {"fingerprint": "other"}),

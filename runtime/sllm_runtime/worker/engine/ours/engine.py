@@ -123,7 +123,7 @@ class OurEngine:
                 pass
             if self._steps:
                 events += self._collect(self._steps.popleft())
-        except BaseException:
+        except SllmError:  # the runner's: what was on its way is lost
             self._steps.clear()
             raise
         if not self.scheduler.busy:
