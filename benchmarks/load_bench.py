@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from typing import Final
 from benchmarks.load_adapter import AdapterShape, write_adapter
 from benchmarks.load_model import QUICK, Checkpoint, Shape, write
 from benchmarks.load_node import Node, usable_cores
-from benchmarks.load_systems import Programs, make_forms
+from benchmarks.load_systems import Peer, Programs, make_forms
 from benchmarks.machine import disk_of
 from benchmarks.programs import ProgramFailed
 from benchmarks.runner import Run
@@ -53,7 +53,7 @@ class Bench:
         self.directory = directory
         self._made: dict[Shape | AdapterShape, Checkpoint] = {}
         self._converted: dict[Path, Converted] = {}
-        self._in_forms: set[Path] = set()
+        self._forms: set[Path] = set()
         run.settings["disk"] = disk_of(directory)
 
     def home(self, case: str) -> Path:
@@ -74,12 +74,14 @@ class Bench:
         self.run.settings[f"{case}_bytes"] = self._made[wanted].nbytes
         return self._made[wanted]
 
-    def forms(self, checkpoint: Checkpoint) -> None:
-        """Have the other forms of it that peers read."""
-        if checkpoint.directory not in self._in_forms:
-            self._in_forms.add(checkpoint.directory)
-            self.run.note("writing the forms that peers read")
-            make_forms(checkpoint, self.directory)
+    def forms(self, checkpoint: Checkpoint, peers: Sequence[Peer]) -> None:
+        """Have the other forms of it that these peers read."""
+        wanted = {checkpoint.directory / peer.reads for peer in peers} - {checkpoint.weights} - self._forms
+        if wanted:
+            self._forms |= wanted
+            names = sorted(path.name for path in wanted)
+            self.run.note(f"writing {', '.join(names)}")
+            make_forms(checkpoint, self.directory, names)
 
     def converted(self, source: Checkpoint | Path) -> Converted:
         """The checkpoint, or the model in a directory, in our format, by a loaderd of its own."""

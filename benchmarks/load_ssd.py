@@ -68,14 +68,14 @@ def cold(
     ``like``: a case whose slow peers are left out here. ``primed``: see ``empty``.
     """
     run, checkpoint = bench.run, bench.checkpoint(name, shape)
-    bench.forms(checkpoint)
-    stored = bench.converted(checkpoint)
+    chosen, stored = near(run, name, peers, like), bench.converted(checkpoint)
+    bench.forms(checkpoint, chosen)
     with bench.on_cores(cores), bench.node(name, stored, room=checkpoint.nbytes) as node:
         loader = bench.programs.ours(node, stored.model)
         mine = Mine(node, stored.model, loader, stored.partition)
         same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
         run.note(f"{name}: starting peers, comparing tensors")
-        rivals = start(bench, name, checkpoint, near(run, name, peers, like))
+        rivals = start(bench, name, checkpoint, chosen)
         node.until_free()
         turns: list[Callable[[], None]] = [
             lambda: reference(run.case(name, disk_system(), "s"), mine.file, primed=primed)

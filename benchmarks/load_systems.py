@@ -157,11 +157,11 @@ class Programs:
         return self._running[key]
 
 
-def make_forms(checkpoint: Checkpoint, directory: Path) -> None:
-    """The other forms of the checkpoint that peers read, by the peers' own environment. None where there is none."""
+def make_forms(checkpoint: Checkpoint, directory: Path, files: Sequence[str]) -> None:
+    """Other forms of the checkpoint that peers read, by the peers' own environment. None where there is none."""
     if peers_missing():
         return
-    argv = [str(PEERS / "python"), str(SCRIPTS / "load_forms.py"), str(checkpoint.directory)]
+    argv = [str(PEERS / "python"), str(SCRIPTS / "load_forms.py"), str(checkpoint.directory), *files]
     with Program(argv, directory / "forms.log", env=PEER_ENVIRONMENT, cwd=ROOT) as program:
         program.hear(LOAD_S)
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import QUICK
-from benchmarks.load_ssd import LOADED, cold
+from benchmarks.load_ssd import LOADED, cold, near
 from benchmarks.load_systems import Peer
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim
@@ -21,17 +21,17 @@ SHARE_AIM: Final = 0.95
 def measure(bench: Bench, case: str, peers: Sequence[Peer], *, like: str) -> None:
     """As a cold load, with all that the benchmark starts under the limit; its share of the limit as set, too."""
     run = bench.run
-    checkpoint = bench.checkpoint(case, QUICK)
-    bench.forms(checkpoint)
-    bench.converted(checkpoint)
     try:
         found, device = limiter(), device_of(bench.directory)
     except ProgramFailed as error:
         run.case(case, "sllm", "s").not_run = str(error)
         return
+    checkpoint, chosen = bench.checkpoint(case, QUICK), near(run, case, peers, like)
+    bench.forms(checkpoint, chosen)  # what is only prepared has the whole disk
+    bench.converted(checkpoint)
     run.settings[f"{case}_limit"] = f"{RATE / 1e6:.0f} MB/s of {device} by {found.file}"
     with throttled(bench.directory, RATE, bench.programs.pids):
-        cold(bench, case, QUICK, peers, like=like, primed=False)
+        cold(bench, case, QUICK, chosen, primed=False)
     before = run.case(case, LOADED, "s")
     enough = len(before.samples) >= run.least
     share = checkpoint.nbytes / RATE / (before.median or 1.0) if enough else None
