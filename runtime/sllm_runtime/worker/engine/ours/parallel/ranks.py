@@ -86,7 +86,7 @@ class Ranks(Driver):
         for link in self._links:
             try:
                 while True:
-                    link.receive(CAUSE_S)
+                    link.receive(min(CAUSE_S, link.patience_s))
             except SllmError as told:
                 causes.append(told)
                 if not link.told or not isinstance(told, InstanceLost):

@@ -87,7 +87,7 @@ class Pipeline(Driver):
             return error
         try:
             while True:
-                self._edges.receive(CAUSE_S)
+                self._edges.receive(min(CAUSE_S, self._edges.patience_s))
         except SllmError as told:
             return told
 
