@@ -75,8 +75,16 @@ class Stream:
 def run(load: Load) -> Outcome:
     """Carry out one load."""
     request = _request(load)
-    streams = [Stream(_connect(load.port)) for _ in range(load.streams)]
+    streams: list[Stream] = []
     outcome = Outcome()
+    try:
+        streams.extend(Stream(_connect(load.port)) for _ in range(load.streams))
+    except OSError as error:  # a peer that is stuck in an earlier load takes no connection any more
+        for stream in streams:
+            stream.sock.close()
+        outcome.failed = load.streams
+        outcome.errors.append(f"{len(streams)} of {load.streams} connections; the next: {error}")
+        return outcome
     gc.collect()
     gc.disable()
     cpu = _cpu()

@@ -48,7 +48,7 @@ def choose(
 def _penalised(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> Row:
     scores = row.astype(np.float32, copy=True)
     if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.fromiter((*prompt, *output), dtype=np.int64))
+        seen, _ = np.unique(np.fromiter((*prompt, *output), dtype=np.int64), return_counts=True)
         values = scores[seen]
         penalty = np.float32(sampling.repetition_penalty)
         scores[seen] = np.where(values > 0, values / penalty, values * penalty)

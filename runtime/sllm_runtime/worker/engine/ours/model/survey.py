@@ -18,7 +18,7 @@ Needs = Mapping[int, frozenset[str]]
 
 
 class _Noted(Mapping[str, torch.Tensor]):
-    """Tensors without data, and who asked for which."""
+    """Tensors without data (vectors: with any data), and who asked for which."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self._shapes, self._dtype = shapes, dtype
@@ -27,7 +27,9 @@ class _Noted(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         self.asked.add(name)
-        return torch.empty(shape, dtype=self._dtype, device="meta")
+        # A norm computes with its weight when it is built, and without data that is done in Python: half a millisecond
+        # each. Vectors are small.
+        return torch.empty(shape, dtype=self._dtype, device="cpu" if len(shape) == 1 else "meta")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
