@@ -162,15 +162,19 @@ def test_a_worker_that_is_stopped_is_killed(ready: Cluster) -> None:
     assert works(ready, "slow-stream", {"count": 1})
 
 
-def test_a_function_deaf_to_cancel_is_killed(ready: Cluster) -> None:
-    """One that blocks a thread, and one that blocks its loop, side by side: a function has five seconds to hear it."""
+def test_a_function_deaf_to_cancel_is_killed(ready: Cluster, tmp_path: Path) -> None:
+    """One that blocks a thread, and one that blocks its loop, side by side: a function has five seconds to hear it.
+
+    A cancel that comes before it blocks ends it at its yield: the caller leaves when it does block."""
     names, old, cancelled, ended = ("blocks-forever", "blocks-loop"), dict[str, int](), dict[str, float](), {}
     for name in names:
         deploy(ready, name.replace("-", "_"))
         old[name] = worker_of(ready, name)
     for name in names:
-        with Stream(ready, name) as stream:
+        mark = tmp_path / name
+        with Stream(ready, name, {"mark": str(mark)}) as stream:
             assert next(stream.values()) == "before"
+            wait(mark.exists, f"{name} blocks")
         cancelled[name] = time.monotonic()
 
     def both_gone() -> bool:
