@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -35,7 +36,7 @@ def rooms(request: Request, need: Need, servers: Sequence[Server]) -> Iterator[R
             yield Room(server, chosen[1], chosen[0])
 
 
-class _Rooms:
+class _Rooms(ABC):
     """What the simple policies share: a room if there is one, else the fewest idle instances end."""
 
     def __init__(self) -> None:
@@ -52,8 +53,9 @@ class _Rooms:
             request, need, view, [server.node for server in open_servers]
         )
 
+    @abstractmethod
     def choose(self, request: Request, view: View, found: Sequence[Room], rng: random.Random) -> Room:
-        raise NotImplementedError
+        """One of ``found``, which is not empty."""
 
 
 class Random(_Rooms):
