@@ -44,14 +44,18 @@ class _Rooms(ABC):
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         need = request.need(view)
-        open_servers = self._servers.able(view, request.key, now)
-        found = list(rooms(request, need, open_servers))
+        servers = self.among(request, self._servers.able(view, request.key, now))
+        found = list(rooms(request, need, servers))
         if found:
             room = self.choose(request, view, found, rng)
             return Place(room.server.name, room.gpus)
-        return make_room(request, need, view, open_servers, now) or why_not(
-            request, need, view, [server.node for server in open_servers]
+        return make_room(request, need, view, servers, now) or why_not(
+            request, need, view, [server.node for server in servers]
         )
+
+    def among(self, request: Request, servers: Sequence[Server]) -> Sequence[Server]:
+        """Which of those that may be asked are."""
+        return servers
 
     @abstractmethod
     def choose(self, request: Request, view: View, found: Sequence[Room], rng: random.Random) -> Room:
@@ -72,26 +76,14 @@ class Availability(_Rooms):
         return min(found, key=lambda room: (room.rank, -room.server.free.memory, room.server.name))
 
 
-class Locality:
+class Locality(_Rooms):
     """Where the weights are, even if that means waiting for a place there; elsewhere only when no node has them."""
 
-    def __init__(self) -> None:
-        self._servers = Servers()
+    def among(self, request: Request, servers: Sequence[Server]) -> Sequence[Server]:
+        return [server for server in servers if _distance(request, server) < _REMOTE] or servers
 
-    def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
-        need = request.need(view)
-        open_servers = self._servers.able(view, request.key, now)
-        near = [s for s in open_servers if _distance(request, s) < _REMOTE]
-        servers = near or open_servers
-        found = list(rooms(request, need, servers))
-        if found:
-            room = min(
-                found, key=lambda r: (r.rank, _distance(request, r.server), -r.server.free.memory, r.server.name)
-            )
-            return Place(room.server.name, room.gpus)
-        return make_room(request, need, view, servers, now) or why_not(
-            request, need, view, [server.node for server in servers]
-        )
+    def choose(self, request: Request, view: View, found: Sequence[Room], rng: random.Random) -> Room:
+        return min(found, key=lambda r: (r.rank, _distance(request, r.server), -r.server.free.memory, r.server.name))
 
 
 _REMOTE: Final = 2
