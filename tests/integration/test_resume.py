@@ -161,35 +161,37 @@ def test_all_calls_of_an_instance_go_on(cluster: Cluster, text: list[str]) -> No
 
 
 # --- what cannot go on ------------------------------------------------------------------------------
+def error_after_a_kill(cluster: Cluster, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How a stream ends whose worker is killed when ten values are here."""
+    with Stream(cluster, name, arguments) as stream:
+        values = stream.values()
+        for _ in range(10):
+            next(values)
+        os.kill(worker_of(cluster, name), signal.SIGKILL)
+        list(values)
+    assert stream.error is not None
+    assert not stream.done
+    return stream.error
+
+
 def test_a_call_that_kills_every_worker_is_given_up(cluster: Cluster) -> None:
+    """What it yielded just before may die with it: what came is the beginning of the right answer."""
+    with Stream(cluster, "coder", {"prompt": "def ", "max_tokens": 64}) as stream:
+        right = list(stream.values())
     deploy(cluster, "fatal_to_its_worker", model=MODEL)
     with Stream(cluster, "fatal-to-its-worker") as stream:
         pieces = list(stream.values())
-    assert len(pieces) == 20
+    assert 0 < len(pieces) <= 20
+    assert pieces == right[: len(pieces)]
     assert stream.error is not None
     assert stream.error["code"] == "instance_lost"
 
 
 def test_a_function_that_yields_other_things_each_time_is_told_so(cluster: Cluster) -> None:
     deploy(cluster, "never_the_same", model=MODEL)
-    with Stream(cluster, "never-the-same") as stream:
-        values = stream.values()
-        for _ in range(10):
-            next(values)
-        os.kill(worker_of(cluster, "never-the-same"), signal.SIGKILL)
-        list(values)
-    assert stream.error is not None
-    assert stream.error["code"] == "not_deterministic"
+    assert error_after_a_kill(cluster, "never-the-same", {})["code"] == "not_deterministic"
 
 
 def test_one_that_opted_out_ends_at_once(cluster: Cluster) -> None:
     deploy(cluster, str(CODER / "function.py"), name="opted-out", resumable=False)
-    with Stream(cluster, "opted-out", ASK) as stream:
-        values = stream.values()
-        for _ in range(10):
-            next(values)
-        os.kill(worker_of(cluster, "opted-out"), signal.SIGKILL)
-        list(values)
-    assert stream.error is not None
-    assert stream.error["code"] == "instance_lost"
-    assert not stream.done
+    assert error_after_a_kill(cluster, "opted-out", ASK)["code"] == "instance_lost"
