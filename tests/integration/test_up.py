@@ -157,7 +157,7 @@ def test_a_signal_stops_it_in_order(tmp_path: Path, number: signal.Signals) -> N
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_daemon_that_hangs(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path).start()
+    cluster = Cluster(tmp_path, env={"SLLM_DRAIN": str(GIVE_UP_S)}).start()
     assert cluster.process is not None
     family = descendants(cluster.process.pid)
     gateway = cluster.pid("gateway")

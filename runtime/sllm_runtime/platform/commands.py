@@ -96,7 +96,7 @@ def down(data: Data = None, as_json: Json = False) -> None:
         raise NotFound(f"no platform runs on {directory}")
     with _progress(quiet=as_json) as report:
         report(f"stopping {running.url}")
-        stop_running(running, _DOWN_S)
+        stop_running(running)
     if as_json:
         sys.stdout.write(json.dumps({"stopped": running.url, "pid": running.pid}) + "\n")
     else:

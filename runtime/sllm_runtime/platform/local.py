@@ -8,19 +8,21 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity, write_private
 from sllm_runtime.platform.settings import Identity
 from sllm_runtime.platform.supervise import ChildSpec
+from sllm_runtime.protocol.errors import InvalidRequest
 
 CONTROLLER: Final = "controller"
 UP: Final = "up"
 """``sllm up`` itself, on the bus."""
 NATS: Final = "nats"
 DEFAULT_PORT: Final = 8600
+_LONGEST_DRAIN_S: Final = 3600.0
 _SOCKET_PATH: Final = 100
 """Longest path of a unix socket that every system takes."""
 _NOT_HANDED_ON: Final = ("SLLM_TOKEN", "SLLM_URL", "SLLM_PROFILE", "SLLM_READY_FD", "SLLM_PARENT_PID")
@@ -137,8 +139,7 @@ def specs(
     base |= {
         "SLLM_HOME": str(options.home),
         "SLLM_NATS_URL": server.url if server else str(options.nats_url),
-        # Ctrl-C should end in seconds, also with calls that run.
-        "SLLM_DRAIN": environment.get("SLLM_DRAIN", "1"),
+        "SLLM_DRAIN": str(drain_s(environment)),
     }
     found = [_nats(server)] if server else []
     store = {"SLLM_NATS_STORE": str(server.directory)} if server else {}
@@ -154,8 +155,24 @@ def specs(
             "SLLM_TOKEN_FILE": str(layout.token),
             **store,
         }
-        found.append(_daemon(layout, base, f"gateway-{name}", "sllm_gateway", name, 4, own))
+        spec = _daemon(layout, base, f"gateway-{name}", "sllm_gateway", name, 4, own)
+        found.append(replace(spec, grace_s=drain_s(environment) + spec.grace_s))
     return found
+
+
+def drain_s(environment: Mapping[str, str]) -> float:
+    """How long calls that run may go on while the platform stops: Ctrl-C should end in seconds, also with calls.
+
+    Raises ``InvalidRequest`` if ``SLLM_DRAIN`` is no number of seconds.
+    """
+    text = environment.get("SLLM_DRAIN") or "1"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _LONGEST_DRAIN_S:
+        raise InvalidRequest(f"SLLM_DRAIN is {text!r}; give seconds, 0 to {_LONGEST_DRAIN_S:g}", field="SLLM_DRAIN")
+    return seconds
 
 
 def _nats(server: EmbeddedNats) -> ChildSpec:

@@ -9,13 +9,15 @@ import select
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
 from sllm_runtime.platform.nats_server import write_private
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.protocol.errors import Conflict, Unavailable
+
+_KILLED_S: Final = 15.0
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +30,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     nats_url: str
     data: str
+    stop_s: float = 15.0
+    """What it may take to stop: calls that run are given their time."""
     pids: dict[str, int] = msgspec.field(default_factory=dict)
 
 
@@ -70,8 +74,8 @@ def read_running(data: Path) -> Running | None:
     return running if running.started is not None and start_time(running.pid) == running.started else None
 
 
-def stop_running(running: Running, grace_s: float) -> None:
-    """End it: SIGTERM, after ``grace_s`` seconds SIGKILL, whereupon the kernel ends its children.
+def stop_running(running: Running) -> None:
+    """End it: SIGTERM, after ``running.stop_s`` seconds SIGKILL, whereupon the kernel ends its children.
 
     Raises ``Unavailable`` if it is not ours to end.
     """
@@ -82,9 +86,9 @@ def stop_running(running: Running, grace_s: float) -> None:
             if start_time(running.pid) != running.started:
                 return
             signal.pidfd_send_signal(handle, signal.SIGTERM)
-            if not _ended(handle, grace_s):
+            if not _ended(handle, running.stop_s):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-                _ended(handle, grace_s)
+                _ended(handle, _KILLED_S)
         except ProcessLookupError:
             return
         except PermissionError as error:

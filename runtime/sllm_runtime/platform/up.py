@@ -18,7 +18,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.chronicle import Chronicle
 from sllm_runtime.platform.daemon import FORCED, ready
 from sllm_runtime.platform.disk import DiskWatch, free, require_room
-from sllm_runtime.platform.local import CONTROLLER, NATS, UP, Layout, Options, prepare, specs
+from sllm_runtime.platform.local import CONTROLLER, NATS, UP, Layout, Options, drain_s, prepare, specs
 from sllm_runtime.platform.nats_server import LEAST_STORE, EmbeddedNats
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import become_subreaper, end_orphans, start_time, tail
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _ORPHANS_EVERY_S = 1.0
 _READY_S = 30.0
+_STOP_S = 15.0
 _POLL_S = 0.02
 
 Report = Callable[[str], None]
@@ -58,8 +59,10 @@ class Platform:
     async def run(self, on_ready: Callable[[Running], None]) -> int:
         """Start, call ``on_ready``, wait for a signal or for a child that cannot be kept, stop. The exit status.
 
-        Raises ``Conflict`` if the data directory or a port is in use, ``StartFailed``, ``Unavailable``.
+        Raises ``Conflict`` if the data directory or a port is in use, ``InvalidRequest`` for a setting,
+        ``StartFailed``, ``Unavailable``.
         """
+        drain_s(self._environment)
         for port in self.options.ports:
             require_port(self.options.host, port)
         with Lock(self.options.data) as lock, self._signals():
@@ -152,6 +155,7 @@ class Platform:
             profile=self._profile,
             nats_url=self._nats_url,
             data=str(self.options.data),
+            stop_s=_STOP_S + drain_s(self._environment),
             pids=self._supervisor.pids() if self._supervisor else {},
         )
 

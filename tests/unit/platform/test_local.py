@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sllm_runtime.platform.local import Layout, Options, prepare, specs
 from sllm_runtime.platform.supervise import ChildSpec
 from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import InvalidRequest
 
 
 def options(data: Path, nodes: int = 1, gateways: int = 1, **others: str) -> Options:
@@ -72,6 +73,16 @@ def test_gateways_stop_first_and_nats_last(tmp_path: Path) -> None:
     order = sorted(found, key=lambda name: -found[name].stop_order)
     assert order == ["gateway-g1", "controller", "invoker-n1", "loaderd-n1", "nats"]
     assert [name for name in found if found[name].stage == 0] == ["nats"]
+
+
+def test_a_gateway_may_drain_as_long_as_it_was_told(tmp_path: Path) -> None:
+    """What stops it waits longer than it drains."""
+    for number, environment in enumerate(({}, {"SLLM_DRAIN": "60"})):
+        spec = made(options(tmp_path / str(number)), environment)["gateway-g1"]
+        assert spec.grace_s > float(spec.env["SLLM_DRAIN"])
+    for wrong in ("soon", "nan", "-1", "1e9"):
+        with pytest.raises(InvalidRequest, match="SLLM_DRAIN"):
+            made(options(tmp_path / "wrong"), {"SLLM_DRAIN": wrong})
 
 
 def test_an_existing_cluster_gets_no_server_and_identities_without_passwords(tmp_path: Path) -> None:

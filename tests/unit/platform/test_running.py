@@ -21,7 +21,7 @@ from sllm_runtime.protocol.errors import Conflict
 from tests.fixtures.waiting import GIVE_UP_S
 
 
-def running(pid: int, data: Path, started: int | None = None) -> Running:
+def running(pid: int, data: Path, started: int | None = None, stop_s: float = 0.1) -> Running:
     return Running(
         pid=pid,
         started=started if started is not None else start_time(pid),
@@ -30,6 +30,7 @@ def running(pid: int, data: Path, started: int | None = None) -> Running:
         profile="default",
         nats_url="",
         data=str(data),
+        stop_s=stop_s,
     )
 
 
@@ -63,11 +64,11 @@ def test_stop_asks_first(tmp_path: Path, deaf: str, grace_s: float, status: int)
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        stop_running(running(child.pid, tmp_path, started=1), 0.1)  # another process now has this id
+        stop_running(running(child.pid, tmp_path, started=1))  # another process now has this id
         assert child.poll() is None
-        stop_running(running(child.pid, tmp_path), grace_s)
+        stop_running(running(child.pid, tmp_path, stop_s=grace_s))
         assert child.wait(GIVE_UP_S) == status
-    stop_running(running(child.pid, tmp_path, started=1), 0.1)
+    stop_running(running(child.pid, tmp_path, started=1))
 
 
 def test_a_profile_is_written_among_others_and_taken_away(tmp_path: Path) -> None:
