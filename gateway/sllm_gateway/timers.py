@@ -14,6 +14,7 @@ from sllm_gateway.link import Link
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
+from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import InstanceLost, SllmError
 from sllm_runtime.protocol.states import CallState
 
@@ -60,8 +61,17 @@ class Timers:
                 before = self._clock()
             await asyncio.sleep(TICK_S)
             now = self._clock()
+            if now - before > limits.STALL_S:
+                self._forgive(now)
             self.tick(now, now - before)
             before = now
+
+    def _forgive(self, now: float) -> None:
+        """Silence until now may have been ours."""
+        for call in self._calls.values():
+            call.marks.heard = now
+            if call.binding is not None:
+                call.binding.inbox.heard = now
 
     def tick(self, now: float, passed: float) -> None:
         """Look at every call that is due. ``passed``: seconds since the tick before."""
@@ -112,7 +122,7 @@ class Timers:
         return Seen(
             accepted=call.order.accepted,
             waited=marks.waited if binding is None and not call.over else None,
-            frame=max(marks.last or 0.0, marks.sent, marks.resumed, marks.read) if idle else None,
+            frame=max(marks.last or 0.0, marks.sent, marks.resumed, marks.read, marks.heard) if idle else None,
             heard=binding.inbox.heard if binding is not None and running else None,
             writing=call.writing,
         )

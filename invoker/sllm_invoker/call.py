@@ -103,7 +103,7 @@ class Call:
         return 0.0 if self._unheard_since is None else now - self._unheard_since
 
     def forgive(self, now: float) -> None:
-        """Silence until now has another reason (the bus was away)."""
+        """Silence until now has another reason (the bus was away, this process did not run)."""
         if self._unheard_since is not None:
             self._unheard_since = now
 

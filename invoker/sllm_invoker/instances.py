@@ -118,8 +118,7 @@ class Instances:
     def tick(self) -> None:
         """Judge silent workers, forget what ended long ago."""
         now = self._clock()
-        # When this very process did not run for a while, what workers sent meanwhile still waits in their sockets.
-        stalled = now - self._ticked > limits.LOST_AFTER_S / 2
+        stalled = now - self._ticked > limits.STALL_S
         self._ticked = now
         for name, instance in list(self._instances.items()):
             if stalled:

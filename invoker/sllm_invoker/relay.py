@@ -85,6 +85,7 @@ class Relay:
         self._cancelled: dict[Key, float] = {}
         self._over: dict[Key, float] = {}
         self._beat_at = 0.0
+        self._ticked = clock()
         self._connected_since: float | None = clock()
 
     @property
@@ -184,6 +185,8 @@ class Relay:
     def tick(self) -> None:
         """Beats, repetitions, and what has waited too long."""
         now = self._clock()
+        stalled = now - self._ticked > limits.STALL_S
+        self._ticked = now
         beat = now - self._beat_at >= limits.HEARTBEAT_S
         if beat:
             self._beat_at = now
@@ -194,6 +197,8 @@ class Relay:
                 self._answer_body(call, now)
             if beat:
                 self._link(call.gateway).note(Beat(*key, call.sent))
+            if stalled:
+                call.forgive(now)
             self._judge(call, host, now)
 
     def _judge(self, call: Call, host: Host, now: float) -> None:

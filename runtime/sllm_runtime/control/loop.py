@@ -21,7 +21,7 @@ from sllm_runtime.control.reports import observe
 from sllm_runtime.control.view import Key, Refusal, View
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol import limits, subjects
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, StaleTerm, Unavailable
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.node import NodeStatus
@@ -33,8 +33,6 @@ R = TypeVar("R")
 
 TICK_S: Final = 0.25
 """Longest time between two plans: silence, back-off and keep-alive end without any message."""
-STALL_S: Final = 1.0
-"""A tick that is later than this means that we did not run: the silence of the nodes may have been ours."""
 REFUSED_S: Final = 1.0
 
 
@@ -158,7 +156,7 @@ class Loop:
         last = time.monotonic()
         while True:
             now = time.monotonic()
-            if now - last > STALL_S:
+            if now - last > limits.STALL_S:
                 self.listening_again()
             last = now
             self._wake.clear()

@@ -34,6 +34,9 @@ RESEND_AFTER_S: Final = 0.3
 """A gap or an unanswered request is asked for again after this long (doubling up to 2 s)."""
 LOST_AFTER_S: Final = 5.0
 """Silence, while connected, after which the other side counts as dead."""
+STALL_S: Final = 1.0
+"""A ticker that is later than this did not run (a paused machine, no CPU): what others sent meanwhile still waits to be
+read, so nobody's silence counts from before."""
 SLOW_CONSUMER_S: Final = 30.0
 BODY_TIMEOUT_S: Final = 60.0
 """A request's body is wholly there after this long: the largest at 4.5 Mbit/s."""

@@ -68,6 +68,31 @@ async def test_nats_killed_and_restarted_in_mid_stream_loses_and_repeats_nothing
         assert (await w.http.get("/readyz")).status_code == 200
 
 
+async def test_a_gateway_that_did_not_run_blames_nobody(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1.5)
+    go_on = asyncio.Event()
+
+    async def begin(run: Run) -> None:
+        run.out(1)
+        await until(lambda: run.outbox.acked == 1)
+        stall()
+        await asyncio.wait_for(go_on.wait(), GIVE_UP_S)
+        run.out(2)
+        run.end()
+
+    def stall() -> None:
+        time.sleep(2.0)  # nothing of the gateway runs meanwhile; at its next tick nothing was read yet
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+
+    async with world(nats) as w:
+        await w.deploy(manifest("begin"), entry(), script=begin)
+        response = await w.http.post("/fn/begin", headers=SSE, timeout=GIVE_UP_S)
+        assert values(response.text) == [1, 2]
+        assert response.text.endswith("data: [DONE]\n\n")
+
+
 async def test_a_silent_node_is_lost(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LOST_AFTER_S", 1.5)
 
