@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from sllm_runtime.platform.daemon import loop_factory
+from sllm_runtime.platform.framing import make_room
 from sllm_runtime.platform.process import become_subreaper, children, die_with_parent, end_orphans, set_title
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
@@ -236,6 +237,7 @@ def _take_descriptors(fds: list[int]) -> socket.socket:
     for source, target in zip(high, (0, 3, 1, 2), strict=True):
         os.dup2(source, target, inheritable=target != 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    make_room(3)
     return socket.socket(fileno=3)
 
 

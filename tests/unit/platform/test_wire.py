@@ -3,6 +3,8 @@
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -51,6 +53,24 @@ def test_a_flood_of_descriptors_is_closed_and_refused() -> None:
         fds.add(os.dup(read) for _ in range(4 * MAX_FDS + 1))
     os.close(read)
     os.close(write)  # the leak check of every test sees to the rest
+
+
+ROOM = """
+import os
+from sllm_runtime.platform.framing import make_room
+def size():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("FDSize"))
+before = sorted(os.listdir("/proc/self/fd"))
+make_room(0)
+print(size(), before == sorted(os.listdir("/proc/self/fd")))
+"""
+
+
+def test_room_for_descriptors_is_made_before_they_come() -> None:
+    said = subprocess.run([sys.executable, "-c", ROOM], capture_output=True, text=True, check=True, timeout=GIVE_UP_S)
+    size, same = said.stdout.split()
+    assert int(size) >= 2 * MAX_FDS
+    assert same == "True"  # and none of them is left open
 
 
 @pytest.fixture

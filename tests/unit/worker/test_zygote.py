@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sllm_runtime.protocol.limits import MAX_FDS
 from sllm_runtime.worker.zygote import SINGLE_THREADED
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
@@ -33,6 +34,7 @@ LOOK = """
 import gc, os, sys
 def fn():
     return {
+        "room": next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("FDSize")),
         "fds": sorted(int(n) for n in os.listdir("/proc/self/fd")),
         "sid": os.getsid(0) == os.getpid(),
         "cwd": os.getcwd(),
@@ -56,6 +58,7 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
     seen = worker.run().outputs[0]
     # 0 - 2, the socket, uvloop's own ten, and the listing itself.
     assert len(seen["fds"]) <= 15, seen
+    assert seen["room"] >= 2 * MAX_FDS  # made while there was one thread: later each doubling waits for the kernel
     assert (seen["sid"], seen["stdin"], seen["env"], seen["torch"]) == (True, "", "n2", True)
     assert seen["collector"] == [True, True]  # it runs, and leaves alone what all workers share
     assert seen["cwd"] == str(tmp_path / "code")
