@@ -130,6 +130,22 @@ def test_logprobs(client: openai.OpenAI, expected: str) -> None:
     assert len(logprobs.token_logprobs or []) == 24
 
 
+def test_the_log_probabilities_of_a_prompt(client: openai.OpenAI, expected: str) -> None:
+    """What a benchmark of language models asks for: how likely a text is, nothing generated."""
+    said = client.completions.create(**{**ASK, "prompt": PROMPT}, logprobs=1, echo=True)
+    scored = client.completions.create(**{**ASK, "prompt": PROMPT + expected, "max_tokens": 0}, logprobs=1, echo=True)
+    first, again = said.choices[0], scored.choices[0]
+    assert first.text == again.text == PROMPT + expected
+    assert first.logprobs is not None
+    assert again.logprobs is not None
+    assert "".join(again.logprobs.tokens or []) == PROMPT + expected
+    assert (again.logprobs.token_logprobs or [])[0] is None
+    if first.logprobs.tokens == again.logprobs.tokens:  # a text may be cut otherwise than it was generated
+        assert first.logprobs.token_logprobs == again.logprobs.token_logprobs
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
+
+
 def test_models_are_the_functions_with_an_engine(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["coder", "coder:loud", "coder:wide"]
     assert client.models.retrieve("coder").id == "coder"
@@ -250,7 +266,6 @@ def test_bad_words_biases_and_cached_tokens(client: openai.OpenAI, expected: str
     ("param", "body"),
     [
         ("best_of", {"best_of": 2}),
-        ("logprobs", {"echo": True, "logprobs": 1}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("regex", {"extra_body": {"regex": "("}}),
         ("response_format", {"extra_body": {"response_format": {"type": "json_schema", "json_schema": {

@@ -52,7 +52,7 @@ def deltas(frames: list[Frame]) -> Iterable[Delta]:
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-    def one(token: str, logprob: float, raw: bytes) -> dict[str, Any]:
+    def one(token: str, logprob: float | None, raw: bytes) -> dict[str, Any]:
         return {"token": token, "logprob": logprob, "bytes": list(raw)}
 
     content = []
@@ -65,12 +65,13 @@ def chat_logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
 
 
 def completion_logprobs(entries: Iterable[TokenLogprob], offset: int) -> dict[str, Any]:
-    """``offset``: characters of this choice before the first token."""
+    """``offset``: characters of this choice before the first token. A prompt's first token has no probabilities."""
     view: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in entries:
         view["tokens"].append(entry.token)
         view["token_logprobs"].append(entry.logprob)
-        view["top_logprobs"].append(_by_text((*entry.top, (entry.token, entry.logprob))))
+        likeliest = None if entry.logprob is None else _by_text((*entry.top, (entry.token, entry.logprob)))
+        view["top_logprobs"].append(likeliest)
         view["text_offset"].append(offset)
         offset += len(entry.token)
     return view

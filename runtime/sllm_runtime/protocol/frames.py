@@ -53,14 +53,14 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token with its log probability; ``top`` the likeliest alternatives.
+    """One token with its log probability (None: it follows nothing); ``top`` the likeliest alternatives.
 
     ``raw``: the bytes of the token and of each alternative, where one is no text by itself (a part of a character);
     empty where all of them are.
     """
 
     token: str
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[str, float], ...] = ()
     raw: tuple[bytes, ...] = ()
 

@@ -98,8 +98,6 @@ def _completion(body: Mapping[str, Any]) -> Complaints:
         yield "suffix", "the models here do not fill in; give a prompt alone"
     if body.get("best_of") not in (None, body.get("n") or 1):
         yield "best_of", "what is generated is answered; ask for n and choose the best yourself"
-    if body.get("echo") and body.get("logprobs") is not None:
-        yield "logprobs", "the log probabilities of a prompt are not computed; leave out echo or logprobs"
 
 
 def _chat(body: Mapping[str, Any]) -> Complaints:

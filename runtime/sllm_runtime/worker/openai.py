@@ -18,18 +18,19 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import InvalidRequest, MalformedJson
-from sllm_runtime.protocol.frames import Delta, TokenLogprob
+from sllm_runtime.protocol.frames import Delta
 from sllm_runtime.protocol.openai import MAX_CHOICES, MAX_LOGPROBS, WITHOUT_MEANING, check, model_name, tools_of
 from sllm_runtime.worker import prompts
 from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.call import Call
 from sllm_runtime.worker.chat import ChatTemplate
-from sllm_runtime.worker.engine.base import Request, Sampling, TokenChoice
+from sllm_runtime.worker.engine.base import Request, Sampling
 from sllm_runtime.worker.engine.loop import AsyncSink, EngineLoop, Mailbox, Piece
 from sllm_runtime.worker.generation import Generation
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.prompts import Rules
-from sllm_runtime.worker.tokens import Tokens, Vocabulary
+from sllm_runtime.worker.telling import Shown, Telling
+from sllm_runtime.worker.tokens import Tokens
 
 log = logging.getLogger(__name__)
 _ABREAST = 32
@@ -86,17 +87,15 @@ class _Plan:
     sampling: Sampling
     rules: Rules
     n: int
-    show: _Shown
+    show: Shown
     adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One continuation: its place in the answer, what of its prompt it repeats, and the engine's part; None where no
-    token is wanted."""
+    """One continuation: how it is told, and the engine's part; None where no token is wanted."""
 
-    index: int
-    echo: str
+    telling: Telling
     run: Generation | None
 
 
@@ -138,12 +137,10 @@ async def _write_all(call: Call, loop: EngineLoop, mailbox: Mailbox, plan: _Plan
         while coming or abreast:
             while coming and len(abreast) < _ABREAST:
                 output, pieces = coming.popleft()
-                if output.echo or pieces is None:
-                    delta = Delta(output.index, output.echo, "length" if pieces is None else None)
-                    await call.adelta(codec.pack(delta))
+                await _tell(call, output.telling.nothing() if pieces is None else output.telling.before())
                 if pieces is not None:
                     abreast.append((output, pieces))
-            if abreast and not await _told(call, plan, *abreast[0]):
+            if abreast and not await _told(call, *abreast[0]):
                 abreast.rotate(-1)
             elif abreast:
                 abreast.popleft()
@@ -158,14 +155,18 @@ def _pieces(output: _Output, mailbox: Mailbox, running: contextlib.ExitStack) ->
     return aiter(sink)
 
 
-async def _told(call: Call, plan: _Plan, output: _Output, pieces: AsyncIterator[Piece]) -> bool:
+async def _told(call: Call, output: _Output, pieces: AsyncIterator[Piece]) -> bool:
     """Wait for one piece and write it; whether it was the last."""
     piece = await anext(pieces)
     if output.run is not None:
         output.run.heard(piece)
-    if piece.text or piece.finish or piece.logprobs:
-        await call.adelta(codec.pack(Delta(output.index, piece.text, piece.finish, plan.show(piece))))
+    await _tell(call, output.telling.delta(piece))
     return piece.last
+
+
+async def _tell(call: Call, delta: Delta | None) -> None:
+    if delta is not None:
+        await call.adelta(codec.pack(delta))
 
 
 def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, _Plan]:
@@ -180,10 +181,12 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
     """Made in the order of the answer, since a resumed call knows its outputs by their numbers."""
     place, choice = divmod(index, plan.n)
     ids, echo = plan.prompts[place]
+    scored = plan.sampling.prompt_logprobs is not None
     room = prompts.fit(len(ids), plan.sampling.max_tokens, loop.engine.max_context)
-    if not room:
+    telling = Telling(index, plan.show, echo, ids[0] if scored and ids else None)
+    if not room and not scored:
         call.count(prompt=0 if choice else len(ids))
-        return _Output(index, echo, None)
+        return _Output(telling, None)
     request = Request(
         id=-1,
         prompt=ids,
@@ -192,44 +195,7 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
         lora=plan.adapter,
         constraints=plan.rules.constraints(),
     )
-    return _Output(index, echo, Generation(loop, request, count_prompt=choice == 0))
-
-
-async def _write(call: Call, plan: _Plan, mailbox: Mailbox, writing: asyncio.Lock, output: _Output) -> None:
-    """One continuation, delta by delta."""
-
-    async def write(delta: Delta) -> None:
-        async with writing:
-            await call.adelta(codec.pack(delta))
-
-    if output.echo or output.run is None:
-        await write(Delta(output.index, output.echo, "length" if output.run is None else None))
-    if output.run is None:
-        return
-    sink = AsyncSink(mailbox)
-    with output.run.submitted(sink):
-        async for piece in sink:
-            output.run.heard(piece)
-            if piece.text or piece.finish or piece.logprobs:
-                await write(Delta(output.index, piece.text, piece.finish, plan.show(piece)))
-
-
-class _Shown:
-    """Log probabilities as they are told, the tokens as text and, where that is not all of them, as bytes."""
-
-    def __init__(self, tokens: Tokens, vocabulary: Vocabulary) -> None:
-        self._tokens, self._vocabulary = tokens, vocabulary
-
-    def __call__(self, piece: Piece) -> tuple[TokenLogprob, ...]:
-        return tuple(self._one(choice) for choice in piece.logprobs)
-
-    def _one(self, choice: TokenChoice) -> TokenLogprob:
-        ids = (choice.id, *(token for token, _ in choice.top))
-        texts = [self._tokens.text_of(token) for token in ids]
-        raw = tuple(self._vocabulary.raw(token, text) for token, text in zip(ids, texts, strict=True))
-        top = tuple((text, logprob) for text, (_, logprob) in zip(texts[1:], choice.top, strict=True))
-        whole = all(each == text.encode() for each, text in zip(raw, texts, strict=True))
-        return TokenLogprob(texts[0], choice.logprob, top, () if whole else raw)
+    return _Output(telling, Generation(loop, request, count_prompt=choice == 0))
 
 
 def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:
@@ -237,7 +203,7 @@ def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop
     if unknown:
         log.warning("fields that mean nothing here are ignored: %s", ", ".join(unknown))
     vocabulary = prompts.vocabulary_of(loop.engine, tokens, handle.files)
-    rules, show = body.rules(vocabulary), _Shown(tokens, vocabulary)
+    rules, show = body.rules(vocabulary), Shown(tokens, vocabulary)
     if isinstance(body, ChatBody):
         ids = tokens.encode(_rendered(body, handle.files), special=False)
         wanted = body.max_completion_tokens or body.max_tokens or loop.engine.max_context
@@ -245,7 +211,10 @@ def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop
         return _Plan(((ids, ""),), body.sampling(wanted, temperature=1.0, logprobs=logprobs), rules, body.n or 1, show)
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     encoded = tuple(_completion_prompt(prompt, tokens, echo=bool(body.echo)) for prompt in body.prompt)
-    return _Plan(encoded, body.sampling(wanted, temperature=1.0, logprobs=body.logprobs), rules, body.n or 1, show)
+    sampling = body.sampling(wanted, temperature=1.0, logprobs=body.logprobs)
+    if body.echo:
+        sampling = replace(sampling, prompt_logprobs=body.logprobs)
+    return _Plan(encoded, sampling, rules, body.n or 1, show)
 
 
 def _rendered(body: ChatBody, files: Mapping[str, bytes]) -> str:

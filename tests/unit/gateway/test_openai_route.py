@@ -124,6 +124,12 @@ async def test_no_token_is_an_empty_completion(nats: Nats) -> None:
 
 async def test_logprobs(nats: Nats) -> None:
     async def script(run: Run) -> None:
+        if run.arguments.get("echo"):
+            run.delta(
+                "xa", finish="length", logprobs=(TokenLogprob("x", None), TokenLogprob("a", -0.5, (("a", -0.5),)))
+            )
+            run.end()
+            return
         run.delta("ab", logprobs=(TokenLogprob("a", -0.5, (("a", -0.5), ("z", -2.0))), TokenLogprob("b", -1.0)))
         parts = (b"\xc3", b"z")
         run.delta("c", finish="stop", logprobs=(TokenLogprob("\ufffd", -1.5, (("z", -2.5),), parts),))
@@ -135,6 +141,7 @@ async def test_logprobs(nats: Nats) -> None:
         text = await api.completions.create(model="coder", prompt="x", logprobs=2)
         stream = await api.completions.create(model="coder", prompt="x", logprobs=2, stream=True)
         offsets = [chunk.choices[0].logprobs.text_offset async for chunk in stream if chunk.choices[0].logprobs]
+        echo = await api.completions.create(model="coder", prompt="x", logprobs=1, echo=True, max_tokens=0)
     content = chat.choices[0].logprobs.content if chat.choices[0].logprobs else None
     assert content is not None
     assert [entry.token for entry in content] == ["a", "b", "\ufffd"]
@@ -144,6 +151,10 @@ async def test_logprobs(nats: Nats) -> None:
     assert text.choices[0].logprobs is not None
     assert text.choices[0].logprobs.token_logprobs == [-0.5, -1.0, -1.5]
     assert offsets == [[0, 1], [2]]
+    assert echo.choices[0].logprobs is not None
+    assert echo.choices[0].logprobs.token_logprobs == [None, -0.5], "a prompt's first token follows nothing"
+    assert echo.choices[0].logprobs.top_logprobs == [None, {"a": -0.5}]
+    assert echo.choices[0].logprobs.text_offset == [0, 1]
 
 
 @pytest.mark.parametrize(

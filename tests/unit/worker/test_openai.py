@@ -116,13 +116,34 @@ def test_stop_logprobs_and_limits(served: Worker) -> None:
     logged = completion(served, logprobs=2, max_tokens=3)
     found = [item for delta in logged.deltas for item in delta.logprobs]
     assert len(found) == 3
-    assert all(item.logprob <= 0 and len(item.top) == 2 and item.top[0][0] == item.token for item in found)
+    assert all((item.logprob or 0) <= 0 and len(item.top) == 2 and item.top[0][0] == item.token for item in found)
     assert text(completion(served, max_tokens=0)) == ""
     assert text(completion(served, max_tokens=0, echo=True)) == "def f"
     cut = completion(served, prompt="x" * (CONTEXT - 100), max_tokens=100_000)
     assert cut.end is not None
     assert cut.end.usage is not None
     assert cut.end.usage.completion <= 100
+
+
+def test_the_log_probabilities_of_a_prompt(served: Worker) -> None:
+    """As those of a completion that says the same: however much of a text is prompt, its tokens are as likely."""
+    whole = completion(served, logprobs=2, max_tokens=12, echo=True)
+    first, *rest = [item for delta in whole.deltas for item in delta.logprobs]
+    assert (first.token, first.logprob, first.top) == ("d", None, ())
+    assert [item.token for item in rest[:4]] == ["e", "f", " ", "f"]
+    assert len(rest) == 4 + 12
+    assert text(whole) == "def f" + text(completion(served, max_tokens=12))
+    ids = [72, 73, 74, 4, 74, *(number for part in completion(served, max_tokens=12).ids for number in part.ids)]
+    scored = completion(served, prompt=ids, logprobs=2, max_tokens=0, echo=True, n=2)
+    for choice in (0, 1):
+        (delta,) = [delta for delta in scored.deltas if delta.choice == choice]
+        assert delta.text.replace(" ", "") == text(whole).replace(" ", ""), "this tokenizer puts spaces between ids"
+        assert (delta.finish, delta.logprobs) == ("length", (first, *rest))
+    assert scored.end is not None
+    assert scored.end.usage is not None
+    assert (scored.end.usage.prompt, scored.end.usage.completion) == (17, 0)
+    (one,) = completion(served, prompt="d", logprobs=0, max_tokens=0, echo=True).deltas
+    assert (one.text, one.logprobs) == ("d", (first,))
 
 
 def chat(worker: Worker, **body: Any) -> Answer:
@@ -178,7 +199,6 @@ def test_wrong_parameters_are_named(served: Worker, kind: str, body: dict[str, A
         ("completion", {"best_of": 3}, "best_of"),
         ("completion", {"n": 2, "best_of": 3}, "best_of"),
         ("completion", {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("completion", {"echo": True, "logprobs": 1}, "logprobs"),
         ("completion", {"bad_words": [""]}, "bad_words"),
         ("completion", {"bad_words": ["x"]}, "bad_words"),  # this tokenizer is not one of bytes
         ("completion", {"min_tokens": 30, "max_tokens": 20}, "min_tokens"),

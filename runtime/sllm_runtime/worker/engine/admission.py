@@ -42,6 +42,16 @@ def check(request: Request, max_context: int, vocabulary: int) -> None:
     _check_sampling(request.sampling)
 
 
+def refuse_scores(request: Request) -> None:
+    """For an engine that keeps no row of a prompt but its last: raises ``InvalidRequest`` if ``request`` asks for the
+    log probabilities of its prompt."""
+    if request.sampling.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "the engine of this model gives no log probabilities of a prompt; leave out echo or logprobs",
+            field="logprobs",
+        )
+
+
 def refuse_adapter(request: Request) -> None:
     """For an engine that runs none: raises ``InvalidRequest`` if ``request`` names one."""
     if request.lora is not None:

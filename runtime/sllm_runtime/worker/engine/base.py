@@ -44,6 +44,8 @@ class Sampling:
     """``None``: 0, unless the call that generates has one."""
     logprobs: int | None = None
     """Alternatives to report with each token; ``None``: no log probabilities at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt but its first, which follows nothing."""
 
     @property
     def greedy(self) -> bool:
@@ -91,6 +93,8 @@ class Event:
     request: int
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenChoice, ...] = ()
+    prompt: tuple[TokenChoice, ...] = ()
+    """Of the prompt's tokens from the second on, where the request asks for them; all in its first event."""
     finish: Finish | None = None
     cached: int = 0
     """Prompt tokens that were not computed anew."""
@@ -117,6 +121,7 @@ class Capabilities:
     kv_transfer: bool = False
     lora: bool = False
     sleep: bool = False
+    prompt_logprobs: bool = False
 
     def names(self) -> tuple[str, ...]:
         """Those that hold, for ``Ready.capabilities``."""

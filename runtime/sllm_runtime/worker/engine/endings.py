@@ -10,6 +10,11 @@ def full(request: Request, produced: int, max_context: int) -> bool:
     return produced >= request.sampling.max_tokens or len(request.prompt) + produced >= max_context
 
 
+def complete(request: Request, produced: int, max_context: int) -> bool:
+    """Whether nothing is left to compute for ``request`` when it comes: it is full, its prompt not asked about."""
+    return request.sampling.prompt_logprobs is None and full(request, produced, max_context)
+
+
 def ends(token: int, sampling: Sampling, eos: frozenset[int]) -> bool:
     """Whether ``token`` ends the output, which then leaves it out."""
     return token in sampling.stop_ids or (token in eos and not sampling.ignore_eos)

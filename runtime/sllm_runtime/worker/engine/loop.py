@@ -31,6 +31,8 @@ class Piece:
     text: str = ""
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenChoice, ...] = ()
+    prompt: tuple[TokenChoice, ...] = ()
+    """See ``Event.prompt``."""
     finish: Finish | None = None
     cached: int = 0
     """Prompt tokens that were not computed anew, as far as is known."""
@@ -273,7 +275,7 @@ class EngineLoop:
         if stopped:
             finish = "stop"
             self.engine.cancel(event.request)
-        return Piece(text, event.ids, event.logprobs, finish, event.cached)
+        return Piece(text, event.ids, event.logprobs, event.prompt, finish, event.cached)
 
     def _refuse(self, sink: Sink, error: Exception) -> None:
         if not isinstance(error, SllmError):

@@ -42,7 +42,7 @@ def choose(
     else:
         kept = _filtered(scores / np.float32(sampling.temperature), sampling)
         token = int((kept + _gumbel(len(row), sampling.seed or 0, choice, len(output))).argmax())
-    return _reported(row, token, sampling.logprobs)
+    return reported(row, token, sampling.logprobs)
 
 
 def _penalised(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> Row:
@@ -84,7 +84,8 @@ def _gumbel(size: int, seed: int, choice: int, position: int) -> Row:
     return noise
 
 
-def _reported(row: Row, token: int, count: int | None) -> TokenChoice:
+def reported(row: Row, token: int, count: int | None) -> TokenChoice:
+    """``token`` with its log probability and the ``count`` likeliest ids of ``row``; ``None``: neither."""
     if count is None:
         return TokenChoice(token, 0.0)
     shifted = row.astype(np.float64) - float(row.max())

@@ -40,7 +40,9 @@ class ScriptedEngine:
     vocabulary: int = 1 << 20
     name: str = "scripted"
     fingerprint: str = "scripted"
-    capabilities: Capabilities = field(default_factory=lambda: Capabilities(exact_resume=True, sleep=True))
+    capabilities: Capabilities = field(
+        default_factory=lambda: Capabilities(exact_resume=True, sleep=True, prompt_logprobs=True)
+    )
     adapters: AdapterTable | None = None
     _outputs: dict[int, tuple[Request, list[int]]] = field(default_factory=dict)
     _draining: bool = False
@@ -94,15 +96,17 @@ class ScriptedEngine:
         return Stats(0, len(self._outputs), 0, self._generated)
 
     def _advance(self, request: Request, output: list[int]) -> Event:
+        first = len(output) == len(request.emitted) and request.sampling.prompt_logprobs is not None
+        prompt = tuple(TokenChoice(token, 0.0) for token in request.prompt[1:]) if first else ()
         if endings.full(request, len(output), self.max_context):
-            return Event(request=request.id, finish="length")
+            return Event(request=request.id, prompt=prompt, finish="length")
         token = self.script(request.prompt, output)
         if isinstance(token, SllmError):
             return Event(request=request.id, error=token)
         if endings.ends(token, request.sampling, self.eos) and len(output) >= request.sampling.min_tokens:
-            return Event(request=request.id, finish="stop")
+            return Event(request=request.id, prompt=prompt, finish="stop")
         output.append(token)
         self._generated += 1
         finish: Finish | None = "length" if endings.full(request, len(output), self.max_context) else None
         logprobs = () if request.sampling.logprobs is None else (TokenChoice(token, 0.0),)
-        return Event(request=request.id, ids=(token,), logprobs=logprobs, finish=finish)
+        return Event(request=request.id, ids=(token,), logprobs=logprobs, prompt=prompt, finish=finish)

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import DynamicCache
 
 from sllm_runtime.protocol.errors import Draining, FunctionError, SllmError
 from sllm_runtime.worker.engine import admission, endings
-from sllm_runtime.worker.engine.base import AdapterTable, Capabilities, Event, Exported, Finish, Request, Stats
+from sllm_runtime.worker.engine.base import (
+    AdapterTable,
+    Capabilities,
+    Event,
+    Exported,
+    Finish,
+    Request,
+    Stats,
+    TokenChoice,
+)
 from sllm_runtime.worker.engine.choosing import next_token
+from sllm_runtime.worker.engine.sampling import reported
+
+_SCORED: Final = 32
+"""Positions of a prompt that are fed at once where every row's logits are wanted: what they take is bounded so."""
 
 
 @dataclass(slots=True)
@@ -22,6 +36,13 @@ class _Running:
     cache: Any
     fed: int = 0
     """Tokens the cache holds."""
+    scores: list[TokenChoice] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, where they are asked for."""
+
+    @property
+    def scoring(self) -> bool:
+        """Whether some of them are to be computed."""
+        return self.request.sampling.prompt_logprobs is not None and not self.scores and len(self.request.prompt) > 1
 
 
 @dataclass(slots=True)
@@ -40,7 +61,7 @@ class TransformersEngine:
     vocabulary: int
     name: str = "transformers"
     fingerprint: str = ""
-    capabilities: Capabilities = field(default_factory=lambda: Capabilities(sleep=True))
+    capabilities: Capabilities = field(default_factory=lambda: Capabilities(sleep=True, prompt_logprobs=True))
     adapters: AdapterTable | None = None
     _waiting: dict[int, _Running] = field(default_factory=dict)
     _running: dict[int, _Running] = field(default_factory=dict)
@@ -106,7 +127,7 @@ class TransformersEngine:
         self._waiting = {**self._running, **self._waiting}
         self._running = {}
         for run in self._waiting.values():
-            run.cache, run.fed = self._cache(), 0
+            run.cache, run.fed, run.scores = self._cache(), 0, []
 
     def wake(self) -> None:
         """See ``Engine.wake``."""
@@ -119,32 +140,51 @@ class TransformersEngine:
     def _advance(self, run: _Running) -> Event:
         number = run.request.id
         sampling = run.request.sampling
-        if self._full(run):  # a resume of what was complete
+        if endings.complete(run.request, len(run.output), self.max_context):  # a resume of what was complete
             return Event(request=number, finish="length")
+        first = len(run.output) == len(run.request.emitted)
         try:
+            if run.scoring:
+                self._score(run)
+            if self._full(run):
+                return Event(request=number, prompt=tuple(run.scores), finish="length")
             row = self._forward(run)
             picked = next_token(row, run.request, run.output, self.eos)
         except SllmError as error:
             return Event(request=number, error=error)
         except Exception as error:  # whatever a model's forward raises fails its own request, never the batch
             return Event(request=number, error=FunctionError(f"the model failed: {type(error).__name__}: {error}"))
+        prompt = tuple(run.scores) if first else ()
         if endings.ends(picked.id, sampling, self.eos):
-            return Event(request=number, finish="stop")
+            return Event(request=number, prompt=prompt, finish="stop")
         run.output.append(picked.id)
         self._counters.generated += 1
         finish: Finish | None = "length" if self._full(run) else None
         logprobs = () if sampling.logprobs is None else (picked,)
-        return Event(request=number, ids=(picked.id,), logprobs=logprobs, finish=finish)
+        return Event(request=number, ids=(picked.id,), logprobs=logprobs, prompt=prompt, finish=finish)
 
     def _forward(self, run: _Running) -> Any:
-        tokens = (*run.request.prompt, *run.output)
-        new = tokens[run.fed :]
+        new = (*run.request.prompt, *run.output)[run.fed :]
         if len(new) > 1:
             self._counters.prefilled += len(new)
+        return self._fed(run, new, self._options)[-1]
+
+    def _score(self, run: _Running) -> None:
+        """Feed the prompt but for its last token: each row tells of the token after its own."""
+        prompt, count = run.request.prompt, run.request.sampling.prompt_logprobs
+        for at in range(0, len(prompt) - 1, _SCORED):
+            end = min(at + _SCORED, len(prompt) - 1)
+            rows = self._fed(run, prompt[at:end], {})
+            following = prompt[at + 1 : end + 1]
+            run.scores += (reported(row, token, count) for row, token in zip(rows, following, strict=True))
+        self._counters.prefilled += len(prompt) - 1
+
+    def _fed(self, run: _Running, new: Sequence[int], options: Mapping[str, Any]) -> Any:
+        """Float32 logits of the rows of ``new``, or of the last of them, by ``options``."""
         ids = torch.tensor([new], dtype=torch.long, device=self.module.device)
-        output = self.module(input_ids=ids, past_key_values=run.cache, use_cache=True, **self._options)
-        run.fed = len(tokens)
-        return output.logits[0, -1].to(torch.float32).cpu().numpy()
+        output = self.module(input_ids=ids, past_key_values=run.cache, use_cache=True, **options)
+        run.fed += len(new)
+        return output.logits[0].to(torch.float32).cpu().numpy()
 
     def _full(self, run: _Running) -> bool:
         return endings.full(run.request, len(run.output), self.max_context)

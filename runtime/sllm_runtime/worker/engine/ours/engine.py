@@ -17,6 +17,7 @@ from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash
 from sllm_runtime.worker.engine.ours.runner import LocalRunner, Runner
 from sllm_runtime.worker.engine.ours.sampler import choose_rows
 from sllm_runtime.worker.engine.ours.scheduler import Limits, Scheduler, Sequence, State
+from sllm_runtime.worker.engine.ours.scoring import Head, score
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,14 @@ class OurEngine:
         self.numerics = numerics
         whole = runner is None
         self.capabilities = Capabilities(
-            exact_resume=proven, layer_ranges=True, kv_transfer=whole, lora=whole, sleep=True
+            exact_resume=proven, layer_ranges=True, kv_transfer=whole, lora=whole, sleep=True, prompt_logprobs=whole
         )
         self.adapters = decoder.lora if whole else None
-        self.runner: Runner = runner or LocalRunner(decoder, numerics)
+        self._head: Head | None = None
+        if runner is None:
+            runner = local = LocalRunner(decoder, numerics)
+            self._head = local.head
+        self.runner: Runner = runner
         self._eos = eos
         context = min(decoder.context, max_context or decoder.context)
         most = -(-context // PAGE) * limits.running
@@ -103,8 +108,10 @@ class OurEngine:
         admission.check(request, self.max_context, self.vocabulary)
         if self.adapters is None:
             admission.refuse_adapter(request)
+        if not self.capabilities.prompt_logprobs:
+            admission.refuse_scores(request)
         adapter = self.decoder.lora.get(request.lora)
-        if endings.full(request, len(request.emitted), self.max_context):
+        if endings.complete(request, len(request.emitted), self.max_context):
             self._complete.append(request.id)  # a resume of what was complete
             return
         self._sequences[request.id] = self.scheduler.add(request, adapter)
@@ -137,6 +144,8 @@ class OurEngine:
         if not chunks:
             return False
         samples = self.runner.launch(chunks, self.scheduler.pages.fresh())
+        if self._head is not None:
+            score(chunks, self._head)
         for chunk in chunks:
             self._prefilled += chunk.count if chunk.sequence.state is State.PREFILL else 0
             self.scheduler.computed(chunk)
@@ -237,9 +246,14 @@ class OurEngine:
         if isinstance(picked, SllmError):
             self.cancel(number)
             return Event(request=number, error=picked)
+        first = sequence.produced == len(request.emitted)
+        prompt = tuple(sequence.scores) if first else ()
+        if endings.full(request, sequence.produced, self.max_context):  # its prompt alone was asked about
+            self.cancel(number)
+            return Event(request=number, prompt=prompt, finish="length", cached=sequence.cached)
         if endings.ends(picked.id, request.sampling, self._eos):
             self.cancel(number)
-            return Event(request=number, finish="stop", cached=sequence.cached)
+            return Event(request=number, prompt=prompt, finish="stop", cached=sequence.cached)
         sequence.tokens.append(picked.id)
         self._generated += 1
         finish: Finish | None = None
@@ -247,4 +261,6 @@ class OurEngine:
             finish = "length"
             self.cancel(number)
         logprobs = () if request.sampling.logprobs is None else (picked,)
-        return Event(request=number, ids=(picked.id,), logprobs=logprobs, finish=finish, cached=sequence.cached)
+        return Event(
+            request=number, ids=(picked.id,), logprobs=logprobs, prompt=prompt, finish=finish, cached=sequence.cached
+        )

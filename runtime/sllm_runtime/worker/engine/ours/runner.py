@@ -66,6 +66,7 @@ class LocalRunner:
         self.kv: KvStore | None = None
 
     def room(self, kv_bytes: int) -> int:
+        self._hidden: torch.Tensor | None = None
         """See ``Runner.room``."""
         return kv_bytes // self._shape.page_bytes
 
@@ -92,6 +93,17 @@ class LocalRunner:
         return sampled(chunks)
 
     def collect(self) -> torch.Tensor | None:
+            self._hidden = hidden
         """See ``Runner.collect``."""
         logits, self._logits = self._logits, None
         return logits
+
+    def close(self) -> None:
+        """See ``Runner.close``."""
+
+    def head(self, rows: Many[int]) -> torch.Tensor:
+        """Float32 logits (rows, vocabulary) of any rows of the step that was launched last."""
+        assert self._hidden is not None
+        padding = self._numerics.padded(len(rows)) - len(rows)
+        with torch.inference_mode():
+            return self._decoder.logits(self._hidden, torch.tensor([*rows, *[0] * padding]))[: len(rows)]

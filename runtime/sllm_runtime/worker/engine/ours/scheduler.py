@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Final
 
 from sllm_runtime.protocol.errors import QueueFull
-from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.base import Request, TokenChoice
 from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash, pages_for
 
@@ -55,6 +55,8 @@ class Sequence:
     served: int = 0
     """The step that last computed a chunk of it."""
     adapter: Adapter | None = None
+    scores: list[TokenChoice] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, where they are asked for; those that are computed."""
     _keys: list[bytes] = field(default_factory=list)
     """Hashes of its full pages."""
 
@@ -73,6 +75,12 @@ class Sequence:
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"sequence {self.request.id} cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+    @property
+    def scoring(self) -> bool:
+        """Whether scores of its prompt are still to be computed: then each of its positions is, found or not."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return wanted and len(self.scores) < len(self.request.prompt) - 1
 
     @property
     def root(self) -> bytes:
@@ -226,7 +234,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Begin it with what the prefix cache has, if the rest of its tokens will find room without preempting."""
-        found = self.pages.find(sequence.tokens, sequence.root)
+        found = [] if sequence.scoring else self.pages.find(sequence.tokens, sequence.root)
         if pages_for(len(sequence.tokens)) - len(found) > self.pages.available:
             self.pages.release(found)
             return False

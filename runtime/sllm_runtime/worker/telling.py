@@ -1,0 +1,67 @@
+"""One continuation as its caller gets it: pieces of the engine to deltas. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sllm_runtime.protocol.frames import Delta, TokenLogprob
+from sllm_runtime.worker.engine.base import TokenChoice
+from sllm_runtime.worker.engine.loop import Piece
+from sllm_runtime.worker.tokens import Tokens, Vocabulary
+
+
+class Shown:
+    """Log probabilities as they are told, the tokens as text and, where that is not all of them, as bytes."""
+
+    def __init__(self, tokens: Tokens, vocabulary: Vocabulary) -> None:
+        self._tokens, self._vocabulary = tokens, vocabulary
+
+    def __call__(self, choices: Sequence[TokenChoice]) -> tuple[TokenLogprob, ...]:
+        return tuple(self._one(choice) for choice in choices)
+
+    def first(self, token: int) -> TokenLogprob:
+        """A token that follows nothing: it has no probability."""
+        text = self._tokens.text_of(token)
+        raw = self._vocabulary.raw(token, text)
+        return TokenLogprob(text, None, (), () if raw == text.encode() else (raw,))
+
+    def _one(self, choice: TokenChoice) -> TokenLogprob:
+        ids = (choice.id, *(token for token, _ in choice.top))
+        texts = [self._tokens.text_of(token) for token in ids]
+        raw = tuple(self._vocabulary.raw(token, text) for token, text in zip(ids, texts, strict=True))
+        top = tuple((text, logprob) for text, (_, logprob) in zip(texts[1:], choice.top, strict=True))
+        whole = all(each == text.encode() for each, text in zip(raw, texts, strict=True))
+        return TokenLogprob(texts[0], choice.logprob, top, () if whole else raw)
+
+
+@dataclass(slots=True)
+class Telling:
+    """``index``: its place in the answer. ``echo``: what of its prompt it repeats; with ``scored``, the prompt's first
+    id, together with the prompt's log probabilities, which come with the engine's first piece."""
+
+    index: int
+    show: Shown
+    echo: str = ""
+    scored: int | None = None
+
+    def before(self) -> Delta | None:
+        """What is told before the engine's first piece."""
+        if not self.echo or self.scored is not None:
+            return None
+        echo, self.echo = self.echo, ""
+        return Delta(self.index, echo)
+
+    def nothing(self) -> Delta:
+        """All that is told where no token is wanted."""
+        return Delta(self.index, self.echo, "length")
+
+    def delta(self, piece: Piece) -> Delta | None:
+        """What ``piece`` adds, if that is anything."""
+        text, logprobs = piece.text, self.show(piece.logprobs)
+        if self.scored is not None:
+            logprobs = (self.show.first(self.scored), *self.show(piece.prompt), *logprobs)
+            text, self.echo, self.scored = self.echo + text, "", None
+        if not (text or piece.finish or logprobs):
+            return None
+        return Delta(self.index, text, piece.finish, logprobs)
