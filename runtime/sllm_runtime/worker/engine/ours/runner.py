@@ -63,10 +63,10 @@ class LocalRunner:
         self._shape = KvShape(decoder.count, decoder.heads.kv, decoder.heads.width)
         self._batches: Batches | None = None
         self._logits: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None
         self.kv: KvStore | None = None
 
     def room(self, kv_bytes: int) -> int:
-        self._hidden: torch.Tensor | None = None
         """See ``Runner.room``."""
         return kv_bytes // self._shape.page_bytes
 
@@ -90,16 +90,13 @@ class LocalRunner:
             self._decoder.lora.begin(decodes_first(chunks))
             hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
             self._logits = self._decoder.logits(hidden, batch.wanted) if len(batch.wanted) else None
+            self._hidden = hidden
         return sampled(chunks)
 
     def collect(self) -> torch.Tensor | None:
-            self._hidden = hidden
         """See ``Runner.collect``."""
         logits, self._logits = self._logits, None
         return logits
-
-    def close(self) -> None:
-        """See ``Runner.close``."""
 
     def head(self, rows: Many[int]) -> torch.Tensor:
         """Float32 logits (rows, vocabulary) of any rows of the step that was launched last."""
