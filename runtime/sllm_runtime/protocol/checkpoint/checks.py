@@ -37,8 +37,7 @@ def check_index(index: CheckpointIndex) -> None:
     _check_head(index)
     sizes = _check_partitions(index)
     for kind, records in (("tensors", index.tensors), ("views", index.views)):
-        for record in records:
-            _check_tensor(kind, record, sizes, aligned=kind == "tensors" and not index.segments)
+        _check_tensors(kind, records, sizes, aligned=kind == "tensors" and not index.segments)
     _check_names(index)
     _check_files(index)
     _check_adapter(index)
@@ -87,26 +86,40 @@ def _check_partitions(index: CheckpointIndex) -> dict[int, int]:
     return sizes
 
 
-def _check_tensor(kind: str, tensor: TensorRecord, sizes: dict[int, int], *, aligned: bool) -> None:
-    """Every worker does this for every tensor before it may bind the first: no generator, no text that nobody reads."""
+def _check_tensors(kind: str, tensors: Iterable[TensorRecord], sizes: dict[int, int], *, aligned: bool) -> None:
+    """Every worker does this for every tensor before it may bind the first: no generator, no text that nobody reads,
+    and what the tensors of all layers have in common is worked out once."""
+    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+    for tensor in tensors:
+        form = tensor.dtype, tensor.shape, tensor.stride
+        found = known.get(form)
+        if found is None:
+            found = known[form] = _check_form(kind, tensor)
+        item, nbytes = found
+        offset, size = tensor.offset, sizes.get(tensor.rank)
+        if size is None:
+            raise _bad_tensor(kind, tensor, f"partition {tensor.rank} is not there")
+        if nbytes != tensor.nbytes:
+            raise _bad_tensor(kind, tensor, f"shape {tensor.shape} of {tensor.dtype} is not {tensor.nbytes} bytes")
+        if offset < 0 or offset + nbytes > size:
+            raise _bad_tensor(kind, tensor, f"it lies from {offset} to {offset + nbytes}, outside of its partition")
+        if offset % (TENSOR_ALIGN if aligned else item):
+            raise _bad_tensor(kind, tensor, f"offset {offset} is not aligned")
+
+
+def _check_form(kind: str, tensor: TensorRecord) -> tuple[int, int]:
+    """Bytes of an element and of the whole, of which dtype, shape and stride of ``tensor`` tell."""
     item, shape, stride = ITEM_BYTES.get(tensor.dtype), tensor.shape, tensor.stride
     if item is None:
         raise _bad_tensor(kind, tensor, f"dtype {tensor.dtype!r} is unknown")
-    if tensor.rank not in sizes:
-        raise _bad_tensor(kind, tensor, f"partition {tensor.rank} is not there")
     if len(shape) > MAX_DIMS or len(shape) != len(stride):
         raise _bad_tensor(kind, tensor, f"shape {shape} and stride {stride} do not fit together")
-    numbers = (*shape, *stride, tensor.offset, tensor.nbytes)
-    if min(numbers) < 0 or max(numbers) > MAX_BYTES:
+    numbers = (*shape, *stride)
+    if min(numbers, default=0) < 0 or max(numbers, default=0) > MAX_BYTES:
         raise _bad_tensor(kind, tensor, f"a number is negative or above {MAX_BYTES}")
     if math.prod(shape if 0 not in shape else [size for size in shape if size]) > MAX_BYTES:
         raise _bad_tensor(kind, tensor, f"shape {shape} has more than {MAX_BYTES} elements")
-    if extent(shape, stride) * item != tensor.nbytes:
-        raise _bad_tensor(kind, tensor, f"shape {shape} of {tensor.dtype} is not {tensor.nbytes} bytes")
-    if tensor.offset + tensor.nbytes > sizes[tensor.rank]:
-        raise _bad_tensor(kind, tensor, f"it ends at {tensor.offset + tensor.nbytes}, behind its partition")
-    if tensor.offset % (TENSOR_ALIGN if aligned else item):
-        raise _bad_tensor(kind, tensor, f"offset {tensor.offset} is not aligned")
+    return item, extent(shape, stride) * item
 
 
 def _bad_tensor(kind: str, tensor: TensorRecord, message: str) -> InvalidCheckpoint:
