@@ -16,6 +16,7 @@ from sllm_gateway.calls import Calls
 from sllm_gateway.controller import Controller
 from sllm_gateway.events import EventWriter
 from sllm_gateway.front import Front
+from sllm_gateway.leader import Leader
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.respond import Responder
@@ -57,10 +58,11 @@ class Gateway:
         self._starts = Starts()
         self._tasks = Tasks("gateway")
         self._announcer = Announcer(bus, "gateway", clock, wall)
-        self.calls = Calls(bus, settings, self.metrics, clock, self._starts, self._ended)
+        self._leader = Leader(bus)
+        self.calls = Calls(bus, self._leader, settings, self.metrics, clock, self._starts, self._ended)
         self.table = RouteTable(self._on_version, wall)
         responder = Responder(self.calls, self._starts, settings, clock)
-        controller = Controller(bus, clock)
+        controller = Controller(self._leader, clock)
         self._lookup = Lookup(self.table, controller, clock)
         caller = Caller(self._lookup, self.calls, responder, settings, self.metrics, clock)
         self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls))
@@ -128,6 +130,7 @@ class Gateway:
     async def start(self) -> None:
         """Subscribe, learn the routes. Raises ``Unavailable``."""
         store = await StateStore.open(self._bus, create=False)
+        await self._leader.start()
         await self.calls.start()
         self._statuses = await self._bus.subscribe(subjects.STATUS_ALL, NodeStatus, self.calls.on_status)
         self._watch = await store.watch(subjects.ROUTE_KEYS, records.Route, self.table.apply)
@@ -145,6 +148,7 @@ class Gateway:
             await self._statuses.unsubscribe()
         await self.calls.close()
         await self._lookup.close()
+        await self._leader.close()
         await self._tasks.close()
 
 

@@ -14,6 +14,7 @@ from sllm_gateway.delivery import Delivery
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.ending import Ending
 from sllm_gateway.handover import Handover
+from sllm_gateway.leader import Leader
 from sllm_gateway.link import Link
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.open_calls import OpenCalls
@@ -35,6 +36,7 @@ class Calls:
     def __init__(
         self,
         bus: Bus,
+        leader: Leader,
         settings: GatewaySettings,
         metrics: Metrics,
         clock: Callable[[], float],
@@ -49,7 +51,7 @@ class Calls:
         self._open = OpenCalls()
         self._link = Link(bus, settings.gateway, clock)
         self.dispatcher = Dispatcher(
-            bus,
+            leader,
             settings.gateway,
             clock,
             place=lambda call, entry: self._handover.place(call, entry),

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from sllm_runtime.platform.bus import Bus
-from sllm_runtime.protocol import ctl, subjects
+from sllm_gateway.leader import Leader
+from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import Progress
@@ -26,8 +26,8 @@ AGAIN_S = 0.25
 class Controller:
     """The leading controller, by its verbs."""
 
-    def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bus = bus
+    def __init__(self, leader: Leader, clock: Callable[[], float] = time.monotonic) -> None:
+        self._leader = leader
         self._clock = clock
 
     async def ask(
@@ -36,7 +36,7 @@ class Controller:
         """One answer. Raises what the controller raises, or ``Unavailable``."""
         assert ctl.VERBS[verb] == (type(request), reply)
         try:
-            return await self._bus.call(subjects.ctl(verb), request, reply, timeout_s=timeout_s)
+            return await self._leader.ask(verb, request, reply, timeout_s=timeout_s)
         except DeadlineExceeded as error:
             raise Unavailable(f"the controller does not answer {verb!r}; try again") from error
 

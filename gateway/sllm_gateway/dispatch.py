@@ -7,11 +7,10 @@ import logging
 from collections.abc import Callable
 
 from sllm_gateway.call import Call
+from sllm_gateway.leader import Leader
 from sllm_gateway.queue import SlotQueue
 from sllm_gateway.table import Version
-from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import (
     DeadlineExceeded,
@@ -62,14 +61,14 @@ class Dispatcher:
 
     def __init__(
         self,
-        bus: Bus,
+        leader: Leader,
         gateway: str,
         clock: Callable[[], float],
         *,
         place: Callable[[Call, RouteEntry], None],
         fail: Callable[[Call, SllmError], None],
     ) -> None:
-        self._bus = bus
+        self._leader = leader
         self._gateway = gateway
         self._clock = clock
         self._place = place
@@ -253,9 +252,7 @@ class Dispatcher:
             gone=gone,
         )
         try:
-            acquired = await self._bus.call(
-                subjects.ctl("acquire"), request, Acquired, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S
-            )
+            acquired = await self._leader.ask("acquire", request, Acquired, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S)
         except (Unavailable, DeadlineExceeded) as error:
             line.pending = f"the controller does not answer ({error.message})"
             log.warning("acquire %s v%d: %s", line.version.function, line.version.number, error.message)

@@ -47,6 +47,7 @@ from sllm_runtime.protocol.node import (
     StartInstance,
     StopInstance,
 )
+from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.worker import PRIVATE
 
 log = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ class Node:
             await bus.serve(subjects.node_command(node, "stop"), StopInstance, self._on_stop),
             await bus.serve(subjects.node_command(node, "prepare"), PrepareModel, self._on_prepare),
             await bus.serve(subjects.node_command(node, "model"), ModelCommand, self._on_model),
+            await bus.subscribe(subjects.LEADER, Term, self._on_leader),
         ):
             stack.push_async_callback(subscription.unsubscribe)
         await bus.flush()
@@ -221,6 +223,12 @@ class Node:
         if term < self._term:
             raise StaleTerm(f"node {self._node} obeys term {self._term}; this command is of term {term}")
         self._term = term
+
+    def _on_leader(self, leads: Term, _subject: str) -> None:
+        """Obeyed from now on, also before its first command; it hears at once how things stand here."""
+        if leads.term > self._term:
+            self._term = leads.term
+            self._reporter.changed()
 
     async def _on_start(self, order: StartInstance) -> Ok:
         self._obey(order.term)

@@ -10,10 +10,36 @@ from sllm_runtime.platform.daemon import ready, run_daemon
 from sllm_runtime.platform.telemetry import configure_logging
 
 
-async def _main(settings: ControllerSettings, stop: asyncio.Event) -> None:
-    async with lead(settings, settings.name, settings.chosen_policy()) as controller:
-        ready()
-        await controller.run(stop)
+class Daemon:
+    """One controller: it stands by, then leads, until ``stop``. Deposed it ends, and its supervisor starts it anew."""
+
+    def __init__(self, settings: ControllerSettings, stop: asyncio.Event) -> None:
+        self._settings, self._stop = settings, stop
+        self._leading = False
+
+    async def run(self) -> None:
+        """Its whole life. Raises ``StaleTerm``, ``Unavailable``."""
+        life = asyncio.create_task(self._life(), name="controller")
+        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait([life, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not self._leading:  # one that leads ends in order by itself
+                life.cancel()
+            await asyncio.wait([life])
+        finally:
+            stopped.cancel()
+            life.cancel()
+            await asyncio.wait([life, stopped])
+        if not life.cancelled() and (error := life.exception()) is not None:
+            raise error
+
+    async def _life(self) -> None:
+        settings = self._settings
+        # A standby is ready as well: it is there.
+        async with lead(settings, settings.name, settings.chosen_policy(), standing_by=ready) as controller:
+            self._leading = True
+            ready()
+            await controller.run(self._stop)
 
 
 def main() -> int:
@@ -22,7 +48,7 @@ def main() -> int:
     async def daemon(stop: asyncio.Event) -> None:
         settings = ControllerSettings.load()
         configure_logging("controller", settings.name, settings)
-        await _main(settings, stop)
+        await Daemon(settings, stop).run()
 
     return run_daemon(daemon, title="sllm-controller")
 

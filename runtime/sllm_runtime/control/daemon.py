@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 from sllm_runtime.control import restore
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import Deployments
+from sllm_runtime.control.lease import Leadership
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import Models
@@ -22,6 +23,7 @@ from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, StartupTime
 from sllm_runtime.control.service import Service
+from sllm_runtime.control.standby import stand_by
 from sllm_runtime.control.sweeping import Sweeps
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.disk import shortage
@@ -57,26 +59,38 @@ class Controller:
 
     loop: Loop
     service: Service
+    leadership: Leadership
     term: int
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lead until ``stop``."""
         stopped = asyncio.create_task(stop.wait(), name="stop")
-        leading = asyncio.create_task(self.loop.run(), name="controller loop")
+        leading = [
+            asyncio.create_task(self.loop.run(), name="controller loop"),
+            asyncio.create_task(self.leadership.run(), name="leadership"),
+        ]
         try:
-            await asyncio.wait([stopped, leading], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopped, *leading], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopped.cancel()
-            leading.cancel()
-            await asyncio.wait([stopped, leading])
-        if not leading.cancelled() and (error := leading.exception()) is not None:
-            raise error
+            for task in (stopped, *leading):
+                task.cancel()
+            await asyncio.wait([stopped, *leading])
+        for task in leading:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
 
 
 @contextlib.asynccontextmanager
-async def lead(settings: Settings, identity: str, policy: Policy | None = None) -> AsyncIterator[Controller]:
+async def lead(
+    settings: Settings,
+    identity: str,
+    policy: Policy | None = None,
+    *,
+    standing_by: Callable[[], None] | None = None,
+) -> AsyncIterator[Controller]:
     """Connect, be elected, take over what is stored, and serve. Everything is closed at the end.
 
+    With ``standing_by`` it waits while another one leads, and tells so once; without, the other one is deposed.
     Raises ``Unavailable`` if NATS or its JetStream is missing.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -84,8 +98,10 @@ async def lead(settings: Settings, identity: str, policy: Policy | None = None) 
         stack.push_async_callback(bus.close)
         store = await StateStore.open(bus, create=True, replicas=settings.replicas)
         stack.push_async_callback(store.close)
-        term = await store.elect(identity)
-        loop, ledger, nodes = await _take_over(bus, store, term, policy or StartupTime(), settings.nats_store)
+        term = await (stand_by(store, identity, standing_by) if standing_by else store.elect(identity))
+        leadership = Leadership(store, bus, identity)
+        stack.push_async_callback(leadership.release)
+        loop, ledger, nodes = await _take_over(bus, store, leadership, policy or StartupTime(), settings.nats_store)
         models = Models(loop, nodes)
         stack.push_async_callback(models.close)
         deployments = Deployments(loop, ledger, models, bus)
@@ -97,24 +113,28 @@ async def lead(settings: Settings, identity: str, policy: Policy | None = None) 
         stack.callback(bus.on_reconnect(loop.listening_again))
         reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
         stack.push_async_callback(reports.unsubscribe)
-        service = Service(loop, ledger, bus, models, deployments, deletions)
+        service = Service(loop, ledger, leadership, bus, models, deployments, deletions)
         stack.push_async_callback(service.close)
         await service.open()
         deletions.resume()
         sweeps.start()
         log.info("leads with term %d: %d function(s)", term, len(loop.view.functions))
-        yield Controller(loop, service, term)
+        yield Controller(loop, service, leadership, term)
 
 
 async def _take_over(
-    bus: Bus, store: StateStore, term: int, policy: Policy, disk: Path | None
+    bus: Bus, store: StateStore, leadership: Leadership, policy: Policy, disk: Path | None
 ) -> tuple[Loop, Ledger, Nodes]:
     stored = await restore.read(store)
-    ledger, nodes = Ledger(store, lambda: shortage(disk)), Nodes(bus, store, term)
+    ledger, nodes = Ledger(store, lambda: shortage(disk)), Nodes(bus, store, store.term)
     view = restore.as_stored(stored, time.monotonic())
     routes = {(route.function, route.version): route for route in stored.routes.values()}
     rng = random.Random(random.SystemRandom().getrandbits(64))
-    loop = Loop(view, routes, bus=bus, ledger=ledger, nodes=nodes, policy=policy, rng=rng)
+
+    def may_act() -> bool:
+        return bus.connected and leadership.sure
+
+    loop = Loop(view, routes, bus=bus, ledger=ledger, nodes=nodes, policy=policy, rng=rng, may_act=may_act)
     loop.begin(restore.repaired)
     ledger.take(restore.unreferenced(stored, loop.view))
     return loop, ledger, nodes

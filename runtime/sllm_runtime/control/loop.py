@@ -49,11 +49,12 @@ class Loop:
         nodes: Nodes,
         policy: Policy,
         rng: random.Random,
+        may_act: Callable[[], bool],
     ) -> None:
-        """``view`` and ``routes`` are what is stored now."""
+        """``view`` and ``routes`` are what is stored now. ``may_act``: whether it is sure that it leads."""
         self.view = view
         self._bus, self._ledger, self._nodes = bus, ledger, nodes
-        self._policy, self._rng = policy, rng
+        self._policy, self._rng, self._may_act = policy, rng, may_act
         self._routes: dict[Key, Route] = dict(routes)
         self._alive: frozenset[str] = frozenset()
         self._wake = asyncio.Event()
@@ -160,7 +161,7 @@ class Loop:
                 self.listening_again()
             last = now
             self._wake.clear()
-            if self._bus.connected:
+            if self._may_act():
                 self._step()
             self._notify(frozenset({changes.NODES}))
             try:

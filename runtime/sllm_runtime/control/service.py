@@ -11,6 +11,7 @@ import msgspec
 from sllm_runtime.control import listing, registry, routes
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import STORE_S, Deployments
+from sllm_runtime.control.lease import Leadership
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import Models
@@ -24,6 +25,7 @@ from sllm_runtime.protocol.node import Ok
 CONCURRENCY: Final = 16384
 """Requests of one verb at once: nearly all are long polls, one for each gateway and waiting version."""
 MAX_WAIT_S: Final = 2 * LONG_POLL_S
+Handler = Callable[[Any], Awaitable[msgspec.Struct]]
 
 
 def waited(wait_s: float) -> float:
@@ -35,15 +37,22 @@ class Service:
     """Answers the gateways. ``open`` once; ``close`` ends every request that is being answered."""
 
     def __init__(
-        self, loop: Loop, ledger: Ledger, bus: Bus, models: Models, deployments: Deployments, deletions: Deletions
+        self,
+        loop: Loop,
+        ledger: Ledger,
+        leadership: Leadership,
+        bus: Bus,
+        models: Models,
+        deployments: Deployments,
+        deletions: Deletions,
     ) -> None:
-        self._loop, self._ledger, self._bus = loop, ledger, bus
+        self._loop, self._ledger, self._leadership, self._bus = loop, ledger, leadership, bus
         self._models, self._deployments, self._deletions = models, deployments, deletions
         self._polls: dict[tuple[Key, str], object] = {}
         self._subscriptions: list[Subscription] = []
 
     @property
-    def handlers(self) -> Mapping[str, Callable[[Any], Awaitable[msgspec.Struct]]]:
+    def handlers(self) -> Mapping[str, Handler]:
         """One for each of ``ctl.VERBS``."""
         return {
             "acquire": self.acquire,
@@ -65,10 +74,20 @@ class Service:
         """Serve. Raises ``Unavailable``."""
         for verb, handler in self.handlers.items():
             request = ctl.VERBS[verb][0]
-            served = await self._bus.serve(
-                subjects.ctl(verb), request, handler, queue=subjects.CTL_QUEUE, concurrency=CONCURRENCY
-            )
+            # No queue group: a leader that was stopped would be given its share of the questions.
+            served = await self._bus.serve(subjects.ctl(verb), request, self._sure(handler), concurrency=CONCURRENCY)
             self._subscriptions.append(served)
+
+    def _sure(self, handler: Handler) -> Handler:
+        """``handler``, heard only of a controller that leads: before it begins, and before it answers."""
+
+        async def handle(request: Any) -> msgspec.Struct:
+            await self._leadership.assured()
+            answer = await handler(request)
+            await self._leadership.assured()
+            return answer
+
+        return handle
 
     async def close(self) -> None:
         for subscription in self._subscriptions:

@@ -33,6 +33,7 @@ _DOWN_S: Final = 15.0
 
 Nodes = Annotated[int, typer.Option("--nodes", min=1, max=64, help="Nodes on this machine; they share nothing.")]
 Gateways = Annotated[int, typer.Option("--gateways", min=1, max=16, help="Gateways, on consecutive ports.")]
+Controllers = Annotated[int, typer.Option("--controllers", min=1, max=5, help="One leads, the others stand by.")]
 Port = Annotated[
     int, typer.Option("--port", envvar="SLLM_PORT", min=0, max=65535, help="Of the first gateway; 0: any free port.")
 ]
@@ -46,6 +47,7 @@ WithParent = Annotated[bool, typer.Option("--with-parent", help="Stop when the p
 def up(
     nodes: Nodes = 1,
     gateways: Gateways = 1,
+    controllers: Controllers = 1,
     port: Port = DEFAULT_PORT,
     host: Host = "127.0.0.1",
     data: Data = None,
@@ -59,6 +61,7 @@ def up(
         home=settings.home.absolute(),
         data=(data or settings.home / "run").absolute(),
         nodes=nodes,
+        controllers=controllers,
         host=host,
         ports=_ports(port, gateways),
         profile=os.environ.get("SLLM_PROFILE") or "default",
@@ -193,7 +196,7 @@ def _detached(options: Options, port: int, as_json: bool) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "sllm_runtime.platform", "up", "--json", "--data", str(options.data)]
     argv += ["--nodes", str(options.nodes), "--gateways", str(len(options.ports)), "--host", options.host]
-    argv += ["--port", str(port)]
+    argv += ["--controllers", str(options.controllers), "--port", str(port)]
     began = time.monotonic()
     read, write = os.pipe()
     # The shown token must be the one it uses, and its stdout is a log: hence a private answer through up.json.

@@ -18,6 +18,7 @@ from sllm_runtime.platform.supervise import ChildSpec
 from sllm_runtime.protocol.errors import InvalidRequest
 
 CONTROLLER: Final = "controller"
+"""The first one; others are numbered."""
 UP: Final = "up"
 """``sllm up`` itself, on the bus."""
 NATS: Final = "nats"
@@ -35,6 +36,8 @@ class Options:
     home: Path
     data: Path
     nodes: int = 1
+    controllers: int = 1
+    """One leads, the others stand by."""
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = (DEFAULT_PORT,)
     profile: str = "default"
@@ -60,11 +63,15 @@ class Options:
     def gateway_names(self) -> tuple[str, ...]:
         return tuple(f"g{number}" for number in range(1, len(self.ports) + 1))
 
+    @property
+    def controller_names(self) -> tuple[str, ...]:
+        return (CONTROLLER, *(f"{CONTROLLER}-{number}" for number in range(2, self.controllers + 1)))
+
     def identities(self) -> tuple[Identity, ...]:
         """A fresh user for everything that uses the bus."""
         return (
             new_identity("platform", UP),
-            new_identity("controller", CONTROLLER),
+            *(new_identity("controller", name) for name in self.controller_names),
             *(new_identity("gateway", name) for name in self.gateway_names),
             *(new_identity("node", name) for name in self.node_names),
         )
@@ -143,8 +150,9 @@ def specs(
     }
     found = [_nats(server)] if server else []
     store = {"SLLM_NATS_STORE": str(server.directory)} if server else {}
-    leads = {"SLLM_CONTROLLER": CONTROLLER, **store}
-    found.append(_daemon(layout, base, "controller", "sllm_runtime.control", CONTROLLER, 3, leads))
+    for name in options.controller_names:
+        own = {"SLLM_CONTROLLER": name, **store}
+        found.append(_daemon(layout, base, name, "sllm_runtime.control", name, 3, own))
     for name in options.node_names:
         found += _node(options, layout, base, name)
     for name, port in zip(options.gateway_names, options.ports, strict=True):

@@ -22,7 +22,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.streams import STATE_STREAM, ensure_streams
 from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import ProtocolError, SllmError, StaleTerm, Unavailable
+from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import STATE, TERM_KEY
 
@@ -73,14 +73,15 @@ class StateStore:
             raise Unavailable(f"JetStream does not answer: {_text(error)}") from error
 
     # --- reading ----------------------------------------------------------------------------------
-    async def get(self, key: str, type_: type[T]) -> T | None:
-        """The record at ``key``, ``None`` if there is none. Raises ``Unavailable``, ``ProtocolError``."""
-        message = await self._read(key)
+    async def get(self, key: str, type_: type[T], *, direct: bool = True) -> T | None:
+        """The record at ``key``, ``None`` if there is none; with ``direct=False`` as the stream's leader has it, which
+        no replica that lags can answer. Raises ``Unavailable``, ``ProtocolError``."""
+        message = await self._read(key, direct=direct)
         return None if message is None else codec.from_json(type_, message.data or b"")
 
-    async def _read(self, key: str) -> RawStreamMsg | None:
+    async def _read(self, key: str, *, direct: bool = True) -> RawStreamMsg | None:
         try:
-            message = await self._bus.jetstream.get_last_msg(STATE_STREAM, _SUBJECT + key, direct=True)
+            message = await self._bus.jetstream.get_last_msg(STATE_STREAM, _SUBJECT + key, direct=direct)
         except nats.js.errors.NotFoundError:
             return None
         except nats.errors.Error as error:
@@ -120,16 +121,25 @@ class StateStore:
         """The term of this process; 0 before ``elect``."""
         return self._term
 
-    async def elect(self, controller: str) -> int:
-        """Become the only writer: a new term, which fences every earlier one. Returns it. Raises ``Unavailable``."""
+    async def elect(self, controller: str, *, over: int | None = None) -> int:
+        """Become the only writer: a new term, which fences every earlier one. Returns it. With ``over`` only if that is
+        the term until now: raises ``StaleTerm`` where another one was faster. Raises ``Unavailable``."""
         async with self._lock:
             deadline = time.monotonic() + _WRITE_S
+            asked: Term | None = None
             while True:
-                term, sequence = await self._last_term()
-                record = Term(term=term + 1, controller=controller)
+                last, sequence = await self._last_term()
+                if last is not None and last == asked:
+                    # It was written, and only the answer was lost. Nobody else has this name.
+                    self._fence, self._term = sequence, last.term
+                    return last.term
+                term = last.term if last is not None else 0
+                if over is not None and term != over:
+                    raise StaleTerm(f"{controller} was not elected over term {over}: term {term} leads")
+                asked = Term(term=term + 1, controller=controller)
                 headers = {"Nats-Expected-Last-Subject-Sequence": str(sequence)}
                 try:
-                    self._fence = await self._publish(TERM_KEY, codec.to_json(record), headers)
+                    self._fence = await self._publish(TERM_KEY, codec.to_json(asked), headers)
                 except _Refused:
                     continue  # another one was faster: above it, then
                 except Unavailable:
@@ -137,14 +147,14 @@ class StateStore:
                         raise
                     await asyncio.sleep(_AGAIN_S)
                     continue
-                self._term = record.term
-                return record.term
+                self._term = asked.term
+                return asked.term
 
-    async def _last_term(self) -> tuple[int, int]:
-        message = await self._read(TERM_KEY)
+    async def _last_term(self) -> tuple[Term | None, int]:
+        message = await self._read(TERM_KEY, direct=False)
         if message is None:
-            return 0, 0
-        return codec.from_json(Term, message.data or b"").term, message.seq or 0
+            return None, 0
+        return codec.from_json(Term, message.data or b""), message.seq or 0
 
     async def put(self, key: str, record: msgspec.Struct) -> None:
         """Write ``record``. Raises ``StaleTerm`` if another controller leads, ``Unavailable`` after 10 s."""
@@ -155,33 +165,47 @@ class StateStore:
         await self._write(key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": _MARKER_TTL})
 
     async def _write(self, key: str, data: bytes, headers: dict[str, str]) -> None:
-        async with self._lock:
-            deadline = time.monotonic() + _WRITE_S
-            while True:
-                if self._fence is None:
-                    raise StaleTerm(f"{key} was not written: this controller does not lead")
-                fenced = headers | {
-                    "Nats-Expected-Last-Subject-Sequence": str(self._fence),
-                    "Nats-Expected-Last-Subject-Sequence-Subject": _SUBJECT + TERM_KEY,
-                }
-                try:
-                    await self._publish(key, data, fenced)
-                    return
-                except _Refused as error:
-                    await self._require_term(key)
-                    problem: SllmError = Unavailable(f"{key} was not written: {error}")
-                except Unavailable as error:
-                    problem = error
+        deadline = time.monotonic() + _WRITE_S
+        while True:
+            try:
+                await self._write_once(key, data, headers)
+                return
+            except Unavailable:
                 if time.monotonic() > deadline:
-                    raise problem
-                await asyncio.sleep(_AGAIN_S)
+                    raise
+            await asyncio.sleep(_AGAIN_S)
+
+    async def put_once(self, key: str, record: msgspec.Struct) -> None:
+        """``put`` in one try of at most a second or two: for what is soon written again. Raises as ``put``."""
+        await self._write_once(key, codec.to_json(record), {})
+
+    async def _write_once(self, key: str, data: bytes, headers: dict[str, str]) -> None:
+        async with self._lock:
+            if self._fence is None:
+                raise StaleTerm(f"{key} was not written: this controller does not lead")
+            fenced = headers | {
+                "Nats-Expected-Last-Subject-Sequence": str(self._fence),
+                "Nats-Expected-Last-Subject-Sequence-Subject": _SUBJECT + TERM_KEY,
+            }
+            try:
+                await self._publish(key, data, fenced)
+            except _Refused as error:
+                # By a lost election, or only by a write still in flight?
+                await self._require_term(key)
+                raise Unavailable(f"{key} was not written: {error}") from error
+
+    async def confirm(self) -> None:
+        """Make sure that this process still leads, by reading alone: also on a full disk. Raises ``StaleTerm``,
+        ``Unavailable``."""
+        await self._require_term(TERM_KEY)
 
     async def _require_term(self, key: str) -> None:
-        """Refused: by a lost election, or only by a write still in flight? Raises ``StaleTerm`` for the first."""
-        term, sequence = await self._last_term()
+        """Raises ``StaleTerm`` if another one has been elected."""
+        last, sequence = await self._last_term()
         if sequence != self._fence:
             self._fence = None
-            raise StaleTerm(f"{key} was not written: term {term} leads, this controller had {self._term}")
+            leads = last.term if last is not None else 0
+            raise StaleTerm(f"{key} was not written: term {leads} leads, this controller had {self._term}")
 
     async def _publish(self, key: str, data: bytes, headers: dict[str, str]) -> int:
         try:

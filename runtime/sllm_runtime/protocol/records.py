@@ -113,7 +113,17 @@ class Route(Record, frozen=True, kw_only=True):
 
 
 class Term(Record, frozen=True, kw_only=True):
-    """The fence. Key ``term`` in bucket ``control``; written once per election."""
+    """The fence. Key ``term``, written once per election; on ``subjects.LEADER`` the leader says who it is."""
 
     term: int
     controller: str
+
+
+class Lease(Record, frozen=True, kw_only=True):
+    """The leader of ``term`` is alive: written again and again, each time with another ``beat``. Standbys compare what
+    they read, by their own clocks. ``released``: it has ended in order, and another one may lead at once."""
+
+    term: int
+    controller: str
+    beat: int = 0
+    released: bool = False

@@ -18,7 +18,9 @@ def token(text: str) -> str:
 
 
 CTL: Final = "sllm.ctl"
-CTL_QUEUE: Final = "leader"
+LEADER: Final = "sllm.leader"
+"""Leading controller → everybody, again and again: ``records.Term``. From then on nodes refuse commands of a smaller
+one, and gateways ask the new one again."""
 
 
 def ctl(verb: str) -> str:
@@ -135,7 +137,7 @@ def inbox(identity: str) -> str:
 def controller_rights(identity: str) -> Rights:
     """The control plane: state, commands to nodes, reports from them."""
     return Rights(
-        publish=("sllm.node.>", "$JS.API.>", "$KV.>", "$O.>", "$JS.ACK.>", event("controller", identity)),
+        publish=("sllm.node.>", "$JS.API.>", "$KV.>", "$O.>", "$JS.ACK.>", LEADER, event("controller", identity)),
         subscribe=(f"{CTL}.>", STATUS_ALL, f"{inbox(identity)}.>"),
     )
 
@@ -164,7 +166,7 @@ def gateway_rights(identity: str) -> Rights:
             f"$O.{BUNDLES}.>",
             event("gateway", identity),
         ),
-        subscribe=(frames_of(identity), STATUS_ALL, f"{inbox(identity)}.>"),
+        subscribe=(frames_of(identity), STATUS_ALL, LEADER, f"{inbox(identity)}.>"),
     )
 
 
@@ -183,6 +185,7 @@ def node_rights(identity: str) -> Rights:
             f"sllm.node.{token(identity)}.*",
             f"sllm.open.{token(identity)}.*",
             f"sllm.call.{token(identity)}.*",
+            LEADER,
             f"{inbox(identity)}.>",
         ),
     )

@@ -9,6 +9,7 @@ import pytest
 
 from sllm_gateway import lookup as lookup_module
 from sllm_gateway.controller import Controller
+from sllm_gateway.leader import Leader
 from sllm_gateway.lookup import ASKING_MOST, UNKNOWN_MOST, Lookup
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.state import StateStore
@@ -48,7 +49,7 @@ async def lagging_gateway(nats: Nats, identity: str) -> AsyncIterator[tuple[Lagg
     store = await StateStore.open(bus, create=False)
     lagging = Lagging()
     watch = await store.watch(subjects.ROUTE_KEYS, Route, lagging.apply)
-    lookup = Lookup(lagging.table, Controller(bus), time.monotonic)
+    lookup = Lookup(lagging.table, Controller(Leader(bus)), time.monotonic)
     try:
         yield lagging, lookup
     finally:
@@ -131,7 +132,7 @@ async def test_asking_is_bounded(nats: Nats) -> None:
 
         await w.controller.serve("locate", Locate, locate)
         now = 0.0
-        lookup = Lookup(w.gateway.table, Controller(w.gateway._bus), lambda: now)
+        lookup = Lookup(w.gateway.table, Controller(Leader(w.gateway._bus)), lambda: now)
         try:
 
             async def missing(name: str) -> None:

@@ -12,6 +12,8 @@ from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import NoCapacity, StaleTerm
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.frames import Cancel, Open
+from sllm_runtime.protocol.node import StopInstance
+from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import BUNDLE, NodeUnderTest, node_under_test, order
 from tests.fixtures.nats import NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
@@ -36,6 +38,21 @@ async def test_a_call_goes_through_a_warm_sandbox_and_its_frames_come_back(node:
     assert (await node.gateway.ended(call)).error is None
     assert call.values == [b"%d" % number for number in range(500)]
     await until(lambda: (now := node.instance(instance)) and now.running == 0, what="its slot is free")
+
+
+async def test_who_leads_is_obeyed_before_its_first_command(node: NodeUnderTest) -> None:
+    """The leader before it may have been stopped, and goes on: it can do nothing here any more."""
+    instance = await node.start()
+    leads = Term(term=7, controller="next")
+    await node.controller.publish(subjects.LEADER, leads)
+    await until(lambda: node.statuses[-1].term == 7, what="the node has heard it")
+    await node.controller.publish(subjects.LEADER, Term(term=6, controller="old"))
+    with pytest.raises(StaleTerm, match="obeys term 7"):
+        await node.command("start", order(term=6))
+    with pytest.raises(StaleTerm):
+        await node.command("stop", StopInstance(term=6, instance=instance, reason="old"))
+    assert [one.instance for one in node.statuses[-1].instances] == [instance]
+    await node.command("stop", StopInstance(term=7, instance=instance, reason="new"))
 
 
 async def test_the_bundle_comes_as_a_sealed_file_and_no_secret_with_it(

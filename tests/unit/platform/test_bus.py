@@ -85,7 +85,7 @@ async def test_call_returns_the_answer_and_the_typed_error(nats: Nats) -> None:
             return Ping(3, bytes(MAX_MESSAGE))
         return Ping(request.n + 1)
 
-    serving = await controller.serve(subjects.ctl("ping"), Ping, answer, queue=subjects.CTL_QUEUE)
+    serving = await controller.serve(subjects.ctl("ping"), Ping, answer, queue="some")
     await controller.flush()
     assert await gateway.call(subjects.ctl("ping"), Ping(7), Ping, timeout_s=GIVE_UP_S) == Ping(8)
     with pytest.raises(FunctionNotFound) as caught:

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest
 
 
-def options(data: Path, nodes: int = 1, gateways: int = 1, **others: str) -> Options:
+def options(data: Path, nodes: int = 1, gateways: int = 1, **others: Any) -> Options:
     ports = tuple(range(9000, 9000 + gateways))
     return Options(home=data.parent / "home", data=data, nodes=nodes, ports=ports, **others)
 

@@ -1,0 +1,85 @@
+"""Two controllers: one leads, the other takes over when it is stopped or killed, and an old one changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.local import Layout
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol.records import Term
+from sllm_runtime.protocol.subjects import TERM_KEY
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.deployed import deploy, live, wait, wait_cold
+from tests.fixtures.streams import Stream
+
+CONTROLLERS = {"controller", "controller-2"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("platform"), controllers=2) as running:
+        deploy(running, "slow_stream", keep_alive=300)
+        deploy(running, "kinds::awaited", name="cold", keep_alive=0)
+        yield running
+
+
+def term(cluster: Cluster) -> Term:
+    """Who leads, by the store."""
+
+    async def read() -> Term | None:
+        identity = Layout(cluster.data).identity_file("g1")
+        own = {"SLLM_NATS_URL": str(cluster.document["nats_url"]), "SLLM_IDENTITY_FILE": str(identity)}
+        bus = await Bus.connect(Settings.load(own), "g1", name="test")
+        try:
+            return await (await StateStore.open(bus, create=False)).get(TERM_KEY, Term)
+        finally:
+            await bus.close()
+
+    found = asyncio.run(read())
+    assert found is not None
+    return found
+
+
+def test_one_leads_and_an_orderly_end_is_followed(cluster: Cluster) -> None:
+    first = term(cluster)
+    assert first.controller in CONTROLLERS
+    old = cluster.pid(first.controller)
+    os.kill(old, signal.SIGTERM)
+    wait(lambda: term(cluster).term > first.term, "another one is elected")
+    cluster.wait_restarted(first.controller, old)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_standby_takes_over_under_a_stream_and_the_old_one_changes_nothing(
+    cluster: Cluster, number: signal.Signals
+) -> None:
+    """The stream does not notice; a cold function is started by the new one. What was stopped ends when it goes on:
+    its own restart is the proof, nothing else has ended it."""
+    wait_cold(cluster, "cold")
+    before = term(cluster)
+    (instance,) = live(cluster, "slow-stream")
+    old = cluster.pid(before.controller)
+    with Stream(cluster, "slow-stream", {"count": 150, "pause": 0.02}) as stream:
+        values = stream.values()
+        assert next(values) == 0
+        os.kill(old, number)
+        try:
+            assert cluster.http.post("/fn/cold", json={"text": "a"}).json() == "A"
+            after = term(cluster)
+            assert after.term > before.term
+            assert number is signal.SIGKILL or after.controller in CONTROLLERS - {before.controller}
+        finally:
+            if number is signal.SIGSTOP:
+                os.kill(old, signal.SIGCONT)
+        assert list(values) == list(range(1, 150))
+        assert stream.done
+    cluster.wait_restarted(before.controller, old)
+    assert live(cluster, "slow-stream") == [instance]
+    assert cluster.http.post("/fn/cold", json={"text": "b"}).json() == "B"

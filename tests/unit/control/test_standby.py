@@ -1,0 +1,185 @@
+"""Standing by, being elected, and a leader that is no longer sure. Clocks are handed in: no test depends on how fast
+anything is."""
+
+import asyncio
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_runtime.control.daemon import lead
+from sllm_runtime.control.lease import SURE_S, Leadership
+from sllm_runtime.control.standby import MOST_S, SILENT_S, Silence, stand_by, vacant
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol.errors import StaleTerm, Unavailable
+from sllm_runtime.protocol.records import Lease, Term
+from sllm_runtime.protocol.subjects import LEADER, LEASE_KEY
+from tests.fixtures.nats import CONTROLLER, CONTROLLER_2, GATEWAY, Nats
+from tests.fixtures.waiting import until
+
+A, B = Term(term=1, controller="a"), Term(term=2, controller="b")
+
+
+@given(looks=st.lists(st.tuples(st.floats(0, 100), st.sampled_from([0, 1, None])), max_size=50))
+def test_silence_never_counts_more_than_was_looked_at(looks: list[tuple[float, int | None]]) -> None:
+    """Gaps in the looking (a process that did not run, a store that was away) are nobody's silence."""
+    silence, now, most = Silence(), 0.0, 0.0
+    before: int | None = None
+    for passed, beat in looks:
+        now += passed
+        if beat is None:
+            silence.blind()
+        else:
+            most = most + min(passed, MOST_S) if beat == before else 0.0
+            assert silence.look(A, Lease(term=1, controller="a", beat=beat), now) == pytest.approx(most)
+        before = beat
+
+
+def test_when_a_standby_is_elected() -> None:
+    held = Lease(term=2, controller="b", beat=7)
+    left = Lease(term=2, controller="b", beat=7, released=True)
+    assert vacant(None, None, 0.0, "a"), "nobody ever led"
+    assert vacant(B, held, 0.0, "b"), "an earlier life of its own"
+    assert vacant(B, left, 0.0, "a"), "it has ended in order"
+    assert vacant(B, held, SILENT_S, "a")
+    assert vacant(B, None, SILENT_S, "a")
+    assert not vacant(B, held, SILENT_S - 0.01, "a")
+    assert not vacant(B, None, 0.0, "a"), "elected just now"
+    assert not vacant(B, Lease(term=1, controller="a", released=True), 0.0, "a"), "of the term before"
+
+
+class Time:
+    """A clock that only ``pause`` moves; ``each`` is done at every pause."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.beats = 0
+        self.leader: StateStore | None = None
+
+    def clock(self) -> float:
+        return self.now
+
+    async def pause(self, seconds: float) -> None:
+        self.now += seconds
+        if self.leader is not None and self.beats:
+            self.beats -= 1
+            await self.leader.put(LEASE_KEY, Lease(term=1, controller=CONTROLLER, beat=self.beats))
+
+
+async def opened(nats: Nats, identity: str) -> StateStore:
+    return await StateStore.open(await nats.bus(identity), create=True)
+
+
+async def test_a_standby_waits_while_the_lease_is_renewed_and_then_is_elected(nats: Nats) -> None:
+    leader, standby, time = await opened(nats, CONTROLLER), await opened(nats, CONTROLLER_2), Time()
+    await leader.elect(CONTROLLER)
+    time.leader, time.beats = leader, 100
+    told: list[float] = []
+    elected = stand_by(standby, CONTROLLER_2, lambda: told.append(time.now), clock=time.clock, pause=time.pause)
+    assert await elected == 2
+    assert time.beats == 0, "not before the last beat"
+    assert 100 * 0.1 + SILENT_S <= time.now + 0.001 < 100 * 0.1 + SILENT_S + 1
+    assert told[0] == 0.0
+    with pytest.raises(StaleTerm):
+        await leader.put(LEASE_KEY, Lease(term=1, controller=CONTROLLER))
+
+
+async def test_of_many_standbys_one_is_elected(nats: Nats) -> None:
+    leader = await opened(nats, CONTROLLER)
+    await leader.elect(CONTROLLER)
+    await leader.put(LEASE_KEY, Lease(term=1, controller=CONTROLLER, released=True))
+    stores = [await opened(nats, CONTROLLER_2) for _ in range(3)]
+    told: list[str] = []
+    standing = [
+        asyncio.create_task(stand_by(store, f"c{n}", lambda n=n: told.append(f"c{n}")))  # type: ignore[misc]
+        for n, store in enumerate(stores)
+    ]
+    done, waiting = await asyncio.wait(standing, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.result() for task in done] == [2]
+    try:
+        await until(lambda: len(set(told)) == 2, what="the others stand by")
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+
+
+async def test_a_lost_answer_to_an_election_is_no_second_one(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await opened(nats, CONTROLLER)
+    publish = store._publish
+
+    async def lossy(key: str, data: bytes, headers: dict[str, str]) -> int:
+        await publish(key, data, headers)
+        monkeypatch.undo()
+        raise Unavailable("the answer was lost")
+
+    monkeypatch.setattr(store, "_publish", lossy)
+    assert await store.elect(CONTROLLER, over=0) == 1
+    await store.put(LEASE_KEY, Lease(term=1, controller=CONTROLLER))
+
+
+async def test_a_leader_is_sure_only_as_long_as_it_has_proof(nats: Nats) -> None:
+    store, time = await opened(nats, CONTROLLER), Time()
+    gateway = await nats.bus(GATEWAY)
+    heard: list[Term] = []
+    await gateway.subscribe(LEADER, Term, lambda term, _: heard.append(term))
+    await store.elect(CONTROLLER)
+    leadership = Leadership(store, store._bus, CONTROLLER, clock=time.clock)
+    assert leadership.sure
+    time.now += SURE_S
+    assert not leadership.sure
+    with pytest.raises(Unavailable, match="still leads"):
+        await leadership.assured(0.01)
+    running = asyncio.create_task(leadership.run())
+    await leadership.assured()
+    assert leadership.sure
+    await until(lambda: heard, what="it said so")
+    assert heard[0] == Term(term=1, controller=CONTROLLER)
+    other = await opened(nats, CONTROLLER_2)
+    await other.elect(CONTROLLER_2)
+    with pytest.raises(StaleTerm):
+        await running
+    time.now += SURE_S
+    with pytest.raises(Unavailable):
+        await leadership.assured(0.01)
+    await leadership.release()
+    assert await other.get(LEASE_KEY, Lease) != Lease(term=1, controller=CONTROLLER, released=True)
+
+
+async def test_where_nothing_can_be_written_reading_is_proof(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk does not keep ready functions from new instances."""
+    store, time = await opened(nats, CONTROLLER), Time()
+    await store.elect(CONTROLLER)
+
+    async def full(*_: object) -> int:
+        raise Unavailable("no space left")
+
+    monkeypatch.setattr(store, "_publish", full)
+    leadership = Leadership(store, store._bus, CONTROLLER, clock=time.clock)
+    time.now += SURE_S
+    running = asyncio.create_task(leadership.run())
+    await leadership.assured()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    await leadership.release()
+
+
+async def test_who_ends_in_order_is_followed_at_once(nats: Nats) -> None:
+    stop, standing, next_leads = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def second() -> int:
+        async with lead(nats.settings(CONTROLLER_2), CONTROLLER_2, standing_by=standing.set) as controller:
+            next_leads.set()
+            return controller.term
+
+    async with lead(nats.settings(CONTROLLER), CONTROLLER) as first:
+        running = asyncio.create_task(first.run(stop))
+        waiting = asyncio.create_task(second())
+        await until(standing.is_set, what="the second one stands by")
+        assert not next_leads.is_set()
+        stop.set()
+        await running
+    await until(next_leads.is_set, what="the second one leads")
+    assert await waiting == 2
