@@ -22,6 +22,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 NO_TESTS: Final = 5
 HANDED_ON: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SECTION: Final = re.compile(rb"(?:\x1b\[[\d;]*m)*=+ (?!test session starts)")
+_ENDED: Final = re.compile(rb"\d+ \w+.* in [\d.]+s\b")
 _COUNTS: Final = re.compile(rb"(\d+) (passed|failed|error|skipped)")
 
 
@@ -33,14 +34,15 @@ class Run:
     out: IO[bytes]
     partial: bytes = b""
     held: list[bytes] = field(default_factory=list)
-    last: bytes = b""
+    counts: bytes = b""
+    """pytest's last words; what a child of a session says when it ends may follow them."""
 
     def read(self) -> bool:
         """Show the lines that have come, or hold them once its reports have begun; False at its end."""
         data = os.read(self.out.fileno(), 1 << 16)
         *lines, self.partial = (self.partial + (data or b"\n")).split(b"\n")
         for line in lines:
-            self.last = line or self.last
+            self.counts = line if _ENDED.search(line) else self.counts
             if self.held or _SECTION.match(line):
                 self.held.append(line)
             elif line:
@@ -83,10 +85,10 @@ def follow(runs: list[Run]) -> None:
 
 
 def total(runs: list[Run]) -> bytes:
-    """The counts of all runs' last lines together."""
+    """The counts of all runs together."""
     counts: dict[bytes, int] = {}
     for run in runs:
-        for number, word in _COUNTS.findall(run.last):
+        for number, word in _COUNTS.findall(run.counts):
             counts[word] = counts.get(word, 0) + int(number)
     return b", ".join(b"%d %s" % (number, word) for word, number in counts.items()) or b"no tests ran"
 

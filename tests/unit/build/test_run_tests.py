@@ -51,7 +51,8 @@ def test_each_file_is_run_once_and_what_failed_is_told_at_the_end(tmp_path: Path
     """The first and the last file wait for each other: one run alone would never end."""
     os.mkfifo(tmp_path / "meet")
     files = {
-        "a": "def test_reads(): note('a'); assert (HERE / 'meet').read_text() == 'y'\n",
+        "a": "import atexit; atexit.register(print, 'said at the very end')\n"
+        "def test_reads(): note('a'); assert (HERE / 'meet').read_text() == 'y'\n",
         "b": "def test_b(): note('b')\ndef test_b2(): note('b2')\n",
         "c": "def test_writes(): note('c'); (HERE / 'meet').write_text('x')\n",
     }
