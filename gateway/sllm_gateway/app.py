@@ -114,7 +114,7 @@ class Gateway:
         )
 
     def _on_version(self, version: Version) -> None:
-        self.calls.dispatcher.on_version(version)
+        self.calls.on_version(version)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Callable[[Message], Awaitable[None]]) -> None:
         await self._front(scope, receive, cast(Send, send))  # what a server gives is a coroutine function

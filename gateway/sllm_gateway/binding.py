@@ -27,6 +27,8 @@ class Binding:
         self.outbox.close()
         self.accepted = False
         """Whether the instance has the call: it said so, or sent something of it."""
+        self.following = False
+        """Whether its ids are wanted as they are drawn."""
         self.resends = 0
         """Times it asked for frames again."""
         self.due = NEVER
@@ -67,13 +69,17 @@ class Binding:
     def consumed(self, cost: int, now: float) -> list[Outgoing]:
         """The reader took frames of this ``cost``: an acknowledgement, if one is due."""
         self.inbox.consume(cost)
-        due = self.inbox.ack(now)
-        return [] if due is None else [Ack(self.call, self.epoch, *due)]
+        return self.acknowledge(now)
 
     def acknowledge(self, now: float, *, force: bool = False) -> list[Outgoing]:
         """An acknowledgement, if one is due."""
         due = self.inbox.ack(now, force=force)
-        return [] if due is None else [Ack(self.call, self.epoch, *due)]
+        return [] if due is None else [Ack(self.call, self.epoch, *due, self.following)]
+
+    def follow(self, now: float) -> list[Outgoing]:
+        """The call moves away: its ids are wanted as they are drawn."""
+        self.following = True
+        return self.acknowledge(now, force=True)
 
     # --- the request's body -----------------------------------------------------------------------
     def first(self) -> tuple[Frame, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sllm_gateway.binding import NEVER, Binding
+from sllm_gateway.move import Move
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
 from sllm_runtime.protocol.errors import SllmError
@@ -73,6 +74,14 @@ class Call:
     """Cost of frames that the reader has not got rid of."""
     resumption: Resumption | None = None
     """Of a call that another instance could go on with."""
+    move: Move | None = None
+    """Its way to another instance; it runs at ``binding`` all the while."""
+    move_round: int = 0
+    """Times the destination was told what it lacks."""
+    move_after: float = 0.0
+    """No move is begun before."""
+    stays: bool = False
+    """Another instance did not say the same: it is moved no more."""
     numerics: str = ""
     """Fingerprint of the first instance that took it: only an equal one goes on with it."""
     of_before: int = 0
@@ -122,6 +131,13 @@ class Call:
             self.resumption = Resumption()
         self.go_on(now)
 
+    def bound(self, epoch: int, node: str) -> Binding | None:
+        """Where it runs, or is on its way to, under this epoch at this node."""
+        for binding in (self.binding, self.move.binding if self.move is not None else None):
+            if binding is not None and binding.epoch == epoch and binding.node == node:
+                return binding
+        return None
+
     # --- the reader's side ------------------------------------------------------------------------
     def take(self) -> list[Frame]:
         """All frames that are here. Tell ``Calls.consumed`` when they are written."""
@@ -169,6 +185,7 @@ class Call:
             recorded=self.resumption.recorded if self.resumption is not None else (),
             delivered=self.resumption.delivered if self.resumption is not None else 0,
             delivered_hash=self.resumption.digest if self.resumption is not None else b"",
+            follow=binding.following,
             credit=binding.inbox.window,
             traceparent=self.order.traceparent,
         )

@@ -17,10 +17,12 @@ from sllm_gateway.handover import Handover
 from sllm_gateway.leader import Leader
 from sllm_gateway.link import Link
 from sllm_gateway.metrics import Metrics
+from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
+from sllm_gateway.table import Version
 from sllm_gateway.timers import Timers
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
@@ -57,10 +59,25 @@ class Calls:
             place=lambda call, entry: self._handover.place(call, entry),
             fail=self.fail,
         )
-        self._ending = Ending(self._open, self._link, self.dispatcher, metrics, clock, on_end)
+        self._moves = Moves(
+            self._open,
+            self._link,
+            self.dispatcher,
+            metrics,
+            settings.window,
+            clock,
+            self._tasks,
+            deliver=lambda call, binding, frames, now: self._delivery.moved(call, binding, frames, now),
+            fail=self.fail,
+        )
+        self._ending = Ending(self._open, self._link, self.dispatcher, self._moves, metrics, clock, on_end)
         self._handover = Handover(self._link, self.dispatcher, self._ending, settings.window, clock, self._tasks)
-        self._delivery = Delivery(self._open, self._link, self._handover, self._ending, settings.max_output, clock)
-        self._timers = Timers(self._open, self._link, self.dispatcher, starts, settings, clock, self._ending)
+        self._delivery = Delivery(
+            self._open, self._link, self._handover, self._ending, self._moves, settings.max_output, clock
+        )
+        self._timers = Timers(
+            self._open, self._link, self.dispatcher, self._moves, starts, settings, clock, self._ending
+        )
 
     def __len__(self) -> int:
         return len(self._open)
@@ -128,6 +145,11 @@ class Calls:
     def fail(self, call: Call, error: SllmError) -> None:
         """End the call with ``error`` for its caller, and cancel it on its node."""
         self._ending.fail(call, error)
+
+    def on_version(self, version: Version) -> None:
+        """Its route has changed, or it was removed."""
+        self.dispatcher.on_version(version)
+        self._moves.on_version(version)
 
     # --- the nodes' reports -----------------------------------------------------------------------
     def on_status(self, status: NodeStatus, subject: str) -> None:

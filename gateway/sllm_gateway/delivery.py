@@ -11,6 +11,7 @@ from sllm_gateway.call import Call
 from sllm_gateway.ending import Ending
 from sllm_gateway.handover import Handover
 from sllm_gateway.link import Incoming, Link, answer_stray
+from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import OutputTooLarge, ProtocolError
@@ -28,6 +29,7 @@ class Delivery:
         link: Link,
         handover: Handover,
         ending: Ending,
+        moves: Moves,
         max_output: int,
         clock: Callable[[], float],
     ) -> None:
@@ -35,6 +37,7 @@ class Delivery:
         self._link = link
         self._handover = handover
         self._ending = ending
+        self._moves = moves
         self._max_output = max_output
         self._clock = clock
         self._arrivals = Arrivals(ending.fail, clock)
@@ -44,8 +47,8 @@ class Delivery:
         now = self._clock()
         for item in items:
             call = self._calls.get(item.call)
-            binding = call.binding if call is not None else None
-            if call is None or binding is None or binding.epoch != item.epoch or binding.node != node:
+            binding = call.bound(item.epoch, node) if call is not None else None
+            if call is None or binding is None:
                 self._link.send_all(node, answer_stray(item))
                 continue
             try:
@@ -53,10 +56,15 @@ class Delivery:
             except ProtocolError as error:
                 log.error("node %s: %s", node, error.message, extra={"call": call.id})
                 self._link.send(node, Cancel(call.id, binding.epoch, error.code, error.message))
-                self._ending.ended(call, binding, End(error=error.body()))
+                if binding is call.binding:
+                    self._ending.ended(call, binding, End(error=error.body()))
+                else:
+                    self._moves.drop(call, error.message)
 
     def _on_item(self, call: Call, binding: Binding, item: Incoming, now: float) -> None:
-        if isinstance(item, Segment):
+        if call.move is not None and binding is not call.binding:
+            self._moves.on_item(call, call.move, item, now)
+        elif isinstance(item, Segment):
             self._on_frames(call, binding, item.frames, now)
         elif isinstance(item, Beat):
             self._handover.accepted(call, binding)
@@ -77,6 +85,16 @@ class Delivery:
         before = binding.inbox.received_bytes
         ready = binding.on_frames(frames, now)
         cost = binding.inbox.received_bytes - before
+        if call.move is not None:
+            ready, dropped = self._moves.sift(call, binding, ready)
+            cost -= dropped
+        self._arrived(call, binding, ready, cost, now)
+
+    def moved(self, call: Call, binding: Binding, frames: list[Frame], now: float) -> None:
+        """Frames of ``binding`` that have waited until it was the call's."""
+        self._arrived(call, binding, frames, sum(frame.cost for frame in frames), now)
+
+    def _arrived(self, call: Call, binding: Binding, ready: list[Frame], cost: int, now: float) -> None:
         end = ready.pop() if ready and ready[-1].kind is FrameKind.END else None
         if ready:
             self._deliver(call, binding, ready, cost if end is None else cost - end.cost, now)
@@ -107,6 +125,7 @@ class Delivery:
 
     def on_restart(self, node: str) -> None:
         """A node was started anew. It answers ``Unknown`` for the calls it has lost."""
+        self._moves.on_restart(node)
         for call in self._calls.values():
             binding = call.binding
             if binding is not None and binding.node == node and binding.accepted:
@@ -115,6 +134,7 @@ class Delivery:
     def on_reconnect(self) -> None:
         """Messages may have been lost in both directions."""
         now = self._clock()
+        self._moves.on_reconnect(now)
         for call in self._calls.values():
             call.due = now
             if call.binding is not None:

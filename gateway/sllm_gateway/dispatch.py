@@ -115,6 +115,10 @@ class Dispatcher:
             line.slots.remove(call)
             self._drop_if_idle(line)
 
+    def take(self, call: Call, instance: str) -> None:
+        """The call moves to ``instance``: a slot there is its own, beside the one it has."""
+        self._line(call.version).slots.take(instance)
+
     def accepted(self, call: Call, instance: str) -> None:
         self._line(call.version).slots.accepted(instance)
 

@@ -10,6 +10,7 @@ from sllm_gateway.call import Call
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Link
 from sllm_gateway.metrics import Metrics
+from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.retry import worth_resuming, worth_retrying
 from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, InstanceLost, SllmError, SlowConsumer
@@ -27,6 +28,7 @@ class Ending:
         calls: OpenCalls,
         link: Link,
         dispatcher: Dispatcher,
+        moves: Moves,
         metrics: Metrics,
         clock: Callable[[], float],
         on_end: Callable[[Call], None],
@@ -35,6 +37,7 @@ class Ending:
         self._calls = calls
         self._link = link
         self._dispatcher = dispatcher
+        self._moves = moves
         self._metrics = metrics
         self._clock = clock
         self._on_end = on_end
@@ -53,6 +56,7 @@ class Ending:
 
     def over(self, call: Call, error: SllmError) -> None:
         """The end, as far as the caller goes."""
+        self._moves.drop(call, "it has ended")
         if isinstance(error, Cancelled):
             call.frames.clear()
         call.error = error
@@ -85,6 +89,9 @@ class Ending:
             self._dispatcher.refused(call, binding.instance, gone=True)
         else:
             self._dispatcher.release(call, binding.instance)
+        if isinstance(error, InstanceLost) and self._moves.take_over(call):
+            return
+        self._moves.drop(call, "it has ended")
         if error is None and not call.over:
             call.end = end
             call.go(CallState.SUCCEEDED)
@@ -99,6 +106,9 @@ class Ending:
         call.binding = None
         self._link.send(binding.node, Cancel(call.id, binding.epoch, reason=why))
         self._dispatcher.refused(call, binding.instance, gone=True)
+        if self._moves.take_over(call):
+            return
+        self._moves.drop(call, why)
         error = InstanceLost(f"{why}; call again")
         if not self._again(call, error):
             self._end_with(call, error)

@@ -42,6 +42,12 @@ class Metrics:
             ["function"],
             registry=registry,
         )
+        self.moved = Counter(
+            "sllm_calls_moved",
+            "Times a running call was carried over to another instance",
+            ["function"],
+            registry=registry,
+        )
         self.resent = Counter("sllm_frames_resend_requests", "Times frames were asked for again", registry=registry)
 
     @contextmanager

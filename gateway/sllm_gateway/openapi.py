@@ -81,6 +81,10 @@ OPERATIONS = (
     Operation("get", f"{API}/models/{{digest}}", "One model", answer=http.ModelView),
     Operation("delete", f"{API}/models/{{digest}}", "Delete a model that no version uses", answer=http.ModelView),
     Operation("post", f"{API}/models/{{digest}}/validate", "Check every byte of a model", answer=http.ModelView),
+    Operation(
+        "post", f"{API}/instances/{{instance}}/migrate", "Move an instance's running calls. 202: it still goes on",
+        http.MigrateRequest, http.MigrationView, statuses=(200, 202),
+    ),
     Operation("get", f"{API}/nodes", "All nodes", answer=http.NodeListView),
     Operation("get", f"{API}/nodes/{{node}}", "One node, and what lies where on it", answer=http.NodeDetailView),
     Operation("get", f"{API}/status", "What is there", answer=http.StatusView),

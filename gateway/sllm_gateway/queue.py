@@ -68,6 +68,8 @@ class SlotQueue(Generic[T]):
     def _freest(self, now: float) -> RouteEntry | None:
         best, most = None, 0
         for entry in self.entries.values():
+            if entry.moves_to:
+                continue
             free = entry.concurrency - self.running.get(entry.instance, 0)
             if free > most and not self._held(entry.instance, now):
                 best, most = entry, free
@@ -76,6 +78,10 @@ class SlotQueue(Generic[T]):
     def _held(self, instance: str, now: float) -> bool:
         hold = self._holds.get(instance)
         return hold is not None and now < hold.until
+
+    def take(self, instance: str) -> None:
+        """A call that moves takes one of its slots, with no turn."""
+        self.running[instance] = self.running.get(instance, 0) + 1
 
     def accepted(self, instance: str) -> None:
         """It took a call: its next ``busy`` holds for the shortest time again."""
@@ -123,7 +129,10 @@ class SlotQueue(Generic[T]):
     @property
     def living(self) -> int:
         """Instances that will take a waiting call sooner or later."""
-        return sum(not (hold := self._holds.get(name)) or not hold.gone for name in self.entries)
+        return sum(
+            not entry.moves_to and (not (hold := self._holds.get(name)) or not hold.gone)
+            for name, entry in self.entries.items()
+        )
 
     def next_try(self, now: float) -> float | None:
         """When a held instance may be asked again, if anybody waits for it."""

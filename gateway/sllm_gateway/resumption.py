@@ -1,5 +1,5 @@
-"""What another instance needs to go on with a call whose own has died: the ids its engine drew, and what its caller was
-given. No I/O."""
+"""What another instance needs to go on with a call whose own has died or is left: the ids its engine drew, and what its
+caller was given. No I/O."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class Resumption:
         self._count = 0
         self._seen = (0, 0)
         self._in_vain = 0
+        self._trail: list[bytes] = []
+        self._trail_from: int | None = None
 
     def take(self, frames: Sequence[Frame]) -> None:
         """Frames have come, in order. Raises ``ProtocolError`` if ids cannot be read."""
@@ -42,17 +44,21 @@ class Resumption:
                         self._hash.update(part)
                     self._parts.clear()
                     self.delivered += 1
+                    if self._trail_from is not None:
+                        self._trail.append(self._hash.digest())
             elif frame.kind is FrameKind.IDS:
                 self._record(codec.unpack(Ids, frame.data))
 
     def _record(self, ids: Ids) -> None:
-        """Ids that leave a gap, or are too many, are of no use: what follows is drawn again."""
+        """Ids that leave a gap, or are too many, are of no use: what follows is drawn again. After a resume an instance
+        gives those out again that it was told."""
         if not 0 <= ids.generation < _MOST_GENERATIONS or self._count + len(ids.ids) > MOST_IDS:
             return
         known = self._ids.setdefault(ids.generation, [])
-        if ids.first == len(known):
-            known.extend(ids.ids)
-            self._count += len(ids.ids)
+        if ids.first <= len(known):
+            more = ids.ids[len(known) - ids.first :]
+            known.extend(more)
+            self._count += len(more)
 
     @property
     def digest(self) -> bytes:
@@ -63,6 +69,37 @@ class Resumption:
     def recorded(self) -> tuple[tuple[int, ...], ...]:
         """Ids by generation, as ``CallHead.recorded``."""
         return tuple(tuple(self._ids.get(number, ())) for number in range(max(self._ids, default=-1) + 1))
+
+    # --- while it moves (``move``) ------------------------------------------------------------------
+    def hashed(self) -> hashlib.blake2b:
+        """Of all whole outputs so far; a copy."""
+        return self._hash.copy()
+
+    def watch(self) -> None:
+        """From now on ``digest_at`` knows each output's."""
+        self._trail_from, self._trail = self.delivered, [self._hash.digest()]
+
+    def unwatch(self) -> None:
+        self._trail_from, self._trail = None, []
+
+    def digest_at(self, outputs: int) -> bytes:
+        """``hashed`` as it was after so many outputs, at least those of ``watch``."""
+        assert self._trail_from is not None
+        return self._trail[outputs - self._trail_from]
+
+    @property
+    def half(self) -> bool:
+        """Whether of an output only a part is here."""
+        return bool(self._parts)
+
+    def known(self, generation: int) -> Sequence[int]:
+        """Ids of a generation."""
+        return self._ids.get(generation, ())
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many ids of each generation are known."""
+        return {generation: len(ids) for generation, ids in self._ids.items()}
 
     def break_off(self, waiting: list[Frame]) -> list[Frame] | None:
         """Its instance has died: what is taken out of ``waiting`` (frames that the caller has not had), half an output.

@@ -11,6 +11,7 @@ from sllm_gateway.call import Call
 from sllm_gateway.deadlines import Allowed, Seen, next_look, verdict
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Link
+from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
@@ -39,6 +40,7 @@ class Timers:
         calls: OpenCalls,
         link: Link,
         dispatcher: Dispatcher,
+        moves: Moves,
         starts: Starts,
         settings: GatewaySettings,
         clock: Callable[[], float],
@@ -47,6 +49,7 @@ class Timers:
         self._calls = calls
         self._link = link
         self._dispatcher = dispatcher
+        self._moves = moves
         self._starts = starts
         self._settings = settings
         self._clock = clock
@@ -75,6 +78,7 @@ class Timers:
 
     def tick(self, now: float, passed: float) -> None:
         """Look at every call that is due. ``passed``: seconds since the tick before."""
+        self._moves.tick(now)
         starting: dict[tuple[str, int], bool] = {}
         for call in list(self._calls.values()):
             if call.binding is None and not call.over:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sllm_runtime.protocol.ctl import FunctionInfo, ModelInfo, NodeInfo
+from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import (
@@ -12,6 +12,7 @@ from sllm_runtime.protocol.http import (
     GpuView,
     InstanceView,
     LogView,
+    MigrationView,
     ModelView,
     NodeDetailView,
     NodeView,
@@ -91,6 +92,17 @@ def model(info: ModelInfo | ModelRecord) -> ModelView:
     if isinstance(info, ModelRecord):
         return view
     return view.model_copy(update={"nodes": info.nodes, "used_by": info.used_by, "problem": info.problem})
+
+
+def migration(found: Migrated) -> MigrationView:
+    return MigrationView(
+        instance=found.instance,
+        destination=found.destination,
+        node=found.node,
+        state=found.state,
+        running=found.running,
+        note=found.note,
+    )
 
 
 def node(info: NodeInfo) -> NodeView:

@@ -33,6 +33,8 @@ class Call:
         """Of the body itself that are here."""
         self.began = now
         self.ended_at: float | None = None
+        self.followed = head.follow
+        """Whether the worker knows that its ids are wanted as they are drawn."""
         self.cancel: tuple[str, str] | None = None
         """Code and reason, once somebody asked to stop it."""
         self.cancelled_at = 0.0

@@ -58,6 +58,9 @@ class Host(Protocol):
     def credit(self, call: Call) -> None:
         """The call's gateway takes more."""
 
+    def follow(self, call: Call, on: bool) -> None:
+        """Whether the call's ids are to come as they are drawn. Repeatable."""
+
     def cancel(self, call: Call, code: str, reason: str) -> None:
         """Stop the call; its END follows."""
 
@@ -144,19 +147,23 @@ class Relay:
                     host.feed(call, parts)
                 self._answer_body(call, now)
             case Ack():
-                more = call.on_ack(item.next_index, item.limit, now)
-                if call.running:
-                    host.credit(call)
-                if more:
-                    self.ready(call)
-                if call.outbox.done:
-                    self._forget(call)
+                self._on_ack(call, host, item, now)
             case Resend():
                 call.outbox.on_resend(item.index)
                 self.ready(call)
             case Cancel():
                 if call.running:
                     host.cancel(call, item.code, item.reason)
+
+    def _on_ack(self, call: Call, host: Host, item: Ack, now: float) -> None:
+        more = call.on_ack(item.next_index, item.limit, now)
+        if call.running:
+            host.credit(call)
+            host.follow(call, item.follow)
+        if more:
+            self.ready(call)
+        if call.outbox.done:
+            self._forget(call)
 
     # --- from instances -----------------------------------------------------------------------------
     def ready(self, call: Call) -> None:

@@ -18,13 +18,14 @@ from sllm_runtime.protocol.worker import (
     CallFrames,
     CancelCall,
     Credit,
+    Follow,
     Hello,
     StartCall,
     Stop,
     ToWorker,
 )
 
-Said: TypeAlias = Assign | StartCall | CallBody | Credit | CancelCall | Stop
+Said: TypeAlias = Assign | StartCall | CallBody | Credit | Follow | CancelCall | Stop
 REMEMBERED = 256
 """Ended calls whose late log lines still get their call's id."""
 
@@ -140,6 +141,12 @@ class Work:
         """The call's gateway takes more."""
         if (limit := call.new_credit()) is not None:
             self.tell(Credit(call.number, limit))
+
+    def follow(self, call: Call, on: bool) -> None:
+        """Whether the call's ids are to come as they are drawn. Repeatable: the worker is told once."""
+        if call.followed is not on:
+            call.followed = on
+            self.tell(Follow(call.number, on))
 
     def cancel(self, call: Call, code: str, reason: str) -> None:
         """Stop the call; its END follows. Repeatable: the first reason holds."""

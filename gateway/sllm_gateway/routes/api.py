@@ -35,6 +35,7 @@ from sllm_runtime.protocol.http import (
     API,
     DeletedView,
     FunctionListView,
+    MigrateRequest,
     ModelListView,
     NodeListView,
     RollbackRequest,
@@ -42,9 +43,11 @@ from sllm_runtime.protocol.http import (
 )
 from sllm_runtime.protocol.manifest import NAME
 from sllm_runtime.protocol.node import Ok
+from sllm_runtime.protocol.states import MIGRATION, final
 
 B = TypeVar("B", bound=BaseModel)
 DELETE_WAIT_S = 40.0
+MIGRATE_WAIT_S = 20.0
 MAX_JSON = 2 * 2**20
 _YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
 _DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
@@ -106,6 +109,7 @@ class Api:
             Route(f"{API}/models/{{digest}}", self.model, methods=["GET"]),
             Route(f"{API}/models/{{digest}}", self.delete_model, methods=["DELETE"]),
             Route(f"{API}/models/{{digest}}/validate", self.validate_model, methods=["POST"]),
+            Route(f"{API}/instances/{{instance}}/migrate", self.migrate, methods=["POST"]),
             Route(f"{API}/nodes", self.nodes, methods=["GET"]),
             Route(f"{API}/nodes/{{node}}", self.node, methods=["GET"]),
             Route(f"{API}/status", self.status, methods=["GET"]),
@@ -165,6 +169,17 @@ class Api:
             raise InvalidRequest(f"{quoted(digest)} is no digest: give at least 4 hex digits", field="digest")
         ref = ctl.ModelRef(digest=digest, verb=verb)
         return shown(views.model(await self._controller.ask("model", ref, ctl.ModelInfo, timeout_s=90)))
+
+    async def migrate(self, request: Request) -> Response:
+        """200 when it is over; 202 when it still goes on after ``MIGRATE_WAIT_S``."""
+        wanted = await body_of(request, MigrateRequest)
+        verb = ctl.Migrate(instance=request.path_params["instance"], to=wanted.to)
+        until = self._clock() + MIGRATE_WAIT_S
+        while True:
+            found = await self._controller.ask("migrate", verb, ctl.Migrated, timeout_s=2 * limits.LONG_POLL_S)
+            over = final(MIGRATION, found.state)
+            if over or self._clock() > until:
+                return shown(views.migration(found), 200 if over else 202)
 
     async def nodes(self, request: Request) -> Response:
         return shown(NodeListView(nodes=tuple(views.node(info) for info in await self._controller.nodes())))

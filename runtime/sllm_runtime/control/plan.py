@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, TypeAlias
 
-from sllm_runtime.control import autoscale, backoff, instances
-from sllm_runtime.control.placement import Evict, Place, Policy, Request
+from sllm_runtime.control import autoscale, backoff, instances, migration
+from sllm_runtime.control.placement import Decision, Evict, Place, Policy, Request
 from sllm_runtime.control.view import EMPTY, Instance, Key, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
@@ -60,6 +61,7 @@ class Plan:
 
 def plan(view: View, context: Context) -> Plan:
     """The next step: the dead are struck out, versions scaled, commands sent or repeated. Same input, same answer."""
+    view = migration.advance(view, context.now, partial(_choose, context=context), partial(_make, context=context))
     view = _forget(view, context.now)
     view = _bury(view, context.now)
     view = replace(view, pending=EMPTY)
@@ -136,7 +138,9 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
             view, placed = _place(view, version, context)
             if not placed:
                 break
-    ready = [instance for instance in live if view.instances[instance.record.instance].ready]
+    awaited = migration.destinations(view)
+    names = (instance.record.instance for instance in live)
+    ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
     for instance in autoscale.expired(ready, manifest, least=least, waiting=waiting, now=context.now):
         why = f"idle for {instance.idle_s(context.now):.0f} s, keep_alive is {manifest.keep_alive:g} s"
         view = instances.stop(view, instance, why, manifest.timeout)
@@ -154,6 +158,15 @@ def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, 
             # A call may be on its way to it: it still ends when that call does.
             view = instances.stop(view, idle, f"makes room for {key[0]}", idle.manifest.timeout)
     return replace(view, pending={**view.pending, key: decision.reason}), False
+
+
+def _choose(request: Request, view: View, *, context: Context) -> Decision:
+    return context.policy.place(request, view, context.now, context.rng)
+
+
+def _make(view: View, key: Key, place: Place, *, context: Context) -> tuple[View, str]:
+    made = _new(view.versions[key], place, context)
+    return view.put_instance(made), made.record.instance
 
 
 def _new(version: VersionRecord, place: Place, context: Context) -> Instance:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Final
 
 from sllm_runtime.control import backoff
-from sllm_runtime.control.view import STARTING, Key, View
+from sllm_runtime.control.view import STARTING, Instance, Key, View
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import FunctionNotFound, VersionNotFound
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import Route, RouteEntry
+from sllm_runtime.protocol.states import InstanceState
+
+_WORKING: Final = frozenset({InstanceState.READY, InstanceState.DRAINING})
 
 
 def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | None:
@@ -25,9 +29,10 @@ def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | No
             concurrency=version.manifest.concurrency,
             fingerprint=instance.record.fingerprint,
             spans=instance.spans,
+            moves_to=instance.record.moves_to,
         )
         for instance in view.of(key)
-        if instance.ready and instance.record.instance not in leave_out
+        if (instance.ready or _moving(view, instance)) and instance.record.instance not in leave_out
     ]
     return Route(
         function=key[0],
@@ -37,6 +42,12 @@ def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | No
         active=view.active(key),
         entries=tuple(entries),
     )
+
+
+def _moving(view: View, instance: Instance) -> bool:
+    """Whether gateways are to carry its calls over: it takes no other, and where they go on is ready."""
+    destination = view.instances.get(instance.record.moves_to)
+    return destination is not None and destination.ready and instance.state in _WORKING
 
 
 def require(view: View, key: Key) -> None:
@@ -69,7 +80,7 @@ def answer(view: View, request: Acquire, now: float) -> Acquired | None:
     key = (request.function, request.version)
     require(view, key)
     found = route(view, key, leave_out=view.suspects)
-    if found is not None and any(entry.instance not in request.known for entry in found.entries):
+    if found is not None and any(entry.instance not in request.known and not entry.moves_to for entry in found.entries):
         return Acquired(route=found)
     failure = view.failures.get(key)
     failed = failure is not None and backoff.active(failure, now, asked=True)

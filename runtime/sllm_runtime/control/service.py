@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sllm_runtime.control import listing, registry, routes
+from sllm_runtime.control import listing, migration, registry, routes
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import STORE_S, Deployments
 from sllm_runtime.control.lease import Leadership
@@ -67,6 +67,7 @@ class Service:
             "models": self.models,
             "model": self.model,
             "nodes": self.nodes,
+            "migrate": self.migrate,
             "ping": self.ping,
         }
 
@@ -150,6 +151,18 @@ class Service:
 
     async def nodes(self, request: ctl.Listing) -> ctl.NodeList:
         return listing.nodes(self._loop.view, request.after, time.monotonic())
+
+    async def migrate(self, request: ctl.Migrate) -> ctl.Migrated:
+        """Long poll until it is over."""
+        name = request.instance
+        view = self._loop.change(lambda view: migration.ask(view, name, request.to, time.monotonic()))
+        instance = view.instances.get(name)
+        if instance is None:
+            return migration.so_far(view, name)
+        found = await self._loop.until(
+            instance.key[0], lambda view: migration.outcome(view, name), waited(request.wait_s)
+        )
+        return found or migration.so_far(self._loop.view, name)
 
     async def ping(self, _: ctl.Nothing) -> Ok:
         return Ok(note="leading")

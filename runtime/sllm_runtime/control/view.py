@@ -18,7 +18,7 @@ from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import InstanceStatus, NodeRecord, NodeStatus
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
-from sllm_runtime.protocol.states import INSTANCE, InstanceState, VersionState, final
+from sllm_runtime.protocol.states import INSTANCE, InstanceState, MigrationState, VersionState, final
 from sllm_runtime.protocol.timeline import Span
 
 Key: TypeAlias = tuple[str, int]
@@ -113,6 +113,20 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
+class Migration:
+    """Running calls of instance ``source`` on their way to instance ``destination`` (empty: not placed yet)."""
+
+    source: str
+    node: str
+    """Where to; empty: wherever the policy says."""
+    state: MigrationState
+    began: float
+    destination: str = ""
+    note: str = ""
+    ended: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Why a version does not run now. ``blocking``: its start failed, so callers get ``error`` until ``until``;
     otherwise it ran and died, which holds back only the restart that no caller asked for."""
@@ -151,6 +165,8 @@ class View:
     """Instances a gateway could not use, with the sequence of the report they must outlive to be trusted again."""
     orphans: Mapping[str, float] = field(default_factory=dict)
     """Instances nobody knows, with the time of the last command to end them."""
+    migrations: Mapping[str, Migration] = field(default_factory=dict)
+    """By source. Stored is only which instance a source's calls go to (``InstanceRecord.moves_to``)."""
     pending: Mapping[Key, str] = field(default_factory=dict)
     """Why a wanted instance cannot be placed now, for people."""
     learned: Learned = field(default_factory=Learned)

@@ -22,6 +22,7 @@ from sllm_runtime.protocol.records import (
     Route,
     VersionRecord,
 )
+from sllm_runtime.protocol.states import MigrationState
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +207,27 @@ class NodeList(msgspec.Struct, frozen=True, kw_only=True):
     next: str = ""
 
 
+class Migrate(msgspec.Struct, frozen=True, kw_only=True):
+    """Carry the running calls of ``instance`` over to another one on node ``to`` (empty: the policy chooses), and end
+    it. Long-polled by ``instance``: asked again, it joins."""
+
+    instance: str
+    to: str = ""
+    wait_s: float = LONG_POLL_S
+
+
+class Migrated(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a migration is. ``running``: calls that the source still works on."""
+
+    instance: str
+    destination: str
+    node: str
+    state: MigrationState
+    running: int = 0
+    note: str = ""
+    """Why it was abandoned."""
+
+
 class Nothing(msgspec.Struct, frozen=True, kw_only=True):
     """No arguments."""
 
@@ -223,5 +245,6 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "models": (Listing, ModelList),
     "model": (ModelRef, ModelInfo),
     "nodes": (Listing, NodeList),
+    "migrate": (Migrate, Migrated),
     "ping": (Nothing, Ok),
 }

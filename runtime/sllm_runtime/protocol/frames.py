@@ -65,13 +65,26 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     raw: tuple[bytes, ...] = ()
 
 
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ToolDelta(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the ``index``-th call of a function that one choice makes. ``id`` and ``name`` come with its first."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True):
     """Text that became final for one choice. ``finish`` is set on a choice's last delta."""
 
     choice: int
     text: str
-    finish: Literal["stop", "length", "tool_calls"] | None = None
+    finish: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolDelta, ...] = ()
 
 
 class Ids(msgspec.Struct, frozen=True, array_like=True):
@@ -113,6 +126,8 @@ class CallHead(msgspec.Struct, frozen=True, kw_only=True):
     delivered: int = 0
     """Resume: outputs the caller already has; ``delivered_hash`` is the 16-byte BLAKE2b of their bytes in order."""
     delivered_hash: bytes = b""
+    follow: bool = False
+    """Migration: ids are sent as they are drawn, not in groups."""
     credit: int = 0
     """Bytes of frames (``Frame.cost``) the node may send at once."""
     traceparent: str = ""
@@ -143,12 +158,16 @@ class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """All frames below ``next_index`` are here (drop them); frames may be sent up to ``limit``, a sum of costs."""
+    """All frames below ``next_index`` are here (drop them); frames may be sent up to ``limit``, a sum of costs.
+
+    ``follow``: the call moves, so its ids are to be sent as they are drawn. The last acknowledgement counts.
+    """
 
     call: str
     epoch: int
     next_index: int
     limit: int
+    follow: bool = False
 
 
 class Resend(msgspec.Struct, frozen=True, array_like=True, tag="resend"):

@@ -141,6 +141,24 @@ class ModelRegisterRequest(Frozen):
     uri: str = Field(min_length=1, max_length=2048)
 
 
+class MigrateRequest(Frozen):
+    """``POST /api/v1/instances/{instance}/migrate``. ``to``: a node; empty: the scheduler chooses one."""
+
+    to: str = Field(default="", max_length=80)
+
+
+class MigrationView(Frozen):
+    """How far it is: ``PREPARING``, ``MOVING``, ``DONE`` or ``ABANDONED`` (then ``note`` says why). ``running``: calls
+    that the source still works on."""
+
+    instance: str
+    destination: str
+    node: str
+    state: str
+    running: int = 0
+    note: str = ""
+
+
 class ModelView(Frozen):
     digest: str
     uri: str

@@ -82,6 +82,8 @@ class InstanceRecord(Record, frozen=True, kw_only=True):
     fingerprint: str = ""
     """Its numerics class, and what its engine can do: as it said when it became ready."""
     capabilities: tuple[str, ...] = ()
+    moves_to: str = ""
+    """The instance that takes over its running calls; empty: none."""
 
 
 class RouteEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +97,8 @@ class RouteEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Numerics class: calls move only between equal ones."""
     spans: tuple[Span, ...] = ()
     """How its start went, from the controller's placement on."""
+    moves_to: str = ""
+    """Another entry of this route: calls that run here go on there, and no new call comes here."""
 
 
 class Route(Record, frozen=True, kw_only=True):

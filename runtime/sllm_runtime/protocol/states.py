@@ -31,6 +31,15 @@ class CallState(StrEnum):
     CANCELLED = "CANCELLED"
 
 
+class MigrationState(StrEnum):
+    """One instance's running calls on their way to another instance."""
+
+    PREPARING = "PREPARING"  # the destination starts; the source works as ever
+    MOVING = "MOVING"  # gateways carry the calls over one by one; the source takes no new one
+    DONE = "DONE"  # the source has no call left and has ended
+    ABANDONED = "ABANDONED"  # either of them is gone, or they cannot be exchanged: what did not move goes on
+
+
 class VersionState(StrEnum):
     """A version of a function."""
 
@@ -61,6 +70,12 @@ CALL: Final[dict[CallState, frozenset[CallState]]] = {
     CallState.SUCCEEDED: frozenset(),
     CallState.FAILED: frozenset(),
     CallState.CANCELLED: frozenset(),
+}
+MIGRATION: Final[dict[MigrationState, frozenset[MigrationState]]] = {
+    MigrationState.PREPARING: frozenset({MigrationState.MOVING, MigrationState.ABANDONED}),
+    MigrationState.MOVING: frozenset({MigrationState.DONE, MigrationState.ABANDONED}),
+    MigrationState.DONE: frozenset(),
+    MigrationState.ABANDONED: frozenset(),
 }
 VERSION: Final[dict[VersionState, frozenset[VersionState]]] = {
     VersionState.PREPARING: frozenset(

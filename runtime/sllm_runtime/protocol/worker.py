@@ -67,6 +67,13 @@ class Credit(msgspec.Struct, frozen=True, tag="credit"):
     limit: int
 
 
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
+    """Send this call's ids as they are drawn from now on (it moves), or, ``on`` False, in groups again."""
+
+    number: int
+    on: bool
+
+
 class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop within one token; answered by the call's END frame."""
 
@@ -84,7 +91,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class ToWorker(msgspec.Struct, frozen=True):
     """The envelope; ``version`` is checked at the first message."""
 
-    body: Assign | StartCall | CallBody | Credit | CancelCall | Stop
+    body: Assign | StartCall | CallBody | Credit | Follow | CancelCall | Stop
     version: int = PROTOCOL_VERSION
 
 

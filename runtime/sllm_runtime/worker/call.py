@@ -44,6 +44,9 @@ class Call:
         self.body = bytearray()
         self.usage = Usage()
         self.task: asyncio.Task[None] | None = None
+        self.following = head.follow
+        """Whether ids are sent as they are drawn: another instance is on its way to take over from this one, or this
+        one from another."""
         self._arrived = time.perf_counter()
         self._late = late
         self._first: float | None = None
@@ -141,7 +144,8 @@ class Call:
 
 
 class IdRecorder:
-    """Sends the ids of one ``generate`` in small groups; without credit they wait for the next group."""
+    """Sends the ids of one ``generate`` in small groups, of a call that moves at once; without credit they wait for
+    the next ones."""
 
     def __init__(self, call: Call, generation: int) -> None:
         self._call, self._generation = call, generation
@@ -151,7 +155,7 @@ class IdRecorder:
     def add(self, ids: tuple[int, ...], *, last: bool) -> None:
         """``ids`` were drawn."""
         self._ids.extend(ids)
-        due = last or len(self._ids) >= _IDS_TOGETHER
+        due = last or self._call.following or len(self._ids) >= _IDS_TOGETHER
         if self._ids and due and self._call.record(self._generation, self._first, tuple(self._ids)):
             self._first += len(self._ids)
             self._ids.clear()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, Draining, ErrorBody, FunctionError, SllmError
 from sllm_runtime.protocol.timeline import Span
-from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, StartCall
+from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, Follow, StartCall
 from sllm_runtime.worker import console
 from sllm_runtime.worker.call import Call, current
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
@@ -98,6 +98,12 @@ class Calls:
         call = self._running.get(message.number)
         if call is not None:
             call.outgoing.grant(message.limit)
+
+    def follow(self, message: Follow) -> None:
+        """The call moves, or does no longer."""
+        call = self._running.get(message.number)
+        if call is not None:
+            call.following = message.on
 
     def cancel(self, message: CancelCall) -> None:
         """The call is to end; its END frame follows."""

@@ -27,6 +27,7 @@ from sllm_runtime.protocol.worker import (
     CancelCall,
     Credit,
     Failed,
+    Follow,
     FromWorker,
     Hello,
     Ready,
@@ -174,6 +175,8 @@ class Worker:
                     calls.body(body)
                 case Credit():
                     calls.credit(body)
+                case Follow():
+                    calls.follow(body)
                 case CancelCall():
                     calls.cancel(body)
                 case Stop():

@@ -23,6 +23,7 @@ SUMMARIES: Final = {
     "fn": "Deploy, call and look after functions.",
     "model": "Convert, register and look after models.",
     "node": "Look at the cluster's nodes.",
+    "migrate": "Move the running calls of an instance to another node.",
     "doctor": "Check this machine and say what to do.",
     "profile": "Where platforms are and how to be let in.",
     "convert": "Write a model as a loading-optimised checkpoint.",

@@ -1,0 +1,287 @@
+"""Carries running calls over to another instance (ServerlessLLM, section 5.3): a route's entry says which goes where.
+
+The source generates until the destination, which is told the ids so far in rounds, is at most ``move.GAP`` behind.
+Until then whatever goes wrong with the destination costs nothing: the call stays where it is, and is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from sllm_gateway.binding import Binding
+from sllm_gateway.call import Call
+from sllm_gateway.dispatch import Dispatcher
+from sllm_gateway.link import Incoming, Link
+from sllm_gateway.metrics import Metrics
+from sllm_gateway.move import GAP, Move
+from sllm_gateway.open_calls import OpenCalls
+from sllm_gateway.table import Version
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic, SllmError
+from sllm_runtime.protocol.frames import Ack, Beat, Cancel, Frame, Open, Resend, Segment
+from sllm_runtime.protocol.records import RouteEntry
+
+log = logging.getLogger(__name__)
+
+BUSY_S: Final = 0.02
+AGAIN_S: Final = 1.0
+"""A destination that failed a call is asked again for it after this long."""
+
+
+class Moves:
+    """All moves of this gateway's calls. ``tick`` begins them and looks after them."""
+
+    def __init__(
+        self,
+        calls: OpenCalls,
+        link: Link,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        window: int,
+        clock: Callable[[], float],
+        tasks: Tasks,
+        *,
+        deliver: Callable[[Call, Binding, list[Frame], float], None],
+        fail: Callable[[Call, SllmError], None],
+    ) -> None:
+        """``deliver`` takes frames of a call's binding that are new to its caller."""
+        self._calls = calls
+        self._link = link
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._window = window
+        self._clock = clock
+        self._tasks = tasks
+        self._deliver = deliver
+        self._fail = fail
+        self._leaving: dict[tuple[str, int], dict[str, RouteEntry]] = {}
+        """By version: where the calls of an instance are to go."""
+        self._moving: dict[str, Call] = {}
+        """Calls whose destination does not have them yet."""
+
+    def on_version(self, version: Version) -> None:
+        """Its route has changed, or it was removed."""
+        entries = {entry.instance: entry for entry in version.route.entries}
+        leaving = {
+            name: entries[entry.moves_to]
+            for name, entry in entries.items()
+            if entry.moves_to in entries and entries[entry.moves_to].fingerprint == entry.fingerprint
+        }
+        self._leaving.pop(version.key, None)
+        if leaving and not version.removed:
+            self._leaving[version.key] = leaving
+
+    def tick(self, now: float) -> None:
+        """Begin what should move, look after what moves."""
+        for call in list(self._moving.values()):
+            self._tend(call, now)
+        for key, leaving in self._leaving.items():
+            for call in list(self._calls.values()):
+                if call.version.key == key:
+                    self._consider(call, leaving, now)
+
+    def _consider(self, call: Call, leaving: dict[str, RouteEntry], now: float) -> None:
+        source = call.binding
+        if call.over or call.stays or call.move is not None or now < call.move_after:
+            return
+        if call.resumption is None or source is None:
+            return
+        entry = leaving.get(source.instance)
+        if entry is not None and source.accepted and not source.cancelled:
+            if not source.following:
+                self._link.send_all(source.node, source.follow(now))
+                call.resumption.watch()
+            self._begin(call, entry, call.move_round + 1)
+
+    # --- the destination ------------------------------------------------------------------------------
+    def _begin(self, call: Call, entry: RouteEntry, round_: int) -> None:
+        assert call.resumption is not None
+        now = self._clock()
+        call.epoch += 1
+        call.move_round = round_
+        binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
+        binding.following = True
+        call.move = Move(binding, call.resumption, round_)
+        self._moving[call.id] = call
+        self._dispatcher.take(call, entry.instance)
+        request = Open(head=call.head(binding, now), first=binding.first())  # now: the move counts from what it says
+        self._tasks.start(self._open(call, call.move, request), "move")
+
+    async def _open(self, call: Call, move: Move, request: Open) -> None:
+        binding = move.binding
+        try:
+            opened = await self._link.open(binding.node, request)
+        except SllmError as error:
+            if not binding.accepted:
+                self._drop_if(call, move, error.message, gone=True)
+            return
+        if opened.status != "accepted":
+            why = f"instance {binding.instance} is {opened.status}: {opened.note}"
+            self._drop_if(call, move, why, gone=opened.status == "gone", busy=opened.status == "busy")
+            return
+        self._accept(call, binding)
+        if binding is call.binding or call.move is move:
+            self._link.send_all(binding.node, binding.body(self._clock()))
+
+    def _accept(self, call: Call, binding: Binding) -> None:
+        if not binding.accepted:
+            binding.accept(self._clock())
+            self._dispatcher.accepted(call, binding.instance)
+
+    def on_item(self, call: Call, move: Move, item: Incoming, now: float) -> None:
+        """What the destination says before it has the call."""
+        binding = move.binding
+        if isinstance(item, Segment):
+            self._accept(call, binding)
+            self._on_frames(call, move, item.frames, now)
+        elif isinstance(item, Beat):
+            self._accept(call, binding)
+            binding.on_beat(item.next_index, now)
+        elif isinstance(item, Ack):
+            self._link.send_all(binding.node, binding.on_ack(item.next_index, item.limit, now))
+        elif isinstance(item, Resend):
+            self._link.send_all(binding.node, binding.on_resend(item.index, now))
+        elif binding.accepted:
+            self.drop(call, f"node {binding.node} no longer has the call")
+
+    def _on_frames(self, call: Call, move: Move, frames: tuple[Frame, ...], now: float) -> None:
+        binding = move.binding
+        try:
+            _, dropped = move.take(binding.on_frames(frames, now))
+        except SllmError as error:
+            call.stays = call.stays or not isinstance(error, InstanceLost)
+            self.drop(call, error.message, gone=isinstance(error, InstanceLost))
+            return
+        binding.inbox.consume(dropped)
+        self._link.send_all_later(binding.node, binding.acknowledge(now))
+        self._judge(call, move, now)
+
+    def _judge(self, call: Call, move: Move, now: float) -> None:
+        """Switch, or tell the destination what it lacks."""
+        if move.ready:
+            self._switch(call, move, now)
+        elif move.computed and move.gap > GAP:
+            entry, round_ = move.binding.entry, move.round
+            self._let_go(call, move, f"round {round_} is over, {move.gap} tokens are missing")
+            self._begin(call, entry, round_ + 1)
+
+    def _tend(self, call: Call, now: float) -> None:
+        move = call.move
+        assert move is not None
+        binding = move.binding
+        if binding.accepted and binding.silent(now) and self._link.connected:
+            self.drop(call, f"node {binding.node} is silent", gone=True)
+            return
+        self._link.send_all(binding.node, binding.tend(now))
+        self._judge(call, move, now)
+
+    # --- how it ends ----------------------------------------------------------------------------------
+    def _switch(self, call: Call, move: Move, now: float) -> None:
+        """The source stops, the destination's frames are the caller's."""
+        source = call.binding
+        assert source is not None
+        missing = move.gap
+        try:
+            new, dropped = move.switch()
+        except NotDeterministic as error:
+            call.stays = True
+            self.drop(call, error.message)
+            return
+        self._link.send(source.node, Cancel(call.id, source.epoch, reason=f"it goes on at {move.binding.instance}"))
+        self._dispatcher.release(call, source.instance)
+        self._metrics.resent.inc(source.resends)
+        self._metrics.moved.labels(call.version.function).inc()
+        text = "call goes on at %s after %d round(s), %d token(s) behind"
+        log.info(text, move.binding.instance, move.round, missing, extra={"call": call.id})
+        self._adopt(call, move, new, dropped, now)
+
+    def take_over(self, call: Call) -> bool:
+        """The source has died: whether the destination goes on at once with what it was told."""
+        move = call.move
+        if move is None or move.switched or not move.binding.accepted or call.over or call.resumption is None:
+            return False
+        halves = call.resumption.break_off(call.frames)
+        if halves is None:
+            return False
+        call.buffered -= sum(frame.cost for frame in halves)
+        try:
+            new, dropped = move.switch()
+        except NotDeterministic as error:
+            self.drop(call, error.message)
+            return False
+        log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})
+        self._metrics.resumed.labels(call.version.function).inc()
+        self._adopt(call, move, new, dropped, self._clock())
+        return True
+
+    def _adopt(self, call: Call, move: Move, new: list[Frame], dropped: int, now: float) -> None:
+        del self._moving[call.id]
+        binding = call.binding = move.binding
+        call.of_before = call.buffered
+        call.marks.resumed = call.due = now
+        call.move_round = 0
+        binding.inbox.consume(dropped)
+        self._finish_if_over(call, move)
+        self._deliver(call, binding, new, now)
+
+    def sift(self, call: Call, binding: Binding, frames: list[Frame]) -> tuple[list[Frame], int]:
+        """Of the frames of a call's binding those that are new to its caller, and the cost of the others."""
+        move = call.move
+        if move is None or binding is not move.binding:
+            return frames, 0
+        try:
+            new, dropped = move.take(frames)
+        except NotDeterministic as error:
+            self._fail(call, error)
+            return [], sum(frame.cost for frame in frames)
+        binding.inbox.consume(dropped)
+        self._finish_if_over(call, move)
+        return new, dropped
+
+    def _finish_if_over(self, call: Call, move: Move) -> None:
+        if move.over:
+            call.move = None
+            move.binding.following = False
+            if call.resumption is not None:
+                call.resumption.unwatch()
+
+    def drop(self, call: Call, why: str, *, gone: bool = False, busy: bool = False) -> None:
+        """The call stays where it is, or is over. Repeatable."""
+        move = call.move
+        if move is None:
+            return
+        if move.switched:
+            call.move = None
+            return
+        log.info("call does not move to %s: %s", move.binding.instance, why, extra={"call": call.id})
+        self._let_go(call, move, why, gone=gone)
+        call.move_after = self._clock() + (BUSY_S if busy else AGAIN_S)
+        call.move_round = call.move_round - 1 if busy else 0
+
+    def _drop_if(self, call: Call, move: Move, why: str, *, gone: bool = False, busy: bool = False) -> None:
+        if call.move is move:
+            self.drop(call, why, gone=gone, busy=busy)
+
+    def _let_go(self, call: Call, move: Move, why: str, *, gone: bool = False) -> None:
+        binding = move.binding
+        call.move = None
+        self._moving.pop(call.id, None)
+        self._link.send(binding.node, Cancel(call.id, binding.epoch, reason=why[:500]))
+        if gone:
+            self._dispatcher.refused(call, binding.instance, gone=True)
+        else:
+            self._dispatcher.release(call, binding.instance)
+
+    def on_restart(self, node: str) -> None:
+        """A node was started anew: what was on its way there stays."""
+        for call in list(self._moving.values()):
+            if call.move is not None and call.move.binding.node == node:
+                self.drop(call, f"node {node} was restarted", gone=True)
+
+    def on_reconnect(self, now: float) -> None:
+        """Messages may have been lost in both directions."""
+        for call in self._moving.values():
+            if call.move is not None:
+                self._link.send_all(call.move.binding.node, call.move.binding.recovered(now))

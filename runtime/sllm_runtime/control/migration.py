@@ -1,0 +1,226 @@
+"""Live migration of an instance's running calls, step by step (``states.MIGRATION``; ServerlessLLM, section 5.3). Pure.
+
+Here is decided which instance goes where and when the source takes no new call. That its record names the destination
+(``moves_to``) is the commit: gateways read it in the route and carry the calls over, each at its own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+import msgspec
+
+from sllm_runtime.control import fits, instances
+from sllm_runtime.control.placement import Decision, Place, Request
+from sllm_runtime.control.view import Instance, Key, Migration, Refusal, View, with_item, without
+from sllm_runtime.protocol.ctl import Migrated
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    InstanceNotFound,
+    InvalidRequest,
+    NodeNotFound,
+    Unavailable,
+)
+from sllm_runtime.protocol.states import MIGRATION, InstanceState, MigrationState, check, final
+
+PLACE_S: Final = 60.0
+"""A destination that has no room for so long gives it up."""
+KEEP_S: Final = 60.0
+"""What came of a migration can be asked for so long after its end."""
+EXACT: Final = "exact_resume"
+"""The engine's capability that calls can be carried over by their ids."""
+
+Make: TypeAlias = Callable[[View, Key, Place], tuple[View, str]]
+"""Adds a new instance to the view; its name."""
+Choose: TypeAlias = Callable[[Request, View], Decision]
+
+
+def ask(view: View, name: str, to: str, now: float) -> View:
+    """Begin to move the calls of instance ``name`` to node ``to`` (empty: the policy chooses); one that goes on is
+    joined. Raises ``InstanceNotFound``, ``NodeNotFound``, ``Conflict``, or ``InvalidRequest`` if they cannot be
+    carried."""
+    known = view.migrations.get(name)
+    if known is not None and (name not in view.instances or not final(MIGRATION, known.state)):
+        return view
+    instance = view.instances.get(name)
+    if instance is None or instance.ended:
+        raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
+    _carried(view, instance)
+    _reachable(view, instance, to, now)
+    return _put(view, Migration(name, to, MigrationState.PREPARING, now))
+
+
+def _carried(view: View, instance: Instance) -> None:
+    """Raises unless the calls of ``instance`` can go on elsewhere."""
+    name, function, manifest = instance.record.instance, instance.key[0], instance.manifest
+    if not instance.ready:
+        why = instance.stop.reason if instance.stop else f"it is {instance.state}"
+        raise Conflict(f"instance {name} cannot be moved: {why}")
+    if not manifest.engine:
+        raise InvalidRequest(f"calls of {function} cannot be moved: it is not engine-backed (engine=True)")
+    if not manifest.resumable:
+        raise InvalidRequest(f"calls of {function} cannot be moved: it is deployed with resumable=False")
+    if EXACT not in instance.record.capabilities:
+        raise InvalidRequest(f"calls of {function} cannot be moved: its engine does not resume exactly on this node")
+
+
+def _reachable(view: View, instance: Instance, to: str, now: float) -> None:
+    if not to:
+        return
+    node = view.nodes.get(to)
+    if node is None:
+        raise NodeNotFound(f"there is no node {to}; `sllm node list` shows all")
+    if to == instance.record.node:
+        raise InvalidRequest(
+            f"instance {instance.record.instance} is on node {to} already; name another one", field="to"
+        )
+    if node.status is None or not view.alive(to, now):
+        raise Unavailable(f"node {to} is not heard; choose another one")
+    if node.record.cordoned or node.status.draining:
+        raise Unavailable(f"node {to} takes no starts: it is cordoned or draining; choose another one")
+    lacks = fits.short(_need(view, instance), fits.total(node.status))
+    if lacks:
+        raise InvalidRequest(f"node {to} can never run it: it lacks {'; '.join(lacks)}", field="to")
+
+
+def _need(view: View, instance: Instance) -> fits.Need:
+    return Request(instance.key, instance.manifest).need(view)
+
+
+# --- step by step -----------------------------------------------------------------------------------
+def advance(view: View, now: float, choose: Choose, make: Make) -> View:
+    """The next step of each migration. What ``choose`` places, ``make`` adds."""
+    for name, instance in view.instances.items():
+        if instance.record.moves_to and not instance.ended and name not in view.migrations:  # of a controller before us
+            view = _put(view, Migration(name, "", MigrationState.MOVING, now, destination=instance.record.moves_to))
+    for migration in tuple(view.migrations.values()):
+        if migration.ended is None:
+            view = _step(view, migration, now, choose, make)
+    old = [name for name, each in view.migrations.items() if each.ended is not None and now - each.ended > KEEP_S]
+    return replace(view, migrations=without(view.migrations, old)) if old else view
+
+
+def _step(view: View, migration: Migration, now: float, choose: Choose, make: Make) -> View:
+    source = view.instances.get(migration.source)
+    if source is None or source.ended:
+        moved = migration.state is MigrationState.MOVING and (source is None or source.state is InstanceState.STOPPED)
+        state = MigrationState.DONE if moved else MigrationState.ABANDONED
+        return _end(view, migration, state, "" if moved else "the source has ended; its calls go on elsewhere", now)
+    if migration.state is MigrationState.PREPARING and source.stop is not None:
+        return _end(view, migration, MigrationState.ABANDONED, f"the source is being ended: {source.stop.reason}", now)
+    if not migration.destination:
+        return _place(view, migration, source, now, choose, make)
+    destination = view.instances.get(migration.destination)
+    if destination is None or destination.ended or destination.stop is not None:
+        return _lost(view, migration, source, destination, now)
+    if migration.state is MigrationState.MOVING:
+        return _drained(view, source, migration.destination)
+    return _commit(view, migration, source, destination, now) if destination.ready else view
+
+
+def _place(view: View, migration: Migration, source: Instance, now: float, choose: Choose, make: Make) -> View:
+    """An idle instance of the version, or a new one."""
+    idle = _idle(view, source, migration.node)
+    if idle is not None:
+        return _put(view, replace(migration, destination=idle.record.instance, node=idle.record.node))
+    decision = _choice(view, source, migration.node, now, choose)
+    if isinstance(decision, Place):
+        view, name = make(view, source.key, decision)
+        return _put(view, replace(migration, destination=name, node=decision.node))
+    if now - migration.began >= PLACE_S:
+        return _end(view, migration, MigrationState.ABANDONED, f"no room for it: {decision}", now)
+    return view
+
+
+def _idle(view: View, source: Instance, node: str) -> Instance | None:
+    taken = destinations(view)
+    for other in view.of(source.key):
+        record = other.record
+        there = record.node != source.record.node and node in ("", record.node)
+        free = other.ready and not other.running and record.instance not in taken and not record.moves_to
+        if there and free and record.fingerprint == source.record.fingerprint:
+            return other
+    return None
+
+
+def _choice(view: View, source: Instance, node: str, now: float, choose: Choose) -> Place | str:
+    """Where a new one goes; or what is short, in words."""
+    request = Request(source.key, source.manifest, view.versions[source.key].model)
+    if not node:
+        # The policy looks everywhere but where it runs now.
+        elsewhere = with_item(view.refused, (source.key, source.record.node), Refusal(now + 1, "it moves away"))
+        decision = choose(request, replace(view, refused=elsewhere))
+        return decision if isinstance(decision, Place) else getattr(decision, "reason", "no node is free")
+    need, known = request.need(view), view.nodes.get(node)
+    capacity = fits.free(view, known) if known is not None else None
+    if capacity is None:
+        return f"node {node} is not heard"
+    chosen, lacks = fits.choose_gpus(need, capacity), fits.short(need, capacity)
+    return Place(node, chosen[1]) if chosen is not None and not lacks else f"{node} lacks {'; '.join(lacks)}"
+
+
+def _commit(view: View, migration: Migration, source: Instance, destination: Instance, now: float) -> View:
+    """The destination is there: the source takes no new call, and says where those that run go on."""
+    if destination.record.fingerprint != source.record.fingerprint:
+        view = instances.stop(view, destination, "it computes other bits than the one that it was to relieve", 0.0)
+        text = f"{migration.destination} computes other bits: the rest would be of another answer"
+        return _end(view, migration, MigrationState.ABANDONED, text, now)
+    view = _put(view, replace(migration, state=check(MIGRATION, migration.state, MigrationState.MOVING)))
+    view = _points(view, source, migration.destination)
+    return _drained(view, view.instances[migration.source], migration.destination)
+
+
+def _drained(view: View, source: Instance, destination: str) -> View:
+    return instances.stop(view, source, f"its calls go on at {destination}", source.manifest.timeout)
+
+
+def _points(view: View, source: Instance, destination: str) -> View:
+    return view.put_instance(replace(source, record=msgspec.structs.replace(source.record, moves_to=destination)))
+
+
+def _lost(view: View, migration: Migration, source: Instance, destination: Instance | None, now: float) -> View:
+    """The destination is no more: what has not moved goes on at the source, to its end."""
+    error = destination.record.error if destination is not None else None
+    stop = destination.stop if destination is not None else None
+    why = error.message if error is not None else stop.reason if stop is not None else "it is gone"
+    if source.record.moves_to:
+        view = _points(view, source, "")
+    return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {why}", now)
+
+
+def _end(view: View, migration: Migration, state: MigrationState, note: str, now: float) -> View:
+    return _put(view, replace(migration, state=check(MIGRATION, migration.state, state), note=note, ended=now))
+
+
+def _put(view: View, migration: Migration) -> View:
+    return replace(view, migrations=with_item(view.migrations, migration.source, migration))
+
+
+# --- what is told of it -----------------------------------------------------------------------------
+def destinations(view: View) -> frozenset[str]:
+    """Instances that calls are on their way to: they are not ended for being idle."""
+    return frozenset(each.destination for each in view.migrations.values() if each.ended is None and each.destination)
+
+
+def so_far(view: View, name: str) -> Migrated:
+    """How far it is. Raises ``InstanceNotFound`` if nothing is known of it (any more)."""
+    migration = view.migrations.get(name)
+    if migration is None:
+        raise InstanceNotFound(f"no migration of instance {name} is known; ask for one with `sllm migrate`")
+    source = view.instances.get(name)
+    return Migrated(
+        instance=name,
+        destination=migration.destination,
+        node=migration.node,
+        state=migration.state,
+        running=source.running if source is not None and not source.ended else 0,
+        note=migration.note,
+    )
+
+
+def outcome(view: View, name: str) -> Migrated | None:
+    """``so_far``, once it is over."""
+    found = so_far(view, name)
+    return found if final(MIGRATION, found.state) else None
