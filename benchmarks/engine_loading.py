@@ -68,7 +68,7 @@ def _once(node: Node, model: str, way: str) -> tuple[float, int | None]:
     holder = f"bench-{time.monotonic_ns()}"
     fd = node.ask(lambda control: control.grant(holder, model))
     began = time.perf_counter()
-    pending = Weights.begin(fd, "bench", _TIMEOUT_S, device="fake:0")
+    pending = Weights.begin(fd, "bench", _TIMEOUT_S, devices=("fake:0",))
     try:
         core = _engine(pending)
         if way != WAYS[0]:

@@ -16,7 +16,7 @@ from sllm_invoker.preparation import Report
 from sllm_loaderd.client import KeptChunks, LoaderControl
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import NotFound, SllmError, Unavailable
-from sllm_runtime.protocol.loader import CPU, CUDA, PREWARM, START, ModelInfo, Status
+from sllm_runtime.protocol.loader import CPU, CUDA, FAKE, START, ModelInfo, Status, place_of
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.timeline import WEIGHTS
@@ -54,6 +54,7 @@ class Loader:
             try:
                 await control.open()
                 await self._bring_back(control)
+                await self._refresh(control)  # who is told that it is there may ask for its devices
                 self._control, failures = control, 0
                 self._connected.set()
                 log.info("connected to loaderd at %s", self._socket)
@@ -129,17 +130,21 @@ class Loader:
         holder: str,
         report: Report,
         *,
+        partitions: Sequence[int] | None = None,
         adapters: Sequence[ModelRecord] = (),
         devices: Sequence[str] = (CPU,),
     ) -> int:
-        """A descriptor for the sandbox ``holder`` with rights to ``model`` and ``adapters``, on ``devices``.
+        """A descriptor for the sandbox ``holder`` with rights to ``model`` (to ``partitions``; ``None``: all of them)
+        and ``adapters``, on ``devices``.
 
-        What this node lacks of them is made from its sources first. Loading has begun when this returns, adapters
-        behind the model. The caller owns the descriptor.
+        What this node lacks of them is made from its sources first. Loading has begun when this returns, each partition
+        to its own device (``place_of``); adapters are loaded by the sandbox, those that calls name. The caller owns the
+        descriptor.
         """
         control = await self._there()
+        ranks = range(len(model.partitions)) if partitions is None else partitions
         digests = [adapter.digest for adapter in adapters]
-        grant = partial(control.grant, holder, model.digest, adapters=digests, devices=devices)
+        grant = partial(control.grant, holder, model.digest, ranks, adapters=digests, devices=devices)
         try:
             fd = await grant()
         except NotFound:
@@ -148,16 +153,19 @@ class Loader:
                 await self._fetch(control, lacking, report)
             fd = await grant()
         self._held.add(holder)
-        for rank in range(len(model.partitions)):
-            self._tasks.start(_load(control, model.digest, rank), f"load {model.digest}")
-        if adapters:
-            self._tasks.start(_load_adapters(control, adapters), f"load adapters for {holder}")
+        for rank in ranks:
+            self._tasks.start(_load(control, model.digest, rank, place_of(rank, devices)), f"load {model.digest}")
         return fd
 
-    def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
-        """What an instance with these GPUs may load to: memory, and those of them that loaderd serves."""
+    async def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
+        """What an instance with these GPUs may load to: memory, and those of them that loaderd serves, as themselves or
+        by the fake devices of their numbers."""
+        if not gpus:
+            return (CPU,)
+        await self._there()
         there = {device.name for device in self.status.devices} if self.status is not None else set()
-        return (CPU, *(name for name in (f"{CUDA}:{gpu}" for gpu in gpus) if name in there))
+        names = [next((name for kind in (CUDA, FAKE) if (name := f"{kind}:{gpu}") in there), "") for gpu in gpus]
+        return (CPU, *filter(None, names))
 
     async def _fetch(self, control: LoaderControl, model: ModelRecord, report: Report) -> None:
         def on_progress(stage: str, done: int, total: int) -> None:
@@ -212,17 +220,10 @@ class Loader:
         self._kept.close()
 
 
-async def _load_adapters(control: LoaderControl, adapters: Sequence[ModelRecord]) -> None:
-    """Behind the model, one after another: there may be many, and the first calls need few of them."""
-    for adapter in adapters:
-        for rank in range(len(adapter.partitions)):
-            await _load(control, adapter.digest, rank, PREWARM)
-
-
-async def _load(control: LoaderControl, digest: str, rank: int, priority: str = START) -> None:
+async def _load(control: LoaderControl, digest: str, rank: int, device: str) -> None:
     """Begin a load that the sandbox will join; what fails here fails there, and is told there."""
     try:
-        await control.prefetch(digest, rank, priority=priority)
+        await control.prefetch(digest, rank, device=device, priority=START)
     except SllmError as error:
         log.info("loading %s ahead of its sandbox: %s", digest, error.message)
 

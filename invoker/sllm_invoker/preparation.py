@@ -39,7 +39,7 @@ class Weights(Protocol):
     ) -> int:
         """A descriptor with rights to these for the sandbox ``holder``; loading has begun. The caller owns it."""
 
-    def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
+    async def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
         """What an instance with these GPUs may load to."""
 
     async def gone(self, holder: str) -> None:
@@ -75,23 +75,22 @@ async def prepare(order: StartInstance, suppliers: Suppliers, stack: AsyncExitSt
     # The stack unwinds backwards: the directory goes last, when nothing can write to it any more.
     workdir = suppliers.workdirs.make(order.instance)
     stack.push_async_callback(suppliers.workdirs.remove, workdir)
-    parts = [_sandbox(order, suppliers, stack), _bundle(order, suppliers, stack)]
-    tasks: list[asyncio.Task[Sandbox | int]] = [asyncio.ensure_future(part) for part in parts]
-    if order.model is not None:
-        tasks.append(asyncio.ensure_future(_weights(order.model, order, suppliers, stack, report)))
+    tasks = (
+        asyncio.ensure_future(_sandbox(order, suppliers, stack)),
+        asyncio.ensure_future(_bundle(order, suppliers, stack)),
+        asyncio.ensure_future(_weights(order, suppliers, stack, report)),
+    )
     try:
-        sandbox, *fds = await asyncio.gather(*tasks)
+        sandbox, bundle, (session, devices) = await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    assert not isinstance(sandbox, int)
-    devices = suppliers.weights.devices(order.gpus) if order.model is not None else (CPU,)
-    return Prepared(sandbox, tuple(fd for fd in fds if isinstance(fd, int)), workdir, devices)
+    return Prepared(sandbox, (bundle, *session), workdir, devices)
 
 
-async def _sandbox(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> Sandbox | int:
+async def _sandbox(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> Sandbox:
     sandbox = await suppliers.pool.acquire()
     if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
         stack.push_async_callback(suppliers.weights.gone, order.instance)
@@ -99,7 +98,7 @@ async def _sandbox(order: StartInstance, suppliers: Suppliers, stack: AsyncExitS
     return sandbox
 
 
-async def _bundle(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> Sandbox | int:
+async def _bundle(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> int:
     with _stage(IMPORT):
         fd = await suppliers.bundles.open(order.bundle, order.bundle_bytes)
     stack.callback(os.close, fd)
@@ -107,18 +106,17 @@ async def _bundle(order: StartInstance, suppliers: Suppliers, stack: AsyncExitSt
 
 
 async def _weights(
-    model: ModelRecord, order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report
-) -> Sandbox | int:
+    order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The loader session and the devices it may load to; no session without a model."""
+    if order.model is None:
+        return (), (CPU,)
     with _stage(WEIGHTS):
-        fd = await suppliers.weights.grant(
-            model,
-            order.instance,
-            report,
-            adapters=tuple(order.adapters.values()),
-            devices=suppliers.weights.devices(order.gpus),
-        )
+        devices = await suppliers.weights.devices(order.gpus)
+        adapters = tuple(order.adapters.values())
+        fd = await suppliers.weights.grant(order.model, order.instance, report, adapters=adapters, devices=devices)
     stack.callback(os.close, fd)
-    return fd
+    return (fd,), devices
 
 
 @contextmanager

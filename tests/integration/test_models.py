@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+from sllm_loaderd.convert import ConvertOptions, convert_directory
+from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_runtime.protocol.errors import ModelNotFound, UnsupportedModel
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
@@ -42,6 +44,7 @@ def cluster(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         env = {
             **s3_settings(endpoint), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": TOKEN,
             "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+            "SLLM_GPUS": "Fake:64MiB,Fake:64MiB", "SLLM_FAKE_DEVICES": "2x64MiB@8GB/s",
         }  # fmt: skip
         with Cluster(directory, env=env) as started:
             yield started
@@ -115,6 +118,20 @@ def test_a_hub_an_object_store_and_a_directory_give_one_model(cluster: Cluster, 
     assert "disk" in {path["path"] for path in found["storage"]["paths"]}
     assert f"{node}: " in sllm(cluster.env, "model", "list", "--tiers").stdout
     assert model["nodes"] == ["n1"]
+
+
+def test_each_partition_goes_to_its_own_device(cluster: Cluster, shared: Path, tmp_path: Path) -> None:
+    whole = by_platform(cluster, "whole", str(shared / "tiny"))
+    parted = tmp_path / "parted"
+    convert_directory(shared / "tiny", parted, options=ConvertOptions(plan=AutoPlan("auto-layers", 2)))
+    deploy(cluster, "says", name="parted", model=str(parted), gpu="Fake:2")
+    answer = cluster.http.post("/fn/parted", json={"ids": IDS, "tokens": TOKENS})
+    assert "".join(answer.json()) == whole
+    sizes = [file.stat().st_size for file in sorted(parted.glob("partition_*.bin"))]
+    devices = sllm_json(cluster.env, "node", "describe", "n1")["storage"]["devices"]
+    assert [device["device"] for device in devices] == ["fake:0", "fake:1"]
+    assert all(device["used"] >= size for device, size in zip(devices, sizes, strict=True))
+    sllm(cluster.env, "fn", "delete", "parted", "--force")
 
 
 def test_an_instance_states_its_engine_and_its_numerics_class(cluster: Cluster, shared: Path) -> None:

@@ -7,6 +7,7 @@ Descriptors travel by SCM_RIGHTS with the bytes of the message that announces th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import msgspec
@@ -23,6 +24,8 @@ CPU: Final = "cpu"
 """The device whose memory is the chunks themselves."""
 CUDA: Final = "cuda"
 """GPU 0 is the device ``cuda:0``."""
+FAKE: Final = "fake"
+"""A device in shared memory, ``fake:0``, which stands in for a GPU where there is none."""
 MEMFD: Final = "memfd"
 POSIX_FD: Final = "posix_fd"
 CUDA_IPC: Final = "cuda_ipc"
@@ -38,11 +41,17 @@ def path_of(uri: str) -> str:
     """The path that the bytes of a model at ``uri`` come by: whatever shares a path shares its bandwidth."""
     scheme, found, rest = uri.partition("://")
     place = rest.partition("/")[0]
-    if not found:
+    if not found or scheme == "file":
         return DISK
     if scheme == "hf":
         return "hub"
     return f"{'http' if scheme == 'https' else scheme} {place}"
+
+
+def place_of(rank: int, devices: Sequence[str]) -> str:
+    """Which of ``devices`` a partition goes to: they take turns, by rank; memory where nothing else is named."""
+    others = [device for device in devices if device != CPU]
+    return others[rank % len(others)] if others else CPU
 
 
 CONVERT_NOW: Final = "now"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sllm_loaderd.client import LoaderSession, SessionLoad
+from sllm_loaderd.client import LoaderSession, PartitionMemory, SessionLoad
 from sllm_runtime.protocol.checkpoint import CheckpointIndex, block_spans, rank_blocks
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError
-from sllm_runtime.protocol.loader import CPU
+from sllm_runtime.protocol.loader import CPU, place_of
 from sllm_runtime.protocol.timeline import WEIGHTS, Span
 
 _PROGRESS_S: Final = 0.25
@@ -21,11 +21,11 @@ Report = Callable[[str, int, int], None]
 
 
 class Weights:
-    """A model's load from when it is asked for to when every byte is there. Thread-safe."""
+    """A model's loads, one for each partition, from the request to when every byte is there. Thread-safe."""
 
-    def __init__(self, session: LoaderSession, load: SessionLoad, began: float, timeout_s: float) -> None:
+    def __init__(self, session: LoaderSession, loads: Sequence[SessionLoad], began: float, timeout_s: float) -> None:
         self.session = session
-        self.load = load
+        self.loads = tuple(loads)
         self.began = began
         """``perf_counter``."""
         self.ended: float | None = None
@@ -36,11 +36,28 @@ class Weights:
         self._on_failure: Callable[[SllmError], None] | None = None
 
     @classmethod
-    def begin(cls, fd: int, name: str, timeout_s: float, device: str = CPU) -> Weights:
-        """Ask loaderd for the model behind the session ``fd``; ``timeout_s`` for all of it."""
+    def begin(cls, fd: int, name: str, timeout_s: float, devices: Sequence[str] = (CPU,)) -> Weights:
+        """Ask loaderd for the model behind the session ``fd``; ``timeout_s`` for all of it. Each partition that the
+        session names (none: the first) goes to its own of ``devices`` (``place_of``)."""
         began = time.perf_counter()
         session = LoaderSession(fd, name=name)
-        return cls(session, session.load(device=device), began, timeout_s)
+        ranks = session.partitions or (0,)
+        return cls(session, [session.load(rank, device=place_of(rank, devices)) for rank in ranks], began, timeout_s)
+
+    @property
+    def load(self) -> SessionLoad:
+        """The first of them; the index and the small files are the same in all."""
+        return self.loads[0]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes there, bytes asked for."""
+        done, total = zip(*(load.progress for load in self.loads), strict=True)
+        return sum(done), sum(total)
+
+    def attach(self) -> dict[int, PartitionMemory]:
+        """The memory of each partition, all in place; see ``SessionLoad.attach``."""
+        return {load.partition: load.attach(self.left) for load in self.loads}
 
     @property
     def left(self) -> float:
@@ -51,7 +68,7 @@ class Weights:
         """Until every byte is there, telling of progress. Raises the load's error or ``DeadlineExceeded``."""
         try:
             while not self._all_there():
-                report(WEIGHTS, *self.load.progress)
+                report(WEIGHTS, *self.progress)
         except SllmError as error:
             self._failed(error)
             raise
@@ -70,21 +87,22 @@ class Weights:
 
     def span(self, since: float) -> tuple[Span, ...]:
         """From the request to the last byte, as seen from ``since`` (``perf_counter``); none before its end."""
-        if self.ended is None and self.load.ready:  # and the thread that waits for it has not had its turn
+        if self.ended is None and all(load.ready for load in self.loads):  # who waits for it has not had his turn
             self.ended = time.perf_counter()
         if self.ended is None:
             return ()
         return (Span(WEIGHTS, round((self.began - since) * 1e3, 3), round((self.ended - self.began) * 1e3, 3)),)
 
     def _all_there(self) -> bool:
-        left = self.left
-        try:
-            self.load.wait_all(min(_PROGRESS_S, left))
-        except DeadlineExceeded:
-            if left <= _PROGRESS_S:
-                raise
-            return False
-        return True
+        left, there = self.left, True
+        for load in self.loads:  # each in turn, so that whichever fails is heard of
+            try:
+                load.wait_all(min(_PROGRESS_S / len(self.loads), left))
+            except DeadlineExceeded:
+                if left <= _PROGRESS_S:
+                    raise
+                there = False
+        return there
 
     def _watch(self, report: Report) -> None:
         try:

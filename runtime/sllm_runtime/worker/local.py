@@ -208,7 +208,7 @@ def _loaderd(base: Path, home: Path) -> Iterator[Path]:
 async def _granted(path: Path, uri: str, report: Report) -> int:
     async with LoaderControl(path) as control:
         info = await control.register(uri, report=report, deadline_s=_FETCH_S)
-        return await control.grant(f"local-{os.getpid()}", info.model)
+        return await control.grant(f"local-{os.getpid()}", info.model, range(len(info.partitions)))
 
 
 def user_error(error: BaseException) -> SllmError:

@@ -20,7 +20,7 @@ from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 from sllm_runtime.worker.tokens import Tokens
 
-_KV_SHARE: Final = 4
+KV_SHARE: Final = 4
 """The KV cache may take this part of the manifest's memory; the rest is the function's and the activations'."""
 
 
@@ -31,9 +31,9 @@ def load_model(
     come when this returns: a first prefill follows them layer by layer. Else all of them are there."""
     index, files = pending.load.index(pending.left), pending.load.files(pending.left)
     config = weights.read_config(files)
-    tensors = CheckpointTensors(index, pending.load.attach(pending.left).exporter())
+    tensors = _tensors(index, pending)
     dtype = weights.compute_dtype(manifest.dtype, config, tensors)
-    settings = Settings(manifest.memory // _KV_SHARE, pending.session.model, proof)
+    settings = Settings(manifest.memory // KV_SHARE, pending.session.model, proof)
 
     def make_module() -> Any:
         net = _empty(manifest, module, config, dtype)
@@ -41,14 +41,16 @@ def load_model(
         weights.bind(net, tensors, dtype)
         return net
 
-    known = _known(manifest, config, TypedTensors(tensors, dtype), dtype)
+    known = _known(manifest, config, tensors, dtype)
     if known is None:
         net = make_module()
         return ModelHandle(
             lambda: net, files, home / "model", lambda: start_engine(lambda: _of(net, files, config, settings), files)
         )
-    _follow(known, pending, index)
-    if known.proof(settings) is None:
+    followed = len(pending.loads) == 1
+    if followed:
+        _follow(known, pending, index)
+    if not followed or known.proof(settings) is None:
         pending.wait(report)
     else:
         pending.watch(report)
@@ -58,10 +60,18 @@ def load_model(
     )
 
 
-def _known(manifest: Manifest, config: Mapping[str, Any], tensors: TypedTensors, dtype: Any) -> Known | None:
-    if not manifest.engine or manifest.model_loader == "build":
+def _tensors(index: CheckpointIndex, pending: Weights) -> CheckpointTensors:
+    (first, memory), *others = pending.attach().items()
+    beside = {rank: other.exporter() for rank, other in others}
+    return CheckpointTensors(index, memory.exporter(), first, beside=beside)
+
+
+def _known(manifest: Manifest, config: Mapping[str, Any], tensors: CheckpointTensors, dtype: Any) -> Known | None:
+    on_cpu = all(device.type == "cpu" for device in tensors.devices)  # where our engine computes
+    if not manifest.engine or manifest.model_loader == "build" or not on_cpu:
         return None
-    return recognise(config, manifest.model_loader, tensors, tensors.shapes, dtype)
+    typed = TypedTensors(tensors, dtype)
+    return recognise(config, manifest.model_loader, typed, typed.shapes, dtype)
 
 
 def _follow(known: Known, pending: Weights, index: CheckpointIndex) -> None:

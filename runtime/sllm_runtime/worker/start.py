@@ -127,7 +127,7 @@ async def start(assign: Assign, fds: list[int], stages: Stages) -> Started:
 
 async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
     manifest = assign.manifest
-    pending = Weights.begin(fds[1], assign.instance, manifest.startup_timeout) if len(fds) > 1 else None
+    pending = Weights.begin(fds[1], assign.instance, manifest.startup_timeout, assign.devices) if len(fds) > 1 else None
     handle: ModelHandle | None = None
     with stages.stage(IMPORT):
         home = confine(assign)

@@ -138,9 +138,12 @@ def empty_parameters() -> Iterator[None]:
 
 def bind(module: nn.Module, tensors: CheckpointTensors, dtype: torch.dtype) -> None:
     """Point every parameter and every buffer the checkpoint holds at its bytes; only another dtype makes a copy.
+    Buffers that it does not hold go where the bytes are.
 
-    Raises ``InvalidCheckpoint`` naming tensors that are missing or of another shape.
+    Raises ``InvalidCheckpoint`` naming tensors that are missing or of another shape, ``UnsupportedModel`` if the bytes
+    are on several GPUs.
     """
+    device = _one_device(tensors)
     cast = _Casts(module, dtype)
     bound: dict[str, nn.Parameter] = {}
     missing: list[str] = []
@@ -151,6 +154,8 @@ def bind(module: nn.Module, tensors: CheckpointTensors, dtype: torch.dtype) -> N
                 record = tensors.find(prefix + leaf) if old is not None else None
                 if old is None or record is None:
                     missing.extend([prefix + leaf] if old is not None and old.is_meta else [])
+                    if old is not None and not old.is_meta and old.device != device:
+                        slots[leaf] = old.to(device)
                     continue
                 if tuple(old.shape) != record.shape:
                     raise InvalidCheckpoint(f"tensor {record.name!r} has shape {record.shape}, the module wants "
@@ -165,6 +170,14 @@ def bind(module: nn.Module, tensors: CheckpointTensors, dtype: torch.dtype) -> N
         log.info("%d tensors of the checkpoint have no place in %s, as %s", len(unused), type(module).__name__,
                  sorted(unused)[:3])  # fmt: skip
     module.eval()
+
+
+def _one_device(tensors: CheckpointTensors) -> torch.device:
+    if len(tensors.devices) > 1:
+        named = ", ".join(map(str, tensors.devices))
+        raise UnsupportedModel(f"the partitions are on {named}, and a module runs on one of them; deploy the model in "
+                               "one partition, or ask for one GPU")  # fmt: skip
+    return tensors.devices[0]
 
 
 class _Casts:

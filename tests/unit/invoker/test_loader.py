@@ -70,8 +70,8 @@ async def test_a_sandbox_gets_the_adapters_of_its_function_and_memory_alone(tmp_
     assert [adapter.adapter for adapter in adapters] == ["base"] * 3
     async with loaderd(tmp_path, fake_devices="1x4MiB@8GB/s") as daemon:
         await status(loader)
-        assert loader.devices((0, 1)) == ("cpu",), "loaderd has no GPU"
-        fd = await loader.grant(base, "one", nothing, adapters=adapters[:2], devices=loader.devices(()))
+        assert await loader.devices((0, 1)) == ("cpu", "fake:0"), "loaderd has no GPU, and one device in its place"
+        fd = await loader.grant(base, "one", nothing, adapters=adapters[:2], devices=await loader.devices(()))
         session = await asyncio.to_thread(LoaderSession, fd)
         try:
             assert session.adapters == tuple(adapter.digest for adapter in adapters[:2])

@@ -13,11 +13,12 @@ import torch
 import transformers
 from torch import nn
 
-from sllm_loaderd.convert.directory import convert_directory
-from sllm_runtime.protocol.checkpoint import CheckpointIndex, decode_index
+from sllm_loaderd.convert.directory import ConvertOptions, convert_directory
+from sllm_loaderd.convert.ranks import AutoPlan
+from sllm_runtime.protocol.checkpoint import CheckpointIndex, decode_index, partition_name
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 from sllm_runtime.worker import weights
-from sllm_runtime.worker.tensors import CheckpointTensors
+from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 from tests.fixtures.models import BUILDERS, save_model
 from tests.unit.worker.harness import Worker, bundle_of, manifest
 
@@ -25,16 +26,17 @@ from tests.unit.worker.harness import Worker, bundle_of, manifest
 class Checkpoint:
     """A converted directory, read into plain memory."""
 
-    def __init__(self, source: Path, target: Path) -> None:
-        convert_directory(source, target)
+    def __init__(self, source: Path, target: Path, plan: AutoPlan | None = None) -> None:
+        convert_directory(source, target, options=ConvertOptions(plan=plan))
         self.index: CheckpointIndex = decode_index((target / "index.json").read_bytes())
-        data = (target / "partition_0.bin").read_bytes()
-        self.memory = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
+        data = [(target / partition_name(rank)).read_bytes() for rank in range(len(self.index.partitions))]
+        self.memory, *others = [(ctypes.c_ubyte * len(part)).from_buffer_copy(part) for part in data]
+        self.others = dict(enumerate(others, 1))
         self.files = {file.name: (target / file.name).read_bytes() for file in self.index.files}
         self.config = weights.read_config(self.files)
 
     def tensors(self) -> CheckpointTensors:
-        return CheckpointTensors(self.index, self.memory)
+        return CheckpointTensors(self.index, self.memory, beside=self.others)
 
     def module(self, dtype: str = "auto", loader: str = "auto") -> Any:
         tensors = self.tensors()
@@ -72,6 +74,27 @@ def test_nothing_is_copied_and_ties_stay_ties(tmp_path: Path) -> None:
     assert all(start <= tensor.data_ptr() < start + len(checkpoint.memory) for tensor in module.parameters())
     assert module.lm_head.weight is module.model.embed_tokens.weight
     assert not any(tensor.requires_grad for tensor in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "tied_llama"])
+def test_partitions_that_lie_apart_are_one_model(name: str, tmp_path: Path) -> None:
+    """As on devices of their own; a tied head's partition has the embedding once more."""
+    save_model(name, tmp_path / "hf")
+    expected: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    expected.eval()
+    checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck", AutoPlan("auto-layers", 3))
+    assert len(checkpoint.others) == 2
+    module = checkpoint.module()
+    assert torch.equal(logits(module), logits(expected))
+    typed = TypedTensors(checkpoint.tensors(), torch.bfloat16)
+    assert all(torch.equal(typed[key], value.bfloat16()) for key, value in expected.state_dict().items())
+
+
+def test_tensors_that_are_shared_out_are_refused_by_name(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck", AutoPlan("auto", 2))
+    with pytest.raises(UnsupportedModel, match=r"weight' is shared out over 2 partitions .layout hf-tp2.*auto-layers"):
+        checkpoint.tensors()
 
 
 def test_another_dtype_is_cast(tmp_path: Path) -> None:
