@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,19 @@ from sllm_runtime.worker.engine.ours.model import build, config
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.model.survey import Needs, survey
 from sllm_runtime.worker.engine.ours.numerics import EXACT
+from sllm_runtime.worker.engine.ours.runner import Runner
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """An engine, and its proof for the starts to come (empty: it has none)."""
+    """An engine, its proof for the starts to come (empty: it has none), and what gives back what it has beside
+    memory."""
 
     engine: Engine
     proof: str
+    release: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,10 @@ class Settings:
     kv_bytes: int
     model: str = ""
     proof: str = ""
+    layers: int | None = None
+    """How many of the first layers this process has; all of them unless it is given."""
+    runner: Callable[[selftest.Proof], Runner] | None = None
+    """Makes who computes with other processes, once it is known how exact that is; ``None``: this one alone does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +61,20 @@ class Known:
 
     def proof(self, settings: Settings) -> selftest.Proof | None:
         """What an earlier start found, if it holds for this one: then nothing has to be tested, and no weights read."""
-        return selftest.remembered(settings.proof, self._mark(settings))
+        return selftest.remembered(settings.proof, self.mark(settings))
+
+    def found(self, settings: Settings) -> selftest.Proof:
+        """That, or what a self-test finds now."""
+        return self.proof(settings) or selftest.prove(self.decoder, self.mark(settings), layers=settings.layers)
 
     def engine(self, files: Mapping[str, bytes], raw: Mapping[str, Any], settings: Settings) -> Chosen:
         """The engine; ``raw`` is config.json."""
-        found = self.proof(settings) or selftest.prove(self.decoder, self._mark(settings))
+        found = self.found(settings)
         if not found.exact:
             log.warning(
                 "no level of exactness holds for %s on this machine: a resumed call may differ", self.architecture
             )
+        runner = None if settings.runner is None else settings.runner(found)
         engine = OurEngine(
             self.decoder,
             admission.end_ids(raw, files.get("generation_config.json")),
@@ -71,10 +83,12 @@ class Known:
             proven=found.exact,
             fingerprint=found.numerics_class,
             max_context=admission.max_context(raw),
+            runner=runner,
         )
-        return Chosen(engine, msgspec.json.encode(found).decode())
+        return Chosen(engine, msgspec.json.encode(found).decode(), None if runner is None else runner.close)
 
-    def _mark(self, settings: Settings) -> str:
+    def mark(self, settings: Settings) -> str:
+        """What decides the bits, as ``selftest.fingerprint`` has it."""
         return selftest.fingerprint(self.architecture, settings.model, self.decoder.dtype)
 
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sllm_runtime.protocol.errors import InternalError, SllmError, Unavailable
+from sllm_runtime.protocol.errors import InstanceLost, InternalError, SllmError, Unavailable
 from sllm_runtime.worker.engine.base import Engine, Event, Finish, Request, TokenChoice
 from sllm_runtime.worker.engine.text import Decoder, Detokenizer, StopMatcher
 
@@ -131,12 +131,20 @@ class _Output:
 
 
 class EngineLoop:
-    """Owner of the engine's thread. ``submit`` and ``cancel`` may be called from any thread."""
+    """Owner of the engine's thread. ``submit`` and ``cancel`` may be called from any thread.
 
-    def __init__(self, engine: Engine, decoder: Decoder, *, proof: str = "") -> None:
+    ``release``: called on that thread when it ends, to give back what the engine has beside memory.
+    """
+
+    def __init__(
+        self, engine: Engine, decoder: Decoder, *, proof: str = "", release: Callable[[], None] | None = None
+    ) -> None:
         self.engine = engine
         self.proof = proof
         """What the engine found out about its numerics, for later starts."""
+        self._release = release
+        self._on_lost: Callable[[SllmError], None] | None = None
+        self._lost = False
         self._decoder = decoder
         self._outputs: dict[int, _Output] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -149,6 +157,11 @@ class EngineLoop:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    def on_lost(self, call: Callable[[SllmError], None]) -> None:
+        """Have ``call`` called, once, when another process that the engine computes with is gone. Nobody is told
+        anything then: this process is to be ended, and its requests go on elsewhere as if it had died itself."""
+        self._on_lost = call
 
     def submit(self, request: Request, sink: Sink) -> int:
         """Give ``request`` (its ``id`` is drawn here) to the engine; what comes of it, refusal included, goes to
@@ -187,10 +200,13 @@ class EngineLoop:
             for mailbox in self._touched:
                 mailbox.flush()
             self._touched.clear()
-        for number in list(self._outputs):
-            self._cancel(number, Unavailable("the engine of this instance has stopped"))
-        for mailbox in self._touched:
-            mailbox.flush()
+        if not self._lost:
+            for number in list(self._outputs):
+                self._cancel(number, Unavailable("the engine of this instance has stopped"))
+            for mailbox in self._touched:
+                mailbox.flush()
+        if self._release is not None:
+            self._release()
 
     def _next(self) -> bool:
         """Carry out commands; wait while there is nothing to step. False: closing."""
@@ -200,6 +216,8 @@ class EngineLoop:
             commands = list(self._commands)
             self._commands.clear()
             closing = self._closing
+        if self._lost:
+            return False
         for command in commands:
             command()
         return not closing
@@ -210,6 +228,10 @@ class EngineLoop:
         try:
             return self.engine.step()
         except Exception as error:  # weights that do not come, or a bug of the engine: nobody may wait for ever
+            if self._on_lost is not None and isinstance(error, InstanceLost):
+                self._lost = True
+                self._on_lost(error)
+                return []
             log.exception("engine step failed")
             text = f"the engine failed: {type(error).__name__}: {error}"
             failure = error if isinstance(error, SllmError) else InternalError(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,9 +23,10 @@ from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import EXACT
-from sllm_runtime.worker.engine.ours.parallel.group import ProcessGroup
+from sllm_runtime.worker.engine.ours.parallel.group import Group, ProcessGroup
 from sllm_runtime.worker.engine.ours.parallel.ranks import Ranks
 from sllm_runtime.worker.engine.ours.parallel.shards import build_shard, token_runs
+from sllm_runtime.worker.engine.ours.parallel.shared import SharedGroup
 from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S, shard
 from tests.fixtures.loaderd import ignore
 from tests.fixtures.models import save_model
@@ -52,25 +54,44 @@ def convert(home: Path, name: str, ranks: int, **changes: Any) -> Any:
     return module
 
 
+def sums(count: int, stack: contextlib.ExitStack) -> list[dict[int, socket.socket]]:
+    """The sockets of each rank of a ``SharedGroup``, by the number of the other."""
+    peers: list[dict[int, socket.socket]] = [{} for _ in range(count)]
+    for one, other in itertools.combinations(range(count), 2):
+        peers[one][other], peers[other][one] = (stack.enter_context(each) for each in socket.socketpair())
+    return [dict(sorted(each.items())) for each in peers]
+
+
 @contextlib.contextmanager
 def ranks(
-    nursery: Nursery, home: Path, name: str, count: int, *, other: dict[str, Any] | None = None, **changes: Any
-) -> Iterator[Made]:
-    """An engine over ``count`` ranks, the first here. ``other``: what the last one is told beside or in place."""
+    nursery: Nursery, home: Path, name: str, count: int, *, other: dict[str, Any] | None = None, gloo: bool = False,
+    **changes: Any,
+) -> Iterator[Made]:  # fmt: skip
+    """An engine over ``count`` ranks, the first here, that gather over ``gloo`` or shared memory. ``other``: what the
+    last one is told beside or in place."""
     module = convert(home, name, count, **changes)
     pairs = [socket.socketpair() for _ in range(count - 1)]
-    meeting = home / "meeting"
+    meeting = str(home / "meeting") if gloo else ""
     pids = []
     with contextlib.ExitStack() as stack:
+        peers = [] if gloo else sums(count, stack)
         for number, (_, theirs) in enumerate(pairs, 1):
-            asked = {"directory": str(home / "checkpoint"), "meeting": str(meeting), "rank": number, "ranks": count}
+            asked = {"directory": str(home / "checkpoint"), "meeting": meeting, "rank": number, "ranks": count}
             asked |= (other or {}) if number == count - 1 else {}
-            pids.append(nursery.fork("tests.fixtures.engine_parts:rank", [theirs.fileno()], **asked))
+            fds = [theirs.fileno(), *(each.fileno() for each in (peers[number].values() if peers else ()))]
+            pids.append(nursery.fork("tests.fixtures.engine_parts:rank", fds, **asked))
             theirs.close()
+        for each in peers[1:]:
+            for sock in each.values():
+                sock.close()
         links = [Edges.duplex(ours, patience_s=PATIENCE_S) for ours, _ in pairs]
         for link in links:
             stack.callback(link.close)
-        group = ProcessGroup("gloo", meeting, 0, count, patience_s=PATIENCE_S)
+        group: Group = (
+            ProcessGroup("gloo", Path(meeting), 0, count, patience_s=PATIENCE_S)
+            if gloo
+            else SharedGroup(0, peers[0], patience_s=PATIENCE_S)
+        )
         stack.enter_context(contextlib.closing(group))
         own = shard(home / "checkpoint", group)
         proof = selftest.prove(own, "tested")
@@ -99,7 +120,7 @@ MODELS: list[tuple[str, int, dict[str, Any], float]] = [
 def test_ranks_say_what_one_says(
     nursery: Nursery, tmp_path: Path, name: str, count: int, changes: dict[str, Any], margin: float
 ) -> None:
-    with ranks(nursery, tmp_path, name, count, **changes) as made:
+    with ranks(nursery, tmp_path, name, count, gloo=name == "mixtral", **changes) as made:
         logits = kept(made.core)
         alone = {each.id: run(made.core, each)[each.id] for each in ASKED}
         rows = iter(torch.cat([each[:1] for each in logits]))
@@ -113,6 +134,7 @@ def test_ranks_say_what_one_says(
                 assert expected[at][token] > expected[at].max() - 2 * margin, "the likeliest, or one as likely"
         assert made.proof.exact
         assert made.core.capabilities.exact_resume
+        assert not made.core.capabilities.layer_ranges
         assert run(made.core, *ASKED) == alone, "whatever else is in the batch"
         resumed = [replace(each, emitted=alone[each.id][:5]) for each in ASKED]
         assert run(made.core, *resumed) == {number: said[5:] for number, said in alone.items()}
@@ -161,6 +183,9 @@ class Alone:
 
     def columns(self, x: torch.Tensor, widths: object) -> torch.Tensor:
         return x
+
+    def close(self) -> None:
+        return
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name(tmp_path: Path) -> None:

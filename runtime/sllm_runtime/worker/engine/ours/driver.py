@@ -29,6 +29,7 @@ class Driver(ABC):
 
     kv: KvStore | None = None
     """No process has all of it."""
+    layer_ranges = False
     tokens = False
     """Whether followers are told the ids of a step."""
 

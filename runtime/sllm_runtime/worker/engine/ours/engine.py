@@ -67,7 +67,12 @@ class OurEngine:
         self.numerics = numerics
         whole = runner is None
         self.capabilities = Capabilities(
-            exact_resume=proven, layer_ranges=True, kv_transfer=whole, lora=whole, sleep=True, prompt_logprobs=whole
+            exact_resume=proven,
+            layer_ranges=runner is None or runner.layer_ranges,
+            kv_transfer=whole,
+            lora=whole,
+            sleep=True,
+            prompt_logprobs=whole,
         )
         self.adapters = decoder.lora if whole else None
         self._head: Head | None = None

@@ -26,6 +26,10 @@ class Runner(Protocol):
         """Steps that may be on their way at once."""
 
     @property
+    def layer_ranges(self) -> bool:
+        """Whether any range of its layers may be a stage in a process of its own."""
+
+    @property
     def kv(self) -> KvStore | None:
         """The KV cache, where this process holds all of it and is awake."""
 
@@ -46,6 +50,9 @@ class Runner(Protocol):
         """Float32 logits (at least as many rows as were wanted, vocabulary) of the oldest step on its way; ``None``
         where no row was wanted."""
 
+    def close(self) -> None:
+        """Give back what joins this process to others. Repeatable."""
+
 
 def sampled(chunks: Many[Chunk]) -> tuple[Sequence, ...]:
     """Whose rows a step gives logits of."""
@@ -56,6 +63,7 @@ class LocalRunner:
     """All layers in this process, one step at a time."""
 
     depth = 1
+    layer_ranges = True
 
     def __init__(self, decoder: Decoder, numerics: Numerics) -> None:
         self._decoder = decoder
@@ -97,6 +105,9 @@ class LocalRunner:
         """See ``Runner.collect``."""
         logits, self._logits = self._logits, None
         return logits
+
+    def close(self) -> None:
+        """See ``Runner.close``."""
 
     def head(self, rows: Many[int]) -> torch.Tensor:
         """Float32 logits (rows, vocabulary) of any rows of the step that was launched last."""

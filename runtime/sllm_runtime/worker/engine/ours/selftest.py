@@ -75,20 +75,22 @@ def remembered(text: str, mark: str) -> Proof | None:
     return proof if proof.fingerprint == mark else None
 
 
-def prove(decoder: Decoder, mark: str, levels: Many[Numerics] = LEVELS) -> Proof:
-    """The first level that holds. Where none does, exactness is not promised. Takes as long as some 1,000 tokens."""
+def prove(decoder: Decoder, mark: str, levels: Many[Numerics] = LEVELS, layers: int | None = None) -> Proof:
+    """The first level that holds. Where none does, exactness is not promised. Takes as long as some 1,000 tokens.
+
+    ``layers``: how many of the first layers this process has; all of them unless it is given."""
     with torch.inference_mode():
         for level in levels:
-            test = _Test(decoder, level)
+            test = _Test(decoder, level, layers)
             if test.holds():
                 return Proof(fingerprint=mark, level=level.name, exact=True, probe=test.digest())
-        return Proof(fingerprint=mark, level=EXACT.name, exact=False, probe=_Test(decoder, EXACT).digest())
+        return Proof(fingerprint=mark, level=EXACT.name, exact=False, probe=_Test(decoder, EXACT, layers).digest())
 
 
 class _Test:
-    def __init__(self, decoder: Decoder, level: Numerics) -> None:
+    def __init__(self, decoder: Decoder, level: Numerics, layers: int | None) -> None:
         self._decoder = decoder
-        self._depth = min(decoder.count, _DEPTH)
+        self._depth = min(layers or decoder.count, _DEPTH)
         self._lengths = [min(length, decoder.context) for length in _LENGTHS]
         shape = KvShape(self._depth, decoder.heads.kv, decoder.heads.width)
         self._kv = KvStore(shape, 2 * sum(map(pages_for, self._lengths)))

@@ -5,6 +5,7 @@ row's do not depend on how a library would have shared the sum out.
 from __future__ import annotations
 
 import datetime
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -33,8 +34,39 @@ class Group(Protocol):
     def columns(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """``x`` (rows, widths[rank]) of all ranks side by side."""
 
+    def close(self) -> None:
+        """Part from the others, who see it at their next sum. Repeatable."""
 
-class ProcessGroup:
+
+class Gathering(ABC):
+    """A ``Group`` whose ranks each get the parts of all."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def _gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """``x`` of each rank, in their order. Raises ``InstanceLost``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """See ``Group.close``."""
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Group.total``."""
+        parts = self._gather(x)
+        total = parts[0].to(torch.float32, copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def columns(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """See ``Group.columns``."""
+        wide = torch.nn.functional.pad(x, (0, max(widths) - x.shape[1]))
+        return torch.cat([part[:, :width] for part, width in zip(self._gather(wide), widths, strict=True)], 1)
+
+
+class ProcessGroup(Gathering):
     """Over torch.distributed: gloo for CPUs, NCCL for GPUs (which has not been run yet). All ranks are on one node.
 
     ``meeting``: a file that does not exist, in a directory of these ranks alone: they find each other by it, not at a
@@ -55,20 +87,7 @@ class ProcessGroup:
         except RuntimeError as error:
             raise InstanceLost(f"rank {rank} of {size} did not meet the others: {_line(error)}") from error
 
-    def total(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Group.total``."""
-        parts = self._gather(x)
-        total = parts[0].to(torch.float32, copy=True)
-        for part in parts[1:]:
-            total += part
-        return total.to(x.dtype)
-
-    def columns(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """See ``Group.columns``."""
-        wide = torch.nn.functional.pad(x, (0, max(widths) - x.shape[1]))
-        return torch.cat([part[:, :width] for part, width in zip(self._gather(wide), widths, strict=True)], 1)
-
-    def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def _gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         if self._group is None:
             raise InstanceLost("the ranks of this instance have parted")
         parts = list(x.new_empty(self.size, *x.shape))
@@ -79,7 +98,7 @@ class ProcessGroup:
         return parts
 
     def close(self) -> None:
-        """Part from the others, who see it at their next sum. Repeatable."""
+        """See ``Group.close``."""
         self._group = None
 
 

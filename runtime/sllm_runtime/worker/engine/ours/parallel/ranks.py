@@ -21,7 +21,7 @@ from sllm_runtime.worker.engine.ours.edge import Edges
 from sllm_runtime.worker.engine.ours.follower import Follower, check_version, level
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
-from sllm_runtime.worker.engine.ours.parallel.group import ProcessGroup
+from sllm_runtime.worker.engine.ours.parallel.group import Group
 from sllm_runtime.worker.engine.ours.scheduler import Limits
 
 
@@ -35,7 +35,7 @@ class Ranks(Driver):
     tokens = True
 
     def __init__(
-        self, decoder: Decoder, numerics: Numerics, group: ProcessGroup, links: Many[Edges], *, kv_bytes: int,
+        self, decoder: Decoder, numerics: Numerics, group: Group, links: Many[Edges], *, kv_bytes: int,
         fingerprint: str, limits: Limits | None = None,
     ) -> None:  # fmt: skip
         super().__init__(decoder, LayerRange(0, decoder.count), numerics, depth=1)
@@ -80,18 +80,8 @@ class Ranks(Driver):
         return logits
 
     def _cause(self, error: InstanceLost) -> SllmError:
-        """The rank that ends without a word is the one that is gone; what another says of it is of no use."""
         self._group.close()
-        causes: list[SllmError] = []
-        for link in self._links:
-            try:
-                while True:
-                    link.receive(min(CAUSE_S, link.patience_s))
-            except SllmError as told:
-                causes.append(told)
-                if not link.told or not isinstance(told, InstanceLost):
-                    return told
-        return causes[0] if causes else error
+        return told(self._links, error)
 
     def _release(self) -> None:
         self._group.close()
@@ -99,10 +89,25 @@ class Ranks(Driver):
             link.close()
 
 
+def told(links: Many[Edges], error: InstanceLost) -> SllmError:
+    """What the ranks on ``links`` say of ``error``. The rank that ends without a word is the one that is gone; what
+    another says of it is of no use."""
+    causes: list[SllmError] = []
+    for link in links:
+        try:
+            while True:
+                link.receive(min(CAUSE_S, link.patience_s))
+        except SllmError as cause:
+            causes.append(cause)
+            if not link.told or not isinstance(cause, InstanceLost):
+                return cause
+    return causes[0] if causes else error
+
+
 class Rank(Follower):
     """All layers of ``decoder``, of which this rank has a part. Owns ``edges`` (see ``Edges.duplex``) and ``group``."""
 
-    def __init__(self, decoder: Decoder, group: ProcessGroup, edges: Edges, *, kv_bytes: int, fingerprint: str) -> None:
+    def __init__(self, decoder: Decoder, group: Group, edges: Edges, *, kv_bytes: int, fingerprint: str) -> None:
         super().__init__(decoder, LayerRange(0, decoder.count), edges, kv_bytes)
         self._group = group
         self._fingerprint = fingerprint

@@ -28,6 +28,8 @@ class Pipeline(Driver):
     stage has said hello. Raises ``InstanceLost`` if one does not in time, or what a stage refuses the pipeline for.
     """
 
+    layer_ranges = True
+
     def __init__(
         self, decoder: Decoder, numerics: Numerics, high: int, edges: Edges, *, depth: int, kv_bytes: int,
         fingerprint: str, limits: Limits | None = None,
