@@ -38,7 +38,7 @@ from sllm_runtime.protocol.loader import (
 
 DEADLINE_S: Final = 60.0
 _RUN: Final = 256 * MIB
-"""Bytes of one call that fills in page tables: on pages of 4 KiB it keeps others from mapping memory for 10 to 20 ms."""
+"""Bytes of one call that fills in page tables: on pages of 4 KiB others cannot map memory for 10 to 20 ms meanwhile."""
 T = TypeVar("T")
 
 
@@ -77,6 +77,7 @@ class SessionLoad:
         self._done = False
         self._cold: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # holds each block at most once, and the end
         self._populator: threading.Thread | None = None
+        self._detached = False
         self.partition = partition
         self.progress = (0, 0)
         """Bytes there, bytes asked for."""
@@ -102,10 +103,12 @@ class SessionLoad:
     def wait(self, block: int, timeout: float = DEADLINE_S) -> None:
         """Until a block's bytes are there."""
         self._wait(lambda: self._done or block in self._ready or None, timeout, f"block {block}")
+        self._warm_up()
 
     def wait_all(self, timeout: float = DEADLINE_S) -> None:
         """Until all that was asked for is there."""
         self._wait(lambda: self._done or None, timeout, "all blocks")
+        self._warm_up()
 
     @property
     def ready(self) -> bool:
@@ -127,7 +130,7 @@ class SessionLoad:
         self._forget(self._number)
         self._end(Cancelled("the load was given up here"))
         with self._changed:
-            populator = self._populator
+            self._detached, populator = True, self._populator
         if populator is not None and populator is not threading.current_thread():
             populator.join()
         for memory in (self._placing, self._memory):
@@ -142,11 +145,12 @@ class SessionLoad:
         elif isinstance(message, Chunks):
             self._place(message, fds)
         elif isinstance(message, DeviceMemory):
-            self._attached(open_device_memory(message, fds))
+            self._attach(open_device_memory(message, fds))
         elif isinstance(message, LoadProgress):
             self.progress = (message.done, message.total)
         elif isinstance(message, Ready):
             self._cold.put(message.block)
+            self._warm_up()
             self._change(lambda: self._ready.add(message.block))
         elif isinstance(message, Done):
             self._change(lambda: setattr(self, "_done", True))
@@ -177,16 +181,23 @@ class SessionLoad:
                 os.close(fd)
         if message.last:
             self._placing.placed()
-            self._attached(self._placing)
+            self._attach(self._placing)
 
-    def _attached(self, memory: PartitionMemory) -> None:
+    def _attach(self, memory: PartitionMemory) -> None:
         self._change(lambda: setattr(self, "_memory", memory))
+
+    def _warm_up(self) -> None:
+        """Begin to fill in page tables, once there is something to fill in. Not before somebody waits if everything is
+        there: two threads that fault at once cost each other more than that one gains, and tensors are made first."""
         with self._changed:  # who finds it may join it
+            memory = self._memory
+            if memory is None or self._detached or self._populator is not None:
+                return
             self._populator = threading.Thread(target=self._populate, args=(memory,), name="sllm-populate", daemon=True)
             self._populator.start()
 
     def _populate(self, memory: PartitionMemory) -> None:
-        """Fill in page tables behind the blocks that come, and of the whole partition at its end. A thread of its own."""
+        """Fill in page tables behind the blocks that come, and of all others at the end. A thread of its own."""
         blocks = self.blocks()
         warm: set[int] = set()
         while (number := self._cold.get()) is not None:

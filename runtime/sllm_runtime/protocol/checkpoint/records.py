@@ -42,7 +42,7 @@ QUANT_BLOCKS: Final[dict[str, tuple[int, int]]] = {
 """Elements and bytes of one block of GGUF's quantised kinds; blocks lie along the innermost dimension."""
 
 
-class TensorRecord(msgspec.Struct, frozen=True):
+class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     """One tensor: ``shape`` and ``stride`` in elements, ``offset`` and ``nbytes`` in bytes of its rank's partition."""
 
     name: str
