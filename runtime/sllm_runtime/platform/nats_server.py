@@ -127,6 +127,9 @@ class EmbeddedNats:
                 "store_dir": str(self.directory / "jetstream"),
                 "max_memory_store": _MEMORY_LIMIT,
                 "max_file_store": self._file_limit(),
+                # What is acknowledged is on the disk, also when the machine loses its power. Streams that need no
+                # such promise say so (``platform/streams.py``).
+                "sync_interval": "always",
             }
         if self.tls:
             config["tls"] = {**self.tls, "timeout": 5}

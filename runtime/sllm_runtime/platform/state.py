@@ -23,6 +23,7 @@ from sllm_runtime.platform.streams import STATE_STREAM, ensure_streams
 from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import STATE, TERM_KEY
 
@@ -77,7 +78,7 @@ class StateStore:
         """The record at ``key``, ``None`` if there is none; with ``direct=False`` as the stream's leader has it, which
         no replica that lags can answer. Raises ``Unavailable``, ``ProtocolError``."""
         message = await self._read(key, direct=direct)
-        return None if message is None else codec.from_json(type_, message.data or b"")
+        return None if message is None else _record(type_, key, message.data or b"")
 
     async def _read(self, key: str, *, direct: bool = True) -> RawStreamMsg | None:
         try:
@@ -92,7 +93,8 @@ class StateStore:
         """All records whose key begins with ``prefix`` (``"functions."``), by key. Raises ``Unavailable``."""
         pattern = prefix if prefix.endswith(">") else prefix.rstrip(".") + ".>"
         found = await snapshot(self._bus, STATE_STREAM, _SUBJECT + pattern)
-        return {name.removeprefix(_SUBJECT): codec.from_json(type_, data) for name, data in found.items()}
+        keys = {name.removeprefix(_SUBJECT): data for name, data in found.items()}
+        return {key: _record(type_, key, data) for key, data in keys.items()}
 
     async def watch(self, pattern: str, type_: type[T], on_change: Callable[[str, T | None], None]) -> Watch:
         """Call ``on_change(key, record)`` for every record that matches now, before this returns, and for every
@@ -104,7 +106,7 @@ class StateStore:
         def changed(subject: str, data: bytes | None) -> None:
             key = subject.removeprefix(_SUBJECT)
             try:
-                record = None if data is None else codec.from_json(type_, data)
+                record = None if data is None else _record(type_, key, data)
             except ProtocolError as error:
                 log.error("record %s cannot be read and is left out: %s", key, error.message)
                 return
@@ -222,6 +224,17 @@ class StateStore:
         """End all watches."""
         for watch in self._watches:
             await watch.close()
+
+
+def _record(type_: type[T], key: str, data: bytes) -> T:
+    """What stands at ``key``; fields that are unknown here are left out. Raises ``ProtocolError``, also for a schema
+    that is not this one or the one before: what it means is not known."""
+    record = codec.from_json(type_, data)
+    schema = getattr(record, "schema", PROTOCOL_VERSION)
+    if schema not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
+        served = f"{PROTOCOL_VERSION - 1} and {PROTOCOL_VERSION}"
+        raise ProtocolError(f"record {key} has schema {schema}, {served} are read; run the version that wrote it")
+    return record
 
 
 class _Refused(Exception):

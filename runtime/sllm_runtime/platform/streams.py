@@ -6,7 +6,7 @@ from typing import Final
 
 import nats.errors
 import nats.js.errors
-from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
@@ -21,6 +21,8 @@ _NO_RESOURCES: Final = (10005, 10023, 10047, 10074)
 
 
 def _configs(replicas: int) -> list[StreamConfig]:
+    # The server writes through to the disk at once (``sync_interval: always``), which lines of logs need not wait for.
+    relaxed = PersistMode.ASYNC if replicas == 1 else None
     state = StreamConfig(
         name=STATE_STREAM,
         subjects=[f"$KV.{subjects.STATE}.>"],
@@ -47,6 +49,7 @@ def _configs(replicas: int) -> list[StreamConfig]:
         allow_direct=True,
         # Log lines come without acknowledgement: nobody would read it.
         no_ack=True,
+        persist_mode=relaxed,
     )
     events = StreamConfig(
         name=subjects.EVENTS_STREAM,
@@ -55,6 +58,7 @@ def _configs(replicas: int) -> list[StreamConfig]:
         max_bytes=64 * MIB,
         allow_direct=True,
         no_ack=True,
+        persist_mode=relaxed,
     )
     return [
         config.evolve(storage=StorageType.FILE, retention=RetentionPolicy.LIMITS, num_replicas=replicas)
@@ -79,6 +83,8 @@ async def ensure_streams(bus: Bus, replicas: int = 1) -> None:
 
 async def _update(bus: Bus, config: StreamConfig) -> None:
     try:
+        there = (await bus.jetstream.stream_info(config.name or "")).config
+        config = config.evolve(persist_mode=there.persist_mode)  # fixed when a stream is made
         await bus.jetstream.update_stream(config)
     except nats.errors.Error as error:
         raise Unavailable(

@@ -1,6 +1,7 @@
 """The state store against a real nats-server: the fence, watches through outages, who may write."""
 
 import asyncio
+import json
 
 import pytest
 from nats.errors import Error as NatsError
@@ -9,6 +10,7 @@ from nats.js.api import ConsumerConfig
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.streams import STATE_STREAM
 from sllm_runtime.protocol.errors import ProtocolError, StaleTerm
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, Term
 from sllm_runtime.protocol.subjects import TERM_KEY, function_key, node_key
@@ -80,6 +82,33 @@ async def test_a_record_of_another_shape_is_a_protocol_error(nats: Nats) -> None
     await store.put(node_key("n1"), _node("n1"))
     with pytest.raises(ProtocolError, match="FunctionRecord"):
         await store.get(node_key("n1"), FunctionRecord)
+
+
+async def test_records_of_other_versions_are_read_or_refused_by_name(
+    nats: Nats, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the version before, and with fields that a later one of the same schema has added: read. Of a later schema:
+    refused, and other records are watched all the same."""
+    store = await _leader(nats)
+
+    async def put(name: str, schema: int) -> None:
+        text = {"node": name, "first_seen": 2.0, "schema": schema, "added": {"later": [1]}}
+        await store._write(node_key(name), json.dumps(text).encode(), {})
+
+    await put("before", PROTOCOL_VERSION - 1)
+    await put("same", PROTOCOL_VERSION)
+    found = await store.list("nodes.", NodeRecord)
+    assert [found[f"nodes.{name}"].first_seen for name in ("before", "same")] == [2.0, 2.0]
+    await put("later", PROTOCOL_VERSION + 1)
+    with pytest.raises(ProtocolError, match=r"nodes\.later has schema 2, 0 and 1 are read"):
+        await store.get(node_key("later"), NodeRecord)
+    with pytest.raises(ProtocolError, match=r"nodes\.later"):
+        await store.list("nodes.", NodeRecord)
+    told: list[str] = []
+    watch = await store.watch("nodes.>", NodeRecord, lambda key, _: told.append(key))
+    assert sorted(told) == ["nodes.before", "nodes.same"]
+    assert "nodes.later has schema 2" in caplog.text
+    await watch.close()
 
 
 async def test_a_watch_tells_the_present_then_what_changes(nats: Nats) -> None:
