@@ -3,7 +3,8 @@
 A decision is ``Policy.place`` on the view as it is then: what was placed before is in the view, and as the cluster is
 four fifths full each placement is followed by the end of another instance, so that the view changes as it does in
 service (the changes themselves are not timed). Models are asked for by Zipf's law. ``decide``: each policy on 100 nodes
-with eight accelerators and 1,000 models. ``growth``: the default policy on 10 to 1,000 nodes with ten models each.
+with eight accelerators and 1,000 models. ``moves``: the same where what runs can be moved away for a quicker start
+(``extra``: how many decisions were to do so). ``growth``: the default policy on 10 to 1,000 nodes with ten models each.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,7 +20,7 @@ from benchmarks.record import Aim, Case, percentile
 from benchmarks.runner import Run, main
 from benchmarks.scheduler_cluster import GPUS, NOW, cluster, ended, request, started
 from sllm_runtime.control.placement import Place, Policy
-from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES
+from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, Preemption, StartupTime
 from sllm_runtime.control.view import Key, View
 
 NODES: Final = 100
@@ -32,6 +34,9 @@ def measure(run: Run, cases: Sequence[str]) -> None:
     if "decide" in cases:
         with run.attempt("decide"):
             _decide(run)
+    if "moves" in cases:
+        with run.attempt("moves"):
+            _moves(run)
     if "growth" in cases:
         with run.attempt("growth"):
             _growth(run)
@@ -51,6 +56,21 @@ def _decide(run: Run) -> None:
     )
 
 
+def _moves(run: Run) -> None:
+    """As ``decide``, where every call could go on elsewhere: by moving it, or by stopping it."""
+    view, keys = cluster(NODES, MODELS, random.Random(1))
+    warm = _filled(view, keys, carries=True)
+    count = 300 if run.quick else 2000
+    for number in range(run.rounds):
+        for name, policy in (("startup-time", StartupTime(moves=True)), ("preemption", Preemption())):
+            _sample(run.case("moves", name, "1/s"), policy, warm, keys, count, seed=number, carries=True)
+    case = run.case("moves", DEFAULT, "1/s")
+    enough = len(case.samples) >= run.least
+    run.aims.append(
+        Aim("moves: decisions per second, 100 nodes x 8, with search", case.median if enough else None, at_least=2_000)
+    )
+
+
 def _growth(run: Run) -> None:
     for nodes in (10, 30, 100, 300, 1000):
         view, keys = cluster(nodes, nodes * 10, random.Random(1))
@@ -60,7 +80,7 @@ def _growth(run: Run) -> None:
             _sample(case, POLICIES[DEFAULT](), warm, keys, 100 if run.quick else 500, seed=number)
 
 
-def _filled(view: View, keys: Sequence[Key]) -> View:
+def _filled(view: View, keys: Sequence[Key], *, carries: bool = False) -> View:
     """Four fifths of all accelerators work."""
     rng, policy = random.Random(2), POLICIES[DEFAULT]()
     wanted = int(len(view.nodes) * GPUS * FULL)
@@ -68,23 +88,27 @@ def _filled(view: View, keys: Sequence[Key]) -> View:
         key = _asked(keys, rng)
         decision = policy.place(request(view, key), view, NOW, rng)
         if isinstance(decision, Place):
-            view = started(view, key, decision, number)
+            view = started(view, key, decision, f"i{number}", carries=carries)
     return view
 
 
-def _sample(case: Case, policy: Policy, view: View, keys: Sequence[Key], count: int, seed: int) -> None:
+def _sample(
+    case: Case, policy: Policy, view: View, keys: Sequence[Key], count: int, seed: int, *, carries: bool = False
+) -> None:
     """``count`` decisions, the cluster staying as full as it is."""
-    rng, times = random.Random(seed), []
+    rng, times, kinds = random.Random(seed), [], Counter[str]()
     for number in range(count):
         key = _asked(keys, rng)
         asked = request(view, key)
         began = time.perf_counter()
         decision = policy.place(asked, view, NOW, rng)
         times.append(time.perf_counter() - began)
+        kinds[type(decision).__name__.lower()] += 1
         if isinstance(decision, Place):
             oldest = next(iter(view.instances.values()))
-            view = ended(started(view, key, decision, 1_000_000 + number), oldest)
+            view = ended(started(view, key, decision, f"s{number}", carries=carries), oldest)
     case.samples.append(round(count / sum(times)))
+    case.extra |= kinds
     for p in (50, 99):
         case.extra[f"p{p}_us"] = round(percentile([t * 1e6 for t in times], p), 1)
 
@@ -95,4 +119,4 @@ def _asked(keys: Sequence[Key], rng: random.Random) -> Key:
 
 
 if __name__ == "__main__":
-    sys.exit(main("scheduler", ("decide", "growth"), measure))
+    sys.exit(main("scheduler", ("decide", "moves", "growth"), measure))

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.control.placement import Place, Request
-from sllm_runtime.control.view import Instance, Key, Node, View
+from sllm_runtime.control.view import CARRIES, Instance, Key, Node, View
 from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Gpu, InstanceStatus, NodeRecord, NodeStatus, PathLoad
@@ -97,13 +97,28 @@ def request(view: View, key: Key) -> Request:
     return Request(key, version.manifest, version.model)
 
 
-def started(view: View, key: Key, place: Place, number: int, *, running: int = 1) -> View:
-    """With the instance that was placed, at work; its node has reported it."""
-    ident = f"i{number}"
-    record = InstanceRecord(instance=ident, function=key[0], version=1, node=place.node, state=InstanceState.READY)
-    seen = InstanceStatus(instance=ident, function=key[0], version=1, state=InstanceState.READY, running=running)
-    manifest = view.versions[key].manifest
-    made = Instance(record=record, manifest=manifest, placed=NOW, gpus=place.gpus, seen=seen, seen_at=NOW, ready_at=NOW)
+def started(
+    view: View, key: Key, place: Place, ident: str, *, running: int = 1, idle_s: float = 0.0, carries: bool = False
+) -> View:
+    """With the instance that was placed; its node has reported it ready, with ``running`` calls. ``carries``: these can
+    go on elsewhere."""
+    able = (CARRIES,) if carries else ()
+    record = InstanceRecord(
+        instance=ident, function=key[0], version=key[1], node=place.node, state=InstanceState.READY, capabilities=able
+    )
+    seen = InstanceStatus(
+        instance=ident, function=key[0], version=key[1], state=InstanceState.READY, running=running, idle_s=idle_s
+    )
+    made = Instance(
+        record=record,
+        manifest=view.versions[key].manifest,
+        placed=0.0,
+        gpus=place.gpus,
+        seen=seen,
+        seen_at=NOW,
+        busy_since=NOW - 10.0 if running else None,
+        ready_at=0.0,
+    )
     known = view.nodes[place.node]
     assert known.status is not None
     gpus = tuple(

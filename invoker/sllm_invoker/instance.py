@@ -279,8 +279,9 @@ class Instance:
             self._conclude(verdicts.died(self.order, end, tail, memory))
 
     # --- end ----------------------------------------------------------------------------------------
-    def stop(self, reason: str, grace_s: float) -> None:
-        """Drain: running calls have ``grace_s`` seconds; then end. Asked again, the earlier end holds."""
+    def stop(self, reason: str, grace_s: float, *, resume: bool = False) -> None:
+        """Drain: running calls have ``grace_s`` seconds; then end. Asked again, the earlier end holds. ``resume``: what
+        runs to the end of the grace is lost, not cancelled."""
         self._stop_reason = self._stop_reason or reason
         if self.final or self._verdict.done():
             return
@@ -290,8 +291,13 @@ class Instance:
         if self._state is InstanceState.READY:
             self.work.close()
             self._move(InstanceState.DRAINING)
-        self.work.tell(Stop(grace_s=grace_s))
-        asyncio.get_running_loop().call_later(grace_s + STOP_S, lambda: self._conclude(self._stopped()))
+        # The worker cancels what outlives its grace: where calls are to go on elsewhere it does not come to that.
+        self.work.tell(Stop(grace_s=grace_s + STOP_S if resume else grace_s))
+        loop = asyncio.get_running_loop()
+        if resume:
+            gone = verdicts.taken(self.order.instance, reason)
+            loop.call_later(grace_s, lambda: self._conclude(gone))
+        loop.call_later(grace_s + STOP_S, lambda: self._conclude(self._stopped()))
 
     def _stopped(self) -> Verdict:
         return verdicts.stopped(self.order.instance, self._stop_reason or "asked to")

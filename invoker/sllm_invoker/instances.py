@@ -107,12 +107,12 @@ class Instances:
         """``nbytes`` of the node's memory are loaderd's: instances to come share the rest."""
         self.ledger = replace(self.ledger, reserved=nbytes)
 
-    def stop(self, instance: str, reason: str, grace_s: float) -> str:
+    def stop(self, instance: str, reason: str, grace_s: float, *, resume: bool = False) -> str:
         """Drain and end it; what happened, for people."""
         found = self._instances.get(instance)
         if found is None:
             return "this node has no such instance"
-        found.stop(reason, grace_s)
+        found.stop(reason, grace_s, resume=resume)
         return f"it is {found.state}"
 
     def tick(self) -> None:

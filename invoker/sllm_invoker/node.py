@@ -236,7 +236,7 @@ class Node:
 
     async def _on_stop(self, order: StopInstance) -> Ok:
         self._obey(order.term)
-        return Ok(note=self._instances.stop(order.instance, order.reason, order.grace_s))
+        return Ok(note=self._instances.stop(order.instance, order.reason, order.grace_s, resume=order.resume))
 
     async def _on_prepare(self, request: PrepareModel) -> PrepareReply:
         self._obey(request.term)

@@ -80,6 +80,12 @@ def stopped(instance: str, reason: str) -> Verdict:
     return Verdict(InstanceState.STOPPED, calls=Cancelled(f"instance {instance} was stopped: {reason}"))
 
 
+def taken(instance: str, reason: str) -> Verdict:
+    """It ended as asked; what still ran may go on elsewhere."""
+    lost = InstanceLost(f"instance {instance} was stopped: {reason}; call again")
+    return Verdict(InstanceState.STOPPED, calls=lost)
+
+
 def shut_down(instance: str) -> Verdict:
     """Its node ends."""
     return Verdict(

@@ -117,7 +117,8 @@ def _memory(view: View, instances: Sequence[Instance]) -> int:
     return sum(memory_of(view, instance.key, instance.manifest) for instance in instances)
 
 
-def _suits(gpu: Gpu, kind: str, memory: int) -> bool:
+def suits(gpu: Gpu, kind: str, memory: int) -> bool:
+    """Whether it is of that kind and has ``memory`` bytes."""
     return kind.lower() in (ANY_GPU, gpu.kind.lower()) and gpu.memory >= memory
 
 
@@ -126,7 +127,7 @@ def choose_gpus(need: Need, capacity: Capacity) -> tuple[int, tuple[int, ...]] |
     if not need.gpus:
         return 0, ()
     for rank, (kind, count) in enumerate(need.gpus):
-        fitting = [gpu.index for gpu in capacity.gpus if _suits(gpu, kind, need.gpu_memory)]
+        fitting = [gpu.index for gpu in capacity.gpus if suits(gpu, kind, need.gpu_memory)]
         if len(fitting) >= count:
             return rank, tuple(fitting[:count])
     return None

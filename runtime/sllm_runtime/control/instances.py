@@ -61,7 +61,8 @@ def report(view: View, instance: Instance, status: InstanceStatus, now: float) -
         record = msgspec.structs.replace(moved.record, fingerprint=status.fingerprint, capabilities=status.capabilities)
         moved = replace(moved, record=record, ready_at=now, spans=spans)
         view = _learn(view, moved, status)
-    moved = replace(moved, seen=status, seen_at=now)
+    busy = (instance.busy_since if instance.busy_since is not None else now) if status.running else None
+    moved = replace(moved, seen=status, seen_at=now, busy_since=busy)
     return settle(view.put_instance(moved), instance, moved, now)
 
 
@@ -89,11 +90,11 @@ def withdraw(view: View, instance: Instance) -> View:
     return view.put_instance(move(instance, InstanceState.STOPPED))
 
 
-def stop(view: View, instance: Instance, reason: str, grace_s: float) -> View:
-    """Begin its end. A second call can only shorten the grace."""
+def stop(view: View, instance: Instance, reason: str, grace_s: float, *, resume: bool = False) -> View:
+    """Begin its end. A second call can only shorten the grace. ``resume``: its calls may go on elsewhere then."""
     if instance.ended or (instance.stop is not None and instance.stop.grace_s <= grace_s):
         return view
-    return view.put_instance(replace(instance, stop=Stop(reason, grace_s), commanded=None, acked=False))
+    return view.put_instance(replace(instance, stop=Stop(reason, grace_s, resume), commanded=None, acked=False))
 
 
 def settle(view: View, old: Instance, new: Instance, now: float) -> View:

@@ -186,7 +186,9 @@ class Loop:
     async def _send(self, action: Action) -> None:
         try:
             if isinstance(action, SendStop):
-                await self._nodes.stop(action.node, action.instance, action.reason, action.grace_s)
+                await self._nodes.stop(
+                    action.node, action.instance, action.reason, action.grace_s, resume=action.resume
+                )
             else:
                 await self._start(action)
         except StaleTerm as error:

@@ -47,9 +47,10 @@ class Nodes:
         )
         await self._bus.call(node_command(instance.record.node, "start"), command, Ok, timeout_s=COMMAND_S)
 
-    async def stop(self, node: str, instance: str, reason: str, grace_s: float) -> None:
-        """End an instance after its running calls, at most ``grace_s`` seconds from now."""
-        command = StopInstance(term=self._term, instance=instance, reason=reason, grace_s=grace_s)
+    async def stop(self, node: str, instance: str, reason: str, grace_s: float, *, resume: bool = False) -> None:
+        """End an instance after its running calls, at most ``grace_s`` seconds from now. ``resume``: what still runs
+        then may go on elsewhere."""
+        command = StopInstance(term=self._term, instance=instance, reason=reason, grace_s=grace_s, resume=resume)
         await self._bus.call(node_command(node, "stop"), command, Ok, timeout_s=COMMAND_S)
 
     async def prepare(self, node: str, uri: str, digest: str | None = None) -> PrepareReply:

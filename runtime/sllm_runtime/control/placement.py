@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 from sllm_runtime.control.autoscale import HANDOVER_S
 from sllm_runtime.control.fits import Need, free, memory_of, need_of, short, total
 from sllm_runtime.control.scheduling.prediction import Estimate
-from sllm_runtime.control.view import Instance, Key, Node, View
+from sllm_runtime.control.view import Instance, Key, Move, Node, View
 from sllm_runtime.protocol.manifest import Manifest
 
 
@@ -37,10 +37,27 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Stop these idle instances: then it fits."""
+    """Stop these instances: then it fits. They are idle, or with ``at_once`` at work: their calls go on elsewhere."""
 
     instances: tuple[str, ...]
     reason: str
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Let the calls of running instances go on elsewhere: then it fits on ``node``, and starts there sooner than
+    anywhere now."""
+
+    node: str
+    moves: tuple[Move, ...]
+    estimate: Estimate
+
+    @property
+    def reason(self) -> str:
+        """For people."""
+        where = ", ".join(f"{move.instance} to {move.node}" for move in self.moves)
+        return f"makes room on {self.node} by moving {where}; expected {self.estimate.words()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +74,7 @@ class Refuse:
     reason: str
 
 
-Decision: TypeAlias = Place | Evict | Wait | Refuse
+Decision: TypeAlias = Place | Evict | Migrate | Wait | Refuse
 
 
 class Policy(Protocol):

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from sllm_runtime.control import autoscale, backoff, instances, migration
-from sllm_runtime.control.placement import Decision, Evict, Place, Policy, Request
-from sllm_runtime.control.view import EMPTY, Instance, Key, View
+from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Request
+from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
 from sllm_runtime.protocol.records import InstanceRecord, VersionRecord
@@ -38,6 +38,7 @@ class SendStop:
     instance: str
     reason: str
     grace_s: float
+    resume: bool = False
 
 
 Action: TypeAlias = SendStart | SendStop
@@ -156,7 +157,10 @@ def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, 
         for name in decision.instances:
             idle = view.instances[name]
             # A call may be on its way to it: it still ends when that call does.
-            view = instances.stop(view, idle, f"makes room for {key[0]}", idle.manifest.timeout)
+            grace = 0.0 if decision.at_once else idle.manifest.timeout
+            view = instances.stop(view, idle, f"makes room for {key[0]}", grace, resume=decision.at_once)
+    if isinstance(decision, Migrate):
+        view = replace(view, moves={**view.moves, **{move.instance: move for move in decision.moves}})
     return replace(view, pending={**view.pending, key: decision.reason}), False
 
 
@@ -199,11 +203,14 @@ def _command(view: View, now: float) -> tuple[View, list[Action]]:
             continue
         sent[name] = replace(instance, commanded=now)
         stop = instance.stop
-        action = SendStart(name) if stop is None else SendStop(instance.record.node, name, stop.reason, stop.grace_s)
-        actions.append(action)
+        actions.append(SendStart(name) if stop is None else _stop(instance, stop))
     if sent:
         view = replace(view, instances=view.instances.put(*sent.values()))
     return view, actions
+
+
+def _stop(instance: Instance, stop: Stop) -> SendStop:
+    return SendStop(instance.record.node, instance.record.instance, stop.reason, stop.grace_s, stop.resume)
 
 
 def _strays(view: View, now: float) -> tuple[View, list[Action]]:

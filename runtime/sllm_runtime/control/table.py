@@ -1,4 +1,4 @@
-"""Instances by id and by node: an immutable mapping that shares what a change leaves alone."""
+"""Instances by id, by node and by version: an immutable mapping that shares what a change leaves alone."""
 
 from __future__ import annotations
 
@@ -19,49 +19,62 @@ class Recorded(Protocol):
 
 
 I = TypeVar("I", bound=Recorded)  # noqa: E741 - an instance
+K = TypeVar("K")
 
 
 class Table(Mapping[str, I], Generic[I]):
-    """``instance id -> instance``, and ``on(node)``: those of one node."""
+    """``instance id -> instance``; ``on(node)``: those of one node; ``of(key)``: those of one version, oldest first."""
 
-    __slots__ = ("_all", "_nodes")
+    __slots__ = ("_all", "_nodes", "_versions")
 
     def __init__(self, instances: Iterable[I] = ()) -> None:
         self._all: dict[str, I] = {}
         self._nodes: dict[str, dict[str, I]] = {}
+        self._versions: dict[tuple[str, int], dict[str, I]] = {}
         for instance in instances:
             self._all[instance.record.instance] = instance
             self._nodes.setdefault(instance.record.node, {})[instance.record.instance] = instance
+            self._versions.setdefault(_key(instance), {})[instance.record.instance] = instance
 
     def on(self, node: str) -> Mapping[str, I]:
         """Those of ``node``; the same object until one of them changes."""
         return self._nodes.get(node, _NONE)
 
+    @property
+    def nodes(self) -> Mapping[str, Mapping[str, I]]:
+        """All that ``on`` knows, by node."""
+        return self._nodes
+
+    def of(self, key: tuple[str, int]) -> Mapping[str, I]:
+        """Those of version ``key``, in the order in which they came."""
+        return self._versions.get(key, _NONE)
+
     def put(self, *instances: I) -> Table[I]:
-        """With ``instances`` in place of those of their ids. An instance never changes its node."""
+        """With ``instances`` in place of those of their ids. An instance never changes its node or its version."""
         made = self._copy()
-        touched: set[str] = set()
+        touched: set[object] = set()
         for instance in instances:
-            node = instance.record.node
+            name, node, key = instance.record.instance, instance.record.node, _key(instance)
             if node not in touched:
                 made._nodes[node] = dict(made._nodes.get(node, _NONE))
-                touched.add(node)
-            made._all[instance.record.instance] = made._nodes[node][instance.record.instance] = instance
+            if key not in touched:
+                made._versions[key] = dict(made._versions.get(key, _NONE))
+            touched |= {node, key}
+            made._all[name] = made._nodes[node][name] = made._versions[key][name] = instance
         return made
 
     def without(self, names: Iterable[str]) -> Table[I]:
         """Less these."""
         made = self._copy()
         for name in names:
-            node = made._all.pop(name).record.node
-            made._nodes[node] = {key: instance for key, instance in made._nodes[node].items() if key != name}
-            if not made._nodes[node]:
-                del made._nodes[node]
+            gone = made._all.pop(name)
+            _remove(made._nodes, gone.record.node, name)
+            _remove(made._versions, _key(gone), name)
         return made
 
     def _copy(self) -> Table[I]:
         made: Table[I] = Table()
-        made._all, made._nodes = dict(self._all), dict(self._nodes)
+        made._all, made._nodes, made._versions = dict(self._all), dict(self._nodes), dict(self._versions)
         return made
 
     # What Mapping would do through __getitem__, one by one.
@@ -85,3 +98,16 @@ class Table(Mapping[str, I], Generic[I]):
 
     def items(self) -> ItemsView[str, I]:
         return self._all.items()
+
+
+def _key(instance: Recorded) -> tuple[str, int]:
+    return (instance.record.function, instance.record.version)
+
+
+def _remove(groups: dict[K, dict[str, I]], group: K, name: str) -> None:
+    """From a copy of its group; an empty one goes."""
+    left = {key: instance for key, instance in groups[group].items() if key != name}
+    if left:
+        groups[group] = left
+    else:
+        del groups[group]

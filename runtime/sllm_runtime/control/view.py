@@ -28,6 +28,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 EMPTY: Final[Mapping[Any, Any]] = MappingProxyType({})
 ROUTABLE: Final = frozenset({VersionState.ACTIVE, VersionState.RETIRED})
+CARRIES: Final = "exact_resume"
+"""What the engine of an instance must be able to do for its calls to go on elsewhere."""
 STARTING: Final = frozenset({InstanceState.PENDING, InstanceState.STARTING})
 
 
@@ -53,10 +55,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An instance is being ended. ``grace_s``: how long its running calls may go on."""
+    """An instance is being ended. ``grace_s``: how long its running calls may go on there; ``resume``: what still runs
+    then goes on elsewhere."""
 
     reason: str
     grace_s: float
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class Instance:
     """Read from the KV at start: what it was told is not known, so it is never begun again."""
     seen: InstanceStatus | None = None
     seen_at: float = 0.0
+    busy_since: float | None = None
+    """Since when reports show it at work without a break."""
     ready_at: float | None = None
     spans: tuple[Span, ...] = ()
     commanded: float | None = None
@@ -105,11 +111,32 @@ class Instance:
         """Calls it works on, by its node's last report."""
         return self.seen.running if self.seen else 0
 
+    @property
+    def carries(self) -> bool:
+        """Whether its running calls could go on elsewhere from their tokens."""
+        return CARRIES in self.record.capabilities and self.manifest.resumable
+
     def idle_s(self, now: float) -> float:
         """Seconds without a call; 0 while it works, starts, or has not been heard of."""
         if self.state is not InstanceState.READY or self.seen is None or self.seen.running:
             return 0.0
         return self.seen.idle_s + (now - self.seen_at)
+
+    def busy_s(self, now: float) -> float:
+        """No call that it works on has run for longer."""
+        return min(now - self.busy_since, self.manifest.timeout) if self.busy_since is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The calls of a running instance are to go on at another node. ``by``: the version that its place is for."""
+
+    instance: str
+    node: str
+    seconds: float
+    """What it is expected to take, the start of the instance there included."""
+    by: Key
+    decided: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +192,10 @@ class View:
     """Instances a gateway could not use, with the sequence of the report they must outlive to be trusted again."""
     orphans: Mapping[str, float] = field(default_factory=dict)
     """Instances nobody knows, with the time of the last command to end them."""
+    kept: Mapping[str, Key] = field(default_factory=dict)
+    """Nodes that are kept free for a version that has waited long: nothing else is placed there meanwhile."""
+    moves: Mapping[str, Move] = field(default_factory=dict)
+    """Running instances that are to go on elsewhere, by instance; each leaves this when it has, or could not."""
     migrations: Mapping[str, Migration] = field(default_factory=dict)
     """By source. Stored is only which instance a source's calls go to (``InstanceRecord.moves_to``)."""
     pending: Mapping[Key, str] = field(default_factory=dict)
@@ -191,7 +222,7 @@ class View:
 
     def of(self, key: Key) -> tuple[Instance, ...]:
         """All instances of a version, oldest first."""
-        return tuple(instance for instance in self.instances.values() if instance.key == key)
+        return tuple(self.instances.of(key).values())
 
     def versions_of(self, function: str) -> tuple[VersionRecord, ...]:
         """All versions of a function, oldest first."""

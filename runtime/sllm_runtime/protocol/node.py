@@ -158,6 +158,9 @@ class StopInstance(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     reason: str
     grace_s: float = 0.0
+    resume: bool = False
+    """What still runs then is not cancelled: to gateways the instance is lost, and they go on elsewhere with calls that
+    can."""
 
 
 class PrepareModel(msgspec.Struct, frozen=True, kw_only=True):

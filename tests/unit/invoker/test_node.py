@@ -265,6 +265,18 @@ async def test_an_instance_that_is_stopped_at_once_cancels_its_calls(node: NodeU
     await node.reaches(instance, InstanceState.STOPPED)
 
 
+async def test_calls_of_an_instance_that_makes_way_may_go_on_elsewhere(node: NodeUnderTest) -> None:
+    instance = await node.start("wait deafstop")
+    _, call = await node.gateway.open(instance)
+    order = StopInstance(term=1, instance=instance, reason="makes room for chat", resume=True)
+    await node.command("stop", order)
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "instance_lost", "its gateway goes on with it, as after a crash"
+    assert "makes room for chat" in end.error.message
+    await node.reaches(instance, InstanceState.STOPPED)
+
+
 async def test_a_worker_that_dies_as_it_drains_was_not_stopped_but_lost(node: NodeUnderTest) -> None:
     instance = await node.start("pace=1000 diestop")
     _, call = await node.gateway.open(instance)

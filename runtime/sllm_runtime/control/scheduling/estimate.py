@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate, Tier
-from sllm_runtime.control.scheduling.servers import Server
+from sllm_runtime.control.scheduling.servers import REMOTE_BANDWIDTH, SSD_BANDWIDTH, Server
 from sllm_runtime.control.view import Key
 from sllm_runtime.protocol.records import ModelRecord
-
-SSD_BANDWIDTH: Final = 1e9
-REMOTE_BANDWIDTH: Final = 1e8
-"""Bytes per second of a path that was never used. Too low rather than too high: one start corrects it."""
 
 
 def estimate(server: Server, key: Key, model: ModelRecord | None, learned: Learned, release: float = 0.0) -> Estimate:
@@ -31,6 +25,11 @@ def estimate(server: Server, key: Key, model: ModelRecord | None, learned: Learn
     )
 
 
+def largest(model: ModelRecord) -> int:
+    """n: bytes of its largest partition. Ranks are read side by side; the last one decides."""
+    return max(model.partitions, default=model.nbytes)
+
+
 def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, float]:
     """Where the weights are, and seconds of waiting and of reading."""
     if model is None:
@@ -38,7 +37,6 @@ def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, fl
     path = server.path(model)
     if path is None:
         return "dram", 0.0, 0.0
-    near = model.digest in server.ssd
+    near = model.digest in server.stored.ssd
     bandwidth = path.bandwidth or (SSD_BANDWIDTH if near else REMOTE_BANDWIDTH)
-    nbytes = max(model.partitions, default=model.nbytes)
-    return "ssd" if near else "remote", (path.queued + server.coming) / bandwidth, nbytes / bandwidth
+    return "ssd" if near else "remote", (path.queued + server.coming) / bandwidth, largest(model) / bandwidth

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
+from sllm_runtime.control.scheduling.line import NO_MOVES, Line
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, Span
 
 K = TypeVar("K")
@@ -20,6 +21,8 @@ COLD_SANDBOX_S: Final = 3.0
 """A sandbox taken from the pool, and one whose pool is empty, until a node has shown its own."""
 INIT_S: Final = 0.1
 """Import and ``setup`` of a function that never ran."""
+TOKEN_S: Final = 0.03
+"""Between two tokens of a call, where only its age is known: rather too short, so that a move is thought too dear."""
 _MOST: Final = 10_000
 """Means that are kept of a kind; the oldest go first."""
 
@@ -32,6 +35,10 @@ class Learned:
     """By node and whether one was waiting in its pool."""
     imports: Mapping[Version, float] = field(default_factory=lambda: _NOTHING)
     setup: Mapping[Version, float] = field(default_factory=lambda: _NOTHING)
+    moves: Mapping[str, Line] = field(default_factory=lambda: _NOTHING)
+    """By model: how long calls take to go on elsewhere, by their tokens."""
+    least: float = WARM_SANDBOX_S
+    """No sandbox is expected to take less."""
 
     def sandbox_s(self, node: str, warm: bool) -> float:
         return self.sandbox.get((node, warm), WARM_SANDBOX_S if warm else COLD_SANDBOX_S)
@@ -47,10 +54,24 @@ class Learned:
         seconds = {span.name: span.ms / 1000.0 for span in spans}
         return replace(
             self,
+            least=min(self.least, seconds.get(SANDBOX, self.least)),
             sandbox=_mean(self.sandbox, (node, warm), seconds.get(SANDBOX)),
             imports=_mean(self.imports, key, seconds.get(IMPORT)),
             setup=_mean(self.setup, key, seconds.get(SETUP)),
         )
+
+    def resume_s(self, model: str, running_s: float) -> float:
+        """Until a call of ``model`` that has run for ``running_s`` goes on elsewhere: a (t_in + t_out) + b
+        (ServerlessLLM, section 6.2), with the tokens taken from how long it has run."""
+        return self.moves.get(model, NO_MOVES).seconds(running_s / TOKEN_S)
+
+    def resumed(self, model: str, tokens: int, took_s: float) -> Learned:
+        """With one more call that went on elsewhere ``took_s`` after it was asked to, with ``tokens`` carried over."""
+        line = self.moves.get(model, NO_MOVES).after(float(tokens), took_s)
+        kept = {name: known for name, known in self.moves.items() if name != model}
+        while len(kept) >= _MOST:
+            del kept[next(iter(kept))]
+        return replace(self, moves={**kept, model: line})
 
 
 def _mean(means: Mapping[K, float], key: K, seconds: float | None) -> Mapping[K, float]:

@@ -1,21 +1,44 @@
-"""The nodes as decisions need them. What did not change since the last view is not made again."""
+"""A node as decisions need it, made from its record, its last report and what was placed on it since."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
-from sllm_runtime.control.view import EMPTY, STARTING, Instance, Key, Node, View
-from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.control.view import EMPTY, STARTING, Instance, Node, View
 from sllm_runtime.protocol.loader import DISK, path_of
 from sllm_runtime.protocol.node import Gpu, NodeStatus, PathLoad
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.states import InstanceState
 
+SSD_BANDWIDTH: Final = 1e9
+REMOTE_BANDWIDTH: Final = 1e8
+"""Bytes per second of a path that was never used. Too low rather than too high: one start corrects it."""
+
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """What a node's storage holds, and how fast it comes. The same object while the reports say the same of it."""
+
+    resident: tuple[str, ...]
+    models: tuple[str, ...]
+    remote: tuple[str, ...]
+    dram: frozenset[str]
+    ssd: frozenset[str]
+
+    @classmethod
+    def of(cls, status: NodeStatus, before: Stored | None) -> Stored:
+        """``before``, if it still holds: most reports are about other things."""
+        said = (status.resident, status.models, status.remote)
+        if before is not None and said == (before.resident, before.models, before.remote):
+            return before
+        return cls(*said, frozenset(status.resident), frozenset(status.models).difference(status.remote))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Server:
     """A node that has reported: what it has free, what its storage holds and how fast that comes."""
 
@@ -27,87 +50,69 @@ class Server:
     status: NodeStatus
     free: Capacity
     instances: Mapping[str, Instance]
-    dram: frozenset[str]
-    ssd: frozenset[str]
+    stored: Stored
     paths: Mapping[str, PathLoad]
     spare: Mapping[str, tuple[Gpu, ...]]
     """Free accelerators by kind in lower case; ``ANY_GPU``: all of them."""
+    kinds: frozenset[str]
+    """Of all its accelerators."""
+    held: Mapping[str, tuple[Gpu, ...]]
+    """Those that each instance holds."""
     yielding: bool
     """Whether an instance of it is idle or on its way out: nothing else could make room."""
+    busy: bool
+    """Whether an instance of it is at work on calls that could go on elsewhere."""
     coming: int
     """Bytes of weights that were sent for since its report, by ``path`` not told apart: its queues do not show them."""
 
     def path(self, model: ModelRecord) -> PathLoad | None:
         """The way ``model`` would come by; None if it is in DRAM."""
-        if model.digest in self.dram:
+        if model.digest in self.stored.dram:
             return None
-        name = DISK if model.digest in self.ssd else path_of(model.uri)
+        name = DISK if model.digest in self.stored.ssd else path_of(model.uri)
         return self.paths.get(name) or PathLoad(path=name, bandwidth=0.0, queued=0)
 
-    def room(self, need: Need) -> tuple[int, tuple[int, ...]] | None:
-        """Rank of the preferred accelerators that are free and their numbers, as ``fits.choose_gpus``; None if there
-        is no room for ``need``."""
+    def wait(self, path: str) -> tuple[float, float]:
+        """Seconds that a load which begins now waits on ``path`` (empty: none), and its bytes per second."""
+        if not path:
+            return 0.0, 0.0
+        load = self.paths.get(path)
+        unused = SSD_BANDWIDTH if path == DISK else REMOTE_BANDWIDTH
+        bandwidth = (load.bandwidth if load is not None else 0.0) or unused
+        return ((load.queued if load is not None else 0) + self.coming) / bandwidth, bandwidth
+
+    def devices(self, need: Need, rank: int) -> tuple[int, ...] | None:
+        """Accelerators for ``need``, of the kind it names at ``rank``; None if there is no room for it."""
         free = self.free
         if need.memory > free.memory or need.cpu > free.cpu + 1e-9:
             return None
         if (need.labels or need.container or need.python) and short(need, free):
             return None
-        for rank, (kind, count) in enumerate(need.gpus):
-            spare = self.spare.get(kind.lower(), ())
-            if len(spare) >= count:
-                found = [gpu.index for gpu in spare if gpu.memory >= need.gpu_memory]
-                if len(found) >= count:
-                    return rank, tuple(found[:count])
-        return None if need.gpus else (0, ())
+        if not need.gpus:
+            return ()
+        kind, count = need.gpus[rank]
+        spare = self.spare.get(kind.lower(), ())
+        if len(spare) < count:
+            return None
+        found = tuple(gpu.index for gpu in spare if gpu.memory >= need.gpu_memory)
+        return found[:count] if len(found) >= count else None
+
+    def room(self, need: Need) -> tuple[int, tuple[int, ...]] | None:
+        """The first rank whose accelerators are free, and their numbers; None if there is no room for ``need``."""
+        for rank in range(max(len(need.gpus), 1)):
+            found = self.devices(need, rank)
+            if found is not None:
+                return rank, found
+        return None
 
 
-class Servers:
-    """``of(view)``: the servers by name. Keeps the last answer; not for use by two threads."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Node, Mapping[str, Instance], Server]] = {}
-        self._last: tuple[Mapping[str, Node], Mapping[str, Instance], Mapping[str, Server]] | None = None
-
-    def able(self, view: View, key: Key, now: float) -> list[Server]:
-        """Those that may be asked to start version ``key`` now, room aside: living, neither cordoned nor draining, and
-        not just refused by them."""
-        since = now - LOST_AFTER_S
-        heard = view.listening_since > since  # else silence counts
-        found = [s for s in self.of(view).values() if s.open and (heard or s.heard > since)]
-        if view.refused:
-            found = [s for s in found if (r := view.refused.get((key, s.name))) is None or r.until <= now]
-        return found
-
-    def of(self, view: View) -> Mapping[str, Server]:
-        """Every node of ``view`` that has reported."""
-        last = self._last
-        if last is not None and last[0] is view.nodes and last[1] is view.instances:
-            return last[2]
-        found = {}
-        for name, node in view.nodes.items():
-            if node.status is None:
-                continue
-            there = view.on(name)
-            known = self._known.get(name)
-            if known is None or known[0] is not node or known[1] is not there:
-                known = self._known[name] = (node, there, server(view, node, node.status))
-            found[name] = known[2]
-        for name in self._known.keys() - found.keys():
-            del self._known[name]
-        self._last = (view.nodes, view.instances, found)
-        return found
-
-
-def server(view: View, node: Node, status: NodeStatus) -> Server:
-    """What ``view`` knows of ``node``."""
+def server(view: View, node: Node, status: NodeStatus, before: Server | None = None) -> Server:
+    """What ``view`` knows of ``node``. ``before``: what it was; what has not changed is taken from it."""
     name = node.record.node
     there = view.on(name)
     capacity = free(view, node)
     assert capacity is not None
-    reported = {instance.instance for instance in status.instances}
-    sent = (i for i in there.values() if i.record.instance not in reported and i.state in STARTING)
-    models = (view.model_of(instance.key) for instance in sent)
-    resident = frozenset(status.resident)
+    stored = Stored.of(status, before.stored if before is not None else None)
     return Server(
         name=name,
         node=node,
@@ -116,18 +121,40 @@ def server(view: View, node: Node, status: NodeStatus) -> Server:
         status=status,
         free=capacity,
         instances=there,
-        dram=resident,
-        ssd=frozenset(status.models).difference(status.remote),
+        stored=stored,
         paths={path.path: path for path in status.paths} or EMPTY,
         spare=_by_kind(capacity.gpus),
+        kinds=frozenset(gpu.kind for gpu in status.gpus),
+        held=_held(status.gpus),
         yielding=any(i.stop is not None or (i.state is InstanceState.READY and not i.running) for i in there.values()),
-        coming=sum(max(m.partitions, default=0) for m in models if m is not None and m.digest not in resident),
+        busy=any(i.running and i.ready and i.carries for i in there.values()),
+        coming=_coming(view, there, status, stored),
     )
 
 
-def _by_kind(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:
-    found: dict[str, tuple[Gpu, ...]] = {ANY_GPU: tuple(gpus)} if gpus else {}
+def _coming(view: View, there: Mapping[str, Instance], status: NodeStatus, stored: Stored) -> int:
+    starting = [i for i in there.values() if i.state in STARTING]
+    if not starting:
+        return 0
+    reported = {instance.instance for instance in status.instances}
+    models = (view.model_of(i.key) for i in starting if i.record.instance not in reported)
+    return sum(max(m.partitions, default=0) for m in models if m is not None and m.digest not in stored.dram)
+
+
+def _held(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:
+    found: dict[str, tuple[Gpu, ...]] = {}
     for gpu in gpus:
-        kind = gpu.kind.lower()
-        found[kind] = (*found.get(kind, ()), gpu)
+        if gpu.used_by is not None:
+            found[gpu.used_by] = (*found.get(gpu.used_by, ()), gpu)
+    return found
+
+
+def _by_kind(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:
+    if not gpus:
+        return EMPTY
+    found: dict[str, tuple[Gpu, ...]] = {ANY_GPU: tuple(gpus)}
+    kinds = {gpu.kind for gpu in gpus}
+    for kind in kinds:
+        lower = kind.lower()
+        found[lower] = (*found.get(lower, ()), *(gpu for gpu in gpus if gpu.kind == kind))
     return found

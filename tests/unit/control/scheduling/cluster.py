@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import msgspec
 
-from sllm_runtime.control.placement import Decision, Policy, Request
+from benchmarks.scheduler_cluster import NOW, request, started
+from sllm_runtime.control.placement import Decision, Place, Policy
 from sllm_runtime.control.reports import observe
-from sllm_runtime.control.view import Instance, View
+from sllm_runtime.control.view import View
 from sllm_runtime.protocol.manifest import Manifest
-from sllm_runtime.protocol.node import Gpu, InstanceStatus, NodeStatus, PathLoad
-from sllm_runtime.protocol.records import InstanceRecord, ModelRecord
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.node import Gpu, NodeStatus, PathLoad
+from sllm_runtime.protocol.records import ModelRecord
 from tests.unit.control.world import GIB, deployed, manifest
 
-NOW = 1000.0
+__all__ = ["GB", "NOW", "cluster", "function", "idle", "model", "node", "place", "queued"]
 GB = 10**9
 
 
@@ -70,23 +69,13 @@ def function(view: View, name: str, record: ModelRecord | None = None, **fields:
     return view, what
 
 
-def idle(view: View, name: str, where: str, gpu: int = 0, idle_s: float = 100.0, running: int = 0) -> View:
+def idle(
+    view: View, name: str, where: str, gpu: int = 0, idle_s: float = 100.0, running: int = 0, *, carries: bool = False
+) -> View:
     """``view`` with an instance of function ``name`` on ``where`` that holds accelerator ``gpu``."""
-    what = view.versions[(name, 1)].manifest
     ident = f"{name}-on-{where}-{gpu}"
-    record = InstanceRecord(instance=ident, function=name, version=1, node=where, state=InstanceState.READY)
-    seen = InstanceStatus(
-        instance=ident, function=name, version=1, state=InstanceState.READY, idle_s=idle_s, running=running
-    )
-    made = Instance(record=record, manifest=what, placed=0.0, gpus=(gpu,), seen=seen, seen_at=NOW, ready_at=0.0)
-    view = view.put_instance(made)
-    known = view.nodes[where]
-    assert known.status is not None
-    gpus = tuple(msgspec.structs.replace(g, used_by=ident) if g.index == gpu else g for g in known.status.gpus)
-    status = msgspec.structs.replace(known.status, gpus=gpus, instances=(*known.status.instances, seen))
-    return view.put_node(replace(known, status=status))
+    return started(view, (name, 1), Place(where, (gpu,)), ident, running=running, idle_s=idle_s, carries=carries)
 
 
 def place(policy: Policy, view: View, name: str) -> Decision:
-    version = view.versions[(name, 1)]
-    return policy.place(Request((name, 1), version.manifest, version.model), view, NOW, random.Random(1))
+    return policy.place(request(view, (name, 1)), view, NOW, random.Random(1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sllm_runtime.control.scheduling.estimate import estimate
+from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.learned import NEWEST, Learned
-from sllm_runtime.control.scheduling.servers import Servers
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, WEIGHTS, Span
 from tests.unit.control.scheduling.cluster import GB, cluster, model, node
 

@@ -1,0 +1,199 @@
+"""The servers of a view, ordered as starts look at them. What did not change since the last view is not made again."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+from sllm_runtime.control.fits import Need, memory_of, need_of
+from sllm_runtime.control.scheduling.servers import Server, server
+from sllm_runtime.control.view import EMPTY, Instance, Key, Node, View
+from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.records import ModelRecord
+
+May: TypeAlias = Callable[[Server], bool]
+"""Whether a server may be asked."""
+Order: TypeAlias = tuple[float, int, str]
+"""Seconds of waiting, less free memory first, then by name."""
+MOST_NEEDS: Final = 100_000
+"""Versions whose needs are kept."""
+MOST_PATHS: Final = 64
+"""Paths whose order is kept; beyond, all are forgotten and made again as they are asked for."""
+
+
+class Servers:
+    """The index. ``of(view)`` brings it up to date; all else speaks of that view. Not for use by two threads."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Mapping[str, Node], Mapping[str, Mapping[str, Instance]]] = (EMPTY, EMPTY)
+        self._all: dict[str, Server] = {}
+        self._names: list[str] | None = None
+        self._dram: dict[str, dict[str, None]] = {}
+        self._ssd: dict[str, dict[str, None]] = {}
+        self._yielding: dict[str, Server] = {}
+        self._busy: dict[str, Server] = {}
+        self._paths: dict[str, _Path] = {}
+        self._needs: dict[Key, tuple[Manifest, Mapping[str, ModelRecord], Need]] = {}
+
+    def of(self, view: View) -> Mapping[str, Server]:
+        """Every node of ``view`` that has reported, by name."""
+        nodes, there = view.nodes, view.instances.nodes
+        old_nodes, old_there = self._last
+        if nodes is old_nodes and there is old_there:
+            return self._all
+        changed = {name for name, node in nodes.items() if old_nodes.get(name) is not node}
+        changed |= {name for name, placed in there.items() if old_there.get(name) is not placed}
+        changed |= old_there.keys() - there.keys()
+        changed |= old_nodes.keys() - nodes.keys()
+        for name in changed:
+            before, node = self._all.get(name), nodes.get(name)
+            if node is not None and node.status is not None:
+                self._put(before, server(view, node, node.status, before))
+            elif before is not None:
+                self._drop(before)
+        self._last = (nodes, there)
+        return self._all
+
+    def may(self, view: View, key: Key, now: float) -> May:
+        """Whether a server may be asked to start version ``key`` now, room aside: living, neither cordoned nor
+        draining, not kept for another version, and it has not just refused."""
+        since = now - LOST_AFTER_S
+        heard = view.listening_since > since  # else silence counts
+        refused = {node for (which, node), said in view.refused.items() if which == key and said.until > now}
+        kept = {node for node, whose in view.kept.items() if whose != key} if view.kept else EMPTY
+
+        def may(server: Server) -> bool:
+            return (
+                server.open
+                and (heard or server.heard > since)
+                and server.name not in refused
+                and server.name not in kept
+            )
+
+        return may
+
+    def need(self, view: View, key: Key, manifest: Manifest) -> Need:
+        """What an instance of version ``key`` needs, its models included."""
+        known = self._needs.get(key)
+        if known is not None and known[0] is manifest and known[1] is view.models:
+            return known[2]
+        if len(self._needs) >= MOST_NEEDS:
+            self._needs.clear()
+        need = replace(need_of(manifest), memory=memory_of(view, key, manifest))
+        self._needs[key] = (manifest, view.models, need)
+        return need
+
+    # --- orders -------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def by_name(self) -> list[Server]:
+        """Every server; the list is the caller's."""
+        if self._names is None:
+            self._names = sorted(self._all)
+        return [self._all[name] for name in self._names]
+
+    def by_memory(self) -> Iterator[Server]:
+        """Every server, most free memory first."""
+        waits, _ = self.by_wait("")
+        return (server for _, server in waits)
+
+    def in_dram(self, digest: str) -> list[Server]:
+        """Those with all of the model in memory, most free memory first."""
+        found = (self._all[name] for name in self._dram.get(digest, ()))
+        return sorted(found, key=lambda server: (-server.free.memory, server.name))
+
+    def on_ssd(self, digest: str) -> list[Server]:
+        """Those with the model on their SSD, in no order."""
+        return [self._all[name] for name in self._ssd.get(digest, ())]
+
+    def by_wait(self, path: str) -> tuple[Iterator[tuple[float, Server]], float]:
+        """All servers with the seconds that a load by ``path`` waits there, shortest first; and bytes per second, of
+        which none has more."""
+        found = self._paths.get(path)
+        if found is None:
+            if len(self._paths) >= MOST_PATHS:
+                self._paths.clear()
+            found = self._paths[path] = _Path(path)
+            for server in self._all.values():
+                found.put(None, server)
+        return ((order[0], self._all[order[2]]) for order in found.order), found.fastest
+
+    @property
+    def yielding(self) -> Mapping[str, Server]:
+        """Those with instances that are idle or on their way out."""
+        return self._yielding
+
+    @property
+    def busy(self) -> Mapping[str, Server]:
+        """Those with instances whose running calls could go on elsewhere."""
+        return self._busy
+
+    # --- keeping them -------------------------------------------------------------------------------
+    def _put(self, before: Server | None, after: Server) -> None:
+        if before is None or before.stored is not after.stored:
+            self._forget_models(before)
+            for table, digests in ((self._dram, after.stored.dram), (self._ssd, after.stored.ssd)):
+                for digest in digests:
+                    table.setdefault(digest, {})[after.name] = None
+        if before is None:
+            self._names = None
+        self._all[after.name] = after
+        _mark(self._yielding, after, after.yielding)
+        _mark(self._busy, after, after.busy)
+        for path in self._paths.values():
+            path.put(before, after)
+
+    def _drop(self, gone: Server) -> None:
+        self._forget_models(gone)
+        self._names = None
+        for marked in (self._all, self._yielding, self._busy):
+            marked.pop(gone.name, None)
+        for path in self._paths.values():
+            path.put(gone, None)
+
+    def _forget_models(self, server: Server | None) -> None:
+        if server is None:
+            return
+        for table, digests in ((self._dram, server.stored.dram), (self._ssd, server.stored.ssd)):
+            for digest in digests:
+                holders = table[digest]
+                del holders[server.name]
+                if not holders:
+                    del table[digest]
+
+
+class _Path:
+    """Servers by how long a load waits on one path."""
+
+    def __init__(self, name: str) -> None:
+        self.order: list[Order] = []
+        self.fastest = 0.0
+        """At least the bandwidth of each; not lowered when one becomes slower, which only makes searches longer."""
+        self._name = name
+
+    def put(self, before: Server | None, after: Server | None) -> None:
+        """``after`` in the place of ``before``."""
+        old = self._of(before) if before is not None else None
+        new = self._of(after) if after is not None else None
+        if old == new:
+            return
+        if old is not None:
+            del self.order[bisect_left(self.order, old)]
+        if new is not None:
+            insort(self.order, new)
+
+    def _of(self, server: Server) -> Order:
+        wait, bandwidth = server.wait(self._name)
+        self.fastest = max(self.fastest, bandwidth)
+        return (wait, -server.free.memory, server.name)
+
+
+def _mark(table: dict[str, Server], server: Server, marked: bool) -> None:
+    if marked:
+        table[server.name] = server
+    else:
+        table.pop(server.name, None)

@@ -1,0 +1,83 @@
+"""The policies that go by how long starts take (ServerlessLLM, section 6)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+
+from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, why_not
+from sllm_runtime.control.scheduling.ending import RELEASE_S, quickest_ending
+from sllm_runtime.control.scheduling.index import Servers
+from sllm_runtime.control.scheduling.moving import Moving, fewest_removed, quickest_move, under_way
+from sllm_runtime.control.scheduling.rooms import Room, Start, by_time, quickest
+from sllm_runtime.control.view import Node, View
+
+
+class StartupTime:
+    """Least estimated startup: queueing behind a busy disk counts as much as the distance of the weights. An idle
+    instance is ended for it where that is quicker, its own next start counted against it. With ``moves`` running calls
+    go on elsewhere where that is quicker."""
+
+    def __init__(self, moves: bool = False) -> None:
+        self._servers = Servers()
+        self._moves = moves
+
+    def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
+        waits = under_way(view, request)
+        if waits:
+            return Wait(f"waits for {waits} instance(s) to go on elsewhere")
+        start = _start(request, view, self._servers, now)
+        room = _first(start, self._servers)
+        if room is not None:  # nobody makes way for accelerators that are less wanted than these
+            start = replace(start, need=replace(start.need, gpus=start.need.gpus[: room.rank + 1]))
+        best = room.estimate.seconds if room is not None else inf
+        made = quickest_ending(request, start, view, self._servers, now, best)
+        if self._moves:
+            moving = Moving(request, view, self._servers, now)
+            made = quickest_move(moving, start, made[0] if made is not None else best) or made
+        if made is not None:
+            return made[1]
+        return _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
+
+
+class Preemption:
+    """Shepherd* of the paper: the same choice of a server by estimated startup, but what runs there is stopped for it.
+    Its calls go on from their tokens where there is room, or wait for it."""
+
+    def __init__(self) -> None:
+        self._servers = Servers()
+
+    def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
+        start = _start(request, view, self._servers, now)
+        room = _first(start, self._servers)
+        best = room.estimate.seconds if room is not None else inf
+        made = quickest_ending(request, start, view, self._servers, now, best)
+        if made is not None:
+            return made[1]
+        moving = Moving(request, view, self._servers, now)
+        for _, server in by_time(start, self._servers, self._servers.busy, RELEASE_S, best):
+            stopped = fewest_removed(moving, start, server)
+            if stopped:
+                return Evict(stopped, f"makes room on {server.name} by stopping {len(stopped)} at work", at_once=True)
+        return _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
+
+
+def _start(request: Request, view: View, servers: Servers, now: float) -> Start:
+    servers.of(view)
+    model = view.models.get(request.model) if request.model else None
+    need = servers.need(view, request.key, request.manifest)
+    return Start(request.key, need, model, view.learned, servers.may(view, request.key, now))
+
+
+def _first(start: Start, servers: Servers) -> Room | None:
+    return next(iter(quickest(start, servers)), None)
+
+
+def _here(room: Room | None) -> Place | None:
+    return Place(room.server.name, room.gpus, room.estimate) if room is not None else None
+
+
+def _asked(start: Start, servers: Servers) -> list[Node]:
+    """The nodes that may be asked, by name."""
+    return [server.node for server in servers.by_name() if start.may(server)]
