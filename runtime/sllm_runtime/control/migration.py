@@ -21,6 +21,7 @@ from sllm_runtime.protocol.errors import (
     InstanceNotFound,
     InvalidRequest,
     NodeNotFound,
+    SllmError,
     Unavailable,
 )
 from sllm_runtime.protocol.states import MIGRATION, InstanceState, MigrationState, check, final
@@ -29,8 +30,6 @@ PLACE_S: Final = 60.0
 """A destination that has no room for so long gives it up."""
 KEEP_S: Final = 60.0
 """What came of a migration can be asked for so long after its end."""
-EXACT: Final = "exact_resume"
-"""The engine's capability that calls can be carried over by their ids."""
 
 Make: TypeAlias = Callable[[View, Key, Place], tuple[View, str]]
 """Adds a new instance to the view; its name."""
@@ -62,7 +61,7 @@ def _carried(view: View, instance: Instance) -> None:
         raise InvalidRequest(f"calls of {function} cannot be moved: it is not engine-backed (engine=True)")
     if not manifest.resumable:
         raise InvalidRequest(f"calls of {function} cannot be moved: it is deployed with resumable=False")
-    if EXACT not in instance.record.capabilities:
+    if not instance.carries:
         raise InvalidRequest(f"calls of {function} cannot be moved: its engine does not resume exactly on this node")
 
 
@@ -92,6 +91,7 @@ def _need(view: View, instance: Instance) -> fits.Need:
 # --- step by step -----------------------------------------------------------------------------------
 def advance(view: View, now: float, choose: Choose, make: Make) -> View:
     """The next step of each migration. What ``choose`` places, ``make`` adds."""
+    view = _asked_by_policy(view, now)
     for name, instance in view.instances.items():
         if instance.record.moves_to and not instance.ended and name not in view.migrations:  # of a controller before us
             view = _put(view, Migration(name, "", MigrationState.MOVING, now, destination=instance.record.moves_to))
@@ -100,6 +100,22 @@ def advance(view: View, now: float, choose: Choose, make: Make) -> View:
             view = _step(view, migration, now, choose, make)
     old = [name for name, each in view.migrations.items() if each.ended is not None and now - each.ended > KEEP_S]
     return replace(view, migrations=without(view.migrations, old)) if old else view
+
+
+def _asked_by_policy(view: View, now: float) -> View:
+    """What a placement wants moved; each leaves ``View.moves`` when it has moved, or cannot."""
+    gone = []
+    for name, wanted in view.moves.items():
+        known = view.migrations.get(name)
+        if known is not None and known.began >= wanted.decided:
+            if known.ended is not None:
+                gone.append(name)
+            continue
+        try:
+            view = ask(view, name, wanted.node, now)
+        except SllmError:
+            gone.append(name)
+    return replace(view, moves=without(view.moves, gone)) if gone else view
 
 
 def _step(view: View, migration: Migration, now: float, choose: Choose, make: Make) -> View:
@@ -124,7 +140,8 @@ def _place(view: View, migration: Migration, source: Instance, now: float, choos
     """An idle instance of the version, or a new one."""
     idle = _idle(view, source, migration.node)
     if idle is not None:
-        return _put(view, replace(migration, destination=idle.record.instance, node=idle.record.node))
+        found = replace(migration, destination=idle.record.instance, node=idle.record.node)
+        return _commit(view, found, source, idle, now)
     decision = _choice(view, source, migration.node, now, choose)
     if isinstance(decision, Place):
         view, name = make(view, source.key, decision)

@@ -1,0 +1,272 @@
+"""Which instance's calls go where, step by step. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from sllm_runtime.control import migration, restore
+from sllm_runtime.control.routes import route
+from sllm_runtime.control.view import Key, Move
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    InstanceNotFound,
+    InvalidRequest,
+    NodeNotFound,
+    SllmError,
+    Unavailable,
+)
+from sllm_runtime.protocol.records import RouteEntry
+from sllm_runtime.protocol.states import InstanceState, MigrationState
+from tests.unit.control.world import GIB, FakeNode, World, deployed, manifest
+
+CHAT: Key = ("chat", 1)
+EXACT = ("engine:ours", "exact_resume")
+
+
+def running(*, capabilities: tuple[str, ...] = EXACT, **fields: Any) -> tuple[World, str]:
+    """An instance on n1 that works on three calls, and a free node n2."""
+    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    world.hear_all()
+    options = {"engine": True, "model": "sha256:m", "concurrency": 8, **fields}
+    world.view = deployed(world.view, manifest("chat", **{k: v for k, v in options.items() if v is not None}))
+    world.wait_for(CHAT, 3)
+    world.plan()
+    (name,) = world.live(CHAT)
+    ready(world, name, capabilities=capabilities)
+    works(world, name, 3)
+    world.wait_for(CHAT, 0)
+    return world, name
+
+
+def ready(world: World, name: str, *, fingerprint: str = "f", capabilities: tuple[str, ...] = EXACT) -> None:
+    node = world.nodes[world.view.instances[name].record.node]
+    status = node.instances[name]
+    node.instances[name] = msgspec.structs.replace(
+        status, state=InstanceState.READY, fingerprint=fingerprint, capabilities=capabilities
+    )
+    world.hear(node.name)
+
+
+def works(world: World, name: str, calls: int) -> None:
+    node = world.nodes[world.view.instances[name].record.node]
+    node.instances[name] = msgspec.structs.replace(node.instances[name], running=calls)
+    world.hear(node.name)
+
+
+def ask(world: World, name: str, to: str = "") -> None:
+    world.view = migration.ask(world.view, name, to, world.now)
+
+
+def begun(to: str = "n2", **fields: Any) -> tuple[World, str, str]:
+    """As ``running``, its calls on their way to a destination that starts."""
+    world, source = running(**fields)
+    ask(world, source, to)
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    world.hear_all()
+    return world, source, destination
+
+
+def entries(world: World) -> dict[str, RouteEntry]:
+    found = route(world.view, CHAT)
+    assert found is not None
+    return {entry.instance: entry for entry in found.entries}
+
+
+def state(world: World, source: str) -> MigrationState:
+    return migration.so_far(world.view, source).state
+
+
+@pytest.mark.parametrize("to", ["n2", ""])
+def test_the_destination_starts_then_the_calls_go_there_then_the_source_ends(to: str) -> None:
+    world, source, destination = begun(to)
+    assert world.view.instances[destination].record.node == "n2"
+    assert state(world, source) is MigrationState.PREPARING
+    assert [entry.moves_to for entry in entries(world).values()] == [""]
+    ready(world, destination)
+    world.plan()
+    assert state(world, source) is MigrationState.MOVING
+    assert {name: entry.moves_to for name, entry in entries(world).items()} == {source: destination, destination: ""}
+    world.hear_all()
+    assert world.view.instances[source].state is InstanceState.DRAINING
+    assert source in entries(world)
+    assert migration.outcome(world.view, source) is None
+    works(world, source, 0)
+    world.finish(source, InstanceState.STOPPED)
+    world.plan()
+    done = migration.outcome(world.view, source)
+    assert done is not None
+    assert (done.state, done.destination, done.node, done.note) == (MigrationState.DONE, destination, "n2", "")
+    assert set(entries(world)) == {destination}
+    world.turn(migration.KEEP_S + 1)
+    with pytest.raises(InstanceNotFound):
+        migration.so_far(world.view, source)
+
+
+def test_who_asks_again_joins() -> None:
+    world, source, _ = begun()
+    ask(world, source, "n2")
+    world.plan()
+    assert len(world.live(CHAT)) == 2
+    assert len(world.view.migrations) == 1
+
+
+def test_an_idle_instance_is_taken() -> None:
+    world, source = running(max_instances=2, cpu=3.0)
+    world.wait_for(CHAT, 8)
+    world.plan()
+    (idle,) = [name for name in world.live(CHAT) if name != source]
+    world.wait_for(CHAT, 0)
+    world.hear_all()
+    ready(world, idle)
+    assert world.view.instances[idle].record.node == "n2"
+    ask(world, source)
+    world.plan()
+    assert set(world.live(CHAT)) == {idle}
+    assert entries(world)[source].moves_to == idle
+
+
+def test_a_destination_is_not_ended_for_being_idle() -> None:
+    world, source, destination = begun(keep_alive=0)
+    ready(world, destination)
+    world.turn(10)
+    assert world.view.instances[destination].ready
+    assert state(world, source) is MigrationState.MOVING
+
+
+@pytest.mark.parametrize("when", [MigrationState.PREPARING, MigrationState.MOVING])
+def test_a_destination_that_dies_leaves_the_calls_at_the_source(when: MigrationState) -> None:
+    world, source, destination = begun()
+    if when is MigrationState.MOVING:
+        ready(world, destination)
+        world.plan()
+        world.hear_all()
+    world.finish(destination, InstanceState.FAILED)
+    world.plan()
+    told = migration.outcome(world.view, source)
+    assert told is not None
+    assert told.state is MigrationState.ABANDONED
+    assert destination in told.note
+    assert not world.view.instances[source].record.moves_to
+    assert world.view.instances[source].ready is (when is MigrationState.PREPARING)
+    assert not any(entry.moves_to for entry in entries(world).values())
+
+
+@pytest.mark.parametrize("when", [MigrationState.PREPARING, MigrationState.MOVING])
+def test_a_source_that_dies_ends_it(when: MigrationState) -> None:
+    world, source, destination = begun()
+    if when is MigrationState.MOVING:
+        ready(world, destination)
+        world.plan()
+        world.hear_all()
+    world.finish(source, InstanceState.LOST)
+    world.plan()
+    assert state(world, source) is MigrationState.ABANDONED
+    assert not world.view.instances[destination].ended
+
+
+def test_other_bits_are_not_moved_to() -> None:
+    world, source, destination = begun()
+    ready(world, destination, fingerprint="g")
+    world.plan()
+    assert state(world, source) is MigrationState.ABANDONED
+    assert world.view.instances[source].ready
+    assert world.view.instances[destination].stop is not None
+
+
+def test_a_node_without_room_is_waited_for_and_then_not() -> None:
+    world, source = running(cpu=4.0)
+    world.nodes["n2"].holds["other"] = (4.0, ())
+    world.hear_all()
+    ask(world, source, "n2")
+    world.turn(migration.PLACE_S / 2)
+    assert state(world, source) is MigrationState.PREPARING
+    world.turn(migration.PLACE_S / 2 + 1)
+    told = migration.so_far(world.view, source)
+    assert told.state is MigrationState.ABANDONED
+    assert "n2 lacks 4 CPUs (has 0)" in told.note
+
+
+def test_a_new_controller_goes_on_with_it() -> None:
+    world, source, destination = begun()
+    ready(world, destination)
+    world.plan()
+    taken = replace(world.view, migrations={}, instances=world.view.instances)
+    source_now = replace(taken.instances[source], stop=None, adopted=True)
+    world.view = restore.repaired(taken.put_instance(source_now))
+    world.hear_all()
+    world.plan()
+    assert state(world, source) is MigrationState.MOVING
+    assert entries(world)[source].moves_to == destination
+    assert world.view.instances[source].stop is not None
+
+
+def test_what_a_placement_wants_moved_is_moved() -> None:
+    world, source = running()
+    move = Move(source, "n2", 1.0, ("other", 1), world.now)
+    world.view = replace(world.view, moves={source: move, "gone": replace(move, instance="gone")})
+    world.plan()
+    assert set(world.view.moves) == {source}
+    assert state(world, source) is MigrationState.PREPARING
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    world.hear_all()
+    ready(world, destination)
+    world.plan()
+    world.hear_all()
+    works(world, source, 0)
+    world.finish(source, InstanceState.STOPPED)
+    world.plan()
+    world.plan()
+    assert not world.view.moves
+    assert state(world, source) is MigrationState.DONE
+
+
+# --- what is refused before the move -----------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "to", "error", "word"),
+    [
+        ({"engine": None, "model": None}, "n2", InvalidRequest, "not engine-backed"),
+        ({"resumable": False}, "n2", InvalidRequest, "resumable=False"),
+        ({"capabilities": ("engine:transformers",)}, "n2", InvalidRequest, "does not resume exactly"),
+        ({}, "n1", InvalidRequest, "already"),
+        ({}, "n9", NodeNotFound, "no node n9"),
+        ({"memory": 65 * GIB}, "n2", InvalidRequest, "can never run it"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(fields: Any, to: str, error: type[SllmError], word: str) -> None:
+    large = fields.pop("memory", None)
+    world, source = running(**fields)
+    if large is not None:
+        instance = world.view.instances[source]
+        grown = replace(instance, manifest=instance.manifest.model_copy(update={"memory": large}))
+        world.view = world.view.put_instance(grown)
+    with pytest.raises(error, match=word):
+        ask(world, source, to)
+    assert not world.view.migrations
+
+
+def test_an_instance_that_is_not_ready_or_not_there_is_refused() -> None:
+    world, source, destination = begun()
+    with pytest.raises(Conflict, match="it is STARTING"):
+        ask(world, destination)
+    ready(world, destination)
+    world.plan()
+    with pytest.raises(InstanceNotFound, match="no instance nothing"):
+        ask(world, "nothing")
+    ask(world, source)  # goes on
+
+
+def test_a_node_that_takes_no_starts_is_refused() -> None:
+    world, source = running()
+    node = world.view.nodes["n2"]
+    world.view = world.view.put_node(replace(node, record=msgspec.structs.replace(node.record, cordoned=True)))
+    with pytest.raises(Unavailable, match="cordoned"):
+        ask(world, source, "n2")
+    world.nodes["n2"].alive = False
+    world.turn(10)
+    with pytest.raises(Unavailable, match="not heard"):
+        ask(world, source, "n2")

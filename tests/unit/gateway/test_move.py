@@ -1,0 +1,397 @@
+"""A call that moves to another instance while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_gateway.binding import Binding
+from sllm_gateway.move import ROUNDS, Move
+from sllm_gateway.resumption import Resumption
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
+from sllm_runtime.protocol.frames import End, Frame, FrameKind, Ids, Open, Opened
+from sllm_runtime.protocol.limits import MAX_PART
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, World, entry, world
+from tests.unit.gateway.test_faults import SSE, values
+from tests.unit.gateway.test_resumption import engine
+
+# --- what is new to the caller ----------------------------------------------------------------------
+Step = tuple[int, tuple[int, ...], list[bytes]]
+"""A generation, ids that it drew, and the parts of the output that follows (none: no output yet)."""
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple),
+        st.lists(st.binary(min_size=1, max_size=3), max_size=3),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def frames_of(answer: list[Step], *, delivered: int = 0, upto: int | None = None) -> list[Frame]:
+    """What a worker sends of ``answer``, whose first ``delivered`` outputs it leaves out."""
+    found: list[Frame] = []
+    first: dict[int, int] = defaultdict(int)
+    outputs = 0
+    for generation, ids, parts in answer[:upto]:
+        found.append(Frame(0, FrameKind.IDS, codec.pack(Ids(generation, first[generation], ids))))
+        first[generation] += len(ids)
+        outputs += bool(parts)
+        if outputs > delivered:
+            found += [Frame(0, FrameKind.OUTPUT, part, at < len(parts) - 1) for at, part in enumerate(parts)]
+    return [*found, Frame(0, FrameKind.END, codec.pack(End()))] if upto is None else found
+
+
+def move_of(kept: Resumption, round_: int = 1) -> Move:
+    return Move(Binding("call", 2, entry("i2"), b"", 1 << 20, 0.0), kept, round_)
+
+
+def given_out(frames: list[Frame]) -> bytes:
+    return b"".join(frame.data + b"," * (not frame.more) for frame in frames if frame.kind is FrameKind.OUTPUT)
+
+
+@given(steps, st.integers(0, 2**32))
+def test_nothing_is_lost_repeated_or_different(answer: list[Step], seed: int) -> None:
+    """Wherever it is begun, however far either of them is, and in whatever pieces it comes."""
+    chance = random.Random(seed)
+    kept, caller = Resumption(), list[Frame]()
+    source = frames_of(answer)
+
+    def arrive(frames: list[Frame]) -> None:
+        kept.take(frames)
+        caller.extend(frames)
+
+    told = len(frames_of(answer, upto=chance.randint(0, len(answer))))
+    arrive(source[:told])
+    kept.watch()
+    move = move_of(kept)
+    rest, there = source[told:-1], frames_of(answer, delivered=kept.delivered)
+    while not move.switched:
+        count = chance.randint(0, 3)
+        arrive(rest[:count])
+        del rest[:count]
+        count = chance.randint(0, 3)
+        assert move.take(there[:count])[0] == []
+        del there[:count]
+        if move.ready and (not rest or not there or chance.random() < 0.5):
+            arrive(move.switch()[0])
+    while there:
+        count = chance.randint(1, 3)
+        arrive(move.take(there[:count])[0])
+        del there[:count]
+    assert move.over
+    assert given_out(caller) == given_out(source)
+    assert caller[-1].kind is FrameKind.END
+    right = Resumption()
+    right.take(source)
+    assert kept.recorded == right.recorded
+    assert kept.digest == right.digest
+
+
+def test_it_is_ready_when_little_is_missing_or_after_the_last_round() -> None:
+    kept = Resumption()
+    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
+    kept.take(frames_of(answer, upto=4))
+    kept.watch()
+    moves = [move_of(kept, number) for number in (1, ROUNDS)]
+    kept.take(frames_of(answer, upto=10)[8:])
+    for move in moves:
+        assert not move.computed
+        move.take(frames_of(answer, delivered=4, upto=4))
+        assert move.computed
+        assert move.gap == 6
+    assert [move.ready for move in moves] == [False, True]
+    moves[0].take(frames_of(answer, delivered=4, upto=8)[4:])
+    assert moves[0].gap == 2
+    assert moves[0].ready
+
+
+def test_it_does_not_switch_within_an_output() -> None:
+    kept = Resumption()
+    kept.watch()
+    move = move_of(kept)
+    kept.take([Frame(0, FrameKind.OUTPUT, b"1", True)])
+    move.take([Frame(0, FrameKind.OUTPUT, b"1", True)])
+    assert move.computed
+    assert not move.ready
+    kept.take([Frame(0, FrameKind.OUTPUT, b"2")])
+    move.take([Frame(0, FrameKind.OUTPUT, b"2")])
+    assert move.ready
+
+
+@pytest.mark.parametrize("kind", [FrameKind.IDS, FrameKind.OUTPUT])
+def test_another_answer_is_none(kind: FrameKind) -> None:
+    kept = Resumption()
+    kept.watch()
+    move = move_of(kept)
+    right: list[Step] = [(0, (1, 2), [b"a"])]
+    wrong: list[Step] = [(0, (1, 3), [b"a"])] if kind is FrameKind.IDS else [(0, (1, 2), [b"b"])]
+    kept.take(frames_of(right, upto=1))
+    with pytest.raises(NotDeterministic):
+        move.take(frames_of(wrong, upto=1))
+
+
+def test_another_answer_that_came_first_is_found_at_the_switch() -> None:
+    kept = Resumption()
+    kept.watch()
+    move = move_of(kept)
+    move.take(frames_of([(0, (1,), [b"b"])], upto=1)[1:])
+    kept.take(frames_of([(0, (1,), [b"a"])], upto=1)[1:])
+    with pytest.raises(NotDeterministic):
+        move.switch()
+
+
+# --- the whole gateway ------------------------------------------------------------------------------
+TOTAL = 20
+
+
+class Scene:
+    """``draw`` on instance i1, and on i2 where it moves to; each draws as many ids as ``pace`` says."""
+
+    def __init__(self, w: World) -> None:
+        self.w = w
+        self.pace: dict[str, int] = defaultdict(int)
+        self.total = TOTAL
+        self.value: Callable[[Run, int], Any] = lambda _, number: number
+        self.drawn: Callable[[Run, int], int] = lambda _, number: number * 7
+        self.dies_at: dict[str, int] = {}
+        self.ids = True
+        self.held: asyncio.Event | None = None
+        """What the first run at i2 waits for before it says a word."""
+
+    async def deploy(self, *, moves: bool = False) -> None:
+        source = entry("i1", fingerprint="f", moves_to="i2" if moves else "")
+        more = [entry("i2", fingerprint="f")] if moves else []
+        await self.w.deploy(engine("draw"), source, *more, script=self.draw)
+
+    async def draw(self, run: Run) -> None:
+        """As a worker does: gives out the ids again that it was told, and leaves out what the caller has."""
+        known = run.head.recorded[0] if run.head.recorded else ()
+        name = run.head.instance
+        if self.held is not None and run.head.epoch == 2 and not await self._let_go(run, self.held):
+            run.end(Cancelled("stopped"))
+            return
+        for number in range(self.total):
+            if self.dies_at.get(name) == number:
+                run.end(InstanceLost(f"{name} died"))
+                return
+            if number >= len(known) and not await self._turn(run, number):
+                run.end(Cancelled("stopped"))
+                return
+            if self.ids:
+                run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (self.drawn(run, number),))))
+            if number >= run.head.delivered:
+                run.out(self.value(run, number))
+            run.node.flush(run)
+        run.end()
+
+    async def _let_go(self, run: Run, held: asyncio.Event) -> bool:
+        await until(lambda: held.is_set() or run.cancelled.is_set())
+        return held.is_set()
+
+    async def _turn(self, run: Run, number: int) -> bool:
+        await until(lambda: self.pace[run.head.instance] > number or run.cancelled.is_set())
+        return not run.cancelled.is_set()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[asyncio.Task[httpx.Response]]:
+        """A call that has begun at i1 and has ten values."""
+        await self.deploy()
+        self.pace["i1"] = 10
+        task = asyncio.create_task(self.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
+        try:
+            await until(lambda: self.acked("i1") >= (20 if self.ids else 10))
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def runs(self, instance: str) -> list[Run]:
+        return [run for run in self.w.node.runs.values() if run.head.instance == instance]
+
+    def acked(self, instance: str) -> int:
+        return max((run.outbox.acked for run in self.runs(instance)), default=0)
+
+    async def moved(self) -> float:
+        text = (await self.w.http.get("/metrics")).text
+        lines = [line for line in text.split("\n") if line.startswith("sllm_calls_moved_total{")]
+        return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+
+@asynccontextmanager
+async def scene(nats: Nats) -> AsyncIterator[Scene]:
+    async with world(nats) as w:
+        yield Scene(w)
+
+
+async def test_a_running_call_goes_on_at_the_destination(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        assert values((await call).text) == list(range(TOTAL))
+        (first,), (second,) = s.runs("i1"), s.runs("i2")
+        assert (first.head.epoch, second.head.epoch) == (1, 2)
+        assert (first.head.follow, second.head.follow) == (False, True)
+        assert second.head.delivered == 10
+        await until(first.cancelled.is_set)
+        assert await s.moved() == 1
+
+
+async def test_an_answer_that_is_not_streamed_moves_too(nats: Nats) -> None:
+    async with scene(nats) as s:
+        await s.deploy()
+        s.pace["i1"], s.pace["i2"] = 10, TOTAL
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, timeout=60))
+        await until(lambda: s.acked("i1") >= 20)
+        await s.deploy(moves=True)
+        assert (await call).json() == list(range(TOTAL))
+        assert await s.moved() == 1
+
+
+async def test_rounds_until_little_is_missing(nats: Nats) -> None:
+    """The source goes on while the destination computes: what it lacks then is told in the next round."""
+    async with scene(nats) as s, s.reading() as call:
+        held = s.held = asyncio.Event()
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        s.pace["i1"] = 16
+        await until(lambda: s.acked("i1") >= 32)
+        held.set()
+        await until(lambda: len(s.runs("i2")) == 2)
+        s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert [len(run.head.recorded[0]) for run in s.runs("i2")] == [10, 16]
+        await until(s.runs("i2")[0].cancelled.is_set)
+
+
+async def test_new_calls_go_to_the_destination(nats: Nats) -> None:
+    async with scene(nats) as s:
+        s.pace["i1"], s.pace["i2"] = 0, TOTAL
+        await s.deploy(moves=True)
+        assert (await s.w.http.post("/fn/draw", json={}, timeout=60)).json() == list(range(TOTAL))
+        assert not s.runs("i1")
+
+
+# --- what goes wrong --------------------------------------------------------------------------------
+async def test_it_ends_at_the_source_in_the_middle(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        s.held = asyncio.Event()
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        await until(s.runs("i2")[0].cancelled.is_set)
+        assert await s.moved() == 0
+
+
+async def test_its_caller_goes_away_in_the_middle(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        s.held = asyncio.Event()
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        call.cancel()
+        await until(s.runs("i1")[0].cancelled.is_set)
+        await until(s.runs("i2")[0].cancelled.is_set)
+        await until(lambda: len(s.w.gateway.calls) == 0)
+
+
+@pytest.mark.parametrize("answer", ["busy", "gone"])
+async def test_the_destination_does_not_take_it_at_once(nats: Nats, answer: Any) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        refused: list[Open] = []
+
+        def judge(request: Open) -> Opened:
+            if request.head.instance == "i2" and len(refused) < 2:
+                refused.append(request)
+                return Opened(status=answer)
+            return Opened(status="accepted")
+
+        s.w.node.judge = judge
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(refused) == 2
+        assert await s.moved() == 1
+
+
+async def test_the_destination_dies_and_the_source_goes_on(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        s.dies_at["i2"] = 3
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2") and s.runs("i2")[0].outbox.done)
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 0
+
+
+async def test_the_source_dies_and_the_destination_goes_on_at_once(nats: Nats) -> None:
+    """Also where it has not computed yet what it was told."""
+    async with scene(nats) as s, s.reading() as call:
+        held = s.held = asyncio.Event()
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        s.dies_at["i1"], s.pace["i1"] = 12, 13
+        await until(lambda: s.runs("i1")[0].outbox.done)
+        s.pace["i2"] = TOTAL
+        held.set()
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(s.runs("i2")) == 1
+        text = (await s.w.http.get("/metrics")).text
+        assert 'sllm_calls_resumed_total{function="draw"} 1.0' in text
+
+
+async def test_a_destination_that_draws_other_ids_is_not_used(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        s.drawn = lambda run, number: number * 7 + (run.head.instance == "i2")
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2") and s.runs("i2")[0].cancelled.is_set())
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(s.runs("i2")) == 1
+        assert await s.moved() == 0
+
+
+async def test_where_no_ids_are_kept_outputs_are_compared(nats: Nats) -> None:
+    """As where log probabilities are asked for: the destination draws all of it again."""
+    async with scene(nats) as s:
+        s.ids = False
+        async with s.reading() as call:
+            s.pace["i2"] = TOTAL
+            await s.deploy(moves=True)
+            assert values((await call).text) == list(range(TOTAL))
+            assert await s.moved() == 1
+
+
+async def test_values_in_parts(nats: Nats) -> None:
+    async with scene(nats) as s:
+        s.value = lambda _, number: str(number) * (2 * MAX_PART)
+        s.total, s.pace["i1"], s.pace["i2"] = 4, 2, 4
+        await s.deploy()
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, timeout=60))
+        await until(lambda: s.acked("i1") >= 4)
+        await s.deploy(moves=True)
+        assert json.loads((await call).text) == [str(number) * (2 * MAX_PART) for number in range(4)]
+        assert await s.moved() == 1
+
+
+async def test_a_destination_of_another_numerics_class_is_not_asked(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        source, other = entry("i1", fingerprint="f", moves_to="i2"), entry("i2", fingerprint="g")
+        await s.w.deploy(engine("draw"), source, other, script=s.draw)
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert not s.runs("i2")
