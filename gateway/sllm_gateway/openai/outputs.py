@@ -13,7 +13,7 @@ from sllm_gateway.errors import openai_view
 from sllm_gateway.outputs import progress_text
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import SllmError
-from sllm_runtime.protocol.frames import Delta, End, Frame, FrameKind, TokenLogprob, Usage
+from sllm_runtime.protocol.frames import Delta, End, Frame, FrameKind, TokenLogprob, ToolDelta, Usage
 from sllm_runtime.protocol.node import Progress
 
 _json = msgspec.json.Encoder().encode
@@ -83,6 +83,16 @@ def _by_text(tokens: Iterable[tuple[str, float]]) -> dict[str, float]:
     for text, logprob in tokens:
         found.setdefault(text, logprob)
     return found
+
+
+def _call_view(call: ToolDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_part(part: ToolDelta) -> dict[str, Any]:
+    """In a stream: what the call is comes with its first part."""
+    view = _call_view(part) if part.name else {"function": {"arguments": part.arguments}}
+    return {"index": part.index, **view}
 
 
 class _Chunks:
@@ -157,6 +167,9 @@ class ChatStream(_Chunks):
             if delta.text or delta.logprobs:
                 logprobs = _json(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
                 out.append(self._piece(delta.choice, b'{"content":%s}' % _json(delta.text), logprobs=logprobs))
+            if delta.tool_calls:
+                calls = [_call_part(part) for part in delta.tool_calls]
+                out.append(self._piece(delta.choice, b'{"tool_calls":%s}' % _json(calls)))
             if delta.finish is not None:
                 out.append(self._piece(delta.choice, b"{}", finish=_json(delta.finish)))
         return b"".join(out)
@@ -172,6 +185,14 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     finish: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    calls: dict[int, ToolDelta] = field(default_factory=dict)
+
+    def called(self, parts: Iterable[ToolDelta]) -> None:
+        """More of its calls of functions."""
+        for part in parts:
+            old = self.calls.get(part.index)
+            whole = part if old is None else msgspec.structs.replace(old, arguments=old.arguments + part.arguments)
+            self.calls[part.index] = whole
 
 
 class WholeAnswer:
@@ -186,6 +207,7 @@ class WholeAnswer:
             choice = choices.setdefault(delta.choice, _Choice())
             choice.text.append(delta.text)
             choice.logprobs += delta.logprobs
+            choice.called(delta.tool_calls)
             choice.finish = delta.finish or choice.finish
         view = self._chat_choice if self._chat else self._completion_choice
         return _json(
@@ -201,9 +223,14 @@ class WholeAnswer:
 
     @staticmethod
     def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.calls:
+            message["content"] = text or None
+            message["tool_calls"] = [_call_view(call) for _, call in sorted(choice.calls.items())]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(choice.logprobs) if choice.logprobs else None,
             "finish_reason": choice.finish or "stop",
         }

@@ -13,6 +13,8 @@ MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
 MAX_BAD_WORDS: Final = 64
 MAX_LOGPROBS: Final = 20
+MAX_CALLS: Final = 16
+"""Calls of functions that one answer makes."""
 MAX_REGEX: Final = 16 * 1024
 """Characters of a regular expression."""
 OWN_FIELDS: Final = frozenset(
@@ -21,7 +23,7 @@ OWN_FIELDS: Final = frozenset(
 )  # fmt: skip
 """What the engine takes beside OpenAI's own."""
 WITHOUT_MEANING: Final = frozenset(
-    {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
+    {"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier",
      "prediction"}
 )  # fmt: skip
 """OpenAI's fields that change no answer here."""
@@ -59,6 +61,18 @@ def tools_of(body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
     return None if body.get("tool_choice") == "none" else body.get("tools") or None
 
 
+def must_call(body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The functions (OpenAI's objects) of which the answer calls one at least, and says nothing else; none where it may
+    say what it likes."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, Mapping) and choice != "required":
+        return ()
+    functions = [tool["function"] for tool in body.get("tools") or ()]
+    if isinstance(choice, Mapping):
+        return [function for function in functions if function["name"] == choice["function"]["name"]][:1]
+    return functions
+
+
 def output_format(body: Mapping[str, Any]) -> str:
     """``text``, ``json_object``, ``json_schema`` or ``regex``: what the output must look like."""
     if body.get("regex") is not None:
@@ -73,7 +87,7 @@ def _common(body: Mapping[str, Any]) -> Complaints:
     if body.get("stream_options") is not None and not body.get("stream"):
         yield "stream_options", "it belongs to a stream; set stream to true"
     yield from _format(body)
-    shaped = output_format(body) != "text"
+    shaped = output_format(body) != "text" or body.get("tool_choice") not in (None, "none", "auto")
     for field in ("ignore_eos", "min_tokens"):
         if shaped and body.get(field):
             yield field, "an output of a given shape ends where the shape ends; leave one of the two out"
@@ -122,6 +136,8 @@ def _tools(body: Mapping[str, Any]) -> Complaints:
             yield f"tools[{number}].type", "only 'function' is known"
         elif not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             yield f"tools[{number}].function", "give an object with a name"
+        elif not isinstance(function.get("parameters") or {}, Mapping):
+            yield f"tools[{number}].function.parameters", "give a JSON schema, an object"
         else:
             names.append(function["name"])
     choice = body.get("tool_choice")
@@ -129,6 +145,8 @@ def _tools(body: Mapping[str, Any]) -> Complaints:
         return
     if not body.get("tools"):
         yield "tool_choice", "there are no tools to choose from"
+    if choice != "auto" and output_format(body) != "text":
+        yield "tool_choice", "response_format or regex says what the output looks like; leave one of the two out"
     if isinstance(choice, Mapping):
         named = choice.get("function")
         if choice.get("type") != "function" or not isinstance(named, Mapping) or named.get("name") not in names:

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.worker.tools.forms import Form, form_of
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -28,6 +29,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         self._template, self._variables = _compiled(source)
+        self.form: Form | None = form_of(source)
+        """How the model writes calls of functions, where that is known."""
         self._special = dict(special)
 
     @classmethod
@@ -57,7 +60,7 @@ class ChatTemplate:
 
         Raises ``InvalidRequest`` in the template's words, and for what it does not read: the model would not know.
         """
-        self._check_read(tools, tool_choice, more or {})
+        self._check_read(tools, more or {})
         given = {
             "messages": [_plain(message, number) for number, message in enumerate(messages)],
             "tools": tools,
@@ -75,14 +78,9 @@ class ChatTemplate:
             raise InvalidRequest(why, field="messages") from error
         return text
 
-    def _check_read(self, tools: Sequence[Any] | None, tool_choice: Any, more: Mapping[str, Any]) -> None:
+    def _check_read(self, tools: Sequence[Any] | None, more: Mapping[str, Any]) -> None:
         if tools and "tools" not in self._variables:
             raise InvalidRequest("'tools': this model's chat template knows no tools; leave them out", field="tools")
-        if tool_choice not in (None, "auto") and "tool_choice" not in self._variables:
-            raise InvalidRequest(
-                "'tool_choice': this model's chat template cannot ask for a call; give auto or none",
-                field="tool_choice",
-            )
         unread = next((name for name in more if name not in self._variables), None)
         if unread is not None:
             field = f"chat_template_kwargs.{unread}"

@@ -19,6 +19,7 @@ from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.openai import output_format
 from sllm_runtime.worker.engine.base import Mask
 from sllm_runtime.worker.tokens import Vocabulary
+from sllm_runtime.worker.tools.forms import Form
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -73,6 +74,15 @@ class Grammar:
         schema = _ANY_OBJECT if kind == "json_object" else body["response_format"]["json_schema"]["schema"]
         text = LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=_WRITING)
         return cls(vocabulary, text, "response_format")
+
+    @classmethod
+    def of_calls(
+        cls, form: Form, functions: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, *, several: bool
+    ) -> Grammar:
+        """Outputs that call one of ``functions``, or ``several``, as ``form`` writes it."""
+        with _concerning("tools"):
+            text = form.grammar(functions, vocabulary.literal, several=several)
+            return cls(vocabulary, LLMatcher.grammar_from_lark(text), "tools")
 
     def start(self) -> Shape:
         """The constraint of one output."""

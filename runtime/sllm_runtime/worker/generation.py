@@ -10,14 +10,19 @@ from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.worker.call import IdRecorder, current
 from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.loop import EngineLoop, Piece, Sink
+from sllm_runtime.worker.engine.text import Decoder
 from sllm_runtime.worker.outgoing import CallEnded
 
 
 class Generation:
-    """One ``generate``. Outside of a call (in ``setup``, in a thread of the function's own) it stands alone."""
+    """One ``generate``. Outside of a call (in ``setup``, in a thread of the function's own) it stands alone.
+    ``decoder``: see ``EngineLoop.submit``."""
 
-    def __init__(self, loop: EngineLoop, request: Request, *, count_prompt: bool = True) -> None:
+    def __init__(
+        self, loop: EngineLoop, request: Request, *, count_prompt: bool = True, decoder: Decoder | None = None
+    ) -> None:
         self._loop = loop
+        self._decoder = decoder
         self._call = current.get()
         self._recorder: IdRecorder | None = None
         self._finished = False
@@ -37,7 +42,7 @@ class Generation:
     @contextlib.contextmanager
     def submitted(self, sink: Sink) -> Iterator[None]:
         """The request runs in the engine inside this block and not after it. A cancelled call raises ``CallEnded``."""
-        number = self._loop.submit(self._request, sink)
+        number = self._loop.submit(self._request, sink, self._decoder)
         forget = self._call.on_cancel(lambda error: self._loop.cancel(number, error)) if self._call else None
         try:
             yield

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.prompts import Rules
 from sllm_runtime.worker.telling import Shown, Telling
 from sllm_runtime.worker.tokens import Tokens
+from sllm_runtime.worker.tools.calling import Calling, required
 
 log = logging.getLogger(__name__)
 _ABREAST = 32
@@ -76,6 +77,7 @@ class ChatBody(_Common):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -89,6 +91,7 @@ class _Plan:
     n: int
     show: Shown
     adapter: str | None = None
+    calling: Calling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
     ids, echo = plan.prompts[place]
     scored = plan.sampling.prompt_logprobs is not None
     room = prompts.fit(len(ids), plan.sampling.max_tokens, loop.engine.max_context)
-    telling = Telling(index, plan.show, echo, ids[0] if scored and ids else None)
+    reader = None if plan.calling is None else plan.calling.reader(call.head.call, index)
+    telling = Telling(index, plan.show, echo, ids[0] if scored and ids else None, reader)
     if not room and not scored:
         call.count(prompt=0 if choice else len(ids))
         return _Output(telling, None)
@@ -195,7 +199,8 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
         lora=plan.adapter,
         constraints=plan.rules.constraints(),
     )
-    return _Output(telling, Generation(loop, request, count_prompt=choice == 0))
+    decoder = None if plan.calling is None else plan.calling.decoder
+    return _Output(telling, Generation(loop, request, count_prompt=choice == 0, decoder=decoder))
 
 
 def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:
@@ -205,10 +210,16 @@ def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop
     vocabulary = prompts.vocabulary_of(loop.engine, tokens, handle.files)
     rules, show = body.rules(vocabulary), Shown(tokens, vocabulary)
     if isinstance(body, ChatBody):
-        ids = tokens.encode(_rendered(body, handle.files), special=False)
+        said = body.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"})
+        template = ChatTemplate.from_files(handle.files, tools=bool(tools_of(said)))
+        ids = tokens.encode(_rendered(body, template), special=False)
         wanted = body.max_completion_tokens or body.max_tokens or loop.engine.max_context
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return _Plan(((ids, ""),), body.sampling(wanted, temperature=1.0, logprobs=logprobs), rules, body.n or 1, show)
+        sampling = body.sampling(wanted, temperature=1.0, logprobs=logprobs)
+        if (calls := required(said, template.form, vocabulary)) is not None:
+            rules = replace(rules, grammar=calls)
+        calling = Calling.of(said, template.form, tokens)
+        return _Plan(((ids, ""),), sampling, rules, body.n or 1, show, calling=calling)
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     encoded = tuple(_completion_prompt(prompt, tokens, echo=bool(body.echo)) for prompt in body.prompt)
     sampling = body.sampling(wanted, temperature=1.0, logprobs=body.logprobs)
@@ -217,9 +228,8 @@ def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop
     return _Plan(encoded, sampling, rules, body.n or 1, show)
 
 
-def _rendered(body: ChatBody, files: Mapping[str, bytes]) -> str:
+def _rendered(body: ChatBody, template: ChatTemplate) -> str:
     tools = tools_of({"tools": body.tools, "tool_choice": body.tool_choice})
-    template = ChatTemplate.from_files(files, tools=bool(tools))
     choice = body.tool_choice if tools else None
     return template.render(body.messages, tools, choice, body.chat_template_kwargs)
 

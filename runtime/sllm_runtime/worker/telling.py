@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sllm_runtime.protocol.frames import Delta, TokenLogprob
+from sllm_runtime.protocol.frames import Delta, FinishReason, TokenLogprob, ToolDelta
 from sllm_runtime.worker.engine.base import TokenChoice
 from sllm_runtime.worker.engine.loop import Piece
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
+from sllm_runtime.worker.tools.reader import CallReader
 
 
 class Shown:
@@ -44,6 +45,8 @@ class Telling:
     show: Shown
     echo: str = ""
     scored: int | None = None
+    calls: CallReader | None = None
+    """Where the text may hold calls of functions."""
 
     def before(self) -> Delta | None:
         """What is told before the engine's first piece."""
@@ -59,9 +62,22 @@ class Telling:
     def delta(self, piece: Piece) -> Delta | None:
         """What ``piece`` adds, if that is anything."""
         text, logprobs = piece.text, self.show(piece.logprobs)
+        finish: FinishReason | None = piece.finish
         if self.scored is not None:
             logprobs = (self.show.first(self.scored), *self.show(piece.prompt), *logprobs)
             text, self.echo, self.scored = self.echo + text, "", None
-        if not (text or piece.finish or logprobs):
+        told: tuple[ToolDelta, ...] = ()
+        if self.calls is not None:
+            text, told, finish = self._calls(self.calls, piece)
+        if not (text or finish or logprobs or told):
             return None
-        return Delta(self.index, text, piece.finish, logprobs)
+        return Delta(self.index, text, finish, logprobs, told)
+
+    @staticmethod
+    def _calls(calls: CallReader, piece: Piece) -> tuple[str, tuple[ToolDelta, ...], FinishReason | None]:
+        text, told = calls.feed(piece.text)
+        if piece.finish is None:
+            return text, told, None
+        rest, more = calls.flush()
+        made = piece.finish == "stop" and calls.calls > 0
+        return text + rest, (*told, *more), "tool_calls" if made else piece.finish

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Final, cast
 
 from llguidance import LLTokenizer
@@ -46,12 +48,32 @@ class Tokens:
         """One token as text, special ones too."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
+    def showing(self, texts: Collection[str]) -> Showing:
+        """Decodes as this does, but shows special tokens that are one of ``texts``."""
+        found = ((self._tokenizer.token_to_id(text), text) for text in texts)
+        return Showing(self, {token: text for token, text in found if token is not None})
+
     def vocabulary(self, size: int, eos: frozenset[int]) -> Vocabulary:
         """What each of the model's ``size`` ids stands for; made once. ``eos``: those that end an output."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._tokenizer.to_str(), size, eos)
             return self._vocabulary
+
+
+class Showing:
+    """Text of ids in which some special tokens stand for themselves."""
+
+    def __init__(self, tokens: Tokens, shown: Mapping[int, str]) -> None:
+        self._tokens, self._shown = tokens, shown
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``."""
+        parts = []
+        for shown, run in groupby(ids, self._shown.get):
+            part = list(run)
+            parts.append(self._tokens.decode(part) if shown is None else shown * len(part))
+        return "".join(parts)
 
 
 class Vocabulary:
@@ -76,6 +98,17 @@ class Vocabulary:
                         f"this model's tokenizer allows no output of a given shape: {error}"
                     ) from error
             return self._grammars
+
+    def literal(self, text: str) -> str:
+        """``text`` in a Lark grammar: the special token that it is, or a string."""
+        token = self._special.get(text)
+        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        known = self.grammars()
+        added = json.loads(self._json).get("added_tokens", [])
+        return {each["content"]: each["id"] for each in added if known.is_special_token(each["id"])}
 
     @cached_property
     def texts(self) -> tuple[bytes, ...]:

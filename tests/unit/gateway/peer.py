@@ -34,6 +34,7 @@ from sllm_runtime.protocol.frames import (
     Segment,
     ToGateway,
     ToNode,
+    ToolDelta,
     Unknown,
     Usage,
 )
@@ -85,9 +86,11 @@ class Run:
         self.outbox.push_value(FrameKind.OUTPUT, msgspec.json.encode(value))
         self.node.flush(self)
 
-    def delta(self, text: str, *, choice: int = 0, finish: Any = None, logprobs: Any = ()) -> None:
+    def delta(
+        self, text: str, *, choice: int = 0, finish: Any = None, logprobs: Any = (), calls: tuple[ToolDelta, ...] = ()
+    ) -> None:
         """One piece of an engine's text."""
-        self.outbox.push(FrameKind.DELTA, codec.pack(Delta(choice, text, finish, logprobs)))
+        self.outbox.push(FrameKind.DELTA, codec.pack(Delta(choice, text, finish, logprobs, calls)))
         self.node.flush(self)
 
     def end(self, error: SllmError | None = None, usage: Usage | None = None) -> None:

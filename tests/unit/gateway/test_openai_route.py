@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidArgument
-from sllm_runtime.protocol.frames import TokenLogprob, Usage
+from sllm_runtime.protocol.frames import TokenLogprob, ToolDelta, Usage
 from sllm_runtime.protocol.node import Progress
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
@@ -110,6 +110,35 @@ async def test_completions(nats: Nats) -> None:
     assert answer.object == "text_completion"
     assert [chunk.choices[0].text for chunk in chunks] == ["def", " f\n", "()"]
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_calls_of_functions(nats: Nats) -> None:
+    async def script(run: Run) -> None:
+        run.delta("Well.", calls=(ToolDelta(0, "call_1", "f", '{"x"'),))
+        run.delta("", calls=(ToolDelta(0, arguments=": 1}"), ToolDelta(1, "call_2", "g", "{}")))
+        run.delta("", finish="tool_calls")
+        run.end()
+
+    tools: Any = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]
+    async with world(nats) as w, client(w) as api:
+        await model(w, script)
+        whole = await api.chat.completions.create(model="coder", messages=MESSAGES, tools=tools)
+        stream = await api.chat.completions.create(model="coder", messages=MESSAGES, tools=tools, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+    message = whole.choices[0].message
+    assert (whole.choices[0].finish_reason, message.content) == ("tool_calls", "Well.")
+    expected = [("call_1", "f", '{"x": 1}'), ("call_2", "g", "{}")]
+    assert [
+        (call.id, call.function.name, call.function.arguments)
+        for call in message.tool_calls or []
+        if call.type == "function"
+    ] == expected
+    parts = [part for chunk in chunks for part in chunk.delta.tool_calls or []]
+    assert [(part.index, part.id, part.type) for part in parts] == [
+        (0, "call_1", "function"), (0, None, None), (1, "call_2", "function")
+    ]  # fmt: skip
+    assert [part.function.arguments for part in parts if part.function] == ['{"x"', ": 1}", "{}"]
+    assert chunks[-1].finish_reason == "tool_calls"
 
 
 async def test_no_token_is_an_empty_completion(nats: Nats) -> None:

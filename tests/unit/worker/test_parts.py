@@ -221,7 +221,6 @@ def test_tools_reach_the_template() -> None:
     knows_none = template("{{ messages[0].content }}")
     for field, arguments in (
         ("tools", {"tools": [TOOL]}),
-        ("tool_choice", {"tool_choice": "required"}),
         ("chat_template_kwargs.thinking", {"more": {"thinking": True}}),
     ):
         with pytest.raises(InvalidRequest) as refused:

@@ -163,12 +163,13 @@ class EngineLoop:
         anything then: this process is to be ended, and its requests go on elsewhere as if it had died itself."""
         self._on_lost = call
 
-    def submit(self, request: Request, sink: Sink) -> int:
+    def submit(self, request: Request, sink: Sink, decoder: Decoder | None = None) -> int:
         """Give ``request`` (its ``id`` is drawn here) to the engine; what comes of it, refusal included, goes to
-        ``sink``. Raises ``Unavailable`` when the loop is closed."""
+        ``sink``. ``decoder``: makes its text, where that is not as everybody's. Raises ``Unavailable`` when the loop is
+        closed."""
         number = next(self._numbers)
         numbered = replace(request, id=number)
-        self._command(lambda: self._add(numbered, sink))
+        self._command(lambda: self._add(numbered, sink, decoder or self._decoder))
         return number
 
     def cancel(self, number: int, error: SllmError | None = None) -> None:
@@ -239,10 +240,10 @@ class EngineLoop:
                 self.engine.cancel(number)
             return [Event(request=number, error=failure) for number in self._outputs]
 
-    def _add(self, request: Request, sink: Sink) -> None:
+    def _add(self, request: Request, sink: Sink, decoder: Decoder) -> None:
         try:
             self.engine.add(request)
-            detokenizer = Detokenizer(self._decoder, request.prompt)
+            detokenizer = Detokenizer(decoder, request.prompt)
         except Exception as error:  # it concerns this request alone, and the thread serves others
             self.engine.cancel(request.id)
             self._refuse(sink, error)

@@ -1,0 +1,1 @@
+"""Calls of functions by a model: how they are written, and read."""
