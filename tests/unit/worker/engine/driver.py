@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sllm_runtime.worker.engine.base import Engine, Event, Request, Sampling
+from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.batch import Batches
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
@@ -27,6 +28,18 @@ def decoder(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
     """Ours over the weights of transformers' model."""
     model = family(name, dtype)
     return build(type(model).__name__, model.config, model.state_dict(), dtype, EXACT.rows)
+
+
+def exact(name: str = "llama", dtype: torch.dtype = torch.float32) -> Numerics:
+    """The level that an instance takes here."""
+    return _proven(name, dtype, torch.get_num_threads())
+
+
+@cache
+def _proven(name: str, dtype: torch.dtype, threads: int) -> Numerics:
+    proof = selftest.prove(decoder(name, dtype), "")
+    assert proof.exact, f"no level holds for {name} in {dtype} with {threads} threads"
+    return proof.numerics
 
 
 def engine(

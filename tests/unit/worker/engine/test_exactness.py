@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.model import build
-from sllm_runtime.worker.engine.ours.numerics import EXACT
-from tests.unit.worker.engine.driver import MIB, Rows, decoder, engine, finish, ids, page_bytes, request, run
+from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
+from tests.unit.worker.engine import driver
+from tests.unit.worker.engine.driver import MIB, Rows, decoder, exact, finish, ids, page_bytes, request, run
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -38,16 +39,21 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+def engine(*, dtype: torch.dtype = torch.float32, **options: Any) -> OurEngine:
+    """As an instance has it here."""
+    return driver.engine(dtype=dtype, numerics=exact(dtype=dtype), **options)
+
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
-def _cut(name: str, dtype: torch.dtype, size: int, *ways: list[int]) -> None:
+def _cut(name: str, dtype: torch.dtype, size: int, *ways: list[int], numerics: Numerics | None = None) -> None:
     torch.manual_seed(1)
     tokens = torch.randint(3, 101, (size,)).tolist()
-    model = decoder(name, dtype)
-    whole = Rows(model, tokens).chunk(0, len(tokens))
+    model, numerics = decoder(name, dtype), numerics or exact(name, dtype)
+    whole = Rows(model, tokens, numerics).chunk(0, len(tokens))
     for cuts in ways:
-        rows, at = Rows(model, tokens), 0
+        rows, at = Rows(model, tokens, numerics), 0
         for count in cuts:
             assert torch.equal(rows.chunk(at, count), whole[at : at + count]), (cuts, at)
             at += count
@@ -57,6 +63,11 @@ def _cut(name: str, dtype: torch.dtype, size: int, *ways: list[int]) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma 3", "mixtral", "falcon 40b"])
 def test_a_row_has_the_same_bits_however_its_prompt_is_cut(name: str, dtype: torch.dtype) -> None:
     _cut(name, dtype, 290, [1] * 12, [7, 121, 1, 1, 127, 3], [128, 128, 1], [130, 2, 5, 61])
+
+
+@DTYPES
+def test_the_stricter_level_holds_too(dtype: torch.dtype) -> None:
+    _cut("llama", dtype, 150, [1, 1, 2, 3, 121, 1, 1], [131], numerics=EXACT)
 
 
 @DTYPES

@@ -8,10 +8,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from sllm_runtime.worker.engine.ours.attention import Group, Heads, Plan, plan
+from sllm_runtime.worker.engine.ours.attention import Group, Heads
+from sllm_runtime.worker.engine.ours.attention_batch import Plan, RowsOfMany, plan
+from sllm_runtime.worker.engine.ours.attention_rows import RowsOfOne, blocks
 from sllm_runtime.worker.engine.ours.kv import KvStore
 from sllm_runtime.worker.engine.ours.numerics import Numerics
-from sllm_runtime.worker.engine.ours.pages import PAGE
+from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,9 @@ class Batch:
     wanted: torch.Tensor
     """Rows that a token is chosen from, padded like the rows."""
     kv: KvStore
+    seen: torch.Tensor
+    """Float32 (rows, queries * width): what each row sees in the current layer; zeros where a row is padding."""
+    numerics: Numerics
 
     @property
     def rows(self) -> int:
@@ -71,7 +76,7 @@ class Batches:
         self.numerics = numerics
         self._kv = kv
         self._heads = heads
-        self._kept: tuple[tuple[tuple[int, ...], ...], int, Plan] | None = None
+        self._kept: tuple[tuple[tuple[int, ...], ...], Plan] | None = None
 
     def make(self, chunks: Many[Part]) -> Batch:
         """The step for ``chunks``, decodes (single positions) first."""
@@ -93,34 +98,31 @@ class Batches:
             torch.tensor(tokens),
             at,
             self._kv.places(torch.tensor(pages), at % PAGE),
-            self._groups(ordered, at, pad),
+            self._groups(ordered, at),
             self._wanted(ordered),
             self._kv,
+            torch.zeros(count + pad, self._heads.queries * self._heads.width),
+            self.numerics,
         )
 
-    def _groups(self, ordered: Many[Part], positions: torch.Tensor, pad: int) -> tuple[Group, ...]:
+    def _groups(self, ordered: Many[Part], positions: torch.Tensor) -> tuple[Group, ...]:
         single = [chunk for chunk in ordered if chunk.count == 1]
-        longer = ordered[len(single) :]
-        groups = []
-        if single:
+        groups: list[Group] = []
+        if len(single) > 1:
             tables = tuple(tuple(chunk.pages[: chunk.start // PAGE + 1]) for chunk in single)
-            groups.append(self._group(self._decode(tables, 0 if longer else pad), positions[: len(single)]))
-        row = len(single)
-        for chunk in longer:
-            table = chunk.pages[: (chunk.start + chunk.count - 1) // PAGE + 1]
-            tail = pad if chunk is longer[-1] else 0
-            made = plan([table] * chunk.count, self._heads, self.numerics.queries, row, tail)
-            groups.append(self._group(made, positions[row : row + chunk.count]))
-            row += chunk.count
+            groups.append(RowsOfMany(self._plan(tables), self._heads, self.numerics, positions[: len(single)]))
+        row = len(groups and single)
+        for chunk in ordered[row:]:
+            for start, count in blocks(chunk.start, chunk.count, self._heads.queries):
+                table = chunk.pages[: pages_for(start + count)]
+                groups.append(RowsOfOne(row, start, count, table, self._heads, self.numerics))
+                row += count
         return tuple(groups)
 
-    def _group(self, made: Plan, positions: torch.Tensor) -> Group:
-        return Group.of(made, self._heads, positions)
-
-    def _decode(self, tables: tuple[tuple[int, ...], ...], pad: int) -> Plan:
-        if self._kept is None or self._kept[:2] != (tables, pad):
-            self._kept = (tables, pad, plan(tables, self._heads, self.numerics.queries, 0, pad))
-        return self._kept[2]
+    def _plan(self, tables: tuple[tuple[int, ...], ...]) -> Plan:
+        if self._kept is None or self._kept[0] != tables:
+            self._kept = (tables, plan(tables, self._heads, self.numerics))
+        return self._kept[1]
 
     def _wanted(self, ordered: Many[Part]) -> torch.Tensor:
         rows, at = [], 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sllm_runtime.worker.engine.ours.attention import Floats
 from sllm_runtime.worker.engine.ours.pages import PAGE
 
 
@@ -35,18 +36,20 @@ class KvStore:
         self.shape = shape
         self.pages = pages
         # calloc: torch.zeros writes every byte, which takes time and memory for pages that nobody may ever use.
-        self.data = torch.from_numpy(np.zeros((shape.layers, 2, pages + 1, shape.heads, PAGE, shape.width), np.float32))
+        found = np.zeros((shape.layers, 2, pages + 1, shape.heads, PAGE, shape.width), np.float32)
+        self.data = torch.from_numpy(found)
         """Shape (layers, K or V, pages + 1, heads, PAGE, width)."""
         self._flat = [layer.view(-1, shape.width) for layer in self.data]
-        self._pairs = [(layer[0], layer[1]) for layer in self.data]
+        self._pairs = [(k[:, :, None], v[:, :, None]) for k, v in found]
+        self._used: set[int] = set()
 
     @property
     def nbytes(self) -> int:
         """Bytes when every page has been used."""
         return self.data.numel() * 4
 
-    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer (counted in the stage), each of shape (pages + 1, heads, PAGE, width)."""
+    def layer(self, number: int) -> tuple[Floats, Floats]:
+        """K and V of a layer (counted in the stage), each of shape (pages + 1, heads, 1, PAGE, width)."""
         return self._pairs[number]
 
     def write(self, number: int, places: torch.Tensor, rows: torch.Tensor) -> None:
@@ -60,8 +63,11 @@ class KvStore:
         return torch.cat((k, k + (self.pages + 1) * self.shape.heads * PAGE), 1).view(-1)
 
     def clear(self, page: int) -> None:
-        """Zero a page that changes hands: what a broken sequence left there could be NaN, and 0 x NaN is NaN."""
-        self.data[:, :, page].zero_()
+        """Zero a page that changes hands: what a broken sequence left there could be NaN, and 0 x NaN is NaN. One that
+        nobody had is zero, and is not touched."""
+        if page in self._used:
+            self.data[:, :, page].zero_()
+        self._used.add(page)
 
     def read(self, page: int) -> torch.Tensor:
         """A copy of one page, shape (layers, 2, heads, PAGE, width)."""
@@ -72,4 +78,5 @@ class KvStore:
         wanted = tuple(self.data[:, :, 0].shape)
         if tuple(content.shape) != wanted or content.dtype != torch.float32:
             raise ValueError(f"a page is float32 {wanted}, not {content.dtype} {tuple(content.shape)}")
+        self._used.add(page)
         self.data[:, :, page].copy_(content)

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 from typing import Final
 
 import msgspec
+import numpy as np
 import torch
 
 from sllm_runtime.worker.engine.base import Request, Sampling
@@ -23,7 +24,7 @@ from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the arithmetic: raised when the same weights may give other bits."""
 _DEPTH: Final = 3
 _LENGTHS: Final = (PAGE + 9, 70, 33, 21, 18, 17, 12, 9, 5)
@@ -34,6 +35,7 @@ _VARIABLES: Final = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
+    "OPENBLAS_CORETYPE",
 )
 
 
@@ -60,7 +62,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 def fingerprint(architecture: str, model: str, dtype: torch.dtype) -> str:
     """What decides the bits, known before any weight is there: libraries, CPU, threads, dtype, model."""
     parts = (
-        str(VERSION), torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(),
+        str(VERSION), np.__version__, torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()), str(dtype), architecture, model, *(os.environ.get(n, "") for n in _VARIABLES),
     )  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -39,5 +39,5 @@ def build(
         raise UnsupportedModel(f"{architecture} is unknown to this engine")
     weights = Weights(tensors, dtype)
     decoder = family(config, weights, tile)
-    decoder.lora = weights.lora
+    decoder.lora, decoder.products = weights.lora, weights.products
     return decoder

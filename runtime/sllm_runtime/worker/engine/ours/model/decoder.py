@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from sllm_runtime.worker.engine.ours.attention import Heads, attend
+from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.batch import Batch
 from sllm_runtime.worker.engine.ours.lora import Lora
 from sllm_runtime.worker.engine.ours.model.parts import Linear, Mlp, Norm, Rows
 from sllm_runtime.worker.engine.ours.model.rope import Rope
+from sllm_runtime.worker.engine.ours.model.slabs import Products
 
 Waves = dict[Rope, tuple[torch.Tensor, torch.Tensor]]
 Embed = Callable[[torch.Tensor, torch.Tensor], Rows]
@@ -24,18 +26,16 @@ Embed = Callable[[torch.Tensor, torch.Tensor], Rows]
 
 @dataclass(slots=True)
 class Attention:
-    """Projections around ``attend``. ``order``: places of the heads where they are not q, k, v one after the other."""
+    """Projections around attention. ``order``: places of the heads where they are not q, k, v one after the other."""
 
     heads: Heads
     qkv: Linear
     out: Linear
-    scale: float
+    look: Look
     rope: Rope | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     order: torch.Tensor | None = None
-    window: int = 0
-    cap: float = 0.0
 
     def mix(self, x: Rows, layer: int, batch: Batch, waves: Waves) -> Rows:
         """What each row sees, before ``out``; writes the rows' K and V into the cache of the stage's ``layer``."""
@@ -50,11 +50,10 @@ class Attention:
         if self.rope is not None:
             self.rope.turn(qkv[:, :both], waves[self.rope])
         batch.kv.write(layer, batch.places, qkv[:, heads.queries :].reshape(-1, heads.width))
-        flat = qkv.view(-1, heads.width)
         keys, values = batch.kv.layer(layer)
-        seen = [attend(flat, keys, values, each, self.scale, self.window, self.cap) for each in batch.groups]
-        whole = seen[0] if len(seen) == 1 else torch.cat(seen)
-        return whole.view(rows, -1).to(x.dtype)
+        for group in batch.groups:
+            group.attend(qkv, keys, values, self.look, batch.seen)
+        return batch.seen.to(x.dtype)
 
 
 @dataclass(slots=True)
@@ -130,6 +129,8 @@ class Decoder:
     ropes: Sequence[Rope] = ()
     lora: Lora = field(default_factory=lambda: Lora({}))
     """Its adapters."""
+    products: Products = field(default_factory=Products)
+    """How its products are computed."""
     arrival: Arrival = field(default_factory=Here)
     _layers: dict[int, Layer] = field(default_factory=dict)
     _last: Callable[[Rows], Rows] | None = None
@@ -137,6 +138,7 @@ class Decoder:
 
     def begin(self, batch: Batch) -> Rows:
         """Hidden rows before the first layer."""
+        self.products.use(batch.numerics, self.dtype)
         if self._first is None:
             self.arrival.wait(-1)
             self._first = self.start()
@@ -144,13 +146,15 @@ class Decoder:
 
     def run(self, x: Rows, batch: Batch, low: int, high: int) -> Rows:
         """Through the layers ``[low, high)``: a stage. The batch's KV holds those layers alone."""
+        self.products.use(batch.numerics, self.dtype)
         waves = {rope: rope.waves(batch.positions) for rope in self.ropes}
-        for number in range(low, high):
-            part = self._layers.get(number)
-            if part is None:
-                self.arrival.wait(number)
-                part = self._layers[number] = self.layer(number)
-            x = part(x, number - low, batch, waves)
+        with np.errstate(all="ignore"):  # a NaN is found where its row's token is chosen
+            for number in range(low, high):
+                part = self._layers.get(number)
+                if part is None:
+                    self.arrival.wait(number)
+                    part = self._layers[number] = self.layer(number)
+                x = part(x, number - low, batch, waves)
         return x
 
     def logits(self, x: Rows, wanted: torch.Tensor) -> torch.Tensor:
@@ -158,4 +162,5 @@ class Decoder:
         if self._last is None:
             self.arrival.wait(self.count)
             self._last = self.finish()
-        return self._last(x.index_select(0, wanted)).to(torch.float32)
+        with np.errstate(all="ignore"):
+            return self._last(x.index_select(0, wanted)).to(torch.float32)

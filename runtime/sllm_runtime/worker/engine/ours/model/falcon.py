@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import embedding
 
 from sllm_runtime.protocol.errors import UnsupportedModel
-from sllm_runtime.worker.engine.ours.attention import Heads
+from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.parts import LayerNorm, Linear, Plain, activation
 from sllm_runtime.worker.engine.ours.model.rope import Rope
@@ -61,7 +61,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
                 heads,
                 Linear.named(weights, hidden, qkv, bias=biased),
                 Linear.named(weights, hidden, {f"{name}.self_attention.dense": hidden}, bias=biased),
-                heads.width**-0.5,
+                Look(heads.width**-0.5),
                 rope,
                 order=order,
             ),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sllm_runtime.worker.engine.ours.attention import Look
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.llama import heads_of, window_of
 from sllm_runtime.worker.engine.ours.model.parts import Gated, Linear, RmsNorm, Rows, activation
@@ -38,12 +39,10 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
             heads,
             Linear.named(weights, hidden, projections, bias=biased),
             Linear.named(weights, queries, {f"{name}.o_proj": hidden}, bias=biased),
-            config.query_pre_attn_scalar**-0.5,
+            Look(config.query_pre_attn_scalar**-0.5, window_of(config, number), config.attn_logit_softcapping or 0.0),
             ropes.get(config.layer_types[number]) or ropes[None],
             norm(f"{name}.q_norm", heads.width) if normed else None,
             norm(f"{name}.k_norm", heads.width) if normed else None,
-            window=window_of(config, number),
-            cap=config.attn_logit_softcapping or 0.0,
         )
 
     def layer(number: int) -> Layer:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding
 
-from sllm_runtime.worker.engine.ours.attention import Heads
+from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.parts import LayerNorm, Linear, Plain, activation
 from sllm_runtime.worker.engine.ours.model.weights import Weights
@@ -39,7 +39,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         qkv, out = linear(f"{name}.attn.c_attn", hidden, 3 * hidden), linear(f"{name}.attn.c_proj", hidden, hidden)
         up, down = linear(f"{name}.mlp.c_fc", hidden, inner), linear(f"{name}.mlp.c_proj", inner, hidden)
         return Layer(
-            Attention(heads, qkv, out, scale / by_depth),
+            Attention(heads, qkv, out, Look(scale / by_depth)),
             Plain(up, down, activation(config.activation_function)),
             norm(f"{name}.ln_1"),
             norm(f"{name}.ln_2"),

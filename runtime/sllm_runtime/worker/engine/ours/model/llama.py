@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sllm_runtime.worker.engine.ours.attention import Heads
+from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.parts import Experts, Gated, Linear, Mlp, RmsNorm, activation
 from sllm_runtime.worker.engine.ours.model.rope import Rope, context
@@ -46,11 +46,10 @@ def attention(config: Any, weights: Weights, name: str, layer: int, rope: Rope) 
         heads,
         Linear.named(weights, hidden, projections, bias=biased),
         Linear.named(weights, queries, {f"{name}.o_proj": hidden}, bias=biased and kind != "qwen2"),
-        heads.width**-0.5,
+        Look(heads.width**-0.5, window_of(config, layer)),
         rope,
         norm("q"),
         norm("k"),
-        window=window_of(config, layer),
     )
 
 
@@ -62,7 +61,10 @@ def mlp(config: Any, weights: Weights, name: str, tile: int) -> Mlp:
         here = getattr(config, "experts_here", range(count))  # a rank has some of them
         up = weights.get(f"{name}.experts.gate_up_proj", len(here), 2 * inner, hidden)
         down = weights.get(f"{name}.experts.down_proj", len(here), hidden, inner)
-        experts = {number: Gated(Linear([up[i]]), Linear([down[i]]), act) for i, number in enumerate(here)}
+        products = weights.products
+        experts = {
+            number: Gated(Linear(products, [up[i]]), Linear(products, [down[i]]), act) for i, number in enumerate(here)
+        }
         gate = Linear.named(weights, hidden, {f"{name}.gate": count})
         return Experts(gate, experts, config.num_experts_per_tok, tile)
     biased = config.model_type == "llama" and config.mlp_bias

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding
 
-from sllm_runtime.worker.engine.ours.attention import Heads
+from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.parts import LayerNorm, Linear, Plain, Rows, activation
 from sllm_runtime.worker.engine.ours.model.weights import Weights
@@ -47,7 +47,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         up = Linear.named(weights, hidden, {f"{name}.fc1": config.ffn_dim}, bias=biased)
         down = Linear.named(weights, config.ffn_dim, {f"{name}.fc2": hidden}, bias=biased)
         return Layer(
-            Attention(heads, Linear.named(weights, hidden, qkv, bias=biased), out, heads.width**-0.5),
+            Attention(heads, Linear.named(weights, hidden, qkv, bias=biased), out, Look(heads.width**-0.5)),
             Plain(up, down, activation(config.activation_function)),
             norm(f"{name}.self_attn_layer_norm"),
             norm(f"{name}.final_layer_norm"),

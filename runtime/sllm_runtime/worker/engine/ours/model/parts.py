@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from sllm_runtime.protocol.errors import UnsupportedModel
 from sllm_runtime.worker.engine.ours.lora import Product
+from sllm_runtime.worker.engine.ours.model.slabs import Products, Slabs
 from sllm_runtime.worker.engine.ours.model.weights import Weights, side_by_side
 
 Rows = torch.Tensor
@@ -38,10 +39,14 @@ class Linear:
     """One product for one or several matrices of shape (out, in) that take the same rows, outputs side by side."""
 
     def __init__(
-        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None, lora: Product | None = None
-    ) -> None:
+        self, products: Products, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None,
+        lora: Product | None = None,
+    ) -> None:  # fmt: skip
         joined = side_by_side(weights)
-        self._columns = [joined.t()] if joined is not None else [weight.t() for weight in weights]
+        self._weights = [joined] if joined is not None else list(weights)
+        self._columns = [weight.t() for weight in self._weights]
+        self._products = products
+        self._slabs: list[Slabs | None] | None = None
         self._bias = bias
         self._lora = lora
 
@@ -51,21 +56,22 @@ class Linear:
         matrices = [weights.get(f"{name}.weight", each, inputs) for name, each in outputs.items()]
         lora = weights.lora.product(outputs)
         if not bias:
-            return cls(matrices, None, lora)
+            return cls(weights.products, matrices, None, lora)
         biases = [weights.get(f"{name}.bias", each) for name, each in outputs.items()]
-        return cls(matrices, biases[0] if len(biases) == 1 else torch.cat(biases), lora)
+        return cls(weights.products, matrices, biases[0] if len(biases) == 1 else torch.cat(biases), lora)
 
     @classmethod
     def transposed(cls, weights: Weights, name: str, inputs: int, outputs: int) -> Linear:
         """Of a matrix with a bias that is stored as (in, out)."""
         matrix, bias = weights.get(f"{name}.weight", inputs, outputs).t(), weights.get(f"{name}.bias", outputs)
-        return cls([matrix], bias, weights.lora.product({name: outputs}))
+        return cls(weights.products, [matrix], bias, weights.lora.product({name: outputs}))
 
     @classmethod
     def head(cls, weights: Weights, config: Any, table: torch.Tensor) -> Linear:
         """The output head, or the embedding ``table`` if it is tied to that."""
         name = "lm_head.weight"
-        return cls([table if config.tie_word_embeddings and name not in weights else weights.get(name, *table.shape)])
+        tied = config.tie_word_embeddings and name not in weights
+        return cls(weights.products, [table if tied else weights.get(name, *table.shape)])
 
     def __call__(self, x: Rows) -> Rows:
         out = self._product(x)
@@ -74,17 +80,33 @@ class Linear:
         return out
 
     def _product(self, x: Rows) -> Rows:
+        if self._products.slabs:
+            out = self._by_slabs(x)
+            return out if self._bias is None else out.add_(self._bias)
         if len(self._columns) == 1:
             only = self._columns[0]
             return torch.mm(x, only) if self._bias is None else torch.addmm(self._bias, x, only)
         out = torch.cat([torch.mm(x, columns) for columns in self._columns], 1)
         return out if self._bias is None else out.add_(self._bias)
 
+    def _by_slabs(self, x: Rows) -> Rows:
+        if self._slabs is None:
+            self._slabs = [Slabs.of(weight) for weight in self._weights]
+        out = torch.empty(len(x), sum(map(len, self._weights)))
+        into, at = out.numpy(), 0
+        for slabs, weight, columns in zip(self._slabs, self._weights, self._columns, strict=True):
+            if slabs is None:
+                out[:, at : at + len(weight)] = torch.mm(F.pad(x, (0, 0, 0, -len(x) % 4)), columns)[: len(x)]
+            else:
+                slabs(x, into[:, at : at + len(weight)])
+            at += len(weight)
+        return out
+
     def added(self, x: Rows, residual: Rows) -> Rows:
         """``residual`` + the product."""
         if self._bias is not None:
             residual = residual + self._bias
-        out = torch.addmm(residual, x, self._columns[0])
+        out = self._by_slabs(x).add_(residual) if self._products.slabs else torch.addmm(residual, x, self._columns[0])
         if self._lora is not None and self._lora.lora.groups:
             self._lora.add(x, out)
         return out

@@ -8,6 +8,7 @@ import torch
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 from sllm_runtime.worker.engine.ours.lora import Lora
+from sllm_runtime.worker.engine.ours.model.slabs import Products
 
 
 class Weights:
@@ -18,6 +19,8 @@ class Weights:
         self.dtype = dtype
         self.lora = Lora(tensors)
         """What adapters add to the products that are made of these."""
+        self.products = Products()
+        """How these are computed."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
