@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -42,6 +43,9 @@ class Bandwidth:
 class PathQueue:
     """Threads that serve tasks by (class, order). Owns its threads: ``close`` joins them.
 
+    At most ``threads`` tasks run at a time. A task that is checked behind its run (``Task.check``) has left its place
+    to the next one by then; ``spare`` threads more see to that, so that a disk goes on while digests are compared.
+
     All queues of a node share ``lock``, so that a task can go from one to another. The queue is as long as there are
     chunks allocated for it, so the pool bounds it. ``steal`` (called with the lock held) finds work when it is empty.
     """
@@ -52,6 +56,7 @@ class PathQueue:
         threads: int,
         clock: Callable[[], float] = time.monotonic,
         *,
+        spare: int = 0,
         lock: threading.RLock | None = None,
         steal: Callable[[PathQueue], Task | None] = lambda queue: None,
     ) -> None:
@@ -61,7 +66,9 @@ class PathQueue:
         """What is under way, until its end was told."""
         self._shared: set[Task] = set()
         """Those that wait here and that another path could serve."""
-        self._most_threads = threads
+        self._places = threads
+        """That no task runs in."""
+        self._most_threads = threads + spare
         self._clock = clock
         self._steal = steal
         self._changed = threading.Condition(lock or threading.RLock())
@@ -146,23 +153,32 @@ class PathQueue:
 
     def _serve(self) -> None:
         while (task := self._next()) is not None:
-            error: SllmError | None = None
-            try:
-                task.run(self.path)
-            except SllmError as failure:
-                error = failure
-            except Exception as failure:  # a bug must end the load, not this thread
-                error = InternalError(f"chunk {task.number} on {self.path} failed: {failure!r}")
+            error = self._attempt(task, functools.partial(task.run, self.path))
+            with self._changed:
+                self._places += 1
+                self._changed.notify()
+            if error is None:
+                error = self._attempt(task, task.check)
             self._measure(task, error)
             task.done(task, error)
             with self._changed:
                 self.running.remove(task)
 
+    def _attempt(self, task: Task, step: Callable[[], None]) -> SllmError | None:
+        try:
+            step()
+        except SllmError as failure:
+            return failure
+        except Exception as failure:  # a bug must end the load, not this thread
+            return InternalError(f"chunk {task.number} on {self.path} failed: {failure!r}")
+        return None
+
     def _next(self) -> Task | None:
-        """The task to serve, now running; None when it is time for this thread to end."""
+        """The task to serve, now running in a place of its own; None when it is time for this thread to end."""
         with self._changed:
             while not self._closing:
-                if (task := self._pop() or self._steal(self)) is not None:
+                if self._places and (task := self._pop() or self._steal(self)) is not None:
+                    self._places -= 1
                     task.path = self.path
                     task.move(TaskState.RUNNING)
                     if not self.running:

@@ -18,10 +18,20 @@ _MOST_PATHS: Final = 256
 
 
 class Paths:
-    """The queues by path, made when first used. Thread-safe. ``threads(path)`` says how many serve a path."""
+    """The queues by path, made when first used. Thread-safe.
 
-    def __init__(self, threads: Callable[[str], int], clock: Callable[[], float] = time.monotonic) -> None:
+    ``threads(path)`` says how many serve a path, ``spare(path)`` how many more there are for checks behind them.
+    """
+
+    def __init__(
+        self,
+        threads: Callable[[str], int],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        spare: Callable[[str], int] = lambda path: 0,
+    ) -> None:
         self._threads = threads
+        self._spare = spare
         self._clock = clock
         self._lock = threading.RLock()
         self._queues: dict[str, PathQueue] = {}
@@ -96,7 +106,9 @@ class Paths:
         if queue is None:
             if len(self._queues) >= _MOST_PATHS:
                 self._queues = {name: queue for name, queue in self._queues.items() if not queue.idle}
-            queue = PathQueue(path, self._threads(path), self._clock, lock=self._lock, steal=self._steal)
+            queue = PathQueue(
+                path, self._threads(path), self._clock, spare=self._spare(path), lock=self._lock, steal=self._steal
+            )
             self._queues[path] = queue
         return queue
 

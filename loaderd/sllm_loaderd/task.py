@@ -59,13 +59,16 @@ class Task(ABC):
     def run(self, path: str) -> None:
         """Do it over ``path``. Blocks. Raises typed errors."""
 
+    def check(self) -> None:  # noqa: B027
+        """Look at what was done; the path is free for the next task meanwhile. Raises typed errors."""
+
     def move(self, state: TaskState) -> None:
         """Go to ``state``, if the table allows it."""
         self.state = check(TASK, self.state, state)
 
 
 class ReadChunk(Task):
-    """Fill a chunk from the first of ``sources`` that is on the path, and check its digest while it is in the cache.
+    """Fill a chunk from the first of ``sources`` that is on the path, then check its digest.
 
     An empty ``digest`` is one that is not known yet: ``found`` has what was read. None: nothing is compared.
     """
@@ -88,19 +91,25 @@ class ReadChunk(Task):
         self._sources = list(sources)
 
     def run(self, path: str) -> None:
-        """Read and check. Raises ``CorruptCheckpoint`` naming source, chunk and bytes, or what the source raises."""
+        """Read. Raises what the source raises."""
         source = self._source(path)
         with self.chunk.view[: self.nbytes] as view:
             self.chunk.zero_tail(self.nbytes)
             source.read(view, self.offset)
             self.mode = mode_of(source)
-            if self._digest is not None:
-                self.found = chunk_digest(view)
+
+    def check(self) -> None:
+        """Compare the digest. Raises ``CorruptCheckpoint`` naming source, chunk and bytes."""
+        if self._digest is None:
+            return
+        with self.chunk.view[: self.nbytes] as view:
+            self.found = chunk_digest(view)
         if self._digest and self.found != self._digest:
+            name = self._source(self.path).name
             raise CorruptCheckpoint(
-                f"{source.name}: chunk {self.number} (bytes {self.offset} to {self.offset + self.nbytes}) has"
+                f"{name}: chunk {self.number} (bytes {self.offset} to {self.offset + self.nbytes}) has"
                 f" digest {self.found}, its index says {self._digest}; restore the file or convert the model again",
-                field=source.name,
+                field=name,
             )
 
     @property

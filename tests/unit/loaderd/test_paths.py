@@ -207,6 +207,49 @@ def test_nothing_is_taken_after_close(bench: Bench) -> None:
     assert late.state is TaskState.NEW
 
 
+class Checked(Task):
+    """A task that runs at once, and whose check waits at a gate."""
+
+    def __init__(self, number: int, ran: queue.Queue[int], gate: threading.Event, ended: queue.Queue[int]) -> None:
+        super().__init__(number, SIZE, ("a",), lambda task, error: ended.put(task.number))
+        self._ran, self._gate = ran, gate
+
+    def run(self, path: str) -> None:
+        self._ran.put(self.number)
+
+    def check(self) -> None:
+        assert self._gate.wait(WAIT)
+
+
+def test_a_path_goes_on_while_what_it_brought_is_checked() -> None:
+    ran: queue.Queue[int] = queue.Queue()
+    ended: queue.Queue[int] = queue.Queue()
+    gate = threading.Event()
+    paths = Paths(lambda path: 1, spare=lambda path: 1)
+    try:
+        paths.put([Checked(number, ran, gate, ended) for number in range(4)], 0)
+        assert [ran.get(timeout=WAIT) for _ in range(2)] == [0, 1]  # as many as there are threads, and no more
+        assert ran.empty()
+        gate.set()
+        assert [ran.get(timeout=WAIT) for _ in range(2)] == [2, 3]
+        assert sorted(ended.get(timeout=WAIT) for _ in range(4)) == [0, 1, 2, 3]
+    finally:
+        gate.set()
+        paths.close()
+
+
+def test_spare_threads_run_no_more_tasks_at_a_time(bench: Bench) -> None:
+    paths = Paths(lambda path: 1, spare=lambda path: 3)
+    try:
+        paths.put(bench.tasks(0, 1, 2), 0)
+        assert bench.source.began.get(timeout=WAIT) == 0
+        assert bench.source.began.empty()  # the one place is taken
+        assert bench.finish(3) == [0, 1, 2]
+    finally:
+        bench.source.gate.set()
+        paths.close()
+
+
 def test_bandwidth_is_bytes_over_busy_seconds_and_forgets() -> None:
     measured = Bandwidth(horizon=2.0)
     assert measured.value == 0
