@@ -1,5 +1,7 @@
 """The worker's side of a load: how what is ready becomes calls that fill in page tables."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ def test_runs_cover_what_they_are_given_in_few_ranges(pieces: list[tuple[int, in
     assert covered == [byte for offset, nbytes in spans for byte in range(offset, offset + nbytes)]
     largest = max((nbytes for _, nbytes in spans), default=0)
     assert all(0 < nbytes <= max(most, largest) for _, nbytes in found)
-    for (offset, nbytes), (following, more) in zip(found, found[1:], strict=False):
+    for (offset, nbytes), (following, more) in itertools.pairwise(found):
         assert offset + nbytes < following or nbytes + more > most  # else they would be one
 
 
