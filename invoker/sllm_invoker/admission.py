@@ -15,7 +15,7 @@ class Claim:
 
     cpu: float
     memory: int
-    """Bytes: the manifest's memory and the model's weights, since private writable mappings count."""
+    """Bytes: the manifest's memory for each process, and the model's weights, since private writable mappings count."""
     gpus: tuple[int, ...] = ()
 
 
@@ -92,4 +92,5 @@ def replace_gpu(gpu: Gpu, used_by: str | None) -> Gpu:
 
 def claim_of(order: StartInstance) -> Claim:
     """What ``order`` holds once it is begun."""
-    return Claim(cpu=order.manifest.cpu, memory=order.manifest.memory + order.weights, gpus=order.gpus)
+    manifest, processes = order.manifest, order.manifest.parallelism.processes
+    return Claim(manifest.cpu * processes, manifest.memory * processes + order.weights, order.gpus)

@@ -6,11 +6,13 @@ from typing import Final
 
 import msgspec
 
-from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.errors import ErrorBody, SllmError
 from sllm_runtime.protocol.timeline import Span
 
 NAME_BYTES: Final = 200
 MESSAGE_BYTES: Final = 16 * 1024
+REPORTED_BYTES: Final = 2000
+"""Of an error in the node's report, which is sent every second."""
 DETAIL_BYTES: Final = 64 * 1024
 """With the message well below MAX_PART: an error travels in one END frame."""
 MAX_SPANS: Final = 32
@@ -39,6 +41,11 @@ def clip_error(error: ErrorBody) -> ErrorBody:
         stage=name(error.stage),
         detail=None if error.detail is None else clip(error.detail, DETAIL_BYTES),
     )
+
+
+def clip_report(error: SllmError) -> ErrorBody:
+    """``error`` for a report: the traceback is in the log."""
+    return msgspec.structs.replace(error.body(), message=clip(error.message, REPORTED_BYTES), detail=None)
 
 
 def clip_spans(spans: tuple[Span, ...]) -> tuple[Span, ...]:

@@ -8,51 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-import msgspec
-
 from sllm_invoker import exits, verdicts
-from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_names, clip_spans
-from sllm_invoker.call import Call
-from sllm_invoker.logs import InstanceLog, PipeReader
-from sllm_invoker.preparation import Prepared, Suppliers, assignment, prepare
-from sllm_invoker.sandbox import Sandbox
+from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_names, clip_report, clip_spans
+from sllm_invoker.follower import EOF_S, Follower, ended
+from sllm_invoker.logs import PipeReader
+from sllm_invoker.preparation import Prepared, assignment, prepare
+from sllm_invoker.sandbox import Exit, Sandbox
+from sllm_invoker.surroundings import Surroundings
 from sllm_invoker.verdicts import Verdict
+from sllm_invoker.wiring import wired
 from sllm_invoker.work import Work
 from sllm_runtime.protocol import codec, limits, states
-from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, InternalError, ProtocolError, SllmError
+from sllm_runtime.protocol.errors import InstanceLost, InternalError, ProtocolError, SllmError
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import SANDBOX, Span, shift
-from sllm_runtime.protocol.worker import Failed, FromWorker, Heartbeat, Log, Ready, Stage, Stop
+from sllm_runtime.protocol.worker import Assign, Failed, FromWorker, Heartbeat, Log, Ready, Stage, Stop
 
 log = logging.getLogger(__name__)
 
-EOF_S: Final = 0.5
-"""A dead worker's socket is read this long, should a child of it still hold it open."""
-EXIT_S: Final = 1.0
-"""A worker that closed its socket is given this long to end; then it is killed."""
 STOP_S: Final = 1.0
 """Beyond its grace a worker that was told to stop has this long."""
-MAX_REPORTED: Final = 2000
-"""Bytes of an error in the node's report."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What an instance needs of its node."""
-
-    suppliers: Suppliers
-    log: InstanceLog
-    ready: Callable[[Call], None]
-    consumed: Callable[[Call, int], None]
-    changed: Callable[[], None]
-    counted: Callable[[], None]
-    clock: Callable[[], float]
 
 
 class Instance:
@@ -74,7 +55,7 @@ class Instance:
         self._stop_reason: str | None = None
         self._pipes: tuple[PipeReader, ...] = ()
         self._oom_kills = exits.oom_kills()
-        self.heard = self._began
+        self._heard: dict[int, float] = {}
         self.ended_at: float | None = None
         self.work: Work | None = None
 
@@ -88,6 +69,14 @@ class Instance:
         """Whether nothing of it will change."""
         return states.final(states.INSTANCE, self._state)
 
+    def forgive(self, now: float) -> None:
+        """Silence until now has another reason."""
+        self._heard = dict.fromkeys(self._heard, now)
+
+    def _hear(self, number: int = 0) -> None:
+        """That process of it lives."""
+        self._heard[number] = self._around.clock()
+
     def status(self) -> InstanceStatus:
         """For the node's report."""
         order, work = self.order, self.work
@@ -97,7 +86,7 @@ class Instance:
             version=order.version,
             state=self._state,
             progress=self._progress,
-            error=_reported(self._error) if self._error is not None else None,
+            error=clip_report(self._error) if self._error is not None else None,
             fingerprint=self._fingerprint,
             capabilities=self._capabilities,
             spans=self._spans,
@@ -171,18 +160,39 @@ class Instance:
             self._around.changed()
 
     async def _assign(self, prepared: Prepared, stack: AsyncExitStack) -> None:
-        around, sandbox = self._around, prepared.sandbox
+        around, (first, *others) = self._around, prepared.seats
+        sandbox = first.sandbox
         self._pipes = (
             PipeReader(sandbox.stdout, lambda line: around.log.line("stdout", line)),
             PipeReader(sandbox.stderr, lambda line: around.log.line("stderr", line)),
         )
         stack.push_async_callback(self._silence, sandbox)
         work = Work(self.order, sandbox.wire, around.ready, around.consumed, self._silent, around.clock)
-        now = around.clock()
-        self._assigned_ms = (now - self._began) * 1000
-        work.tell(assignment(self.order, prepared, around.suppliers.proofs), prepared.fds)
-        self.work, self.heard = work, now
-        await self._listen(sandbox, work)
+        self._assigned_ms = (around.clock() - self._began) * 1000
+        followers = [Follower.of(seat, around.log, partial(self._hear, seat.member.number)) for seat in others]
+        for follower in followers:
+            stack.push_async_callback(follower.silence)
+        tells: list[Callable[[Assign, Sequence[int]], None]] = [work.tell, *(each.tell for each in followers)]
+        with wired(tuple(seat.member for seat in prepared.seats)) as edges:
+            for seat, ends in zip(prepared.seats, edges, strict=True):
+                self._hear(seat.member.number)
+                assign = assignment(self.order, prepared, seat, around.suppliers.proofs, len(ends))
+                tells[seat.member.number](assign, (*seat.fds, *ends))
+        self.work = work
+        async with asyncio.TaskGroup() as group:  # all of it is cancelled when there is a verdict
+            for follower in followers:
+                group.create_task(self._watch(follower), name=f"follow {self.order.instance}")
+            await self._listen(sandbox, work)
+
+    async def _watch(self, follower: Follower) -> None:
+        """Until a process that takes no calls ends, and so the instance."""
+        end = await follower.end(self._verdict)
+        if not isinstance(end, SllmError):
+            self._judge_death(end)
+        elif self._state is InstanceState.STARTING:
+            self._conclude(verdicts.failed(end, self._stage))
+        else:
+            self._conclude(verdicts.broken(self.order.instance, end))
 
     async def _silence(self, sandbox: Sandbox) -> None:
         """Kill the worker, then read what it still had written."""
@@ -222,7 +232,7 @@ class Instance:
         message = codec.unpack(FromWorker, payload)
         if message.version not in (limits.PROTOCOL_VERSION, limits.PROTOCOL_VERSION - 1):
             raise ProtocolError(f"the worker speaks version {message.version}, this node {limits.PROTOCOL_VERSION}")
-        self.heard = self._around.clock()
+        self._hear()
         match message.body:
             case Heartbeat():
                 pass
@@ -261,19 +271,18 @@ class Instance:
 
     async def _died(self, sandbox: Sandbox) -> None:
         """The socket ended: so has the worker, or it will now."""
-        try:
-            async with asyncio.timeout(EXIT_S):
-                end = await asyncio.shield(sandbox.exited)
-        except TimeoutError:
-            sandbox.kill()
-            end = await asyncio.shield(sandbox.exited)
+        end = await ended(sandbox)
         self._drain_pipes()  # its last lines belong to the error
-        tail = list(self._around.log.tail)
-        memory = exits.oom_kills() > self._oom_kills
         clean = end.asked or (end.code == 0 and not end.signal)
         if self._stop_reason is not None and (clean or not (self.work and self.work.running)):
             self._conclude(self._stopped())
-        elif self._state is InstanceState.STARTING:
+        else:
+            self._judge_death(end)
+
+    def _judge_death(self, end: Exit) -> None:
+        tail = list(self._around.log.tail)
+        memory = exits.oom_kills() > self._oom_kills
+        if self._state is InstanceState.STARTING:
             self._conclude(verdicts.died_at_start(self.order, self._stage, end, tail, memory))
         else:
             self._conclude(verdicts.died(self.order, end, tail, memory))
@@ -306,12 +315,7 @@ class Instance:
         """Judge silence. A worker that starts has its start's own deadline."""
         if self.work is None or self._state not in (InstanceState.READY, InstanceState.DRAINING):
             return
-        if now - self.heard > limits.LOST_AFTER_S:
+        if now - min(self._heard.values()) > limits.LOST_AFTER_S:
             self._conclude(verdicts.silent(self.order.instance))
         elif (deaf := self.work.deaf(now)) is not None:
             self._conclude(verdicts.deaf(self.order.instance, deaf.head.call))
-
-
-def _reported(error: SllmError) -> ErrorBody:
-    """For a report that is sent every second: the traceback is in the log."""
-    return msgspec.structs.replace(error.body(), message=clip(error.message, MAX_REPORTED), detail=None)

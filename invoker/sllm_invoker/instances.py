@@ -10,9 +10,10 @@ from typing import Final
 
 from sllm_invoker.admission import Ledger, claim_of
 from sllm_invoker.call import Call
-from sllm_invoker.instance import Instance, Surroundings
+from sllm_invoker.instance import Instance
 from sllm_invoker.logs import InstanceLog, LogSink, Writer
 from sllm_invoker.preparation import Suppliers
+from sllm_invoker.surroundings import Surroundings
 from sllm_invoker.work import Work
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
@@ -122,7 +123,7 @@ class Instances:
         self._ticked = now
         for name, instance in list(self._instances.items()):
             if stalled:
-                instance.heard = now
+                instance.forgive(now)
             instance.tick(now)
             if instance.ended_at is not None and now - instance.ended_at > KEEP_FINAL_S:
                 del self._instances[name]

@@ -14,13 +14,14 @@ from sllm_invoker.bundles import BundleCache
 from sllm_invoker.pool import WarmPool
 from sllm_invoker.proofs import Proofs
 from sllm_invoker.sandbox import Sandbox
+from sllm_invoker.wiring import members
 from sllm_invoker.workdir import Workdirs
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import InvalidCheckpoint, SllmError
 from sllm_runtime.protocol.loader import CPU
 from sllm_runtime.protocol.node import Progress, StartInstance
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.timeline import IMPORT, WEIGHTS
-from sllm_runtime.protocol.worker import Assign
+from sllm_runtime.protocol.worker import Assign, Member
 
 Report = Callable[[Progress], None]
 
@@ -34,10 +35,12 @@ class Weights(Protocol):
         holder: str,
         report: Report,
         *,
+        partitions: Sequence[int] | None = None,
         adapters: Sequence[ModelRecord] = (),
         devices: Sequence[str] = (CPU,),
     ) -> int:
-        """A descriptor with rights to these for the sandbox ``holder``; loading has begun. The caller owns it."""
+        """A descriptor with rights to these (of ``model`` to ``partitions``; ``None``: all) for the sandbox ``holder``;
+        loading has begun. The caller owns it."""
 
     async def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
         """What an instance with these GPUs may load to."""
@@ -58,13 +61,22 @@ class Suppliers:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A sandbox and what it is given. ``fds`` are the bundle and, with a model, the loader session for ``devices``."""
+class Seat:
+    """A sandbox that becomes ``member``. ``fds`` are the bundle and, with a model, the loader session."""
 
+    member: Member
     sandbox: Sandbox
     fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The sandboxes of an instance, by the members' numbers, and what all of them are given."""
+
+    seats: tuple[Seat, ...]
     workdir: Path
     devices: tuple[str, ...] = (CPU,)
+    """What the loader sessions may load to."""
 
 
 async def prepare(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report) -> Prepared:
@@ -72,30 +84,60 @@ async def prepare(order: StartInstance, suppliers: Suppliers, stack: AsyncExitSt
 
     Raises the first part's ``SllmError``.
     """
+    check_partitions(order)
     # The stack unwinds backwards: the directory goes last, when nothing can write to it any more.
     workdir = suppliers.workdirs.make(order.instance)
     stack.push_async_callback(suppliers.workdirs.remove, workdir)
+    those = members(order.manifest.parallelism)
     tasks = (
-        asyncio.ensure_future(_sandbox(order, suppliers, stack)),
+        asyncio.ensure_future(_sandboxes(order, those, suppliers, stack)),
         asyncio.ensure_future(_bundle(order, suppliers, stack)),
-        asyncio.ensure_future(_weights(order, suppliers, stack, report)),
+        asyncio.ensure_future(_weights(order, those, suppliers, stack, report)),
     )
     try:
-        sandbox, bundle, (session, devices) = await asyncio.gather(*tasks)
+        sandboxes, bundle, (sessions, devices) = await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    return Prepared(sandbox, (bundle, *session), workdir, devices)
+    seats = zip(those, sandboxes, sessions, strict=True)
+    return Prepared(
+        tuple(Seat(member, sandbox, (bundle, *session)) for member, sandbox, session in seats), workdir, devices
+    )
 
 
-async def _sandbox(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> Sandbox:
-    sandbox = await suppliers.pool.acquire()
-    if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
-        stack.push_async_callback(suppliers.weights.gone, order.instance)
-    stack.push_async_callback(sandbox.close)
-    return sandbox
+def check_partitions(order: StartInstance) -> None:
+    """Raise ``InvalidCheckpoint`` for a model that is not shared out as an instance of several processes needs it."""
+    wanted = order.manifest.parallelism
+    if order.model is None or wanted.processes == 1:
+        return
+    there = len(order.model.partitions)
+    if there != wanted.tensor:
+        how = f"--plan auto:{wanted.tensor}" if wanted.tensor > 1 else "no --plan"
+        raise InvalidCheckpoint(
+            f"the model has {there} partition(s), parallelism needs {wanted.tensor}; convert it with {how}",
+            field="parallelism",
+            stage=WEIGHTS,
+        )
+
+
+def holder(order: StartInstance, member: Member) -> str:
+    """The name that loaderd knows a member's sandbox by."""
+    return f"{order.instance}.{member.number}" if member.number else order.instance
+
+
+async def _sandboxes(
+    order: StartInstance, those: Sequence[Member], suppliers: Suppliers, stack: AsyncExitStack
+) -> tuple[Sandbox, ...]:
+    made = []
+    for member in those:
+        sandbox = await suppliers.pool.acquire()
+        if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
+            stack.push_async_callback(suppliers.weights.gone, holder(order, member))
+        stack.push_async_callback(sandbox.close)
+        made.append(sandbox)
+    return tuple(made)
 
 
 async def _bundle(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> int:
@@ -106,17 +148,26 @@ async def _bundle(order: StartInstance, suppliers: Suppliers, stack: AsyncExitSt
 
 
 async def _weights(
-    order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The loader session and the devices it may load to; no session without a model."""
+    order: StartInstance, those: Sequence[Member], suppliers: Suppliers, stack: AsyncExitStack, report: Report
+) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
+    """Each member's loader session, and the devices they may load to; no sessions without a model."""
     if order.model is None:
-        return (), (CPU,)
+        return [() for _ in those], (CPU,)
+    sessions: list[tuple[int, ...]] = []
     with _stage(WEIGHTS):
         devices = await suppliers.weights.devices(order.gpus)
-        adapters = tuple(order.adapters.values())
-        fd = await suppliers.weights.grant(order.model, order.instance, report, adapters=adapters, devices=devices)
-    stack.callback(os.close, fd)
-    return (fd,), devices
+        for member in those:
+            fd = await suppliers.weights.grant(
+                order.model,
+                holder(order, member),
+                report,
+                partitions=(member.number,) if member.ranks > 1 else None,
+                adapters=tuple(order.adapters.values()),
+                devices=devices,
+            )
+            stack.callback(os.close, fd)
+            sessions.append((fd,))
+    return sessions, devices
 
 
 @contextmanager
@@ -129,8 +180,8 @@ def _stage(name: str) -> Iterator[None]:
         raise
 
 
-def assignment(order: StartInstance, prepared: Prepared, proofs: Proofs) -> Assign:
-    """What the worker is told."""
+def assignment(order: StartInstance, prepared: Prepared, seat: Seat, proofs: Proofs, edges: int = 0) -> Assign:
+    """What the worker of ``seat`` is told; ``edges`` more descriptors join it to the others."""
     manifest = order.manifest
     return Assign(
         instance=order.instance,
@@ -147,5 +198,6 @@ def assignment(order: StartInstance, prepared: Prepared, proofs: Proofs) -> Assi
         gpus=order.gpus,
         proof=proofs.get(order),
         workdir=str(prepared.workdir),
-        fds=len(prepared.fds),
+        member=seat.member,
+        fds=len(seat.fds) + edges,
     )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sllm_invoker import exits
-from sllm_invoker.admission import claim_of
 from sllm_invoker.sandbox import Exit
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, SllmError, StartTimeout
@@ -47,13 +46,18 @@ def start_timeout(order: StartInstance, stage: str, why: str) -> Verdict:
 
 def died_at_start(order: StartInstance, stage: str, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
     """Its worker ended before it was ready. ``for_memory``: the kernel killed something for memory meanwhile."""
-    limit = claim_of(order).memory
+    limit = order.manifest.memory + order.weights
     return failed(exits.start_error(order.instance, stage, end, tail, for_memory, limit), stage)
 
 
 def died(order: StartInstance, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
     """Its worker ended though nobody had asked it to."""
     return lost(exits.lost_error(order.instance, end, tail, for_memory))
+
+
+def broken(instance: str, error: SllmError) -> Verdict:
+    """One of its processes that takes no calls has failed, and what it has of the model with it."""
+    return lost(InstanceLost(f"a process of instance {instance} failed: {error.message}; call again"))
 
 
 def silent(instance: str) -> Verdict:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sllm_runtime.control.view import Instance, Key, Node, View
+from sllm_runtime.protocol.limits import MAX_MEMBERS
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Gpu, NodeStatus
 from sllm_runtime.protocol.quantities import parse_gpu, show_bytes
@@ -49,8 +50,8 @@ def need_of(manifest: Manifest) -> Need:
     if not container and manifest.requirements:
         container = "requirements " + ", ".join(manifest.requirements)
     return Need(
-        cpu=manifest.cpu,
-        memory=manifest.memory,
+        cpu=manifest.cpu * manifest.parallelism.processes,
+        memory=manifest.memory * manifest.parallelism.processes,
         gpus=gpus,
         gpu_memory=manifest.gpu_memory or 0,
         labels=manifest.labels,
@@ -63,7 +64,7 @@ def memory_of(view: View, key: Key, manifest: Manifest) -> int:
     """Bytes an instance holds on its node: its own, and its models', whose private mappings it may write to."""
     model = view.model_of(key)
     adapters = sum(adapter.nbytes for adapter in view.adapters_of(key).values())
-    return manifest.memory + adapters + (model.nbytes if model is not None else 0)
+    return manifest.memory * manifest.parallelism.processes + adapters + (model.nbytes if model is not None else 0)
 
 
 def unsupported(manifest: Manifest) -> str:
@@ -71,8 +72,22 @@ def unsupported(manifest: Manifest) -> str:
     that nothing asked for is silently left out."""
     if manifest.secrets:
         return f"secrets={list(manifest.secrets)}: there is no secret store yet; pass what is no secret by env"
-    if manifest.parallelism.tensor * manifest.parallelism.pipeline > 1:
-        return "parallelism: a model runs on one rank so far; leave it out"
+    return _not_parallel(manifest) if manifest.parallelism.processes > 1 else ""
+
+
+def _not_parallel(manifest: Manifest) -> str:
+    """What keeps an instance of several processes from being made."""
+    wanted = manifest.parallelism
+    if wanted.tensor > 1 and wanted.pipeline > 1:
+        return "parallelism: tensor and pipeline do not go together yet; leave one of them out"
+    if wanted.processes > MAX_MEMBERS:
+        return f"parallelism: an instance has at most {MAX_MEMBERS} processes, {wanted.processes} are asked for"
+    if not manifest.engine or manifest.model_loader == "build":
+        return "parallelism: the engine alone shares a model out; it needs engine=True and no build()"
+    if manifest.adapters:
+        return f"parallelism: no adapters are served with it yet, and {', '.join(sorted(manifest.adapters))} are named"
+    if manifest.gpu or manifest.gpu_memory:
+        return "parallelism: several processes run on CPUs so far; leave gpu out"
     return ""
 
 
@@ -102,7 +117,7 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
     taken = {index for i in unseen for index in i.gpus}
     return Capacity(
         node=name,
-        cpu=status.free_cpu - sum(i.manifest.cpu for i in unseen) + sum(i.manifest.cpu for i in leaving),
+        cpu=status.free_cpu - _cpu(unseen) + _cpu(leaving),
         memory=status.free_memory - _memory(view, unseen) + _memory(view, leaving),
         gpus=tuple(
             gpu for gpu in status.gpus if gpu.index not in taken and (gpu.used_by is None or gpu.used_by in back)
@@ -111,6 +126,10 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
         drivers=status.drivers,
         python=status.python,
     )
+
+
+def _cpu(instances: Sequence[Instance]) -> float:
+    return sum(need_of(instance.manifest).cpu for instance in instances)
 
 
 def _memory(view: View, instances: Sequence[Instance]) -> int:

@@ -52,3 +52,5 @@ MAX_PROOF: Final = 4 * KIB
 """Longest ``Ready.proof`` that an invoker keeps."""
 MAX_FDS: Final = 253
 """Most descriptors one SCM_RIGHTS message carries on Linux."""
+MAX_MEMBERS: Final = 16
+"""Most processes of one instance: as many steps are on their way, and every two ranks are joined."""

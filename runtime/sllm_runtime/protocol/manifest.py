@@ -69,10 +69,17 @@ class Frozen(BaseModel):
 
 
 class Parallelism(Frozen):
-    """Ranks an instance is split over."""
+    """Processes that an instance is split over, all on one node."""
 
     tensor: int = Field(default=1, ge=1, le=64)
+    """Ranks that share every layer; the model is converted for as many (``--plan auto:N``)."""
     pipeline: int = Field(default=1, ge=1, le=64)
+    """Stages, each with a run of layers."""
+
+    @property
+    def processes(self) -> int:
+        """Of one instance."""
+        return self.tensor * self.pipeline
 
 
 class Slo(Frozen):
@@ -103,8 +110,9 @@ class Resources(Frozen):
     """By preference, ``"L4"`` or ``"H100:2"``; empty: none."""
     gpu_memory: Bytes | None = Field(default=None, gt=0)
     cpu: float = Field(default=1.0, gt=0, le=1024)
+    """Cores of each of its processes."""
     memory: Bytes = Field(default=2 * 2**30, ge=64 * 2**20)
-    """Bytes of private memory beside the model's weights."""
+    """Bytes of private memory of each of its processes, beside the model's weights."""
     labels: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="before")

@@ -19,9 +19,32 @@ from sllm_runtime.protocol.timeline import Span
 # --- invoker → worker -----------------------------------------------------------------------------
 
 
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of an instance's processes this is. ``stages`` share its layers out, ``ranks`` share every layer out; both
+    above 1 is not made. Number 0 has the calls; the others compute what it says (``protocol.stages``)."""
+
+    number: int = 0
+    stages: int = 1
+    ranks: int = 1
+
+    @property
+    def count(self) -> int:
+        """Processes of the instance."""
+        return self.stages * self.ranks
+
+    @property
+    def edges(self) -> int:
+        """Sockets that it has to the others, in this order. A stage: from the one before, to the one behind. A rank:
+        the streams of steps (rank 0's to ranks 1, 2, …; another's to rank 0), then one to each other rank for sums."""
+        if self.stages > 1:
+            return 2
+        others = self.ranks - 1
+        return others + (1 if self.number else others)
+
+
 class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
-    """Become this instance. Comes with one or two descriptors: the bundle (sealed memfd), and a loaderd session if the
-    function has a model. Sent once; a sandbox serves one instance and then ends."""
+    """Become this instance, or its ``member``. Comes with one or more descriptors: the bundle (sealed memfd), a loaderd
+    session if the function has a model, the member's edges. Sent once; a sandbox serves one instance and then ends."""
 
     instance: str
     function: str
@@ -41,7 +64,8 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     proof: str = ""
     """``Ready.proof`` of an earlier instance of the same version on this node, which the worker checks; empty: none."""
     workdir: str = ""
-    """Directory of this sandbox alone, removed by the invoker."""
+    """Directory of this instance alone, removed by the invoker."""
+    member: Member = Member()
     fds: int = 1
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sllm_runtime.protocol.errors import FunctionError
+from sllm_runtime.protocol.errors import FunctionError, SllmError
 from sllm_runtime.worker import prompts
 from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.engine.base import Request
@@ -99,6 +99,11 @@ class ModelHandle:
     def use_loop(self, mailbox: Mailbox) -> None:
         """Coroutines get their tokens through ``mailbox``."""
         self._mailbox = mailbox
+
+    def on_lost(self, call: Callable[[SllmError], None]) -> None:
+        """See ``EngineLoop.on_lost``; of an engine that runs already."""
+        if self._engine is not None:
+            self._engine[0].on_lost(call)
 
     def close(self) -> None:
         """Stop the engine. Repeatable."""

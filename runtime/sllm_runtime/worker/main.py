@@ -81,13 +81,15 @@ class Worker:
         if not message.body.manifest.network:
             isolation.leave_network()  # where it cannot, the fork server has said so
         isolation.drop_privileges()  # before the first thread: each has its own
-        set_title(f"sllm-worker {message.body.instance}")
+        number = message.body.member.number
+        set_title(f"sllm-worker {message.body.instance}{f'.{number}' if number else ''}")
         self._sender.start()
         self._console.install()
         os.register_at_fork(after_in_child=self._forked)
         _log_to_console()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            status = runner.run(self._serve(message.body, fds, began))
+            life = self._compute if number else self._serve
+            status = runner.run(life(message.body, fds, began))
         self._console.end_call(None)
         self._sender.close(_FLUSH_S)
         return status
@@ -96,6 +98,21 @@ class Worker:
         """In a child that user code forked: it must not speak for this worker, whose socket it has."""
         self._sender.mute()
         self._console.leave()
+
+    async def _compute(self, assign: Assign, fds: list[int], _began: float) -> int:
+        """The life of a process that takes no calls."""
+        from sllm_runtime.worker import computing
+        from sllm_runtime.worker.joined import Joined
+
+        self._sender.watch(asyncio.get_running_loop())
+        joined = Joined.of(assign, fds)
+        assert joined is not None
+        error = await computing.serve(assign, fds, joined, self._report, self._wire.receive_all)
+        if error is None:
+            return 0
+        self._sender.log(None, "stderr", error.detail or error.message, level="error")
+        self._sender.send(Failed(error=error.body()))
+        return 1
 
     async def _serve(self, assign: Assign, fds: list[int], began: float) -> int:
         loop = asyncio.get_running_loop()
@@ -144,6 +161,7 @@ class Worker:
         if handle is not None:
             mailbox = Mailbox(loop)
             handle.use_loop(mailbox)
+            handle.on_lost(self._lose)
             if assign.manifest.engine:
                 self._calls.serve_openai(lambda call: answer(call, handle, mailbox))
         self._sender.watch(loop)
@@ -195,6 +213,10 @@ class Worker:
             error.stage = error.stage or WEIGHTS
             self._broken = error
             self._stop.set_result(_BROKEN_S)
+
+    def _lose(self, error: SllmError) -> None:
+        """Another process of this instance is gone: the invoker ends this one, as if it had died itself."""
+        self._sender.send(Failed(error=error.body()))
 
     def _ended(self, grace_s: float | None) -> None:
         if self._stop is not None and not self._stop.done():

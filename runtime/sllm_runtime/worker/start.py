@@ -25,6 +25,7 @@ from sllm_runtime.worker import adapters, bundle, handler
 from sllm_runtime.worker.arriving import Report, Weights
 from sllm_runtime.worker.calls import run_async, run_sync
 from sllm_runtime.worker.handle import ModelHandle
+from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.model import load_model
 from sllm_runtime.worker.words import sendable, words_of
 
@@ -127,12 +128,20 @@ async def start(assign: Assign, fds: list[int], stages: Stages) -> Started:
 
 async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
     manifest = assign.manifest
-    pending = Weights.begin(fds[1], assign.instance, manifest.startup_timeout, assign.devices) if len(fds) > 1 else None
+    joined = Joined.of(assign, fds)
+    pending = None
+    if len(fds) > 1 and joined is None:
+        pending = Weights.begin(fds[1], assign.instance, manifest.startup_timeout, assign.devices)
     handle: ModelHandle | None = None
     with stages.stage(IMPORT):
         home = confine(assign)
         target, module = import_user(manifest, fds[0], home)
-    if pending is not None:
+    if joined is not None:
+        from sllm_runtime.worker import parts  # few starts need it
+
+        stages.begin(WEIGHTS)
+        pending, handle = parts.head(assign, joined, fds[1], home, stages.report)
+    elif pending is not None:
         stages.begin(WEIGHTS)
         handle = load_model(manifest, home, pending, module, stages.report, assign.proof)
         load = adapters.loader(pending.session, manifest.startup_timeout)

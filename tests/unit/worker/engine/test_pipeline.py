@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,7 +26,7 @@ from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.scheduler import Limits
 from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S
 from tests.fixtures.nursery import Nursery, kill
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.worker.engine.driver import Letters, decoder, engine, finish, ids, kept, page_bytes, request, run
 
 pytestmark = pytest.mark.timeout(300)  # the first waits for the imports of another process
@@ -216,10 +217,27 @@ def test_a_stage_that_dies_ends_every_call_at_once_and_they_go_on_elsewhere(nurs
                     list(sink)
         finally:
             loop.close()
+        told: list[SllmError] = []
+        released = threading.Event()
+        loop = EngineLoop(core, Letters(), release=released.set)
+        loop.on_lost(told.append)
+        loop.start()
+        sink = ThreadSink()
+        loop.submit(ASKED[0], sink)
+        assert released.wait(GIVE_UP_S), "the thread ends by itself"
+        assert [str(error) for error in told] == [str(why_lost(core))]
+        assert sink._pieces.empty(), "its process is to be ended, and what it says then would be taken for an answer"
+        loop.close()
     whole = engine("llama")
     for each in ASKED:
         had = tuple(got[each.id])[: each.sampling.max_tokens]
         assert had + run(whole, replace(each, emitted=had)).get(each.id, ()) == expected[each.id]
+
+
+def why_lost(core: OurEngine) -> SllmError:
+    with pytest.raises(InstanceLost) as caught:
+        core.runner.sleep()
+    return caught.value
 
 
 def collect(core: OurEngine, got: dict[int, list[int]], steps: int = 10_000) -> None:

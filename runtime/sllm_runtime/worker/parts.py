@@ -1,0 +1,215 @@
+"""A model over the processes of an instance: what each of them has of it, and who computes it together.
+
+A stage asks loaderd for the blocks of its layers, a rank for its partition. Number 0 has the engine, which drives the
+others (``engine.ours.driver``); each other one is a ``Follower`` of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sllm_loaderd.client import LoaderSession
+from sllm_runtime.protocol.checkpoint import CheckpointIndex
+from sllm_runtime.protocol.errors import FunctionError, InstanceLost, InvalidArgument, UnsupportedModel
+from sllm_runtime.protocol.stages import LayerRange
+from sllm_runtime.protocol.worker import Assign
+from sllm_runtime.worker import weights
+from sllm_runtime.worker.arriving import Layers, Report, Weights, blocks_of
+from sllm_runtime.worker.engine.choice import Known, Settings, recognise
+from sllm_runtime.worker.engine.ours.follower import Follower
+from sllm_runtime.worker.engine.ours.model import config as configs
+from sllm_runtime.worker.engine.ours.numerics import EXACT
+from sllm_runtime.worker.engine.ours.parallel.group import Group
+from sllm_runtime.worker.engine.ours.parallel.ranks import Rank, Ranks, told
+from sllm_runtime.worker.engine.ours.parallel.shards import build_shard, token_runs
+from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
+from sllm_runtime.worker.engine.ours.pipeline.stage import Stage
+from sllm_runtime.worker.engine.ours.runner import Runner
+from sllm_runtime.worker.engine.ours.selftest import Proof
+from sllm_runtime.worker.handle import ModelHandle
+from sllm_runtime.worker.joined import Joined
+from sllm_runtime.worker.model import KV_SHARE, start_engine
+from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process has of the model, though its bytes may still come."""
+
+    coming: Weights
+    files: Mapping[str, bytes]
+    config: Mapping[str, Any]
+    known: Known
+    settings: Settings
+    layers: LayerRange
+
+
+def layers_of(count: int, stages: int, number: int) -> LayerRange:
+    """Layers of stage ``number``; all are as many, or one more. Raises ``InvalidArgument`` if some would have none."""
+    if stages > count:
+        text = f"{count} layers cannot be shared out over {stages} stages; lower parallelism.pipeline"
+        raise InvalidArgument(text, field="parallelism")
+    return LayerRange(number * count // stages, (number + 1) * count // stages)
+
+
+def ranges(blocks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Block numbers as ranges [first, last], in their order."""
+    found: list[tuple[int, int]] = []
+    for block in sorted(set(blocks)):
+        if found and found[-1][1] == block - 1:
+            found[-1] = (found[-1][0], block)
+        else:
+            found.append((block, block))
+    return tuple(found)
+
+
+# --- number 0 -------------------------------------------------------------------------------------
+def head(assign: Assign, joined: Joined, fd: int, home: Path, report: Report) -> tuple[Weights, ModelHandle]:
+    """The model of the loaderd session ``fd`` as a function sees it; its engine starts when it is first asked for.
+    Raises what keeps this process, or another one of the instance, from its part."""
+    if joined.member.stages > 1:
+        part = _stage_part(assign, joined, fd)
+        settings = replace(part.settings, layers=part.layers.high, runner=_pipeline(part, joined))
+        if part.known.proof(settings) is None:
+            part.coming.wait(report)
+        else:
+            part.coming.watch(report)
+    else:
+        try:
+            part, group = _rank_part(assign, joined, fd, report)
+            found = part.known.found(part.settings)  # a test that all ranks make together
+        except InstanceLost as error:
+            raise told(joined.edges, error) from error
+        proof = msgspec.json.encode(found).decode()
+        settings = replace(part.settings, proof=proof, runner=_ranks(part, joined, group))
+
+    def make_module() -> Any:
+        raise FunctionError(
+            "model.module is in no process of an instance with parallelism; use model.generate, or one process"
+        )
+
+    def start() -> Any:
+        return start_engine(lambda: part.known.engine(part.files, part.config, settings), part.files)
+
+    return part.coming, ModelHandle(make_module, part.files, home / "model", start)
+
+
+def _pipeline(part: Part, joined: Joined) -> Any:
+    def make(found: Proof) -> Runner:
+        return Pipeline(
+            part.known.decoder,
+            found.numerics,
+            part.layers.high,
+            joined.edges[0],
+            depth=joined.member.stages,
+            kv_bytes=part.settings.kv_bytes,
+            fingerprint=part.known.mark(part.settings),
+        )
+
+    return make
+
+
+def _ranks(part: Part, joined: Joined, group: Group) -> Any:
+    def make(found: Proof) -> Runner:
+        return Ranks(
+            part.known.decoder,
+            found.numerics,
+            group,
+            joined.edges,
+            kv_bytes=part.settings.kv_bytes,
+            fingerprint=found.numerics_class,
+        )
+
+    return make
+
+
+# --- the others -----------------------------------------------------------------------------------
+def follower(assign: Assign, joined: Joined, fd: int, report: Report) -> Follower:
+    """This process's part of the model of the loaderd session ``fd``, ready to compute what number 0 says."""
+    if joined.member.stages > 1:
+        part = _stage_part(assign, joined, fd)
+        mark, low, high = part.known.mark(part.settings), part.layers.low, part.layers.high
+        part.coming.watch(report)
+        return Stage(part.known.decoder, low, high, joined.edges[0], kv_bytes=part.settings.kv_bytes, fingerprint=mark)
+    part, group = _rank_part(assign, joined, fd, report)
+    found = part.known.found(part.settings)
+    return Rank(
+        part.known.decoder,
+        group,
+        joined.edges[0],
+        kv_bytes=part.settings.kv_bytes,
+        fingerprint=found.numerics_class,
+    )
+
+
+# --- parts ----------------------------------------------------------------------------------------
+def _stage_part(assign: Assign, joined: Joined, fd: int) -> Part:
+    """The index first, then the blocks of its layers: which those are is known then."""
+    manifest, member = assign.manifest, joined.member
+    began = time.perf_counter()
+    session = LoaderSession(fd, name=assign.instance)
+    first = session.load(blocks=((0, 0),))
+    try:
+        index, files = first.index(manifest.startup_timeout), first.files(manifest.startup_timeout)
+    finally:
+        first.detach()
+    config = weights.read_config(files)
+    surveyed = _recognised(assign, config, CheckpointTensors(index, b""))
+    count = surveyed.decoder.count
+    layers = layers_of(count, member.stages, member.number)
+    needs = blocks_of(index, 0, surveyed.needs)
+    places = [*range(layers.low, layers.high), *(() if member.number else (-1, count))]
+    wanted = ranges(block for place in places for block in needs.get(place, ()))
+    coming = Weights(session, [session.load(blocks=wanted)], began, manifest.startup_timeout)
+    known = _recognised(assign, config, CheckpointTensors(index, coming.load.attach(coming.left).exporter()))
+    # The last of what it has waits for all of it: so no row goes on before the load's end is known.
+    known.decoder.arrival = Layers(coming, needs, layers.high - 1 if member.number else count)
+    return Part(coming, files, config, known, _settings(assign, session.model), layers)
+
+
+def _recognised(assign: Assign, config: Mapping[str, Any], tensors: CheckpointTensors) -> Known:
+    manifest = assign.manifest
+    dtype = weights.compute_dtype(manifest.dtype, config, tensors)
+    typed = TypedTensors(tensors, dtype)
+    known = recognise(config, manifest.model_loader, typed, typed.shapes, dtype)
+    if known is None:
+        raise _unknown(config)
+    return known
+
+
+def _rank_part(assign: Assign, joined: Joined, fd: int, report: Report) -> tuple[Part, Group]:
+    """The rank's partition, all of it, and the ranks, met."""
+    manifest, member = assign.manifest, joined.member
+    coming = Weights.begin(fd, assign.instance, manifest.startup_timeout)
+    index, files = coming.load.index(coming.left), coming.load.files(coming.left)
+    config = weights.read_config(files)
+    tensors = _rank_tensors(index, coming, member.number)
+    dtype = weights.compute_dtype(manifest.dtype, config, tensors)
+    found = configs.read(config, manifest.model_loader)
+    if found is None:
+        raise _unknown(config)
+    coming.wait(report)
+    group = joined.group()
+    decoder = build_shard(*found, TypedTensors(tensors, dtype), dtype, EXACT.rows, group, token_runs(index))
+    settings = _settings(assign, f"{coming.session.model} over {member.ranks} ranks")
+    part = Part(coming, files, config, Known(found[0], decoder, {}), settings, LayerRange(0, decoder.count))
+    return part, group
+
+
+def _rank_tensors(index: CheckpointIndex, coming: Weights, rank: int) -> CheckpointTensors:
+    return CheckpointTensors(index, coming.load.attach(coming.left).exporter(), rank)
+
+
+def _settings(assign: Assign, model: str) -> Settings:
+    return Settings(assign.manifest.memory // KV_SHARE, model, assign.proof)
+
+
+def _unknown(config: Mapping[str, Any]) -> UnsupportedModel:
+    name = next(iter(config.get("architectures") or []), None) or config.get("model_type")
+    return UnsupportedModel(f"{name} is of no family that runs in several processes; leave parallelism out")

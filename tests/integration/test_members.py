@@ -1,0 +1,117 @@
+"""Instances of several processes on a real platform: they say what one says, and their calls outlive a death."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sllm_runtime.protocol.errors import SllmError
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.command import sllm
+from tests.fixtures.deployed import deploy, live, view, wait, wait_gone, workers
+from tests.fixtures.streams import Stream
+
+pytestmark = pytest.mark.chaos
+CODER = Path(__file__).parents[2] / "functions" / "coder"
+SEEDED = {"prompt": "class Parser", "max_tokens": 80, "temperature": 0.8, "seed": 7}
+GREEDY = {"prompt": "class Parser", "max_tokens": 80}
+SMALL: dict[str, Any] = {"cpu": 0.5, "memory": "512MiB", "keep_alive": 300}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("platform")) as running:
+        yield running
+
+
+def coder(cluster: Cluster, name: str, **options: Any) -> str:
+    deploy(cluster, str(CODER / "function.py"), name=name, **{**SMALL, **options})
+    return name
+
+
+@pytest.fixture(scope="module")
+def one(cluster: Cluster) -> str:
+    return coder(cluster, "one", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def staged(cluster: Cluster) -> str:
+    return coder(cluster, "staged", dtype="float32", parallelism={"pipeline": 2})
+
+
+@pytest.fixture(scope="module")
+def ranked(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("ranks") / "model"
+    sllm(cluster.env, "model", "convert", str(CODER / "model"), str(place), "--plan", "auto:2")
+    return coder(cluster, "ranked", dtype="float32", parallelism={"tensor": 2}, model=str(place))
+
+
+def said(cluster: Cluster, name: str, arguments: dict[str, Any]) -> list[str]:
+    with Stream(cluster, name, arguments) as stream:
+        pieces = list(stream.values())
+    assert stream.error is None
+    assert stream.done
+    return pieces
+
+
+def members(cluster: Cluster, name: str) -> dict[int, int]:
+    """The processes of the function's only instance, by number."""
+    found: dict[int, int] = {}
+
+    def there() -> bool:
+        instances = live(cluster, name)
+        found.clear()
+        if len(instances) == 1:
+            for pid, title in workers(instances[0]).items():
+                found[int(title.removeprefix(instances[0]).removeprefix(".") or 0)] = pid
+        return len(found) == 2
+
+    wait(there, f"one instance of {name} with two processes")
+    return found
+
+
+def test_stages_say_what_one_process_says(cluster: Cluster, one: str, staged: str) -> None:
+    """Bit by bit: a seeded choice would show another last bit sooner or later, a resume by logprobs at once."""
+    for asked in (SEEDED, GREEDY):
+        assert said(cluster, staged, asked) == said(cluster, one, asked)
+    body = {"prompt": "def ", "max_tokens": 40, "logprobs": 3, "seed": 5}
+    answers = [cluster.http.post("/v1/completions", json={**body, "model": name}).json() for name in (staged, one)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert sorted(members(cluster, staged)) == [0, 1]
+
+
+def test_ranks_say_what_one_process_says(cluster: Cluster, one: str, ranked: str) -> None:
+    """Sums of parts have other last bits, so greedily, in float32, where the likeliest is likelier by far more."""
+    assert said(cluster, ranked, GREEDY) == said(cluster, one, GREEDY)
+    (instance,) = view(cluster, ranked).instances
+    assert "layer_ranges" not in instance.capabilities
+    assert sorted(members(cluster, ranked)) == [0, 1]
+
+
+@pytest.mark.parametrize(("kind", "number"), [("staged", 0), ("staged", 1), ("ranked", 1)])
+def test_a_process_killed_in_mid_stream(
+    cluster: Cluster, kind: str, number: int, request: pytest.FixtureRequest
+) -> None:
+    name = request.getfixturevalue(kind)
+    expected = said(cluster, name, SEEDED)
+    old = members(cluster, name)
+    pieces: list[str] = []
+    with Stream(cluster, name, SEEDED) as stream:
+        for piece in stream.values():
+            pieces.append(piece)
+            if len(pieces) == 10:
+                os.kill(old[number], signal.SIGKILL)
+    assert pieces == expected
+    assert stream.error is None
+    assert stream.done
+    wait_gone(set(old.values()))
+
+
+def test_what_is_not_shared_out_as_asked_is_refused_by_name(cluster: Cluster) -> None:
+    with pytest.raises(SllmError, match="convert it with --plan auto:2"):
+        coder(cluster, "unconverted", parallelism={"tensor": 2})
