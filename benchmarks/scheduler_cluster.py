@@ -54,6 +54,7 @@ def _model(number: int, rng: random.Random) -> ModelRecord:
 def _version(name: str, model: str) -> VersionRecord:
     handler = {"entry": "m:f", "kind": "generator", "streams": True}
     fields = {"name": name, "handler": handler, "gpu": "H100", "memory": _GIB, "max_instances": 8}
+    fields |= {"engine": True, "model": model, "concurrency": 1}
     manifest = Manifest.model_validate(fields)
     return VersionRecord(
         function=name,

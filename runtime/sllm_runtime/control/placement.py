@@ -99,7 +99,7 @@ def unsatisfiable(need: Need, view: View) -> str:
     return f"no node can run it; the nearest, {name}, lacks {'; '.join(lacks)}"
 
 
-def _evictable(request: Request, view: View, instance: Instance, now: float) -> bool:
+def evictable(request: Request, view: View, instance: Instance, now: float) -> bool:
     """Idle, and not needed: above its version's minimum, or an older version of the very function that is deployed."""
     if not instance.ready or instance.idle_s(now) < HANDOVER_S or view.demand(instance.key):
         return False
@@ -118,7 +118,7 @@ def room_made(request: Request, need: Need, view: View, node: Node, now: float) 
     leaving = [i for i in there if i.stop is not None]
     if _fits(need, view, node, leaving):
         return ()
-    idle = sorted((i for i in there if _evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
+    idle = sorted((i for i in there if evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
     for count in range(1, len(idle) + 1):
         if _spares(view, idle[:count]) and _fits(need, view, node, [*leaving, *idle[:count]]):
             return tuple(idle[:count])

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from sllm_runtime.control import autoscale, backoff, instances, migration
-from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Request
+from sllm_runtime.control import autoscale, backoff, instances, migration, moved, patience
+from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
@@ -63,17 +63,25 @@ class Plan:
 def plan(view: View, context: Context) -> Plan:
     """The next step: the dead are struck out, versions scaled, commands sent or repeated. Same input, same answer."""
     view = migration.advance(view, context.now, partial(_choose, context=context), partial(_make, context=context))
+    view = moved.taught(view, context.now)
     view = _forget(view, context.now)
     view = _bury(view, context.now)
     view = replace(view, pending=EMPTY)
     groups: dict[Key, list[Instance]] = {}
     for instance in view.instances.values():
         groups.setdefault(instance.key, []).append(instance)
-    for key in sorted(groups.keys() | view.versions.keys(), key=lambda key: _order(view, key)):
+    for key in sorted(groups.keys() | _wanted(view), key=lambda key: _order(view, key)):
         view = _version(view, key, groups.get(key, []), context)
+    view = patience.settled(view)
     view, actions = _command(view, context.now)
     view, strays = _strays(view, context.now)
     return Plan(view, (*actions, *strays))
+
+
+def _wanted(view: View) -> set[Key]:
+    """Versions that may want an instance without having one: few of those that there are."""
+    least = {key for key, record in view.versions.items() if record.manifest.min_instances}
+    return least | view.waiting.keys() & view.versions.keys() | view.trials & view.versions.keys()
 
 
 def _order(view: View, key: Key) -> tuple[int, bool, Key]:
@@ -150,7 +158,8 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
 
 def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, bool]:
     key = (version.function, version.version)
-    decision = context.policy.place(Request(key, version.manifest, version.model), view, context.now, context.rng)
+    request = Request(key, version.manifest, version.model)
+    decision = context.policy.place(request, view, context.now, context.rng)
     if isinstance(decision, Place):
         return view.put_instance(_new(version, decision, context)), True
     if isinstance(decision, Evict):
@@ -161,6 +170,8 @@ def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, 
             view = instances.stop(view, idle, f"makes room for {key[0]}", grace, resume=decision.at_once)
     if isinstance(decision, Migrate):
         view = replace(view, moves={**view.moves, **{move.instance: move for move in decision.moves}})
+    if not isinstance(decision, Refuse):
+        view = patience.put_off(view, request, context.now)
     return replace(view, pending={**view.pending, key: decision.reason}), False
 
 

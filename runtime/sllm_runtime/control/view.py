@@ -114,7 +114,7 @@ class Instance:
     @property
     def carries(self) -> bool:
         """Whether its running calls could go on elsewhere from their tokens."""
-        return CARRIES in self.record.capabilities and self.manifest.resumable
+        return self.manifest.engine and self.manifest.resumable and CARRIES in self.record.capabilities
 
     def idle_s(self, now: float) -> float:
         """Seconds without a call; 0 while it works, starts, or has not been heard of."""
@@ -137,6 +137,8 @@ class Move:
     """What it is expected to take, the start of the instance there included."""
     by: Key
     decided: float
+    running_s: float = 0.0
+    """For how long its calls have run, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,8 @@ class View:
     """Instances nobody knows, with the time of the last command to end them."""
     kept: Mapping[str, Key] = field(default_factory=dict)
     """Nodes that are kept free for a version that has waited long: nothing else is placed there meanwhile."""
+    put_off: Mapping[Key, float] = field(default_factory=dict)
+    """Since when a wanted instance could not be placed."""
     moves: Mapping[str, Move] = field(default_factory=dict)
     """Running instances that are to go on elsewhere, by instance; each leaves this when it has, or could not."""
     migrations: Mapping[str, Migration] = field(default_factory=dict)

@@ -65,9 +65,9 @@ class Learned:
         (ServerlessLLM, section 6.2), with the tokens taken from how long it has run."""
         return self.moves.get(model, NO_MOVES).seconds(running_s / TOKEN_S)
 
-    def resumed(self, model: str, tokens: int, took_s: float) -> Learned:
-        """With one more call that went on elsewhere ``took_s`` after it was asked to, with ``tokens`` carried over."""
-        line = self.moves.get(model, NO_MOVES).after(float(tokens), took_s)
+    def resumed(self, model: str, running_s: float, took_s: float) -> Learned:
+        """With one more call of ``model`` that had run for ``running_s`` and took ``took_s`` to go on elsewhere."""
+        line = self.moves.get(model, NO_MOVES).after(running_s / TOKEN_S, took_s)
         kept = {name: known for name, known in self.moves.items() if name != model}
         while len(kept) >= _MOST:
             del kept[next(iter(kept))]

@@ -39,12 +39,18 @@ def removable(view: View, instance: Instance, now: float) -> bool:
     if not instance.carries:
         return False
     since = instance.ready_at if instance.ready_at is not None else instance.placed
-    return now - since >= SETTLED_S and instance.record.instance not in view.moves
+    return now - since >= SETTLED_S and _left_alone(view, instance.record.instance, now)
 
 
-def under_way(view: View, request: Request) -> int:
+def _left_alone(view: View, name: str, now: float) -> bool:
+    """Whether it is in no migration, nor was lately."""
+    lately = (each for each in view.migrations.values() if each.ended is None or now - each.ended < SETTLED_S)
+    return name not in view.moves and not any(name in (each.source, each.destination) for each in lately)
+
+
+def under_way(view: View, request: Request) -> list[Move]:
     """Moves that make room for this version already."""
-    return sum(1 for move in view.moves.values() if move.by == request.key)
+    return [move for move in view.moves.values() if move.by == request.key]
 
 
 def quickest_move(moving: Moving, start: Start, best: float) -> tuple[float, Migrate] | None:
@@ -65,7 +71,8 @@ def quickest_move(moving: Moving, start: Start, best: float) -> tuple[float, Mig
 
 
 def _move(name: str, target: Target, moving: Moving) -> Move:
-    return Move(name, target.server, target.seconds, moving.request.key, moving.now)
+    running_s = moving.view.instances[name].busy_s(moving.now)
+    return Move(name, target.server, target.seconds, moving.request.key, moving.now, running_s)
 
 
 def fewest_removed(moving: Moving, start: Start, server: Server) -> tuple[str, ...]:

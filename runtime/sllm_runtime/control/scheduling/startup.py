@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from math import inf
+from typing import Final
 
 from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, why_not
 from sllm_runtime.control.scheduling.ending import RELEASE_S, quickest_ending
@@ -13,22 +14,27 @@ from sllm_runtime.control.scheduling.moving import Moving, fewest_removed, quick
 from sllm_runtime.control.scheduling.rooms import Room, Start, by_time, quickest
 from sllm_runtime.control.view import Node, View
 
+OVERDUE_S: Final = 5.0
+"""Moves that take so much longer than expected are not waited for where there is room without them."""
+
 
 class StartupTime:
     """Least estimated startup: queueing behind a busy disk counts as much as the distance of the weights. An idle
-    instance is ended for it where that is quicker, its own next start counted against it. With ``moves`` running calls
-    go on elsewhere where that is quicker."""
+    instance is ended for it where that is quicker, its own next start counted against it; unless ``moves`` is False,
+    running calls go on elsewhere where that is quicker."""
 
-    def __init__(self, moves: bool = False) -> None:
+    def __init__(self, moves: bool = True) -> None:
         self._servers = Servers()
         self._moves = moves
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
-        waits = under_way(view, request)
-        if waits:
-            return Wait(f"waits for {waits} instance(s) to go on elsewhere")
         start = _start(request, view, self._servers, now)
         room = _first(start, self._servers)
+        moves = under_way(view, request)
+        if moves:
+            late = now > max(move.decided + move.seconds for move in moves) + OVERDUE_S
+            waits = Wait(f"waits for {len(moves)} instance(s) to go on elsewhere")
+            return _here(room) or waits if late else waits
         if room is not None:  # nobody makes way for accelerators that are less wanted than these
             start = replace(start, need=replace(start.need, gpus=start.need.gpus[: room.rank + 1]))
         best = room.estimate.seconds if room is not None else inf

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.scheduler_cluster import GPUS, NOW, request, started
 from benchmarks.scheduler_cluster import cluster as large
 from sllm_runtime.control.placement import Evict, Migrate, Place, Policy, Wait
-from sllm_runtime.control.plan import Context, plan
+from sllm_runtime.control.plan import Context, SendStart, plan
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.moving import MOST_SERVERS, SETTLED_S, removable
 from sllm_runtime.control.scheduling.rooms import CLOSE_S
@@ -25,14 +25,14 @@ from sllm_runtime.control.view import Instance, Key, View
 from tests.unit.control.scheduling.cluster import GB, cluster, function, idle, model, node, place
 
 M, OTHER = model("m", 20 * GB), model("other", GB)
-MOVES = StartupTime(moves=True)
+MOVES = StartupTime()
 
 
 def crowded(*, carries: bool = True, kind: str = "L4") -> View:
     """The model lies in the memory of ``full``, whose one accelerator another function works on; ``free`` has room."""
     nodes = (node("full", resident=(M.digest, OTHER.digest)), node("free", kind=kind, resident=(OTHER.digest,)))
     view, _ = function(cluster(*nodes, models=(M, OTHER)), "chat", M)
-    view, _ = function(view, "other", OTHER)
+    view, _ = function(view, "other", OTHER, engine=True, model="/other")
     return idle(view, "other", "full", running=1, carries=carries)
 
 
@@ -48,7 +48,7 @@ def test_what_runs_is_moved_for_a_much_quicker_start() -> None:
 
 
 def test_it_is_not_moved_without_leave() -> None:
-    decision = place(StartupTime(), crowded(), "chat")
+    decision = place(StartupTime(moves=False), crowded(), "chat")
     assert isinstance(decision, Place)
     assert decision.node == "free"
 
@@ -96,7 +96,9 @@ def test_a_start_waits_for_the_moves_that_were_decided_for_it() -> None:
     again = plan(made.view, context)
     assert again.view.moves == made.view.moves
     assert again.view.pending[("chat", 1)] == "waits for 1 instance(s) to go on elsewhere"
-    assert not again.actions
+    (start,) = again.actions
+    assert isinstance(start, SendStart)
+    assert again.view.instances[start.instance].record.node == "free", "where its calls are to go on"
 
 
 def test_a_preempted_instance_is_stopped_at_once_and_its_calls_may_go_on() -> None:
@@ -174,7 +176,7 @@ def test_the_policy_finds_what_trying_everything_finds(seed: int, nodes: int, wi
         gpu = next(g.index for g in there.status.gpus if g.used_by is None)
         view = started(view, key, Place(name, (gpu,)), f"i{number}", carries=rng.random() < 0.3)
     best = brute_force(view, asked)
-    decision = StartupTime(moves=True).place(request(view, asked), view, NOW, rng)
+    decision = StartupTime().place(request(view, asked), view, NOW, rng)
     if best is None:
         assert isinstance(decision, Wait)
         return

@@ -1,0 +1,67 @@
+"""A start that fits is not put off for ever: it waits at most twice as long as a running call may take. Pure.
+
+Others may be placed before it again and again: smaller ones, or such as are more urgent. When it has waited for as long
+as any running call may last, one node is kept free for it; what runs there takes no new call, and the last one ends
+within that time again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sllm_runtime.control import instances
+from sllm_runtime.control.fits import free, short
+from sllm_runtime.control.placement import Request, evictable
+from sllm_runtime.control.view import Instance, View, without
+
+
+def put_off(view: View, request: Request, now: float) -> View:
+    """The start could not be placed now. Keeps a node for it if it has waited long enough."""
+    key = request.key
+    since = view.put_off.get(key, now)
+    if key not in view.put_off:
+        view = replace(view, put_off={**view.put_off, key: now})
+    longest = _longest(view)
+    if key in view.kept.values() or not longest or now - since < longest:
+        return view
+    found = _place(view, request, now)
+    if found is None:
+        return view
+    name, leaving = found
+    view = replace(view, kept={**view.kept, name: key})
+    for instance in leaving:
+        reason = f"makes room for {key[0]}, which has waited for {now - since:.0f} s"
+        grace = instance.manifest.timeout if instance.ready else 0.0
+        view = instances.stop(view, instance, reason, grace, resume=instance.carries)
+    return view
+
+
+def settled(view: View) -> View:
+    """What was placed, or is no longer wanted, has nothing kept for it."""
+    served = [key for key in view.put_off if key not in view.pending]
+    if not served:
+        return view
+    kept = {node: key for node, key in view.kept.items() if key not in served}
+    return replace(view, put_off=without(view.put_off, served), kept=kept)
+
+
+def _longest(view: View) -> float:
+    """Seconds that any call which runs now may last; 0 if none runs."""
+    return max((i.manifest.timeout for i in view.instances.values() if i.running and not i.ended), default=0.0)
+
+
+def _place(view: View, request: Request, now: float) -> tuple[str, tuple[Instance, ...]] | None:
+    """A node that could run it without what has to leave for that, with the fewest calls: idle instances that a version
+    wants in any case stay."""
+    found = []
+    need = request.need(view)
+    for name, node in view.nodes.items():
+        status = node.status
+        if status is None or not view.alive(name, now) or node.record.cordoned or status.draining or name in view.kept:
+            continue
+        there = [each for each in view.on(name).values() if not each.ended]
+        leaving = [each for each in there if each.running or each.stop or evictable(request, view, each, now)]
+        capacity = free(view, node, leaving)
+        if capacity is not None and not short(need, capacity):
+            found.append((sum(each.running for each in leaving), name, tuple(leaving)))
+    return min(found, key=lambda each: each[:2])[1:] if found else None

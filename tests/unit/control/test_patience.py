@@ -1,0 +1,70 @@
+"""Starts that have waited too long get a node for themselves."""
+
+from __future__ import annotations
+
+from sllm_runtime.protocol.states import InstanceState
+from tests.unit.control.world import FakeNode, World, deployed, manifest
+
+
+def world(*nodes: FakeNode) -> World:
+    made = World(*nodes)
+    made.hear_all()
+    return made
+
+
+def running(made: World, name: str, **fields: object) -> str:
+    """Deploys a function and has one instance of it at work."""
+    made.view = deployed(made.view, manifest(name, **fields))
+    made.wait_for((name, 1), 1)
+    made.plan()
+    made.hear_all()
+    (instance,) = made.live((name, 1))
+    made.finish(instance, InstanceState.READY)
+    node = made.nodes[made.view.instances[instance].record.node]
+    node.set(instance, InstanceState.READY, running=1)
+    made.hear(node.name)
+    made.wait_for((name, 1), 0)
+    return instance
+
+
+def busy_cluster() -> World:
+    """Two nodes with one accelerator each, both at work on calls that may take 20 s."""
+    made = world(FakeNode("n1", 4.0, 1), FakeNode("n2", 4.0, 1))
+    for name in ("a", "b"):
+        running(made, name, gpu="L4", timeout=20)
+    made.view = deployed(made.view, manifest("late", gpu="L4"))
+    made.wait_for(("late", 1), 1)
+    return made
+
+
+def test_a_node_is_kept_for_what_has_waited_as_long_as_calls_may_last() -> None:
+    made = busy_cluster()
+    made.turn(19.0)
+    assert not made.view.kept
+    assert all(instance.stop is None for instance in made.view.instances.values())
+    made.turn(2.0)
+    ((node, key),) = made.view.kept.items()
+    assert key == ("late", 1)
+    (stopped,) = [each for each in made.view.instances.values() if each.stop is not None]
+    assert stopped.record.node == node
+    assert stopped.stop is not None
+    assert stopped.stop.grace_s == 20, "its calls may end first"
+    assert "late, which has waited for 20 s" in stopped.stop.reason
+
+    made.wait_for((stopped.key[0], 1), 5)  # callers of what was ended there come back
+    made.nodes[node].set(stopped.record.instance, InstanceState.STOPPED)
+    made.hear(node)
+    made.plan()
+    assert made.live(("late", 1)), "nobody else gets the place"
+    assert not made.view.kept
+    assert not made.view.put_off.keys() & {("late", 1)}
+
+
+def test_what_is_no_longer_wanted_has_nothing_kept_for_it() -> None:
+    made = busy_cluster()
+    made.turn(21.0)
+    assert made.view.kept
+    made.wait_for(("late", 1), 0)
+    made.plan()
+    assert not made.view.kept
+    assert not made.view.put_off
