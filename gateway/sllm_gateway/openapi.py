@@ -87,6 +87,9 @@ OPERATIONS = (
     ),
     Operation("get", f"{API}/nodes", "All nodes", answer=http.NodeListView),
     Operation("get", f"{API}/nodes/{{node}}", "One node, and what lies where on it", answer=http.NodeDetailView),
+    Operation(
+        "post", f"{API}/nodes/{{node}}/{{wish}}", "cordon, uncordon or drain a node", answer=http.NodeView
+    ),
     Operation("get", f"{API}/status", "What is there", answer=http.StatusView),
     Operation("get", f"{API}/openapi.json", "This document"),
     Operation("get", "/livez", "Whether the process lives", media=TEXT),

@@ -23,6 +23,7 @@ from sllm_runtime.protocol.http import (
 )
 from sllm_runtime.protocol.node import NodeStatus, Progress
 from sllm_runtime.protocol.records import InstanceRecord, ModelRecord, VersionRecord
+from sllm_runtime.protocol.states import INSTANCE, final
 
 
 def error(body: ErrorBody | None) -> ErrorView | None:
@@ -110,14 +111,16 @@ def node(info: NodeInfo) -> NodeView:
         node=info.record.node,
         alive=info.alive,
         cordoned=info.record.cordoned,
-        draining=False,
+        draining=info.record.draining,
         age_s=info.age_s,
         cpu=0,
         free_cpu=0,
         memory=0,
         free_memory=0,
     )
-    return view if info.status is None else view.model_copy(update=_reported(info.status))
+    if info.status is None:
+        return view
+    return view.model_copy(update={**_reported(info.status), "draining": view.draining or info.status.draining})
 
 
 def node_detail(info: NodeInfo) -> NodeDetailView:
@@ -154,7 +157,6 @@ def _storage(status: NodeStatus) -> StorageView | None:
 def _reported(status: NodeStatus) -> dict[str, object]:
     gpus = tuple(GpuView(index=g.index, kind=g.kind, memory=g.memory, used_by=g.used_by) for g in status.gpus)
     return {
-        "draining": status.draining,
         "cpu": status.cpu,
         "free_cpu": status.free_cpu,
         "memory": status.memory,
@@ -166,7 +168,7 @@ def _reported(status: NodeStatus) -> dict[str, object]:
         "resident": len(status.resident),
         "dram_used": status.dram_used,
         "dram_limit": status.dram_limit,
-        "instances": len(status.instances),
+        "instances": sum(not final(INSTANCE, each.state) for each in status.instances),
     }
 
 

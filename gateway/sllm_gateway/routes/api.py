@@ -29,6 +29,7 @@ from sllm_runtime.protocol.errors import (
     InvalidRequest,
     MalformedJson,
     NodeNotFound,
+    NotFound,
     SllmError,
 )
 from sllm_runtime.protocol.http import (
@@ -112,6 +113,7 @@ class Api:
             Route(f"{API}/instances/{{instance}}/migrate", self.migrate, methods=["POST"]),
             Route(f"{API}/nodes", self.nodes, methods=["GET"]),
             Route(f"{API}/nodes/{{node}}", self.node, methods=["GET"]),
+            Route(f"{API}/nodes/{{node}}/{{wish}}", self.cordon, methods=["POST"]),
             Route(f"{API}/status", self.status, methods=["GET"]),
             Route(f"{API}/openapi.json", self.openapi, methods=["GET"]),
         ]
@@ -191,6 +193,14 @@ class Api:
         if found is None:
             raise NodeNotFound(f"no node is named {quoted(name)}; `sllm node list` shows all")
         return shown(views.node_detail(found))
+
+    async def cordon(self, request: Request) -> Response:
+        """``cordon``, ``uncordon`` or ``drain``: what is decided of a node from now on."""
+        wish, name = request.path_params["wish"], request.path_params["node"]
+        if wish not in ("cordon", "uncordon", "drain"):
+            raise NotFound(f"a node is not {quoted(wish)}: POST cordon, uncordon or drain")
+        verb = ctl.Cordon(node=name, cordoned=wish == "cordon", drain=wish == "drain")
+        return shown(views.node(await self._controller.ask("cordon", verb, ctl.NodeInfo)))
 
     async def status(self, request: Request) -> Response:
         """What is there, also when the controller is not."""

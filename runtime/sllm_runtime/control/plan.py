@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from sllm_runtime.control import autoscale, backoff, instances, migration, moved, patience
+from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
@@ -62,6 +62,7 @@ class Plan:
 
 def plan(view: View, context: Context) -> Plan:
     """The next step: the dead are struck out, versions scaled, commands sent or repeated. Same input, same answer."""
+    view = draining.advance(view, context.now)
     view = migration.advance(view, context.now, partial(_choose, context=context), partial(_make, context=context))
     view = moved.taught(view, context.now)
     view = _forget(view, context.now)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sllm_runtime.control import listing, migration, registry, routes
+from sllm_runtime.control import draining, listing, migration, registry, routes
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import STORE_S, Deployments
 from sllm_runtime.control.lease import Leadership
@@ -67,6 +67,7 @@ class Service:
             "models": self.models,
             "model": self.model,
             "nodes": self.nodes,
+            "cordon": self.cordon,
             "migrate": self.migrate,
             "ping": self.ping,
         }
@@ -151,6 +152,13 @@ class Service:
 
     async def nodes(self, request: ctl.Listing) -> ctl.NodeList:
         return listing.nodes(self._loop.view, request.after, time.monotonic())
+
+    async def cordon(self, request: ctl.Cordon) -> ctl.NodeInfo:
+        """Decided and stored; what leaves then takes its time."""
+        name, cordoned, drain = request.node, request.cordoned, request.drain
+        view = self._loop.change(lambda view: draining.cordon(view, name, cordoned=cordoned, drain=drain))
+        await self._ledger.settled(STORE_S)
+        return registry.node_info(view, name, time.monotonic())
 
     async def migrate(self, request: ctl.Migrate) -> ctl.Migrated:
         """Long poll until it is over."""

@@ -228,6 +228,14 @@ class Migrated(msgspec.Struct, frozen=True, kw_only=True):
     """Why it was abandoned."""
 
 
+class Cordon(msgspec.Struct, frozen=True, kw_only=True):
+    """Start nothing on ``node`` (``cordoned``), and let what is there leave (``drain``); both False: use it again."""
+
+    node: str
+    cordoned: bool = False
+    drain: bool = False
+
+
 class Nothing(msgspec.Struct, frozen=True, kw_only=True):
     """No arguments."""
 
@@ -245,6 +253,7 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "models": (Listing, ModelList),
     "model": (ModelRef, ModelInfo),
     "nodes": (Listing, NodeList),
+    "cordon": (Cordon, NodeInfo),
     "migrate": (Migrate, Migrated),
     "ping": (Nothing, Ok),
 }

@@ -126,6 +126,9 @@ class NodeRecord(Record, frozen=True, kw_only=True):
 
     node: str
     cordoned: bool = False
+    """Nothing is started there."""
+    draining: bool = False
+    """What is there leaves: running calls move to other nodes."""
     first_seen: float = 0.0
 
 

@@ -1,7 +1,8 @@
-"""``sllm node``: the cluster's nodes."""
+"""``sllm node``: the cluster's nodes, and what an operator decides about them."""
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 from urllib.parse import quote
 
@@ -9,16 +10,22 @@ import typer
 
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
-from sllm_runtime.protocol.http import API, NodeDetailView, NodeListView
+from sllm_runtime.protocol.http import API, NodeDetailView, NodeListView, NodeView
+
+Name = Annotated[str, typer.Argument(help="The node's name.")]
+POLL_S = 0.25
 
 app = typer.Typer(
-    help="Look at the cluster's nodes.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
+    help="Look at the cluster's nodes, take them out of use.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
 )
 
 
 @app.callback()
 def root() -> None:
-    """Look at the cluster's nodes."""
+    """Look at the cluster's nodes, take them out of use."""
 
 
 @app.command("list")
@@ -43,3 +50,37 @@ def describe(
         output.value(found.model_dump(mode="json"))
     else:
         show.node(found)
+
+
+def _wish(context: typer.Context, name: str, wish: str) -> NodeView:
+    with client(context) as connection:
+        path = f"{API}/nodes/{quote(name, safe='')}/{wish}"
+        return NodeView.model_validate(connection.request("POST", path))
+
+
+def _said(found: NodeView, word: str, json: bool) -> None:
+    if json:
+        output.value(found.model_dump(mode="json"))
+    else:
+        output.text(f"{found.node} {word}")
+
+
+@app.command()
+def cordon(context: typer.Context, name: Name, json: Json = False) -> None:
+    """Start nothing on a node from now on; what runs there goes on."""
+    _said(_wish(context, name, "cordon"), "is cordoned", json)
+
+
+@app.command()
+def uncordon(context: typer.Context, name: Name, json: Json = False) -> None:
+    """Use a node again that was cordoned or drained."""
+    _said(_wish(context, name, "uncordon"), "is in use", json)
+
+
+@app.command()
+def drain(context: typer.Context, name: Name, json: Json = False) -> None:
+    """Cordon a node and wait until nothing runs there: calls that can be carried move to other nodes, others end."""
+    with output.progress("draining", quiet=json):
+        while (found := _wish(context, name, "drain")).alive and found.instances:
+            time.sleep(POLL_S)
+    _said(found, "is drained", json)

@@ -1,0 +1,44 @@
+"""Nodes that an operator cordons or drains: nothing starts there, and what is there leaves. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sllm_runtime.control import instances, migration
+from sllm_runtime.control.view import Instance, Node, View
+from sllm_runtime.protocol.errors import NodeNotFound
+from sllm_runtime.protocol.states import MIGRATION, final
+
+WHY = "its node is drained"
+
+
+def cordon(view: View, name: str, *, cordoned: bool, drain: bool) -> View:
+    """What an operator decided about node ``name``; ``drain`` cordons too. Raises ``NodeNotFound``."""
+    node = view.nodes.get(name)
+    if node is None:
+        raise NodeNotFound(f"there is no node {name}; `sllm node list` shows all")
+    record = msgspec.structs.replace(node.record, cordoned=cordoned or drain, draining=drain)
+    return view if record == node.record else view.put_node(Node(record, node.status, node.heard))
+
+
+def advance(view: View, now: float) -> View:
+    """Send away what runs on drained nodes: calls that can be carried move, others end where they are."""
+    for name, node in view.nodes.items():
+        if node.record.draining:
+            for instance in tuple(view.on(name).values()):
+                if instance.live:
+                    view = _leave(view, instance, now)
+    return view
+
+
+def _leave(view: View, instance: Instance, now: float) -> View:
+    if not instance.ready:
+        return instances.stop(view, instance, WHY, 0.0)
+    needed = bool(instance.running) or instance.manifest.min_instances > 0
+    if not (needed and instance.carries):
+        return instances.stop(view, instance, WHY, instance.manifest.timeout)
+    known = view.migrations.get(instance.record.instance)
+    if known is not None and not final(MIGRATION, known.state):
+        return view
+    # One that found no room is asked again: until it has moved it goes on here, and takes calls.
+    return migration.ask(view, instance.record.instance, "", now)

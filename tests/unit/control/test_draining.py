@@ -1,0 +1,83 @@
+"""Nodes that are cordoned and drained. No I/O."""
+
+from __future__ import annotations
+
+import pytest
+
+from sllm_runtime.control import draining
+from sllm_runtime.control.migration import so_far
+from sllm_runtime.control.plan import SendStop
+from sllm_runtime.protocol.errors import NodeNotFound
+from sllm_runtime.protocol.states import InstanceState, MigrationState
+from tests.unit.control.test_migration import CHAT, entries, ready, running, works
+from tests.unit.control.world import World
+
+
+def cordon(world: World, name: str, *, cordoned: bool = False, drain: bool = False) -> None:
+    world.view = draining.cordon(world.view, name, cordoned=cordoned, drain=drain)
+
+
+def test_nothing_starts_on_a_cordoned_node_and_what_runs_goes_on() -> None:
+    world, source = running(max_instances=3, cpu=2.0)
+    cordon(world, "n1", cordoned=True)
+    world.wait_for(CHAT, 20)
+    world.turn(1)
+    placed = {world.view.instances[name].record.node for name in world.live(CHAT) if name != source}
+    assert placed == {"n2"}
+    assert world.view.instances[source].ready
+    cordon(world, "n1")
+    assert not world.view.nodes["n1"].record.cordoned
+
+
+def test_calls_of_a_drained_node_move() -> None:
+    world, source = running()
+    cordon(world, "n1", drain=True)
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    assert world.view.instances[destination].record.node == "n2"
+    world.hear_all()
+    ready(world, destination)
+    world.plan()
+    assert entries(world)[source].moves_to == destination
+    world.hear_all()
+    works(world, source, 0)
+    world.finish(source, InstanceState.STOPPED)
+    world.turn(1)
+    assert world.live(CHAT) == [destination]
+    assert not [name for name in world.view.on("n1")]
+
+
+def test_an_idle_instance_ends_at_once_and_one_that_must_be_there_moves() -> None:
+    for least, moves in ((0, False), (1, True)):
+        world, source = running(min_instances=least)
+        works(world, source, 0)
+        cordon(world, "n1", drain=True)
+        stops = [action for action in world.plan() if isinstance(action, SendStop)]
+        assert bool(stops) is not moves
+        assert (source in world.view.migrations) is moves
+
+
+def test_calls_that_cannot_be_carried_end_where_they_are() -> None:
+    world, source = running(resumable=False, timeout=77)
+    cordon(world, "n1", drain=True)
+    (stop,) = [action for action in world.plan() if isinstance(action, SendStop)]
+    assert (stop.instance, stop.grace_s) == (source, 77)
+
+
+def test_one_that_finds_no_room_goes_on_and_is_asked_for_again() -> None:
+    world, source = running(cpu=4.0)
+    world.nodes["n2"].holds["other"] = (4.0, ())
+    world.hear_all()
+    cordon(world, "n1", drain=True)
+    world.turn(61)
+    assert world.view.instances[source].ready
+    assert so_far(world.view, source).state is MigrationState.PREPARING
+    world.nodes["n2"].holds.clear()
+    world.turn(2)
+    assert len(world.live(CHAT)) == 2
+
+
+def test_a_node_that_is_not_there() -> None:
+    world, _ = running()
+    with pytest.raises(NodeNotFound):
+        cordon(world, "n9", drain=True)
