@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, free_port
-from sllm_runtime.worker.zygote import PRELOAD
+from sllm_runtime.worker.imports import PRELOAD
 
 SCRIPTS: Final = ROOT / "benchmarks" / "peers"
 READY_S: Final = 120.0

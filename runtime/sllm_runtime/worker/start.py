@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import os
 import resource
-import sys
 import tempfile
 import time
 import traceback
@@ -41,10 +41,10 @@ class Stages:
     current: str = IMPORT
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Everything inside is ``name``."""
+    def stage(self, name: str, since: float | None = None) -> Iterator[None]:
+        """Everything inside is ``name``, and what was done for it from ``since`` on (``perf_counter``)."""
         self.begin(name)
-        start = time.perf_counter()
+        start = since or time.perf_counter()
         yield
         now = time.perf_counter()
         self.spans.append(Span(name, round((start - self.began) * 1000, 3), round((now - start) * 1000, 3)))
@@ -136,6 +136,7 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
     with stages.stage(IMPORT):
         home = confine(assign)
         target, module = import_user(manifest, fds[0], home)
+    imported = time.perf_counter()
     if joined is not None:
         from sllm_runtime.worker import parts  # few starts need it
 
@@ -149,7 +150,9 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
         handle.adapters = adapters.Adapters(assign.adapters, load, room, manifest.startup_timeout)
     capabilities: tuple[str, ...] = ()
     proof = ""
-    with stages.stage(SETUP):
+    # What of the model is made before its bytes are there is setup too; what was waited for them is not.
+    waited = pending.ended if pending is not None and pending.ended is not None else imported
+    with stages.stage(SETUP, max(imported, waited)):
         if handle is not None and manifest.engine:
             loop, _ = handle.engine()
             capabilities = (f"engine:{loop.engine.name}", *loop.engine.capabilities.names())
@@ -180,7 +183,7 @@ def fingerprint(assign: Assign, handle: ModelHandle | None) -> str:
     dtype = next((str(p.dtype) for p in handle.module.parameters()), "") if handle is not None else ""
     parts = (
         torch.__version__,
-        sys.modules["transformers"].__version__ if "transformers" in sys.modules else "",
+        "" if handle is None else importlib.metadata.version("transformers"),  # imported or not: that is chance
         torch.backends.cpu.get_cpu_capability(),
         str(assign.threads),
         dtype,

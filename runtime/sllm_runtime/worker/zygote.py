@@ -1,4 +1,4 @@
-"""The fork server: imports what workers need once, and forks one worker for each ``Spawn``.
+"""The fork server: imports what workers need once (``imports``), and forks one worker for each ``Spawn``.
 
 It runs no tensor operation and starts no thread: after either, a forked child may hang for ever (DESIGN, Processes).
 Run as ``python -m sllm_runtime.worker.zygote --fd N``; N is its end of a socketpair with the invoker.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import gc
-import importlib
 import os
 import platform
 import select
@@ -21,88 +19,31 @@ import time
 from pathlib import Path
 from typing import Final, NoReturn
 
-from sllm_runtime.platform.daemon import loop_factory
 from sllm_runtime.platform.framing import make_room
 from sllm_runtime.platform.process import become_subreaper, children, die_with_parent, end_orphans, set_title
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import InternalError
 from sllm_runtime.protocol.worker import PRIVATE, Exited, FromZygote, Private, Spawn, Spawned, ToZygote, ZygoteReady
 from sllm_runtime.worker import isolation
+from sllm_runtime.worker.imports import QUIET_S, Later, preload
 
-PRELOAD: Final = (
-    "numpy",
-    "torch",
-    "torch.nn",
-    "tokenizers",
-    "pydantic",
-    "jinja2.sandbox",
-    "transformers",
-    "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "sllm_runtime.worker.engine.choice",
-    "sllm_runtime.worker.main",
-)
-"""What an engine start needs; other architectures are imported when a worker first wants them."""
-USERS: Final = ("sllm", "sllm.function")
-"""What users' modules import first, where it is installed."""
-SINGLE_THREADED: Final = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Read once, when numpy and torch are imported; OpenBLAS starts threads otherwise."""
 _SEND_S: Final = 10.0
 _END_S: Final = 5.0
-
-
-def preload() -> float:
-    """Import everything; seconds it took. Raises ``InternalError`` if that started a thread.
-
-    The collector rests meanwhile: what an import makes it keeps, and looking for garbage in it again and again takes a
-    fifth of the imports' time. It ends frozen, not collected: there is little to find (about 9 MB, which all workers
-    share), and looking once takes 0.2 to 0.4 s of a start that may be waiting.
-    """
-    began = time.perf_counter()
-    gc.disable()
-    os.environ.update(SINGLE_THREADED)
-    for name in PRELOAD:
-        importlib.import_module(name)
-    for name in USERS:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    _touch()
-    loop_factory()  # imports uvloop
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        raise InternalError(f"importing {', '.join(PRELOAD)} left {threads} threads; a fork would copy only one")
-    gc.freeze()  # a collection in a child would otherwise write to, and so copy, every page of objects
-    gc.enable()
-    return time.perf_counter() - began
-
-
-def _touch() -> None:
-    """Resolve what transformers imports lazily, by name."""
-    import transformers
-
-    for name in ("LlamaConfig", "LlamaForCausalLM", "PreTrainedModel", "DynamicCache", "CONFIG_MAPPING"):
-        getattr(transformers, name)
 
 
 class Zygote:
     """Forks and reaps workers. Single-threaded; ``serve`` returns when the invoker is gone."""
 
-    def __init__(self, wire: BlockingWire, import_s: float) -> None:
+    def __init__(self, wire: BlockingWire, import_s: float, later: Later) -> None:
         self._wire = wire
         self._import_s = import_s
+        self._later = later
         self._workers: dict[int, str] = {}
         self._stopping = False
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> None:
-        """Until the socket ends or SIGTERM: fork on request, report deaths."""
+        """Until the socket ends or SIGTERM: fork on request, report deaths, import the rest while it is quiet."""
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._on_term)
@@ -111,8 +52,13 @@ class Zygote:
         poll = select.poll()
         poll.register(self._wire.sock, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
+        quiet_ms = QUIET_S * 1000
         while not self._stopping:
-            for fd, _ in poll.poll():
+            happened = poll.poll(None if self._later.done else quiet_ms)
+            quiet_ms = QUIET_S * 1000 if happened else 0
+            if not happened:
+                self._later.step()
+            for fd, _ in happened:
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
@@ -275,7 +221,7 @@ def run(fd: int, node: str) -> int:
     set_title(f"sllm-zygote {node}".strip())
     wire = BlockingWire(socket.socket(fileno=fd))
     _isolate()
-    zygote = Zygote(wire, preload())
+    zygote = Zygote(wire, preload(), Later())
     try:
         zygote.serve()
     finally:

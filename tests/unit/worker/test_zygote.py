@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from sllm_runtime.protocol.limits import MAX_FDS
-from sllm_runtime.worker.zygote import SINGLE_THREADED
+from sllm_runtime.worker.imports import QUIET_S, SINGLE_THREADED
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
 
@@ -44,6 +45,9 @@ def fn():
         "main": __name__,
         "collector": [gc.isenabled(), gc.get_freeze_count() > 100_000],
     }
+def later():
+    from sllm_runtime.worker.imports import LATER
+    return [name for name in LATER if name not in sys.modules]
 def random():
     import random, numpy, torch
     return [random.random(), float(numpy.random.rand()), float(torch.rand(1))]
@@ -62,6 +66,24 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
     assert (seen["sid"], seen["stdin"], seen["env"], seen["torch"]) == (True, "", "n2", True)
     assert seen["collector"] == [True, True]  # it runs, and leaves alone what all workers share
     assert seen["cwd"] == str(tmp_path / "code")
+
+
+def test_the_rest_is_imported_while_nobody_asks(zygote: Zygote, tmp_path: Path) -> None:
+    """A worker that is forked when it was quiet for long enough has everything."""
+    end = time.monotonic() + 2 * GIVE_UP_S
+    for number in count(1):
+        worker = zygote.spawn()
+        try:
+            worker.start(manifest("user:later"), bundle_of({"user.py": LOOK}), workdir=tmp_path / str(number))
+            missing = worker.run().outputs[0]
+        finally:
+            worker.close()
+            zygote.exited(zygote.count)
+        if not missing:
+            break
+        assert time.monotonic() < end, missing
+        time.sleep(QUIET_S * 2**number)  # to ask is to disturb it
+    assert os.listdir(f"/proc/{zygote.process.pid}/task") == [str(zygote.process.pid)]
 
 
 def test_twins_draw_different_numbers(zygote: Zygote, tmp_path: Path) -> None:
