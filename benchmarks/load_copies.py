@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.load_bench import Bench, Converted, free_bytes, names_in
 from benchmarks.load_model import ONE, QUICK, Checkpoint, Shape
-from benchmarks.load_reference import disk_system
+from benchmarks.load_reference import disk_system, huge_threads
 from benchmarks.load_ssd import (
     HUGE,
     Competitor,
@@ -76,7 +76,7 @@ def measure(bench: Bench, case: str, peers: Sequence[Peer], like: str) -> None:
                 same("sllm", made.digest, copy.digest)
                 add_ours(run, case, made)
 
-            turns: list[Callable[[Copy], None]] = [mine, *_limits(run, case)]
+            turns: list[Callable[[Copy], None]] = [mine, *_limits(run, case, stored)]
             turns += _peers(bench, case, checkpoint, near(run, case, peers, like))
             _rounds(run, case, copies, turns)
     finally:
@@ -89,9 +89,10 @@ def size(free: int, count: int) -> Shape:
     return ONE if 2 * count * ONE.nbytes <= free * _SHARE else QUICK
 
 
-def _limits(run: Run, case: str) -> list[Callable[[Copy], None]]:
-    """The disk's, on the copies' own files."""
+def _limits(run: Run, case: str, stored: Converted) -> list[Callable[[Copy], None]]:
+    """The disk's, on the copies' own files, of which nothing is read before: how many threads is tried on another."""
     fio, huge = run.case(case, disk_system(), "s"), run.case(case, HUGE, "s")
+    huge.extra["threads"] = huge_threads(stored.partition)
     return [
         lambda copy: reference(fio, copy.stored.partition, primed=False),
         lambda copy: huge_reference(huge, copy.stored.partition, primed=False),

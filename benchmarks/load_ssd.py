@@ -12,7 +12,7 @@ from benchmarks import page_cache
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import Checkpoint, Shape
 from benchmarks.load_node import Node
-from benchmarks.load_reference import disk_read, disk_system, huge_read_s
+from benchmarks.load_reference import disk_read, disk_system, huge_read_s, huge_threads
 from benchmarks.load_systems import NOT_HERE, Loader, Loading, Peer, take
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, ratio
@@ -154,8 +154,11 @@ def reference(case: Case, partition: Path, *, primed: bool = True) -> None:
 
 
 def huge_reference(case: Case, partition: Path, *, primed: bool = True) -> None:
+    """``case.extra["threads"]``: how many read, found out at the first one."""
+    if "threads" not in case.extra:
+        case.extra["threads"] = huge_threads(partition)
     empty(partition, primed=primed)
-    case.samples.append(round(huge_read_s(partition), 4))
+    case.samples.append(round(huge_read_s(partition, case.extra["threads"]), 4))
 
 
 def add_ours(run: Run, name: str, made: Loading) -> None:

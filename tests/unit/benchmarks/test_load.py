@@ -13,7 +13,7 @@ from safetensors import safe_open
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import ONE, TWO_AND_A_HALF, Shape, write
 from benchmarks.load_node import cpu_clock
-from benchmarks.load_reference import BLOCK, huge_read_s, read_report
+from benchmarks.load_reference import BLOCK, HUGE_THREADS, huge_read_s, huge_threads, read_report
 from benchmarks.load_ssd import same
 from benchmarks.load_store import ranges
 from benchmarks.load_systems import MODEL_PEERS, SCRIPTS, Loader, Loading, Programs, take
@@ -118,6 +118,7 @@ def test_a_direct_read_into_huge_pages_brings_the_whole_file(tmp_path: Path) -> 
     file = tmp_path / "file"
     file.write_bytes(os.urandom(2 * BLOCK + 4096))
     try:
-        assert huge_read_s(file) > 0
+        assert all(huge_read_s(file, threads) > 0 for threads in HUGE_THREADS)
+        assert huge_threads(file) in HUGE_THREADS
     except OSError as error:
         pytest.skip(f"this filesystem has no direct I/O: {error}")
