@@ -1,12 +1,12 @@
 """``python -m benchmarks.engine``: our engine beside transformers on the same weights.
 
-``decode_*``: a batch of equal prompts of 64 tokens to its last token, tokens a second of output; exact mode against the
+``decode_*``: a batch of equal prompts of 64 tokens to its last token, tokens a second of output; exact mode beside the
 fast one, transformers' generate and its continuous batching, and what memory bandwidth would allow. ``prefill_*``: one
-prompt of 1,024 tokens to its first token. ``poisson``: requests of mixed lengths at random times, and static batches.
-``while_loading``: the first token of a model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in
-DRAM.
-``stages_*``: layers in several processes (``engine_stages``).
-One thread, as an instance with ``cpu=1`` has. Greedy; the tokens of all systems are compared.
+prompt of 1,024 tokens to its first token. ``large``: exact mode against the fast one with 0.5 G parameters.
+``poisson``: requests of mixed lengths at random times, and static batches. ``while_loading``: the first token of a
+model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in DRAM. ``stages_*``: layers in several
+processes (``engine_stages``). One thread, as an instance with ``cpu=1`` has. Greedy; the tokens of all systems are
+compared.
 """
 
 from __future__ import annotations
@@ -19,11 +19,23 @@ from typing import Final
 
 import torch
 
-from benchmarks import engine_decode, engine_loading, engine_poisson, engine_stages
+from benchmarks import engine_decode, engine_large, engine_loading, engine_poisson, engine_stages
 from benchmarks.engine_models import DTYPES, Demo
 from benchmarks.runner import Run, main
 
-CASES: Final = (*(f"decode_{name}" for name in DTYPES), "poisson", "while_loading", "start", *engine_stages.CASES)
+CASES: Final = (
+    *(f"decode_{name}" for name in DTYPES),
+    "large",
+    "poisson",
+    "while_loading",
+    "start",
+    *engine_stages.CASES,
+)
+_ALONE: Final = {
+    "large": engine_large.measure,
+    "while_loading": engine_loading.while_loading,
+    "start": engine_loading.start,
+}
 ABSENT: Final = {
     "vllm": "its CPU build needs a torch of its own (2 GB) and minutes of warm-up: not in the peers' environment",
     "llama.cpp": "its wheel is built from source, for which the peers' environment has no compiler",
@@ -52,9 +64,7 @@ def measure(run: Run, cases: Sequence[str]) -> None:
                     engine_stages.measure(run, [case])
             else:
                 with run.attempt(case):
-                    (engine_loading.while_loading if case == "while_loading" else engine_loading.start)(
-                        run, case, Path(name) / case
-                    )
+                    _ALONE[case](run, case, Path(name) / case)
 
 
 if __name__ == "__main__":
