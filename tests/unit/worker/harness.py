@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,12 @@ class Worker:
     def send(self, body: Any, fds: tuple[int, ...] = ()) -> None:
         self.wire.send(codec.pack(ToWorker(body)), fds)
 
-    def assign(self, made: Manifest, bundle: bytes, *, workdir: Path, session: int | None = None, **more: Any) -> None:
-        """Send the assignment; owns ``session``."""
-        fds = (sealed(bundle), *([session] if session is not None else []))
+    def assign(
+        self, made: Manifest, bundle: bytes, *, workdir: Path, session: int | None = None, edges: Sequence[int] = (),
+        **more: Any,
+    ) -> None:  # fmt: skip
+        """Send the assignment; owns ``session`` and ``edges``, which lead to other processes of the instance."""
+        fds = (sealed(bundle), *([session] if session is not None else []), *edges)
         try:
             model = "sha256:" + "0" * 64 if session is not None else None
             given = {"instance": "i1", "function": made.name, "version": 1, "bundle": "", "model": model, **more}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,8 @@ from sllm_runtime.protocol.worker import Assign, Member
 from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.parts import layers_of, ranges
 from tests.fixtures.waiting import GIVE_UP_S
+from tests.unit.worker.conftest import Loader
+from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
 
 
 @given(st.integers(1, 200), st.integers(1, 16))
@@ -81,3 +85,99 @@ def test_who_cannot_begin_tells_the_other_why(kind: str) -> None:
     with pytest.raises(OutOfMemory, match="it needs more"):
         head.edges[0].receive(GIVE_UP_S)
     head.fail(OutOfMemory("so does this"))
+
+
+# --- real processes -------------------------------------------------------------------------------
+SOURCE = """
+def fn(model, count: int = 12):
+    try:
+        yield from model.generate("what stages say", max_tokens=count, ignore_eos=True)
+    except Exception as error:
+        yield f"caught {error}"
+"""
+STAGED = manifest(kind="generator", streams=True, model="m", engine=True, memory="256MiB", parallelism={"pipeline": 2})
+
+
+class Two:
+    """The two processes of one instance: ``given`` are the models that they get the weights of."""
+
+    def __init__(self, zygote: Zygote, loader: Loader, given: tuple[Path, Path], workdir: Path) -> None:
+        self.members = (zygote.spawn(), zygote.spawn())
+        (ours, theirs), (back, behind) = socket.socketpair(), socket.socketpair()
+        edges = ((back, ours), (theirs, behind))
+        for number, (worker, ends, model) in enumerate(zip(self.members, edges, given, strict=True)):
+            worker.assign(
+                STAGED,
+                bundle_of({"user.py": SOURCE}),
+                workdir=workdir,
+                session=loader.grant(model),
+                edges=[each.detach() for each in ends],
+                member=Member(number=number, stages=2),
+                model=model.name,
+            )
+
+    def close(self, zygote: Zygote) -> None:
+        for worker in self.members:
+            worker.close()
+        zygote.exited(zygote.count)
+
+
+@pytest.fixture
+def two(zygote: Zygote, loader: Loader, tmp_path: Path) -> Iterator[Callable[[Path, Path], tuple[Worker, Worker]]]:
+    made: list[Two] = []
+
+    def make(one: Path, other: Path) -> tuple[Worker, Worker]:
+        made.append(Two(zygote, loader, (one, other), tmp_path))
+        return made[-1].members
+
+    yield make
+    for each in made:
+        each.close(zygote)
+
+
+def exit_code(zygote: Zygote, back: int) -> int:
+    """Of the worker that was made ``back`` workers before the last."""
+    return zygote.exited(zygote.count - back).code
+
+
+def test_a_call_over_two_processes_and_an_end_in_order(
+    two: Callable[[Path, Path], tuple[Worker, Worker]], models: Callable[[str], Path], zygote: Zygote
+) -> None:
+    head, other = two(models("llama"), models("llama"))
+    head.until(lambda: head.ready is not None)
+    assert head.ready is not None
+    assert "layer_ranges" in head.ready.capabilities
+    assert len(head.run({"count": 5}).text) > 0
+    head.stop()
+    head.wait_dead()
+    other.wait_dead()
+    assert (exit_code(zygote, 1), exit_code(zygote, 0)) == (0, 0), "who drives gave the other one back"
+    assert other.failed is None
+
+
+def test_one_that_is_gone_is_not_told_to_the_function(
+    two: Callable[[Path, Path], tuple[Worker, Worker]], models: Callable[[str], Path]
+) -> None:
+    """A function that catches everything would answer with it; its call is to go on elsewhere."""
+    head, other = two(models("llama"), models("llama"))
+    head.until(lambda: head.ready is not None)
+    number = head.call({"count": 400})
+    head.outputs(number, 1)
+    other.kill()
+    head.until(lambda: head.failed is not None)
+    assert head.failed is not None
+    assert head.failed.error.code == "instance_lost"
+    assert "is gone" in head.failed.error.message
+    assert not any(text.startswith("caught") for text in head.answers[number].outputs)
+    assert head.answers[number].end is None
+
+
+def test_one_with_other_weights_fails_the_start_of_both_in_the_same_words(
+    two: Callable[[Path, Path], tuple[Worker, Worker]], models: Callable[[str], Path]
+) -> None:
+    head, other = two(models("llama"), models("tied_llama"))
+    for worker in (head, other):
+        worker.until(lambda worker=worker: worker.failed is not None)  # type: ignore[misc]
+        assert worker.failed is not None
+        assert worker.failed.error.code == "start_failed"
+        assert "would compute other bits" in worker.failed.error.message
