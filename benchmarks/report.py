@@ -53,7 +53,7 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
     for aim in record["aims"]:
         wanted = f"≥ {aim['at_least']}" if "at_least" in aim else f"≤ {aim['at_most']}"
         lines.append(f"| {aim['aim']} | {wanted} | {figure(aim['value'])} | {_VERDICT[aim['met']]} |")
-    return lines
+    return [*lines, "", record["remarks"].strip()] if record.get("remarks") else lines
 
 
 _VERDICT: Final = {True: "yes", False: "**no**", None: "not judged"}
@@ -70,10 +70,16 @@ def _line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")[:300]
 
 
+def remarks(record: Path) -> dict[str, str]:
+    """What stands beside a record in a text of the same name: why aims are missed, say."""
+    text = record.with_suffix(".md")
+    return {"remarks": text.read_text()} if text.exists() else {}
+
+
 def main() -> int:
     """Write the page."""
     found = sorted(RESULTS.glob("*/*.json"))
-    records = [(path.parent.name, json.loads(path.read_text())) for path in found]
+    records = [(path.parent.name, json.loads(path.read_text()) | remarks(path)) for path in found]
     TARGET.write_text(render(records))
     for directory, record in records:
         write_charts(record, directory)

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,11 +58,12 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, case: str, unit: str = "ms") -> Iterator[None]:
-        """What breaks inside (``ProgramFailed``, ``SllmError``) is recorded as why our figures are missing."""
+        """What breaks inside (a program, a full disk, ``SllmError``) is recorded as why our figures are missing; other
+        cases are measured all the same."""
         self.note(f"case {case}")
         try:
             yield
-        except (ProgramFailed, SllmError) as error:
+        except (ProgramFailed, SllmError, OSError, subprocess.SubprocessError) as error:
             self.failed.append(case)
             self.case(case, "sllm", unit).not_run = f"failed: {error}"[:1000]
             self.note(f"{case} failed: {error}")

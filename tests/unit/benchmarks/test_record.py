@@ -1,6 +1,8 @@
 """Records, aims, the command line and the report."""
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,10 +67,27 @@ def test_the_command_line_writes_a_record_that_the_report_shows(tmp_path: Path) 
     assert [case["case"] for case in record["cases"]] == ["one", "one"]
     assert record["cases"][0]["samples"] == [1.0] * 3
     assert record["settings"] == {"quick": True}
-    page = report.render([("machine", record)])
+    file.with_suffix(".md").write_text("Missed, since the disk is slow.\n")
+    page = report.render([("machine", record | report.remarks(file))])
+    assert page.endswith("\n\nMissed, since the disk is slow.\n")
     assert "| one | sllm | 1 | 1 | 1 | 3 | ms |" in page
     assert "| one: sllm | ≤ 0.5 | 1 | **no** |" in page
     assert "no way" in page
+
+
+def test_a_case_that_breaks_ends_no_other(tmp_path: Path) -> None:
+    def measure(run: Run, cases: Sequence[str]) -> None:
+        for name in cases:
+            with run.attempt(name):
+                if name == "one":
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                run.case(name, "sllm").samples.append(1.0)
+
+    file = tmp_path / "made.json"
+    assert main("made", ("one", "two"), measure, ["--json", str(file)]) == 1
+    one, two = json.loads(file.read_text())["cases"]
+    assert "No space left" in one["not_run"]
+    assert two["samples"] == [1.0]
 
 
 def test_list_names_the_cases_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
