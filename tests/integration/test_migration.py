@@ -58,8 +58,10 @@ def ready(cluster: Cluster) -> list[InstanceView]:
 
 
 def settled(cluster: Cluster) -> InstanceView:
-    """The function's only instance, once nothing of what was before is left."""
+    """The function's only instance, once nothing of what was before is left. What was before may have left none."""
     found: list[InstanceView] = []
+    with Stream(cluster, "coder", {"gate": "", "at": 0, "max_tokens": 1}) as stream:
+        assert len(list(stream.values())) == 1
 
     def alone() -> bool:
         found[:] = instances(cluster)
