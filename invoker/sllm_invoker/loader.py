@@ -16,6 +16,7 @@ from sllm_invoker.preparation import Report
 from sllm_loaderd.client import KeptChunks, LoaderControl
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import NotFound, SllmError, Unavailable
+from sllm_runtime.protocol.limits import MAX_MESSAGE
 from sllm_runtime.protocol.loader import CPU, CUDA, FAKE, START, ModelInfo, Status, place_of
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import ModelRecord
@@ -27,6 +28,7 @@ CONNECT_S: Final = 30.0
 """A request waits this long for a loaderd that is being started."""
 RETRY_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 STATUS_S: Final = 1.0
+_SOURCES_BYTES: Final = MAX_MESSAGE // 2
 
 
 class Loader:
@@ -137,18 +139,19 @@ class Loader:
         """A descriptor for the sandbox ``holder`` with rights to ``model`` (to ``partitions``; ``None``: all of them)
         and ``adapters``, on ``devices``.
 
-        What this node lacks of them is made from its sources first. Loading has begun when this returns, each partition
-        to its own device (``place_of``); adapters are loaded by the sandbox, those that calls name. The caller owns the
-        descriptor.
+        A model that this node lacks is made from its sources first. Loading has begun when this returns, each partition
+        to its own device (``place_of``). Adapters are brought and loaded when the sandbox asks for them, which it does
+        for those that calls name. The caller owns the descriptor.
         """
         control = await self._there()
         ranks = range(len(model.partitions)) if partitions is None else partitions
         digests = [adapter.digest for adapter in adapters]
-        grant = partial(control.grant, holder, model.digest, ranks, adapters=digests, devices=devices)
+        sources = _sources(adapters)
+        grant = partial(control.grant, holder, model.digest, ranks, adapters=digests, devices=devices, sources=sources)
         try:
             fd = await grant()
         except NotFound:
-            known = set(await control.models())
+            known = {*await control.models(), *sources}
             for lacking in (record for record in (model, *adapters) if record.digest not in known):
                 await self._fetch(control, lacking, report)
             fd = await grant()
@@ -172,7 +175,7 @@ class Loader:
             report(Progress(stage=WEIGHTS, done=done, total=total, message=stage))
 
         failure: SllmError = NotFound(f"model {model.digest} has no source to make it from")
-        for source in dict.fromkeys((model.uri, *model.sources)):
+        for source in _places(model):
             try:
                 await control.register(source, digest=model.digest, report=on_progress)
                 return
@@ -218,6 +221,21 @@ class Loader:
         """End loads that were begun ahead of their sandbox and drop what is kept. Call after ``run`` ended."""
         await self._tasks.close()
         self._kept.close()
+
+
+def _places(model: ModelRecord) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((model.uri, *model.sources)))
+
+
+def _sources(adapters: Sequence[ModelRecord]) -> dict[str, tuple[str, ...]]:
+    """Where adapters come from, by digest, as many as one message takes; the others are brought before the start."""
+    found, left = {}, _SOURCES_BYTES
+    for adapter in adapters:
+        places = _places(adapter)
+        left -= sum(len(place.encode()) for place in places)
+        if left >= 0:
+            found[adapter.digest] = places
+    return found
 
 
 async def _load(control: LoaderControl, digest: str, rank: int, device: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from sllm_loaderd.client.control_wire import DEADLINE_S, ControlWire, Report
 from sllm_loaderd.client.keeping import KeptBatch, KeptDevice
@@ -110,11 +111,12 @@ class LoaderControl(ControlWire):
         *,
         adapters: Sequence[str] = (),
         devices: Sequence[str] = (),
+        sources: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         pidfd: int | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> int:
         """A connection for the sandbox ``holder`` with rights to this model and these adapters (LoRA) alone, on these
-        devices (none named: on all): a descriptor the caller owns.
+        devices (none named: on all): a descriptor the caller owns. Adapters with ``sources`` need not be there yet.
 
         Pass the sandbox's pidfd where there is one; otherwise ``gone`` has to be called when it is dead.
         """
@@ -126,6 +128,7 @@ class LoaderControl(ControlWire):
             partitions=tuple(partitions),
             adapters=tuple(adapters),
             devices=tuple(devices),
+            sources=dict(sources),
             fds=len(fds),
         )
         return (await self.ask(request, Granted, deadline_s, fds=fds))[1][0]

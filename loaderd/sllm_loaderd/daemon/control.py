@@ -188,11 +188,14 @@ class ControlConnection:
     async def _grant(self, request: Grant, fds: list[int]) -> None:
         await self._service.model(request.model)  # a model that is broken is refused here, not in the sandbox
         for adapter in request.adapters:
-            await self._service.model(adapter)
+            if adapter not in request.sources:
+                await self._service.model(adapter)
         for device in request.devices:
             if device != CPU:
                 self._service.devices.get(device)
-        rights = Rights(request.holder, request.model, request.partitions, request.adapters, request.devices)
+        rights = Rights(
+            request.holder, request.model, request.partitions, request.adapters, request.devices, request.sources
+        )
         theirs = self._holders.grant(self, rights, fds[0] if fds else None)
         try:
             self._connection.say(Granted(request=request.request), [theirs])

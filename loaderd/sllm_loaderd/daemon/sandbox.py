@@ -5,10 +5,11 @@ It ends with the socket; what it held stays held till Gone.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sllm_loaderd.daemon.connection import GRANTED_HELLO_S, Connection, as_error
 from sllm_loaderd.daemon.keeper import DeviceHandout, Handout
@@ -41,7 +42,7 @@ _MOST_LOADS = 64
 class Rights:
     """What a sandbox may have, in the name of ``holder``: partitions (none named: all) of one model, and adapters.
 
-    ``devices`` to which it may load; none named: all.
+    ``devices`` to which it may load; none named: all. ``sources`` of adapters that the node may lack, by digest.
     """
 
     holder: str
@@ -49,6 +50,7 @@ class Rights:
     partitions: tuple[int, ...] = ()
     adapters: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def check(self, model: str, partition: int, device: str) -> None:
         """Raises ``Forbidden`` naming what is not its own."""
@@ -72,10 +74,23 @@ class SandboxConnection:
         self._service = service
         self._keep = keep
         self._loads: dict[int, Loading] = {}
+        self._bringing: dict[int, asyncio.Task[None]] = {}
+        """Loads of adapters that come to the node first; cancelling one is safe."""
         self._closed = False
 
     async def serve(self) -> None:
         """Until the peer is gone. Loads under way are cancelled then."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._converse(group)
+                for task in self._bringing.values():
+                    task.cancel()
+        finally:
+            for request in list(self._loads):
+                self._forget(request)
+            await self._connection.close()
+
+    async def _converse(self, group: asyncio.TaskGroup) -> None:
         rights = self._rights
         welcome = Welcome(
             node=self._service.settings.node,
@@ -86,7 +101,7 @@ class SandboxConnection:
         try:
             if await self._connection.greet(welcome, GRANTED_HELLO_S):
                 while (message := await self._connection.receive()) is not None:
-                    await self._handle(message)
+                    await self._handle(message, group)
                     # Answers hold descriptors: who does not take them is not answered further.
                     await self._connection.wire.drain()
         except ProtocolError as error:
@@ -96,18 +111,17 @@ class SandboxConnection:
         except Exception as error:
             log.exception("sandbox %s", rights.holder)
             self._connection.fail(0, as_error(error))
-        finally:
-            for request in list(self._loads):
-                self._forget(request)
-            await self._connection.close()
 
     def close(self) -> None:
         """End ``serve``."""
         self._closed = True
         self._connection.wire.close()
 
-    async def _handle(self, message: SandboxRequest) -> None:
+    async def _handle(self, message: SandboxRequest, group: asyncio.TaskGroup) -> None:
         if isinstance(message, Load):
+            if self._far(message):
+                self._begin_to_bring(message, group)
+                return
             try:
                 await self._load(message)
             except (SllmError, OSError) as error:
@@ -122,6 +136,28 @@ class SandboxConnection:
             self._reorder(message)
         elif isinstance(message, Hello):
             raise ProtocolError("a second hello")
+
+    def _far(self, request: Load) -> bool:
+        """Whether its adapter has to come to this node first."""
+        free = request.request not in self._bringing and len(self._bringing) < _MOST_LOADS
+        return free and request.model in self._rights.sources and self._service.lacks(request.model)
+
+    def _begin_to_bring(self, request: Load, group: asyncio.TaskGroup) -> None:
+        task = group.create_task(self._bring(request), name=f"bring {request.model}")
+        self._bringing[request.request] = task
+        task.add_done_callback(lambda _: self._bringing.pop(request.request, None))
+
+    async def _bring(self, request: Load) -> None:
+        """``_load`` behind the registration; other loads of the sandbox go on meanwhile."""
+        try:
+            await self._service.bring(request.model, self._rights.sources[request.model])
+            self._bringing.pop(request.request, None)
+            await self._load(request)
+        # As in ``_converse``: whatever one load meets, the others go on.
+        except Exception as error:
+            if not isinstance(error, (SllmError, OSError)):
+                log.exception("sandbox %s", self._rights.holder)
+            self._connection.fail(request.request, as_error(error))
 
     async def _load(self, request: Load) -> None:
         rights, number = self._rights, request.request
@@ -219,6 +255,8 @@ class SandboxConnection:
             self._connection.fail(message.request, error)
 
     def _forget(self, request: int) -> bool:
+        if (coming := self._bringing.pop(request, None)) is not None:
+            return coming.cancel()
         found = self._loads.pop(request, None)
         if found is not None:
             found.cancel()

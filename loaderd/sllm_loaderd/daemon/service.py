@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sllm_loaderd.daemon.registration import Registrations, Report
@@ -27,7 +28,7 @@ from sllm_loaderd.residency import Residency
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_loaderd.verify import Checkpoint, describe, validate_checkpoint
-from sllm_runtime.protocol.errors import DigestMismatch, InvalidCheckpoint, SllmError
+from sllm_runtime.protocol.errors import DigestMismatch, InvalidCheckpoint, ModelNotFound, SllmError
 from sllm_runtime.protocol.loader import (
     CONVERT,
     CPU,
@@ -39,6 +40,7 @@ from sllm_runtime.protocol.loader import (
     ResidentStatus,
 )
 
+log = logging.getLogger(__name__)
 _MOST_OPEN = 256
 """Models whose index and small files are kept open."""
 T = TypeVar("T")
@@ -150,6 +152,26 @@ class LoaderService:
         self._sizes[digest] = info.nbytes
         self._prepare()
         return info
+
+    def lacks(self, digest: str) -> bool:
+        """Whether a model is not in the store."""
+        try:
+            self.store.directory(digest)
+        except ModelNotFound:
+            return True
+        return False
+
+    async def bring(self, digest: str, sources: Sequence[str]) -> None:
+        """Have a model from the first of ``sources`` that gives it. Raises what the last one failed with."""
+        failure: SllmError = ModelNotFound(f"model {digest} has no source to make it from", field="model")
+        for uri in sources:
+            try:
+                await self.register(uri, digest, lambda stage, done, total: None)
+                return
+            except SllmError as error:
+                log.warning("model %s from %s: %s", digest, uri, error.message)
+                failure = error
+        raise failure
 
     async def describe(self, digest: str) -> ModelInfo:
         """Everything about a model but its bytes."""

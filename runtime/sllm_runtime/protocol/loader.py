@@ -166,7 +166,8 @@ class Grant(Request, frozen=True, kw_only=True):
 
     ``holder`` names the sandbox; what it holds is used again only after ``Gone(holder)``, or when the process of the
     pidfd that may come with the message (``fds`` 1) has ended. ``adapters``: models (LoRA) that it may load beside.
-    ``devices``: where it may load to; none named: everywhere.
+    ``devices``: where it may load to; none named: everywhere. ``sources``: URIs of adapters that this node may lack, by
+    digest; they are registered when the sandbox first asks for them.
     """
 
     holder: str
@@ -174,6 +175,7 @@ class Grant(Request, frozen=True, kw_only=True):
     partitions: tuple[int, ...] = ()
     adapters: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    sources: dict[str, tuple[str, ...]] = {}
     fds: int = 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 
 from sllm_loaderd.client import KeptChunks, LoaderSession
 from sllm_loaderd.devices.tensors import bind
-from sllm_runtime.protocol.errors import Conflict, Forbidden, ModelNotFound
+from sllm_loaderd.verify import open_checkpoint
+from sllm_runtime.protocol.errors import Cancelled, Conflict, DigestMismatch, Forbidden, ModelNotFound
 from tests.fixtures.loaderd import (
     SMALL_CHUNK,
     LoaderProcess,
@@ -21,13 +23,14 @@ from tests.fixtures.loaderd import (
     session,
     small_checkpoint,
 )
+from tests.fixtures.waiting import GIVE_UP_S
 
 ADAPTERS = 3
 
 
 @pytest.fixture
 async def daemon(tmp_path: Path) -> AsyncIterator[LoaderProcess]:
-    async with loaderd(tmp_path, fake_devices="1x8MiB@2GB/s") as started:
+    async with loaderd(tmp_path, fake_devices="1x8MiB@2GB/s", conversions=2) as started:
         yield started
 
 
@@ -101,6 +104,45 @@ async def test_small_adapters_outlive_a_killed_loaderd(tmp_path: Path) -> None:
             assert (await daemon.control.status()).pool.used == 0
     finally:
         kept.close()
+
+
+async def test_an_adapter_comes_to_the_node_when_it_is_asked_for(daemon: LoaderProcess, tmp_path: Path) -> None:
+    """From the first of its sources that has it; what is not there fails its own load, and others go on."""
+    model = (await daemon.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+    places = [str(await asyncio.to_thread(adapter_checkpoint, tmp_path / f"adapter{seed}", seed)) for seed in (0, 1)]
+    digests = [open_checkpoint(Path(place)).digest for place in places]
+    gone, slow = ("sha256:" + digit * 64 for digit in "01")
+    silent = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers
+    fd = await daemon.control.grant(
+        "w",
+        model,
+        adapters=(*digests, gone, slow),
+        sources={
+            digests[0]: (str(tmp_path / "nowhere"), places[0]),
+            digests[1]: (places[0],),
+            gone: ("/nowhere",),
+            slow: (f"http://127.0.0.1:{silent.getsockname()[1]}/slow",),
+        },
+    )
+    opened = await asyncio.to_thread(LoaderSession, fd)
+    try:
+        assert await daemon.control.models() == (model,)
+        missing = opened.load(adapter=gone)
+        given_up, left = opened.load(adapter=slow), opened.load(adapter=slow)
+        given_up.cancel()
+        assert await right(opened, digests[0], 0, "cpu")
+        assert await right(opened, digests[0], 0, "fake:0")
+        with pytest.raises(ModelNotFound, match="/nowhere is not there"):
+            await asyncio.to_thread(missing.wait_all, GIVE_UP_S)
+        with pytest.raises(Cancelled):
+            await asyncio.to_thread(given_up.wait_all, GIVE_UP_S)
+        with pytest.raises(DigestMismatch, match="the source has changed"):
+            await asyncio.to_thread(opened.load(adapter=digests[1]).wait_all, GIVE_UP_S)
+        assert not left.ready
+    finally:
+        await asyncio.to_thread(opened.close)
+        silent.close()
+    assert digests[0] in await daemon.control.models()
 
 
 async def test_a_sandbox_loads_to_its_own_devices_alone(daemon: LoaderProcess, tmp_path: Path) -> None:
