@@ -23,6 +23,7 @@ from sllm_gateway.respond import Responder
 from sllm_gateway.routes.api import Api
 from sllm_gateway.routes.calling import Caller
 from sllm_gateway.routes.deploy import Deploying
+from sllm_gateway.routes.explain import Explaining
 from sllm_gateway.routes.function import FunctionRoute
 from sllm_gateway.routes.health import Live, MetricsRoute, Ready
 from sllm_gateway.routes.logs import Logs
@@ -96,6 +97,7 @@ class Gateway:
             *Api(controller, self.table, settings, clock).routes(),
             *Deploying(bus, controller, writer, settings, self.table).routes(),
             *Logs(bus, controller, writer).routes(),
+            *Explaining(controller, self.calls).routes(),
         ]
 
     def _ended(self, call: Call) -> None:

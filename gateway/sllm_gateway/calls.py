@@ -82,6 +82,10 @@ class Calls:
     def __len__(self) -> int:
         return len(self._open)
 
+    def get(self, call: str) -> Call | None:
+        """The call of that id, if it is open."""
+        return self._open.get(call)
+
     async def start(self) -> None:
         """Listen for frames, begin to look at deadlines."""
         await self._link.start(self._delivery)

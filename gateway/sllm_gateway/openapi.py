@@ -90,6 +90,8 @@ OPERATIONS = (
     Operation(
         "post", f"{API}/nodes/{{node}}/{{wish}}", "cordon, uncordon or drain a node", answer=http.NodeView
     ),
+    Operation("get", f"{API}/explain/{{what}}", "Why a function or an open call runs where it does",
+              answer=http.ExplainView),
     Operation("get", f"{API}/status", "What is there", answer=http.StatusView),
     Operation("get", f"{API}/openapi.json", "This document"),
     Operation("get", "/livez", "Whether the process lives", media=TEXT),

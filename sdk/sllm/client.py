@@ -83,6 +83,19 @@ class Client(Connection[httpx.Client]):
         """One request of ``/api/v1``; its JSON. What only reads is sent again. Raises the typed error."""
         return self._again(lambda: self._once(method, path, None, options), repeatable=method in ("GET", "HEAD"))
 
+    def text(self, path: str) -> str:
+        """What stands at ``path``, as it is. Raises the typed error."""
+        return str(self._again(lambda: self._text(path), repeatable=True))
+
+    def _text(self, path: str) -> str:
+        try:
+            response = self._http.get(path)
+        except httpx.HTTPError as error:
+            raise transport.failed(self.url, error) from error
+        if response.is_error:
+            raise answers.error_from(response.status_code, response.headers, response.content)
+        return response.text
+
     def operation(self, path: str, body: Mapping[str, Any], observe: Observe = answers.ignore) -> str:
         """A long operation (deployment, registration): the JSON of its result; ``observe`` sees its progress."""
         with closing(self.events("POST", path, json=dict(body))) as events:

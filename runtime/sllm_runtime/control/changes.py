@@ -121,7 +121,7 @@ def node_events(before: frozenset[str], after: frozenset[str], wall: float) -> l
 
 def _instance_event(instance: Instance, wall: float) -> Event:
     record = instance.record
-    reason = record.error.message if record.error else instance.stop.reason if instance.stop else _took(instance)
+    reason = record.error.message if record.error else instance.stop.reason if instance.stop else _start(instance)
     return Event(
         kind=f"instance.{record.state.lower()}",
         at=wall,
@@ -134,9 +134,13 @@ def _instance_event(instance: Instance, wall: float) -> Event:
     )
 
 
-def _took(instance: Instance) -> str:
-    """Of a start that is over: what it took beside what was expected."""
-    if instance.state is not InstanceState.READY or instance.predicted is None or instance.ready_at is None:
+def _start(instance: Instance) -> str:
+    """Of one that begins: what it is expected to take; of one that is over: what it took beside that."""
+    if instance.predicted is None:
+        return ""
+    if instance.state is InstanceState.PENDING:
+        return f"expected {instance.predicted.words()}"
+    if instance.state is not InstanceState.READY or instance.ready_at is None:
         return ""
     return f"in {instance.ready_at - instance.placed:.2f} s; expected {instance.predicted.words()}"
 

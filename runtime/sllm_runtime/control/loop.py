@@ -63,6 +63,11 @@ class Loop:
         self._running = Tasks("controller loop", self._end)
         self._commands = Tasks("controller commands")
 
+    @property
+    def policy(self) -> Policy:
+        """What it places by."""
+        return self._policy
+
     # --- changing the view --------------------------------------------------------------------------
     def change(self, step: Callable[[View], View]) -> View:
         """Apply ``step`` and everything that follows from it but new commands, which the next plan (at once) sends."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sllm_runtime.control import draining, listing, migration, registry, routes
+from sllm_runtime.control import draining, explain, listing, migration, registry, routes
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import STORE_S, Deployments
 from sllm_runtime.control.lease import Leadership
@@ -69,6 +69,7 @@ class Service:
             "nodes": self.nodes,
             "cordon": self.cordon,
             "migrate": self.migrate,
+            "explain": self.explain,
             "ping": self.ping,
         }
 
@@ -171,6 +172,10 @@ class Service:
             instance.key[0], lambda view: migration.outcome(view, name), waited(request.wait_s)
         )
         return found or migration.so_far(self._loop.view, name)
+
+    async def explain(self, request: ctl.Explain) -> ctl.Explained:
+        version = routes.locate(self._loop.view, request.function, request.version)
+        return explain.explained(self._loop.view, (request.function, version), self._loop.policy, time.monotonic())
 
     async def ping(self, _: ctl.Nothing) -> Ok:
         return Ok(note="leading")

@@ -236,6 +236,50 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
     drain: bool = False
 
 
+class Explain(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a version runs where it does; ``version`` None: the active one."""
+
+    function: str
+    version: int | None = None
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A node for one more instance: seconds that its start is expected to take there (and of what), were there room.
+    ``why``: what keeps it from being started there now; empty: nothing does."""
+
+    node: str
+    seconds: float | None = None
+    expected: str = ""
+    why: str = ""
+
+
+class StartTold(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance's start: the seconds that it was expected to take (None: by a policy that does not ask, or of the
+    controller before), and those that it took (None: it goes on)."""
+
+    instance: str
+    node: str
+    state: str
+    seconds: float | None = None
+    expected: str = ""
+    took: float | None = None
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """``decision``: what the policy would do for one more instance now; ``node``: where it would start, if it would.
+    ``pending``: why one that is wanted cannot be placed."""
+
+    function: str
+    version: int
+    policy: str
+    decision: str
+    node: str = ""
+    possible: bool = True
+    pending: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    starts: tuple[StartTold, ...] = ()
+
+
 class Nothing(msgspec.Struct, frozen=True, kw_only=True):
     """No arguments."""
 
@@ -255,5 +299,6 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "nodes": (Listing, NodeList),
     "cordon": (Cordon, NodeInfo),
     "migrate": (Migrate, Migrated),
+    "explain": (Explain, Explained),
     "ping": (Nothing, Ok),
 }

@@ -249,6 +249,46 @@ class NodeListView(Frozen):
     nodes: tuple[NodeView, ...]
 
 
+class CandidateView(Frozen):
+    """A node for one more instance. ``seconds``: of a start there, were there room. ``why`` empty: nothing is in the
+    way."""
+
+    node: str
+    seconds: float | None = None
+    expected: str = ""
+    why: str = ""
+
+
+class StartView(Frozen):
+    """An instance's start: seconds as expected, and as it took."""
+
+    instance: str
+    node: str
+    state: str
+    seconds: float | None = None
+    expected: str = ""
+    took: float | None = None
+
+
+class ExplainView(Frozen):
+    """``GET /api/v1/explain/{what}``, of a function, or of a call that this gateway has open: then ``call``, what it is
+    doing (``state``), the ``instance`` that it runs on and its ``timeline`` so far."""
+
+    function: str
+    version: int
+    policy: str
+    decision: str
+    node: str = ""
+    possible: bool = True
+    pending: str = ""
+    candidates: tuple[CandidateView, ...] = ()
+    starts: tuple[StartView, ...] = ()
+    call: str | None = None
+    state: str | None = None
+    instance: str | None = None
+    timeline: str = ""
+
+
 class LogView(Frozen):
     """One ``data`` of ``GET /api/v1/functions/{name}/logs`` (SSE; ``follow``, ``call``, ``limit``, ``since``)."""
 

@@ -329,6 +329,38 @@ async def test_what_names_nothing_is_refused_in_few_words(nats: Nats) -> None:
         assert len((await w.http.get(f"/v1/models/{long}")).text) < 300
 
 
+async def test_a_function_and_an_open_call_are_explained(nats: Nats) -> None:
+    asked = []
+
+    async def explain(request: ctl.Explain) -> ctl.Explained:
+        asked.append((request.function, request.version))
+        near = ctl.Candidate(node="n1", seconds=0.5, expected="0.50 s")
+        return ctl.Explained(
+            function=request.function, version=1, policy="StartupTime", decision="a start on n1", node="n1",
+            candidates=(near, ctl.Candidate(node="n2", why="it is cordoned")),
+        )  # fmt: skip
+
+    async def hang(run: Run) -> None:
+        run.out("begun")
+        await run.cancelled.wait()
+        run.end()
+
+    async with world(nats) as w:
+        await w.controller.serve("explain", ctl.Explain, explain)
+        await w.deploy(manifest("f"), entry(), script=hang)
+        of_function = (await w.http.get(f"{API}/explain/f")).json()
+        async with w.http.stream("POST", "/fn/f", headers=SSE) as response:
+            call = response.headers["sllm-call-id"]
+            of_call = (await w.http.get(f"{API}/explain/{call}")).json()
+        lost = await w.http.get(f"{API}/explain/CALL-1")
+    assert of_function["candidates"][1] == {"node": "n2", "seconds": None, "expected": "", "why": "it is cordoned"}
+    assert of_function["call"] is None
+    assert (of_call["call"], of_call["state"], of_call["instance"]) == (call, "RUNNING", entry().instance)
+    assert of_call["timeline"].startswith("timeline queue=")
+    assert asked == [("f", None), ("f", 1)]
+    assert (lost.status_code, lost.json()["error"]["code"]) == (404, "call_not_found")
+
+
 async def test_events_are_read(nats: Nats) -> None:
     async with world(nats) as w:
         event = Happened(kind="instance.ready", at=1.0, component="node", function="f")

@@ -27,7 +27,7 @@ from sllm_runtime.protocol.errors import (
     Unauthorized,
     Unavailable,
 )
-from sllm_runtime.protocol.http import InstanceView
+from sllm_runtime.protocol.http import CandidateView, ExplainView, GpuView, InstanceView, NodeDetailView, StartView
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
 
@@ -479,3 +479,46 @@ def test_a_place_that_cannot_be_written_is_said() -> None:
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert "/proc/x" in done.stderr
         assert "choose" in done.stderr
+
+
+def test_a_placement_is_explained(gateway: Gateway) -> None:
+    found = ExplainView(
+        function="chat", version=2, policy="StartupTime", decision="a start on n1", node="n1", pending="all is in use",
+        candidates=(CandidateView(node="n1", seconds=0.5), CandidateView(node="n2", why="it is cordoned")),
+        starts=(StartView(instance="i", node="n1", state="READY", seconds=0.5, took=0.625),),
+        call="call-1", state="RUNNING", instance="i", timeline="timeline queue=1.0@0.0",
+    ).model_dump(mode="json")  # fmt: skip
+    gateway.will(Answer(json=found))
+    assert document(here("explain", "chat", "--json")) == found
+    said = here("explain", "call-1").stdout
+    assert "call call-1 is RUNNING on i" in said
+    assert "chat v2: one more instance now would be a start on n1 (StartupTime)" in said
+    assert "waits: all is in use" in said
+    assert "n1 *\t0.50 s" in said
+    assert "it is cordoned" in said
+    assert "0.50 s\t0.62 s" in said
+
+
+def test_events_are_shown_as_they_come(gateway: Gateway) -> None:
+    event = {"kind": "instance.ready", "at": 0.0, "function": "chat", "version": 1, "node": "n1", "message": "in 1 s"}
+    gateway.will(Answer((sse(event, event="event"), ": heartbeat\n", sse(event | {"fields": {"a": "b"}}), DONE)))
+    first, second = here("events", "-f").stdout.splitlines()
+    assert first.endswith("instance.ready        chat n1 v1  in 1 s")
+    assert second.endswith("in 1 s  a=b")
+    gateway.will(Answer((sse(event, event="event"), DONE)))
+    assert document(here("events", "--json")) == event
+
+
+def test_top_looks_once_where_nobody_watches(gateway: Gateway) -> None:
+    node = NodeDetailView(
+        node="n1", alive=True, cordoned=False, draining=False, age_s=0, cpu=4, free_cpu=3, memory=2**30,
+        free_memory=2**29, gpus=(GpuView(index=0, kind="L4", memory=1, used_by="i"),), dram_limit=2**30, instances=1,
+    ).model_dump(mode="json")  # fmt: skip
+    metrics = 'sllm_queue_depth{function="chat"} 3.0\nsllm_tokens_total{function="chat",kind="completion"} 12.0\n'
+    gateway.will(Answer(json={"nodes": [node]}), Answer(json=node), Answer(raw=metrics.encode()))
+    rows = [row.split("\t") for row in here("top").stdout.splitlines()]
+    assert rows[1][:5] == ["n1", "alive", "3/4", "512.0 MiB/1.0 GiB", "1/1 used"]
+    (chat,) = [row for row in rows if row[0] == "chat"]
+    assert chat[3:] == ["3", "-"]
+    gateway.will(Answer(json={"nodes": [node]}), Answer(json=node), Answer(raw=metrics.encode()))
+    assert document(here("top", "--json"))["counts"] == {"queued chat": 3.0, "tokens chat": 12.0}

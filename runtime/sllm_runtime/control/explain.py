@@ -1,0 +1,81 @@
+"""Why a version runs where it does, and where its next instance would go: for people. Pure."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+from typing import Final
+
+from sllm_runtime.control.fits import free, short
+from sllm_runtime.control.placement import Place, Policy, Refuse, Request
+from sllm_runtime.control.scheduling.estimate import estimate
+from sllm_runtime.control.scheduling.servers import server
+from sllm_runtime.control.view import Instance, Key, Node, View
+from sllm_runtime.protocol.ctl import Candidate, Explained, StartTold
+from sllm_runtime.protocol.node import NodeStatus
+
+MOST: Final = 256
+"""Candidates that are told of, those that fit first: as many as fit one message."""
+
+
+def explained(view: View, key: Key, policy: Policy, now: float) -> Explained:
+    """What ``policy`` would decide for one more instance of version ``key`` now, what each node would cost, and what
+    the starts of its instances took beside what was expected."""
+    version = view.versions[key]
+    request = Request(key, version.manifest, version.model)
+    decision = policy.place(request, view, now, random.Random(0))
+    candidates = [_candidate(view, request, node, now) for _, node in sorted(view.nodes.items())]
+    candidates.sort(key=lambda each: (bool(each.why), each.seconds if each.seconds is not None else inf, each.node))
+    return Explained(
+        function=key[0],
+        version=key[1],
+        policy=type(policy).__name__,
+        decision=_words(decision) if isinstance(decision, Place) else decision.reason,
+        node=decision.node if isinstance(decision, Place) else "",
+        possible=not isinstance(decision, Refuse),
+        pending=view.pending.get(key, ""),
+        candidates=tuple(candidates[:MOST]),
+        starts=tuple(_told(instance) for instance in view.of(key) if not instance.ended),
+    )
+
+
+def _words(place: Place) -> str:
+    return f"a start on {place.node}" + (f", expected to take {place.estimate.words()}" if place.estimate else "")
+
+
+def _candidate(view: View, request: Request, node: Node, now: float) -> Candidate:
+    name, status = node.record.node, node.status
+    if status is None or not view.alive(name, now):
+        return Candidate(node=name, why="it is not heard")
+    guess = estimate(server(view, node, status), request.key, view.model_of(request.key), view.learned)
+    return Candidate(
+        node=name, seconds=guess.seconds, expected=guess.words(), why=_why_not(view, request, node, status, now)
+    )
+
+
+def _why_not(view: View, request: Request, node: Node, status: NodeStatus, now: float) -> str:
+    """What keeps it from being started there now; empty if nothing does."""
+    name = node.record.node
+    refused = view.refused.get((request.key, name))
+    if node.record.cordoned or status.draining:
+        return "it is cordoned" if not (node.record.draining or status.draining) else "it is drained"
+    if view.kept.get(name, request.key) != request.key:
+        return f"it is kept for {view.kept[name][0]}, which has waited long"
+    if refused is not None and refused.until > now:
+        return f"it has just refused: {refused.reason}"
+    capacity = free(view, node)
+    lacks = short(request.need(view), capacity) if capacity is not None else ()
+    return "needs " + "; ".join(lacks) if lacks else ""
+
+
+def _told(instance: Instance) -> StartTold:
+    took = instance.ready_at - instance.placed if instance.ready_at is not None and not instance.adopted else None
+    predicted = instance.predicted
+    return StartTold(
+        instance=instance.record.instance,
+        node=instance.record.node,
+        state=instance.state,
+        seconds=predicted.seconds if predicted is not None else None,
+        expected=predicted.words() if predicted is not None else "",
+        took=took,
+    )

@@ -1,0 +1,50 @@
+"""``sllm events``: what happened, and with ``-f`` what happens."""
+
+from __future__ import annotations
+
+import json as json_
+import time
+from typing import Annotated, Any
+
+import typer
+
+from sllm import answers
+from sllm.answers import Trace
+from sllm.cli import output
+from sllm.cli.context import Json, client
+from sllm_runtime.protocol.http import API
+
+
+def events(
+    context: typer.Context,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as things happen.")] = False,
+    function: Annotated[str | None, typer.Option(help="Only what is about this function.")] = None,
+    limit: Annotated[int, typer.Option(min=0, max=10_000, help="At most so many of the latest.")] = 100,
+    since: Annotated[float | None, typer.Option(help="Only of the last so many seconds.")] = None,
+    json: Json = False,
+) -> None:
+    """Show what happened to nodes, functions, instances and calls."""
+    query = {"limit": str(limit), "follow": "true" if follow else "false"}
+    query |= {"function": function} if function else {}
+    query |= {"since": str(time.time() - since)} if since is not None else {}
+    with client(context) as connection:
+        for event in connection.events("GET", f"{API}/events", params=query):
+            if event.comment is not None or event.done:
+                continue
+            if event.event == "error":
+                answers.value_of(event, Trace())
+            found = json_.loads(event.data)
+            if json:
+                output.value(found)
+            else:
+                output.text(line(found))
+
+
+def line(found: dict[str, Any]) -> str:
+    """One event for people."""
+    clock = time.strftime("%H:%M:%S", time.localtime(found.get("at", 0)))
+    version = f" v{found['version']}" if found.get("version") is not None else ""
+    about = " ".join(str(found[key]) for key in ("function", "instance", "node", "call") if found.get(key))
+    fields = " ".join(f"{key}={value}" for key, value in found.get("fields", {}).items())
+    parts = (clock, f"{found.get('kind', '?'):<20}", about + version, found.get("message", ""), fields)
+    return "  ".join(part for part in parts if part)

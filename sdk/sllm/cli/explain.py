@@ -1,0 +1,47 @@
+"""``sllm explain``: why a function, or a call that is open, runs where it does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from sllm.cli import output, show
+from sllm.cli.context import Json, client
+from sllm_runtime.protocol.http import API, ExplainView
+from sllm_runtime.protocol.timeline import parse_comment
+
+
+def explain(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(help="A function's name, or the id of a call that is open.")],
+    json: Json = False,
+) -> None:
+    """Say where it would start and why, what each node would cost, and what its starts took."""
+    with client(context) as connection:
+        found = ExplainView.model_validate(connection.request("GET", f"{API}/explain/{quote(what, safe='')}"))
+    if json:
+        output.value(found.model_dump(mode="json"))
+        return
+    if found.call is not None:
+        output.text(f"call {found.call} is {found.state}" + (f" on {found.instance}" if found.instance else ""))
+        show.timeline(parse_comment(found.timeline))
+    output.text(f"{found.function} v{found.version}: one more instance now would be {found.decision} ({found.policy})")
+    if found.pending:
+        output.text(f"one is wanted and waits: {found.pending}")
+    rows = [
+        (each.node + (" *" if each.node == found.node else ""), _seconds(each.seconds), each.expected, each.why)
+        for each in found.candidates
+    ]
+    output.table(("NODE", "START", "EXPECTED", "NOT NOW, SINCE"), rows, empty="no nodes have joined")
+    started = [
+        (each.instance, each.node, each.state, _seconds(each.seconds), _seconds(each.took), each.expected)
+        for each in found.starts
+    ]
+    columns = ("INSTANCE", "NODE", "STATE", "EXPECTED", "TOOK", "OF")
+    output.table(columns, started, empty="no instances (scaled to zero)")
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.2f} s" if value is not None else "-"

@@ -1,0 +1,94 @@
+"""What people are told of placements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from sllm_runtime.control.changes import events
+from sllm_runtime.control.explain import explained
+from sllm_runtime.control.placement import Place
+from sllm_runtime.control.scheduling.policies import Random
+from sllm_runtime.control.scheduling.startup import StartupTime
+from sllm_runtime.control.view import Refusal, View
+from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol.errors import FunctionNotFound
+from sllm_runtime.protocol.states import InstanceState
+from tests.unit.control.bench import Bench
+from tests.unit.control.bench import manifest as small
+from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place
+
+KEY = ("chat", 1)
+M = model("m", 2 * GB)
+
+
+def view() -> View:
+    nodes = (
+        node("far"),
+        node("near", models=(M.digest,)),
+        node("full", resident=(M.digest,)),
+        node("small", gpus=0),
+        node("closed"),
+    )
+    made, _ = function(cluster(*nodes, models=(M,)), "chat", M)
+    made = idle(function(made, "other")[0], "other", "full", running=1)
+    closed = made.nodes["closed"]
+    return made.put_node(replace(closed, record=msgspec.structs.replace(closed.record, cordoned=True)))
+
+
+def test_each_node_has_its_estimate_or_what_is_in_the_way() -> None:
+    told = explained(view(), KEY, StartupTime(), NOW)
+    assert (told.node, told.policy) == ("near", "StartupTime")
+    assert told.decision.startswith("a start on near, expected to take 2.00 s (ssd:")
+    assert [each.node for each in told.candidates][:2] == ["near", "far"], "the quickest of those that it fits first"
+    why = {each.node: each.why for each in told.candidates}
+    assert (why["near"], why["far"]) == ("", "")
+    assert why["full"] == "needs 1 x L4 (has none)"
+    assert why["closed"] == "it is cordoned"
+    assert "1 x L4 (has none)" in why["small"]
+    seconds = {each.node: each.seconds for each in told.candidates}
+    assert seconds["full"] is not None
+    assert seconds["full"] < 1.0, "where it does not fit it would be quickest"
+
+
+def test_other_things_in_the_way_are_named() -> None:
+    made = view()
+    made = replace(made, refused={(KEY, "near"): Refusal(NOW + 1, "no_capacity")}, kept={"far": ("other", 1)})
+    told = explained(made, KEY, Random(), NOW)
+    why = {each.node: each.why for each in told.candidates}
+    assert why["near"] == "it has just refused: no_capacity"
+    assert why["far"] == "it is kept for other, which has waited long"
+    assert not told.node
+    assert "needs 1 x L4" in told.decision
+    silent = replace(made, listening_since=0.0)
+    assert explained(silent, KEY, Random(), NOW + 100).candidates[0].why == "it is not heard"
+
+
+def test_starts_stand_beside_what_was_expected_of_them() -> None:
+    made = view()
+    (other,) = made.of(("other", 1))
+    decision = place(StartupTime(), made, "chat")
+    assert isinstance(decision, Place)
+    started = replace(other, predicted=decision.estimate, placed=NOW, ready_at=NOW + 0.5)
+    (told,) = explained(made.put_instance(started), ("other", 1), StartupTime(), NOW).starts
+    assert told.took == 0.5
+    assert told.expected.startswith("2.00 s (ssd:")
+    pending = replace(
+        started, record=msgspec.structs.replace(other.record, instance="new", state=InstanceState.PENDING)
+    )
+    (event,) = events(made, made.put_instance(pending), 0.0)
+    assert (event.kind, event.message) == ("instance.pending", f"expected {told.expected}")
+
+
+async def test_it_is_asked_for_over_the_bus(bench: Bench) -> None:
+    await bench.gateway.deploy(small())
+    told: ctl.Explained = await bench.gateway.ask("explain", ctl.Explain(function="chat"))
+    assert (told.function, told.version) == ("chat", 1)
+    assert [each.node for each in told.candidates] == [bench.node.name]
+    (start,) = told.starts
+    assert start.seconds is not None
+    assert start.took is not None
+    with pytest.raises(FunctionNotFound):
+        await bench.gateway.ask("explain", ctl.Explain(function="none"))
