@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 
-from sllm_runtime.worker.engine.base import Mask, Request, TokenChoice
+from sllm_runtime.protocol.errors import InternalError, SllmError
+from sllm_runtime.worker.engine.base import Constraint, Mask, Request, TokenChoice
 from sllm_runtime.worker.engine.sampling import Row, choose
+
+log = logging.getLogger(__name__)
 
 
 def next_token(row: Row, request: Request, output: Sequence[int], eos: frozenset[int]) -> TokenChoice:
     """The token after ``output``. Raises ``FunctionError`` for a row with NaN, ``InvalidRequest`` where the request's
-    own rules leave nothing, and what its constraints raise."""
+    own rules leave nothing, what its constraints raise, and ``InternalError`` for a bug in one."""
     return choose(
         row, request.sampling, request.prompt, output, request.choice, allowed(request, output, eos, len(row))
     )
@@ -27,5 +31,16 @@ def allowed(request: Request, output: Sequence[int], eos: frozenset[int], vocabu
     if len(output) < sampling.min_tokens:
         open_[[*eos, *sampling.stop_ids]] = False
     for constraint in request.constraints:
-        open_ &= constraint.allowed(output)
+        open_ &= _asked(constraint, output)
     return open_
+
+
+def _asked(constraint: Constraint, output: Sequence[int]) -> Mask:
+    """A bug in what keeps one request's rules is that request's, not the batch's."""
+    try:
+        return constraint.allowed(output)
+    except SllmError:
+        raise
+    except Exception as error:
+        log.exception("a constraint failed")
+        raise InternalError(f"what holds this output to its shape failed: {type(error).__name__}: {error}") from error

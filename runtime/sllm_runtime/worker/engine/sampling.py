@@ -6,6 +6,7 @@ the state of a call is its tokens and nothing else, and a resume draws what the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from sllm_runtime.worker.engine.base import Mask, Sampling, TokenChoice
 
 Row = npt.NDArray[np.float32]
 _MASK = 2**64 - 1
+_NAN = "the model's logits are NaN; its weights or its inputs are broken"
 
 
 def choose(
@@ -31,7 +33,7 @@ def choose(
     Raises ``FunctionError`` if the row holds NaN, ``InvalidRequest`` if no id is ``allowed``.
     """
     if np.isnan(row).any():
-        raise FunctionError("the model's logits are NaN; its weights or its inputs are broken")
+        raise FunctionError(_NAN)
     scores = _penalised(row, sampling, prompt, output)
     if allowed is not None:
         scores[~allowed] = -np.inf
@@ -43,6 +45,11 @@ def choose(
         kept = _filtered(scores / np.float32(sampling.temperature), sampling)
         token = int((kept + _gumbel(len(row), sampling.seed or 0, choice, len(output))).argmax())
     return reported(row, token, sampling.logprobs)
+
+
+def broken(scores: Sequence[TokenChoice]) -> FunctionError | None:
+    """What is wrong with the log probabilities of a prompt, if anything is."""
+    return FunctionError(_NAN) if any(math.isnan(score.logprob) for score in scores) else None
 
 
 def _penalised(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> Row:

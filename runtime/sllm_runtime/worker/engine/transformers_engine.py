@@ -23,7 +23,7 @@ from sllm_runtime.worker.engine.base import (
     TokenChoice,
 )
 from sllm_runtime.worker.engine.choosing import next_token
-from sllm_runtime.worker.engine.sampling import reported
+from sllm_runtime.worker.engine.sampling import broken, reported
 
 _SCORED: Final = 32
 """Positions of a prompt that are fed at once where every row's logits are wanted: what they take is bounded so."""
@@ -146,6 +146,8 @@ class TransformersEngine:
         try:
             if run.scoring:
                 self._score(run)
+                if (wrong := broken(run.scores)) is not None:
+                    raise wrong
             if self._full(run):
                 return Event(request=number, prompt=tuple(run.scores), finish="length")
             row = self._forward(run)

@@ -18,6 +18,7 @@ from sllm_runtime.worker.engine.ours.runner import LocalRunner, Runner
 from sllm_runtime.worker.engine.ours.sampler import choose_rows
 from sllm_runtime.worker.engine.ours.scheduler import Limits, Scheduler, Sequence, State
 from sllm_runtime.worker.engine.ours.scoring import Head, score
+from sllm_runtime.worker.engine.sampling import broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +254,9 @@ class OurEngine:
             return Event(request=number, error=picked)
         first = sequence.produced == len(request.emitted)
         prompt = tuple(sequence.scores) if first else ()
+        if (wrong := broken(prompt)) is not None:
+            self.cancel(number)
+            return Event(request=number, error=wrong)
         if endings.full(request, sequence.produced, self.max_context):  # its prompt alone was asked about
             self.cancel(number)
             return Event(request=number, prompt=prompt, finish="length", cached=sequence.cached)
