@@ -133,7 +133,8 @@ def _refuse_splits(index: CheckpointIndex) -> None:
     if split is not None:
         raise UnsupportedModel(
             f"tensor {split.name!r} is shared out over {len(split.ranks)} partitions (layout {index.layout}), and one "
-            "worker does not join them; deploy the model in one partition, or in runs of layers (--plan auto-layers:N)",
+            f"worker does not join them; deploy it with parallelism={{'tensor': {len(index.partitions)}}}, or the "
+            "model in one partition or in runs of layers (--plan auto-layers:N)",
             field=split.name,
         )
 

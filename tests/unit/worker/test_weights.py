@@ -93,7 +93,7 @@ def test_partitions_that_lie_apart_are_one_model(name: str, tmp_path: Path) -> N
 def test_tensors_that_are_shared_out_are_refused_by_name(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
     checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck", AutoPlan("auto", 2))
-    with pytest.raises(UnsupportedModel, match=r"weight' is shared out over 2 partitions .layout hf-tp2.*auto-layers"):
+    with pytest.raises(UnsupportedModel, match=r"weight' is shared out over 2 partitions .layout hf-tp2.*'tensor': 2}"):
         checkpoint.tensors()
 
 
