@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from sllm_invoker.bounds import NAME_BYTES, clip, clip_error
-from sllm_invoker.logs import InstanceLog, PipeReader
+from sllm_invoker.logs import InstanceLog
+from sllm_invoker.output import Output
 from sllm_invoker.preparation import Seat
 from sllm_invoker.sandbox import Exit, Sandbox
 from sllm_invoker.verdicts import Verdict
@@ -35,17 +36,12 @@ class Follower:
     seat: Seat
     log: InstanceLog
     heard: Callable[[], None]
-    pipes: tuple[PipeReader, ...] = ()
+    output: Output
 
     @classmethod
     def of(cls, seat: Seat, log: InstanceLog, heard: Callable[[], None]) -> Follower:
         """With its output read from now on."""
-        sandbox = seat.sandbox
-        pipes = (
-            PipeReader(sandbox.stdout, lambda line: log.line("stdout", line)),
-            PipeReader(sandbox.stderr, lambda line: log.line("stderr", line)),
-        )
-        return cls(seat, log, heard, pipes)
+        return cls(seat, log, heard, Output(seat.sandbox, log))
 
     def tell(self, assign: Assign, fds: Sequence[int]) -> None:
         """Say what it is. One that is gone is noticed by ``end``."""
@@ -57,8 +53,7 @@ class Follower:
         is known, or should have been."""
         end = await self._listen()
         if isinstance(end, Exit):
-            for pipe in self.pipes:
-                pipe.stop()
+            self.output.drain()
             if not end.code and not end.signal:
                 await asyncio.wait((verdict,), timeout=CAUSE_S)
         return end
@@ -93,13 +88,6 @@ class Follower:
                 return clip_error(failed.error).to_error()
             case other:
                 raise ProtocolError(f"{type(other).__name__} from a worker that takes no calls")
-
-    async def silence(self) -> None:
-        """Kill it, then read what it still had written."""
-        self.seat.sandbox.kill()
-        await asyncio.shield(self.seat.sandbox.exited)
-        for pipe in self.pipes:
-            pipe.stop()
 
 
 async def ended(sandbox: Sandbox) -> Exit:

@@ -16,7 +16,7 @@ from typing import Final
 from sllm_invoker import exits, verdicts
 from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_names, clip_report, clip_spans
 from sllm_invoker.follower import EOF_S, Follower, ended
-from sllm_invoker.logs import PipeReader
+from sllm_invoker.output import Output
 from sllm_invoker.preparation import Prepared, assignment, prepare
 from sllm_invoker.sandbox import Exit, Sandbox
 from sllm_invoker.surroundings import Surroundings
@@ -53,7 +53,6 @@ class Instance:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._stop_reason: str | None = None
-        self._pipes: tuple[PipeReader, ...] = ()
         self._oom_kills = exits.oom_kills()
         self._heard: dict[int, float] = {}
         self.ended_at: float | None = None
@@ -162,16 +161,13 @@ class Instance:
     async def _assign(self, prepared: Prepared, stack: AsyncExitStack) -> None:
         around, (first, *others) = self._around, prepared.seats
         sandbox = first.sandbox
-        self._pipes = (
-            PipeReader(sandbox.stdout, lambda line: around.log.line("stdout", line)),
-            PipeReader(sandbox.stderr, lambda line: around.log.line("stderr", line)),
-        )
-        stack.push_async_callback(self._silence, sandbox)
+        output = Output(sandbox, around.log)
+        stack.push_async_callback(output.silence)
         work = Work(self.order, sandbox.wire, around.ready, around.consumed, self._silent, around.clock)
         self._assigned_ms = (around.clock() - self._began) * 1000
         followers = [Follower.of(seat, around.log, partial(self._hear, seat.member.number)) for seat in others]
         for follower in followers:
-            stack.push_async_callback(follower.silence)
+            stack.push_async_callback(follower.output.silence)
         tells: list[Callable[[Assign, Sequence[int]], None]] = [work.tell, *(each.tell for each in followers)]
         with wired(tuple(seat.member for seat in prepared.seats)) as edges:
             for seat, ends in zip(prepared.seats, edges, strict=True):
@@ -182,7 +178,7 @@ class Instance:
         async with asyncio.TaskGroup() as group:  # all of it is cancelled when there is a verdict
             for follower in followers:
                 group.create_task(self._watch(follower), name=f"follow {self.order.instance}")
-            await self._listen(sandbox, work)
+            await self._listen(sandbox, output, work)
 
     async def _watch(self, follower: Follower) -> None:
         """Until a process that takes no calls ends, and so the instance."""
@@ -194,16 +190,6 @@ class Instance:
         else:
             self._conclude(verdicts.broken(self.order.instance, end))
 
-    async def _silence(self, sandbox: Sandbox) -> None:
-        """Kill the worker, then read what it still had written."""
-        sandbox.kill()
-        await asyncio.shield(sandbox.exited)
-        self._drain_pipes()
-
-    def _drain_pipes(self) -> None:
-        for pipe in self._pipes:
-            pipe.stop()
-
     def _silent(self, error: SllmError) -> None:
         """The worker takes nothing, though much waits for it."""
         self._conclude(verdicts.lost(error))
@@ -214,7 +200,7 @@ class Instance:
         self._conclude(verdicts.start_timeout(self.order, self._stage, why))
 
     # --- the worker's messages ------------------------------------------------------------------------
-    async def _listen(self, sandbox: Sandbox, work: Work) -> None:
+    async def _listen(self, sandbox: Sandbox, output: Output, work: Work) -> None:
         loop = asyncio.get_running_loop()
         sandbox.exited.add_done_callback(lambda _end: loop.call_later(EOF_S, sandbox.wire.close))
         feeder = asyncio.create_task(work.feed_back(), name=f"feed {self.order.instance}")
@@ -226,7 +212,9 @@ class Instance:
         finally:
             feeder.cancel()
             await asyncio.gather(feeder, return_exceptions=True)
-        await self._died(sandbox)
+        end = await ended(sandbox)
+        output.drain()  # its last lines belong to the error
+        self._died(end)
 
     def _on_message(self, payload: bytes, work: Work) -> None:
         message = codec.unpack(FromWorker, payload)
@@ -269,10 +257,8 @@ class Instance:
         work.open()
         self._move(InstanceState.READY)
 
-    async def _died(self, sandbox: Sandbox) -> None:
-        """The socket ended: so has the worker, or it will now."""
-        end = await ended(sandbox)
-        self._drain_pipes()  # its last lines belong to the error
+    def _died(self, end: Exit) -> None:
+        """The socket ended, and the worker with it."""
         clean = end.asked or (end.code == 0 and not end.signal)
         if self._stop_reason is not None and (clean or not (self.work and self.work.running)):
             self._conclude(self._stopped())

@@ -89,11 +89,14 @@ def test_who_cannot_begin_tells_the_other_why(kind: str) -> None:
 
 # --- real processes -------------------------------------------------------------------------------
 SOURCE = """
-def fn(model, count: int = 12):
-    try:
-        yield from model.generate("what stages say", max_tokens=count, ignore_eos=True)
-    except Exception as error:
-        yield f"caught {error}"
+def fn(model, ever: bool = False):
+    go_on = True
+    while go_on:
+        go_on = ever
+        try:
+            yield from model.generate("what stages say", max_tokens=5, ignore_eos=True)
+        except Exception as error:
+            go_on = yield f"caught {error}"
 """
 STAGED = manifest(kind="generator", streams=True, model="m", engine=True, memory="256MiB", parallelism={"pipeline": 2})
 
@@ -147,7 +150,7 @@ def test_a_call_over_two_processes_and_an_end_in_order(
     head.until(lambda: head.ready is not None)
     assert head.ready is not None
     assert "layer_ranges" in head.ready.capabilities
-    assert len(head.run({"count": 5}).text) > 0
+    assert len(head.run().text) > 0
     head.stop()
     head.wait_dead()
     other.wait_dead()
@@ -161,7 +164,7 @@ def test_one_that_is_gone_is_not_told_to_the_function(
     """A function that catches everything would answer with it; its call is to go on elsewhere."""
     head, other = two(models("llama"), models("llama"))
     head.until(lambda: head.ready is not None)
-    number = head.call({"count": 400})
+    number = head.call({"ever": True})
     head.outputs(number, 1)
     other.kill()
     head.until(lambda: head.failed is not None)

@@ -1,0 +1,30 @@
+"""What a worker writes to its two pipes: lines of its instance's log, up to the last that it wrote."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sllm_invoker.logs import InstanceLog, PipeReader
+from sllm_invoker.sandbox import Sandbox
+
+
+class Output:
+    """Read from now on."""
+
+    def __init__(self, sandbox: Sandbox, log: InstanceLog) -> None:
+        self._sandbox = sandbox
+        self._pipes = (
+            PipeReader(sandbox.stdout, lambda line: log.line("stdout", line)),
+            PipeReader(sandbox.stderr, lambda line: log.line("stderr", line)),
+        )
+
+    def drain(self) -> None:
+        """Take what is there of a worker that is dead. Repeatable."""
+        for pipe in self._pipes:
+            pipe.stop()
+
+    async def silence(self) -> None:
+        """Kill the worker, then take what it still had written."""
+        self._sandbox.kill()
+        await asyncio.shield(self._sandbox.exited)
+        self.drain()
