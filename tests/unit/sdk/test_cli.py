@@ -228,13 +228,20 @@ def test_ctrl_c_of_logs(gateway: Gateway) -> None:
     assert interrupted(gateway, "fn", "logs", "chat", "-f")[0] == 130
 
 
+BEGUN = "import os, runpy; os.write(1, b'.'); runpy.run_module('sllm', run_name='__main__', alter_sys=True)"
+"""Says that Python has started: a Ctrl-C before that is its own to answer, which it does with status 1."""
+
+
 def test_ctrl_c_at_any_moment_of_the_start() -> None:
     """Also while modules are imported: no traceback."""
-    for after in (0.08, 0.16, 0.32):
-        with subprocess.Popen([*SLLM, "doctor"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    for after in (0.0, 0.08, 0.16, 0.32):
+        argv = [sys.executable, "-c", BEGUN, "doctor"]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(1) == b"."
             time.sleep(after)  # the moments are the point
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=GIVE_UP_S)
         assert process.returncode in (130, -signal.SIGINT)
         assert process.returncode == -signal.SIGINT or b"Traceback" not in errors
 
