@@ -14,14 +14,18 @@ from sllm_gateway.auth import Auth
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
 from sllm_gateway.controller import Controller
+from sllm_gateway.detached import Detached
 from sllm_gateway.events import EventWriter
 from sllm_gateway.front import Front
+from sllm_gateway.journal import Journal
+from sllm_gateway.keeping import Keeping
 from sllm_gateway.leader import Leader
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.respond import Responder
 from sllm_gateway.routes.api import Api
 from sllm_gateway.routes.calling import Caller
+from sllm_gateway.routes.calls import CallRoutes
 from sllm_gateway.routes.deploy import Deploying
 from sllm_gateway.routes.explain import Explaining
 from sllm_gateway.routes.function import FunctionRoute
@@ -65,10 +69,19 @@ class Gateway:
         responder = Responder(self.calls, self._starts, settings, clock)
         controller = Controller(self._leader, clock)
         self._lookup = Lookup(self.table, controller, clock)
-        caller = Caller(self._lookup, self.calls, responder, settings, self.metrics, clock)
+        writer = EventWriter(
+            self._tasks, headers_wait=settings.headers_wait, heartbeat=settings.heartbeat, slow=settings.slow_consumer
+        )
+        journal = Journal(bus, clock)
+        self._detached = Detached(
+            self.calls, journal, self.table, settings.gateway, settings.resume_window, clock, wall
+        )
+        keeping = Keeping(bus, self._detached, journal, writer, clock)
+        self._kept = CallRoutes(bus, journal, self._detached, keeping, self.table, self.calls.cancel)
+        caller = Caller(self._lookup, self.calls, responder, settings, self.metrics, keeping, clock, wall)
         self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls))
         self._watch: Watch | None = None
-        routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, clock)]
+        routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, clock)]
         self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics)
 
     def _call_routes(self, caller: Caller, wall: Callable[[], float]) -> list[BaseRoute]:
@@ -80,19 +93,16 @@ class Gateway:
             Route("/v1/chat/completions", ChatCompletions(caller, wall), methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{model}", models, methods=["GET"]),
+            *self._kept.routes(),
             Route("/livez", Live(), methods=["GET"]),
             Route("/readyz", Ready(self.problem), methods=["GET"]),
             Route("/metrics", MetricsRoute(self.metrics), methods=["GET"]),
         ]
 
-    def _api_routes(self, bus: Bus, controller: Controller, clock: Callable[[], float]) -> list[BaseRoute]:
+    def _api_routes(
+        self, bus: Bus, controller: Controller, writer: EventWriter, clock: Callable[[], float]
+    ) -> list[BaseRoute]:
         settings = self.settings
-        writer = EventWriter(
-            self._tasks,
-            headers_wait=settings.headers_wait,
-            heartbeat=settings.heartbeat,
-            slow=settings.slow_consumer,
-        )
         return [
             *Api(controller, self.table, settings, clock).routes(),
             *Deploying(bus, controller, writer, settings, self.table).routes(),
@@ -136,6 +146,8 @@ class Gateway:
         await self.calls.start()
         self._statuses = await self._bus.subscribe(subjects.STATUS_ALL, NodeStatus, self.calls.on_status)
         self._watch = await store.watch(subjects.ROUTE_KEYS, records.Route, self.table.apply)
+        await self._kept.start()
+        await self._detached.take_up()
         self._announcer.tell(Kind.GATEWAY_READY)
 
     async def drain(self) -> None:
@@ -148,6 +160,8 @@ class Gateway:
         if self._watch is not None:
             await self._watch.close()
             await self._statuses.unsubscribe()
+        await self._kept.close()
+        await self._detached.close()
         await self.calls.close()
         await self._lookup.close()
         await self._leader.close()

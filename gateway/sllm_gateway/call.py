@@ -31,6 +31,16 @@ class Order:
     traceparent: str = ""
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """What a call was in an earlier life of its gateway."""
+
+    epoch: int
+    numerics: str
+    resumption: Resumption | None
+    taken: bool
+
+
 @dataclass
 class Marks:
     """When what happened, for deadlines and the timeline."""

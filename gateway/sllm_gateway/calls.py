@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from sllm_gateway.call import Call, Marks, Order
+from sllm_gateway.call import Call, Earlier, Marks, Order
 from sllm_gateway.delivery import Delivery
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.ending import Ending
@@ -26,7 +26,7 @@ from sllm_gateway.table import Version
 from sllm_gateway.timers import Timers
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import Draining, SllmError
+from sllm_runtime.protocol.errors import Cancelled, Draining, SllmError
 from sllm_runtime.protocol.node import NodeStatus
 
 STOPPING = "the gateway is stopping; call again"
@@ -113,13 +113,16 @@ class Calls:
         await self._link.close()
 
     # --- the caller's side ------------------------------------------------------------------------
-    def admit(self, order: Order) -> Call:
-        """Begin a call. Raises ``QueueFull`` or ``Draining``."""
+    def admit(self, order: Order, earlier: Earlier | None = None) -> Call:
+        """Begin a call, or go on with an ``earlier`` one. Raises ``QueueFull`` or ``Draining``."""
         if self._draining:
             raise Draining(STOPPING)
         call = Call(order, Marks(order.version.route, sent=order.accepted), due=self._clock())
         if order.version.manifest.engine and order.version.manifest.resumable:
             call.resumption = Resumption()
+        if earlier is not None:
+            call.epoch, call.numerics, call.taken = earlier.epoch, earlier.numerics, earlier.taken
+            call.resumption = earlier.resumption
         self._open.add(call)
         try:
             self.dispatcher.submit(call)
@@ -149,6 +152,13 @@ class Calls:
     def fail(self, call: Call, error: SllmError) -> None:
         """End the call with ``error`` for its caller, and cancel it on its node."""
         self._ending.fail(call, error)
+
+    def cancel(self, call: str) -> bool:
+        """End the call of that id on request; whether there was one."""
+        found = self._open.get(call)
+        if found is not None:
+            self._ending.fail(found, Cancelled("cancelled on request"))
+        return found is not None
 
     def on_version(self, version: Version) -> None:
         """Its route has changed, or it was removed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 import msgspec
 
@@ -31,8 +31,19 @@ class EventWriter:
         self._heartbeat = heartbeat
         self._slow = slow
 
-    async def write(self, source: Source, receive: Receive, send: Send) -> None:
-        """One response. Errors of ``source`` before the first piece (or ``headers_wait``) are raised, later written."""
+    async def write(
+        self,
+        source: Source,
+        receive: Receive,
+        send: Send,
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        failed: Callable[[SllmError], bytes] = lambda error: sse.event(
+            msgspec.json.encode(error_view(error.body(), None)), name="error"
+        ),
+    ) -> None:
+        """One response. Errors of ``source`` before the first piece (or ``headers_wait``) are raised, later written as
+        ``failed`` says."""
         gone = self._tasks.start(_gone(receive), "caller")
         step: Step | None = None
         begun = False
@@ -43,9 +54,9 @@ class EventWriter:
                 await asyncio.wait({step, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     return
-                piece, last = self._piece(step, begun)
+                piece, last = self._piece(step, begun, failed)
                 if not begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                    await send({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *headers]})
                     begun = True
                 if not await self._send(piece, send, last=last) or last:
                     return
@@ -58,7 +69,7 @@ class EventWriter:
             await source.aclose()
 
     @staticmethod
-    def _piece(step: Step, begun: bool) -> tuple[bytes, bool]:
+    def _piece(step: Step, begun: bool, failed: Callable[[SllmError], bytes]) -> tuple[bytes, bool]:
         """What to write now, and whether it is the last."""
         if not step.done():
             return (sse.HEARTBEAT if begun else b""), False
@@ -66,7 +77,7 @@ class EventWriter:
         if isinstance(piece, SllmError):
             if not begun:
                 raise piece
-            return sse.event(msgspec.json.encode(error_view(piece.body(), None)), name="error"), True
+            return failed(piece), True
         return (sse.DONE, True) if piece is None else (piece, False)
 
     async def _send(self, piece: bytes, send: Send, *, last: bool) -> bool:

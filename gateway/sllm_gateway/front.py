@@ -23,6 +23,7 @@ from sllm_runtime.protocol.errors import (
     NotFound,
     SllmError,
 )
+from sllm_runtime.protocol.http import CALLS
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Front:
         if seen.status:
             log.warning("response of %s broke off: %s", scope["path"], error.message)
             return
-        openai = scope["path"].startswith("/v1/")
+        openai = scope["path"].startswith("/v1/") and not scope["path"].startswith(CALLS)
         call = scope.get("sllm.call")
         status = errors.status(error, openai=openai)
         headers = errors.headers(error, call)

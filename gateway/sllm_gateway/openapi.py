@@ -50,6 +50,15 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "OpenAI's chat completions", ChatRequest, media=EITHER),
     Operation("get", "/v1/models", "Functions that the OpenAI routes serve"),
     Operation("get", "/v1/models/{model}", "One of them"),
+    Operation(
+        "get", http.CALLS, "Calls that are kept, the newest first", answer=http.CallListView,
+        query=("function", "state", "limit", "after"),
+    ),
+    Operation("get", f"{http.CALLS}/{{call}}", "One of them, with its result", answer=http.CallView),
+    Operation(
+        "get", f"{http.CALLS}/{{call}}/events", "Its stream, from after Last-Event-ID", media=EVENTS
+    ),
+    Operation("post", f"{http.CALLS}/{{call}}/cancel", "End a call, kept or not", statuses=(202,)),
     Operation("get", f"{API}/functions", "All functions", answer=http.FunctionListView),
     Operation(
         "post", f"{API}/functions", "Deploy a bundle that was put before", http.DeployRequest, http.DeployResult,
@@ -142,7 +151,8 @@ def document() -> dict[str, Any]:
 
 
 def _operation(operation: Operation, taken: Mapping[Any, Schema], answered: Mapping[Any, Schema]) -> Schema:
-    error = _OPENAI_ERROR if operation.path.startswith("/v1/") else answered[http.ErrorEnvelope]
+    openai = operation.path.startswith("/v1/") and not operation.path.startswith(http.CALLS)
+    error = _OPENAI_ERROR if openai else answered[http.ErrorEnvelope]
     content = {media: {"schema": _answer(operation, media, answered)} for media in operation.media}
     success = {"description": "success", **({"content": content} if content else {})}
     described: dict[str, Any] = {

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.calls import RESUME_WINDOW_S
 from sllm_runtime.protocol.errors import InvalidRequest
 
 
@@ -35,6 +36,8 @@ class GatewaySettings(Settings):
     heartbeat: float = Field(default=limits.SSE_HEARTBEAT_S, gt=0)
     drain: float = Field(default=5.0, ge=0)
     """Running calls have this long when the gateway is asked to stop."""
+    resume_window: float = Field(default=RESUME_WINDOW_S, gt=0)
+    """A call with an ``Idempotency-Key`` goes on for so long without a reader."""
     backlog: int = Field(default=2048, gt=0)
 
     def token(self) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from sllm_runtime.protocol.calls import Journaled
 from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import (
+    CallView,
     DeviceView,
     ErrorView,
     FunctionView,
@@ -19,6 +21,7 @@ from sllm_runtime.protocol.http import (
     PathView,
     ProgressView,
     StorageView,
+    UsageView,
     VersionView,
 )
 from sllm_runtime.protocol.node import NodeStatus, Progress
@@ -183,4 +186,22 @@ def log_line(record: LogRecord) -> LogView:
         level=record.level,
         call=record.call,
         dropped=record.dropped,
+    )
+
+
+def call(journaled: Journaled) -> CallView:
+    """A kept call, without its result."""
+    order, ended = journaled.order, journaled.ended
+    assert order is not None
+    usage = ended.usage if ended is not None else None
+    return CallView(
+        id=order.call,
+        function=order.function,
+        version=order.version,
+        state=journaled.state.value,
+        created=order.created,
+        started=journaled.began.at if journaled.began is not None else None,
+        finished=ended.at if ended is not None else None,
+        usage=UsageView(prompt=usage.prompt, completion=usage.completion, cached=usage.cached) if usage else None,
+        error=error(ended.error) if ended is not None else None,
     )

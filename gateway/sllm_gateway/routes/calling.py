@@ -10,12 +10,16 @@ from typing import Final, Literal
 from sllm_gateway.asgi import Scope, header
 from sllm_gateway.call import Order
 from sllm_gateway.calls import Calls
+from sllm_gateway.keeping import Keeping
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.metrics import Metrics
+from sllm_gateway.openai.outputs import Header
 from sllm_gateway.respond import Responder
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import Version
+from sllm_runtime.protocol.calls import CallOrder
 from sllm_runtime.protocol.http import EVENT_STREAM
+from sllm_runtime.protocol.limits import MAX_PART
 
 _EVENTS: Final = EVENT_STREAM.encode()
 _NEVER: Final = re.compile(rb"q=0(\.0{0,3})?")
@@ -31,7 +35,9 @@ class Caller:
         responder: Responder,
         settings: GatewaySettings,
         metrics: Metrics,
+        keeping: Keeping,
         clock: Callable[[], float],
+        wall: Callable[[], float],
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self.lookup = lookup
@@ -39,7 +45,9 @@ class Caller:
         self.responder = responder
         self.settings = settings
         self.metrics = metrics
+        self.keeping = keeping
         self.clock = clock
+        self._wall = wall
         self._random = random
 
     def new_id(self, scope: Scope) -> str:
@@ -70,6 +78,22 @@ class Caller:
             seed=int.from_bytes(self._random(8)) >> 1,
             accepted=accepted,
             traceparent=trace.decode("latin-1")[:128] if trace else "",
+        )
+
+    def asked(self, order: Order, *, durable: bool, header: Header | None = None) -> CallOrder:
+        """The same, as a kept call's journal says it. ``header``: of an OpenAI answer."""
+        return CallOrder(
+            call=order.id,
+            function=order.version.function,
+            version=order.version.number,
+            kind=order.kind,
+            seed=order.seed,
+            parts=-(-len(order.body) // MAX_PART),
+            gateway=self.settings.gateway,
+            durable=durable,
+            created=self._wall(),
+            traceparent=order.traceparent,
+            model=header.model if header is not None else "",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sllm_gateway.asgi import Receive, Scope, Send, read_body
 from sllm_gateway.errors import quoted
+from sllm_gateway.keeping import wish_of
 from sllm_gateway.outputs import FunctionBody, FunctionStream
 from sllm_gateway.routes.calling import Caller, wants_events
 from sllm_gateway.table import Version
@@ -26,6 +27,10 @@ class FunctionRoute:
             body = await version.arguments.check(body)
         stream = wants_events(scope)
         order = caller.order(scope, version, "fn", body, call=call_id, stream=stream, accepted=accepted)
+        if (wish := wish_of(scope)) is not None:
+            asked = caller.asked(order, durable=wish.durable)
+            await caller.keeping.begin(scope, receive, send, order, asked, wish)
+            return
         call = caller.calls.admit(order)
         if stream:
             await caller.responder.stream(call, FunctionStream(call_id), scope, send)

@@ -11,6 +11,7 @@ import msgspec
 from sllm_gateway.arguments import IN_THREAD_BYTES
 from sllm_gateway.asgi import Receive, Scope, Send, answer, read_body
 from sllm_gateway.errors import quoted
+from sllm_gateway.keeping import wish_of
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
 from sllm_gateway.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest, read
@@ -76,8 +77,13 @@ class _CallRoute:
             stream=stream,
             accepted=accepted,
         )
-        call = caller.calls.admit(order)
         header = Header(f"{prefix}-{call_id}", int(self._wall()), request.model)
+        if (wish := wish_of(scope)) is not None:
+            asked = caller.asked(order, durable=wish.durable, header=header)
+            asked = msgspec.structs.replace(asked, usage=request.usage_wanted, choices=request.choices)
+            await caller.keeping.begin(scope, receive, send, order, asked, wish)
+            return
+        call = caller.calls.admit(order)
         if stream:
             chunks = (ChatStream if self.chat else CompletionStream)(header, usage=request.usage_wanted)
             await caller.responder.stream(call, chunks, scope, send)

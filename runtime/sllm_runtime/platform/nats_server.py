@@ -33,7 +33,7 @@ _PORTS: Final = 12_768
 _PORT_TRIES: Final = 100
 START_S: Final = 15.0
 STOP_S: Final = 5.0
-_MEMORY_LIMIT: Final = 64 * MIB
+_MEMORY_LIMIT: Final = 256 * MIB
 _FILE_LIMIT: Final = 8 * 1024 * MIB
 LEAST_STORE: Final = 1024 * MIB
 """More than what the platform's bounded streams reserve."""

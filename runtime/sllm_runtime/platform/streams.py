@@ -60,9 +60,31 @@ def _configs(replicas: int) -> list[StreamConfig]:
         no_ack=True,
         persist_mode=relaxed,
     )
+    journal = StreamConfig(
+        name=subjects.JOURNAL_STREAM,
+        subjects=[subjects.call_entries(subjects.JOURNAL_STREAM)],
+        max_msgs_per_subject=1,
+        max_bytes=128 * MIB,
+        allow_direct=True,
+        allow_msg_ttl=True,
+        # On a cluster two other servers have it. One alone would lose it with its process, so it goes through a file.
+        storage=StorageType.FILE if replicas == 1 else StorageType.MEMORY,
+        persist_mode=relaxed,
+    )
+    calls = StreamConfig(
+        name=subjects.CALLS_STREAM,
+        subjects=[subjects.call_entries(subjects.CALLS_STREAM), subjects.key_claim("x")[:-1] + "*"],
+        max_msgs_per_subject=1,
+        discard=DiscardPolicy.NEW,
+        max_bytes=128 * MIB,
+        allow_direct=True,
+        allow_msg_ttl=True,
+    )
     return [
-        config.evolve(storage=StorageType.FILE, retention=RetentionPolicy.LIMITS, num_replicas=replicas)
-        for config in (state, bundles, logs, events)
+        config.evolve(
+            storage=config.storage or StorageType.FILE, retention=RetentionPolicy.LIMITS, num_replicas=replicas
+        )
+        for config in (state, bundles, logs, events, journal, calls)
     ]
 
 

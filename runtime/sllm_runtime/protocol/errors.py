@@ -197,6 +197,12 @@ class CallNotFound(NotFound):
     code = "call_not_found"
 
 
+class JournalExpired(NotFound):
+    """The call is known, and its answer is no longer kept."""
+
+    code, status = "journal_expired", 410
+
+
 class InstanceNotFound(NotFound):
     code = "instance_not_found"
 

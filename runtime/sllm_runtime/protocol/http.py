@@ -14,6 +14,7 @@ SHOULD_RETRY: Final = "x-should-retry"
 SERVER_TIMING: Final = "Server-Timing"
 EVENT_STREAM: Final = "text/event-stream"
 API: Final = "/api/v1"
+CALLS: Final = "/v1/calls"
 REQUEST_ID: Final = r"^[0-9a-f]{32}$"
 """What names a deployment that goes on."""
 
@@ -301,6 +302,35 @@ class LogView(Frozen):
     level: Literal["debug", "info", "warning", "error"] | str = "info"
     call: str | None = None
     dropped: int = 0
+
+
+class UsageView(Frozen):
+    prompt: int
+    completion: int
+    cached: int
+
+
+class CallView(Frozen):
+    """``GET /v1/calls/{id}``: a call that is kept. Times are Unix seconds. ``result``: what the route would have
+    answered without streaming, once it has succeeded and as long as it is kept."""
+
+    id: str
+    function: str
+    version: int
+    state: str
+    created: float
+    started: float | None = None
+    finished: float | None = None
+    usage: UsageView | None = None
+    error: ErrorView | None = None
+    result: Any = None
+
+
+class CallListView(Frozen):
+    """The newest first, without results. ``next``: for ``after``; empty: there are no more."""
+
+    calls: tuple[CallView, ...]
+    next: str = ""
 
 
 class StatusView(Frozen):

@@ -78,6 +78,32 @@ def event(component: str, identity: str) -> str:
 
 EVENTS_ALL: Final = "sllm.events.>"
 
+# --- calls that are kept ---
+JOURNAL_STREAM: Final = "sllm_journal"
+CALLS_STREAM: Final = "sllm_calls"
+_KEPT: Final = {JOURNAL_STREAM: "sllm.journal", CALLS_STREAM: "sllm.calls"}
+
+
+def call_entry(stream: str, call: str, entry: str) -> str:
+    """Gateway → JOURNAL_STREAM or, of a durable call, CALLS_STREAM: ``calls.Entry``. ``entry``: its kind and number."""
+    return f"{_KEPT[stream]}.{token(call)}.{token(entry)}"
+
+
+def call_entries(stream: str, call: str = "*", entry: str = "*") -> str:
+    """Filter for entries of one call or all, of one kind or all."""
+    return f"{_KEPT[stream]}.{call}.{entry}"
+
+
+def key_claim(digest: str) -> str:
+    """Gateway → CALLS_STREAM: ``calls.KeyClaim``."""
+    return f"sllm.keys.{token(digest)}"
+
+
+CANCEL_CALL: Final = "sllm.cancel"
+"""Gateway → all gateways, request/reply: ``calls.CancelCall``."""
+READING: Final = "sllm.reading"
+"""Gateway → all gateways: ``calls.Reading``."""
+
 # --- state ----------------------------------------------------------------------------------------
 STATE: Final = "sllm_state"
 """One KV bucket holds all records, so that one fence (the ``term`` key) covers every write of the leader."""
@@ -154,6 +180,11 @@ def gateway_rights(identity: str) -> Rights:
             f"$JS.API.STREAM.INFO.OBJ_{BUNDLES}",
             f"$JS.API.STREAM.INFO.{LOGS_STREAM}",
             f"$JS.API.STREAM.INFO.{EVENTS_STREAM}",
+            f"$JS.API.STREAM.INFO.{JOURNAL_STREAM}",
+            f"$JS.API.STREAM.INFO.{CALLS_STREAM}",
+            *(f"{prefix}.>" for prefix in (*_KEPT.values(), "sllm.keys")),
+            CANCEL_CALL,
+            READING,
             "$JS.API.STREAM.NAMES",
             "$JS.API.CONSUMER.CREATE.>",
             "$JS.API.CONSUMER.DELETE.>",
@@ -166,7 +197,7 @@ def gateway_rights(identity: str) -> Rights:
             f"$O.{BUNDLES}.>",
             event("gateway", identity),
         ),
-        subscribe=(frames_of(identity), STATUS_ALL, LEADER, f"{inbox(identity)}.>"),
+        subscribe=(frames_of(identity), STATUS_ALL, LEADER, CANCEL_CALL, READING, f"{inbox(identity)}.>"),
     )
 
 

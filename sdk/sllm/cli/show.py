@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from sllm.cli import output
-from sllm_runtime.protocol.http import FunctionView, ModelView, NodeDetailView, NodeView, VersionView
+from sllm_runtime.protocol.http import CallView, FunctionView, ModelView, NodeDetailView, NodeView, VersionView
 from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.timeline import Span
 
@@ -15,6 +15,18 @@ _WIDTH = 40
 
 def _date(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def calls(found: Sequence[CallView]) -> None:
+    """One row a call."""
+    rows = [
+        (view.id, f"{view.function} v{view.version}", view.state, _date(view.created), _took(view)) for view in found
+    ]
+    output.table(("CALL", "FUNCTION", "STATE", "CREATED", "TOOK"), rows, empty="no call is kept")
+
+
+def _took(view: CallView) -> str:
+    return f"{view.finished - view.created:.1f} s" if view.finished is not None else "-"
 
 
 def functions(found: Sequence[FunctionView]) -> None:

@@ -293,11 +293,12 @@ class World:
 
 
 @asynccontextmanager
-async def world(nats: Nats, **fields: Any) -> AsyncIterator[World]:
-    """Everything started; all of it ended at the end."""
+async def world(nats: Nats, scripts: dict[str, Script] | None = None, **fields: Any) -> AsyncIterator[World]:
+    """Everything started; all of it ended at the end. ``scripts``: what the node knows before there is a gateway."""
     settings = GatewaySettings.load(nats.env(GATEWAY), gateway=GATEWAY, port=0, **{"drain": 0.2, **fields})
     controller = ScriptedController(await nats.bus(CONTROLLER))
     node = ScriptedNode(await nats.bus(NODE))
+    node.scripts |= scripts or {}
     await controller.start()
     await node.start()
     listener = listen(settings)

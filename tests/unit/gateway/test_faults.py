@@ -68,9 +68,7 @@ async def test_nats_killed_and_restarted_in_mid_stream_loses_and_repeats_nothing
         assert (await w.http.get("/readyz")).status_code == 200
 
 
-async def test_a_gateway_that_did_not_run_blames_nobody(
-    nats: Nats, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_gateway_that_did_not_run_blames_nobody(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LOST_AFTER_S", 1.5)
     go_on = asyncio.Event()
 

@@ -1,0 +1,197 @@
+"""Calls that are kept, towards their callers: begun with ``Prefer: respond-async`` or an ``Idempotency-Key``, read from
+their journal by whoever names them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from sllm_gateway.asgi import Headers, Receive, Scope, Send, answer, header
+from sllm_gateway.call import Order
+from sllm_gateway.detached import Detached, stream_of
+from sllm_gateway.events import EventWriter
+from sllm_gateway.journal import CLAIMED_S, Journal, digest, kept_s
+from sllm_gateway.replay import After, body_of
+from sllm_gateway.replay import stream_of as encoder_of
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.calls import READING_S, CallOrder, Journaled, KeyClaim, Reading
+from sllm_runtime.protocol.errors import CallNotFound, Cancelled, InvalidRequest, JournalExpired, SllmError, Unavailable
+from sllm_runtime.protocol.frames import End, Frame
+from sllm_runtime.protocol.http import CALL_ID
+
+_KEY: Final = re.compile(rb"[\x20-\x7e]{1,255}")
+_AGAIN_S: Final = 0.1
+_JSON: Final = (b"content-type", b"application/json")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a caller wants a call to be kept."""
+
+    durable: bool
+    key: str
+    """Digest of route and key; empty: none was given."""
+
+
+def wish_of(scope: Scope) -> Wish | None:
+    """None: it is a call like any other. Raises ``InvalidRequest`` for a key that is none."""
+    prefers = b",".join(value for name, value in scope["headers"] if name == b"prefer").lower()
+    durable = b"respond-async" in (word.partition(b";")[0].strip() for word in prefers.split(b","))
+    key = header(scope, b"idempotency-key")
+    if key is not None and not _KEY.fullmatch(key):
+        raise InvalidRequest("an Idempotency-Key has 1 to 255 printable ASCII characters", field="Idempotency-Key")
+    if key is None and not durable:
+        return None
+    return Wish(durable, digest(scope["path"].encode(), key).hex() if key is not None else "")
+
+
+class Keeping:
+    """Begins kept calls, and answers from journals."""
+
+    def __init__(
+        self, bus: Bus, detached: Detached, journal: Journal, writer: EventWriter, clock: Callable[[], float]
+    ) -> None:
+        self._bus, self._detached, self._journal, self._writer = bus, detached, journal, writer
+        self._clock = clock
+
+    # --- beginning --------------------------------------------------------------------------------
+    async def begin(
+        self, scope: Scope, receive: Receive, send: Send, order: Order, asked: CallOrder, wish: Wish
+    ) -> None:
+        """Begin the call, or join the one that has its key; then 202, or its answer as ``order.stream`` says."""
+        call = asked.call
+        if wish.key:
+            claim = KeyClaim(call=call, body=digest(order.body))
+            call = (await self._journal.claim(wish.key, claim)).call
+            scope["sllm.call"] = call
+            asked = msgspec.structs.replace(asked, key=wish.key, key_body=claim.body)
+        if call == asked.call:
+            await self._submit(order, asked)
+        found = await self._find(call)
+        if wish.durable:
+            await self._accepted(call, send)
+        elif order.stream:
+            await self.events(found, receive, send, last=-1, at_once=False)
+        else:
+            await self.whole(found, order.version.manifest.handler.streams, scope, send)
+
+    async def _submit(self, order: Order, asked: CallOrder) -> None:
+        manifest = order.version.manifest
+        claim = KeyClaim(call=asked.call, body=asked.key_body)
+        try:
+            await self._detached.submit(replace(order, stream=True), asked)
+        except SllmError:
+            if asked.key:  # nothing was begun: the same key may try again
+                await self._journal.hold(asked.key, claim, 1.0)
+            raise
+        if asked.key:
+            await self._journal.hold(asked.key, claim, kept_s(manifest.timeout + manifest.queue_timeout))
+
+    async def _find(self, call: str) -> CallOrder:
+        """What was asked. One whose key was claimed just now is written in a moment. Raises ``Unavailable``."""
+        deadline = self._clock() + CLAIMED_S / 4
+        while True:
+            try:
+                return (await self._journal.find(call))[1]
+            except CallNotFound as error:
+                if self._clock() > deadline:
+                    raise Unavailable(
+                        "the first request with this Idempotency-Key was not begun; call again"
+                    ) from error
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _accepted(self, call: str, send: Send) -> None:
+        journaled, _ = await self._journal.now(subjects.CALLS_STREAM, call)
+        headers: Headers = [
+            _JSON,
+            (b"location", f"/v1/calls/{call}".encode()),
+            (b"preference-applied", b"respond-async"),
+            (CALL_ID.lower().encode(), call.encode()),
+        ]
+        await answer(send, 202, headers, msgspec.json.encode({"id": call, "state": journaled.state.value}))
+
+    # --- reading ----------------------------------------------------------------------------------
+    async def events(self, order: CallOrder, receive: Receive, send: Send, *, last: int, at_once: bool = True) -> None:
+        """The stream as it would have been, from after event ``last``. ``at_once``: an error is an event too, however
+        early it comes."""
+        encoder = encoder_of(order)
+        after = After(encoder, last)
+
+        def failed(error: SllmError) -> bytes:
+            return encoder.error(error)
+
+        headers = ((CALL_ID.lower().encode(), order.call.encode()),)
+        source = self._read(order, after, at_once)
+        await self._writer.write(source, receive, send, headers=headers, failed=failed)
+
+    async def _read(self, order: CallOrder, after: After, at_once: bool) -> AsyncGenerator[bytes, None]:
+        journaled, past, said = Journaled(), False, -READING_S
+        waiting: list[bytes] = []
+        async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
+            async for entry in entries:
+                if entry is None:
+                    past = True
+                    require_kept(journaled)
+                    waiting += [b""] if at_once else []
+                else:
+                    waiting.append(after.frames(list(journaled.take(entry))))
+                if self._clock() - said > READING_S:
+                    said = self._clock()
+                    self._bus.publish_now(subjects.READING, Reading(call=order.call))
+                if past and (any(waiting) or entry is None) and waiting:
+                    yield b"".join(waiting)
+                    waiting.clear()
+                if past and journaled.ended is not None:
+                    yield after.end(_success(journaled))
+                    return
+
+    async def whole(self, order: CallOrder, streams: bool, scope: Scope, send: Send) -> None:
+        """The answer in one piece, when all of it is there."""
+        connection = scope["state"]["connection"]
+        collecting = asyncio.create_task(self.collect(order))
+        with connection.watched(collecting.cancel):
+            try:
+                await asyncio.wait({collecting})
+                if collecting.cancelled():
+                    raise Cancelled("the caller went away")
+                frames, end = collecting.result()
+            finally:
+                collecting.cancel()
+                await asyncio.wait({collecting})
+        body = body_of(order, streams=streams).body(frames, end)
+        await answer(send, 200, [_JSON, (CALL_ID.lower().encode(), order.call.encode())], body)
+
+    async def collect(self, order: CallOrder) -> tuple[list[Frame], End]:
+        """All of its answer, once it has ended. Raises how it ended, if not well."""
+        journaled, frames, past = Journaled(), list[Frame](), False
+        async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
+            async for entry in entries:
+                if entry is None:
+                    past = True
+                    require_kept(journaled)
+                else:
+                    frames += journaled.take(entry)
+                if past and journaled.ended is not None:
+                    break
+        return frames, _success(journaled)
+
+
+def require_kept(journaled: Journaled) -> None:
+    """Raises ``JournalExpired`` for what has ended too long ago."""
+    if journaled.ended is not None and not journaled.kept:
+        call = journaled.order.call if journaled.order is not None else "the call"
+        raise JournalExpired(f"{call} ended {journaled.ended.state} and its answer is no longer kept; call again")
+
+
+def _success(journaled: Journaled) -> End:
+    assert journaled.ended is not None
+    if journaled.ended.error is not None:
+        raise journaled.ended.error.to_error()
+    return End(usage=journaled.ended.usage)

@@ -1,0 +1,63 @@
+"""What is written of a kept call, as its caller would have got it: a stream from any place on, or one body. No I/O."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
+from sllm_gateway.outputs import Body, FunctionBody, FunctionStream, Stream
+from sllm_runtime.protocol.calls import CallOrder
+from sllm_runtime.protocol.frames import End, Frame
+
+_ID: Final = re.compile(rb"id: (\d+)\n")
+_PREFIX: Final = {"chat": "chatcmpl", "completion": "cmpl"}
+
+
+def header_of(order: CallOrder) -> Header:
+    """What every chunk of an OpenAI answer repeats: the same for whoever reads it."""
+    return Header(f"{_PREFIX[order.kind]}-{order.call}", int(order.created), order.model)
+
+
+def stream_of(order: CallOrder) -> Stream:
+    """The encoder of its stream, from its first frame on."""
+    if order.kind == "fn":
+        return FunctionStream(order.call)
+    return (ChatStream if order.kind == "chat" else CompletionStream)(header_of(order), usage=order.usage)
+
+
+def body_of(order: CallOrder, *, streams: bool) -> Body:
+    """The encoder of its answer in one piece. ``streams``: its function is a generator."""
+    if order.kind == "fn":
+        return FunctionBody(streams)
+    return WholeAnswer(header_of(order), chat=order.kind == "chat", choices=order.choices)
+
+
+class After:
+    """Leaves out the events that a reader has: those up to id ``last``."""
+
+    def __init__(self, stream: Stream, last: int) -> None:
+        self._stream = stream
+        self._last = last
+        self._dropping = False
+
+    def frames(self, frames: list[Frame]) -> bytes:
+        """The events of these frames that the reader lacks."""
+        return b"".join(self.cut(self._stream.frames([frame])) for frame in frames)
+
+    def end(self, end: End) -> bytes:
+        """What follows the last frame."""
+        return self.cut(self._stream.end(end))
+
+    def cut(self, data: bytes) -> bytes:
+        """What of ``data`` is wanted: events begin at their ids, what follows belongs to the last one."""
+        out, at = [], 0
+        starts = [match.start() for match in _ID.finditer(data) if match.start() == 0 or data[match.start() - 1] == 10]
+        for start in [*starts, len(data)]:
+            if not self._dropping:
+                out.append(data[at:start])
+            found = _ID.match(data, start)
+            if found is not None:
+                self._dropping = int(found[1]) <= self._last
+            at = start
+        return b"".join(out)

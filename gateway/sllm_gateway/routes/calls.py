@@ -1,0 +1,155 @@
+"""``/v1/calls``: calls that are kept (``Prefer: respond-async``, ``Idempotency-Key``), at any gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Route
+
+from sllm_gateway import views
+from sllm_gateway.asgi import Receive, Scope, Send, answer
+from sllm_gateway.detached import Detached
+from sllm_gateway.journal import Journal, known_s
+from sllm_gateway.keeping import Keeping
+from sllm_gateway.replay import body_of
+from sllm_gateway.table import RouteTable
+from sllm_runtime.platform.bus import Bus, Subscription
+from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol.calls import CancelAsked, CancelCall, Journaled, Reading
+from sllm_runtime.protocol.ctl import Reply
+from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from sllm_runtime.protocol.frames import End
+from sllm_runtime.protocol.http import CALLS, CallListView
+from sllm_runtime.protocol.node import Ok
+from sllm_runtime.protocol.states import CallState
+
+ASK_S: Final = 1.0
+"""A gateway that has the call answers within this."""
+MOST: Final = 1000
+_JSON: Final = [(b"content-type", b"application/json")]
+
+
+class CallRoutes:
+    """``start`` before use: other gateways ask this one to cancel, and tell it who reads."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        journal: Journal,
+        detached: Detached,
+        keeping: Keeping,
+        table: RouteTable,
+        cancel: Callable[[str], bool],
+    ) -> None:
+        """``cancel`` ends a call of this gateway that is not kept: whether there was one."""
+        self._bus, self._journal, self._detached, self._keeping = bus, journal, detached, keeping
+        self._table, self._cancel = table, cancel
+        self._subscriptions: list[Subscription] = []
+
+    def routes(self) -> list[BaseRoute]:
+        found = (
+            (CALLS, self.list, "GET"),
+            (CALLS + "/{call}", self.status, "GET"),
+            (CALLS + "/{call}/events", self.events, "GET"),
+            (CALLS + "/{call}/cancel", self.cancel, "POST"),
+        )
+        return [Route(path, _Endpoint(run), methods=[method]) for path, run, method in found]
+
+    async def start(self) -> None:
+        """Listen. Raises ``Unavailable``."""
+        self._subscriptions.append(
+            await self._bus.listen(subjects.CANCEL_CALL, self._asked_to_cancel),
+        )
+        self._subscriptions.append(
+            await self._bus.subscribe(subjects.READING, Reading, lambda reading, _: self._detached.read(reading.call))
+        )
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+
+    def _asked_to_cancel(self, _subject: str, reply_to: str, data: bytes) -> None:
+        """Answered by the gateway that has it alone."""
+        call = codec.unpack(CancelCall, data).call
+        if (self._detached.cancel(call) or self._cancel(call)) and reply_to:
+            self._bus.publish_now(reply_to, Reply(value=msgspec.Raw(codec.pack(Ok()))))
+
+    # --- routes -----------------------------------------------------------------------------------
+    async def list(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query = Request(scope, receive).query_params
+        function, state, after = query.get("function"), query.get("state"), query.get("after", "")
+        limit = query.get("limit", "100")
+        if not limit.isdigit() or not 1 <= int(limit) <= MOST:
+            raise InvalidRequest(f"limit must be between 1 and {MOST}", field="limit")
+        if state is not None and state not in CallState.__members__:
+            raise InvalidRequest(f"state must be one of {', '.join(CallState.__members__)}", field="state")
+        known = (await self._journal.all()).items()
+        shown = sorted(
+            (
+                (f"{journaled.order.created:020.6f}-{call}", journaled)
+                for call, journaled in known
+                if journaled.order is not None
+                and function in (None, journaled.order.function)
+                and state in (None, journaled.state.value)
+            ),
+            key=lambda pair: pair[0],
+            reverse=True,
+        )
+        rest = [pair for pair in shown if not after or pair[0] < after]
+        page = rest[: int(limit)]
+        view = CallListView(
+            calls=tuple(views.call(journaled) for _, journaled in page),
+            next=page[-1][0] if len(rest) > len(page) else "",
+        )
+        await answer(send, 200, _JSON, view.model_dump_json().encode())
+
+    async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream, _ = await self._journal.find(scope["path_params"]["call"])
+        journaled, entries = await self._journal.now(stream, scope["path_params"]["call"])
+        view = views.call(journaled)
+        if journaled.state is CallState.SUCCEEDED and journaled.kept and journaled.order is not None:
+            order = journaled.order
+            version = self._table.get(order.function, order.version)
+            streams = version is not None and version.manifest.handler.streams
+            end = End(usage=journaled.ended.usage if journaled.ended is not None else None)
+            body = body_of(order, streams=streams).body(Journaled().take_all(entries), end)
+            view = view.model_copy(update={"result": json.loads(body)})
+        await answer(send, 200, _JSON, view.model_dump_json().encode())
+
+    async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        last = Request(scope, receive).headers.get("last-event-id", "")
+        if last and not (last.isascii() and last.isdigit() and len(last) < 19):
+            raise InvalidRequest("Last-Event-ID is the number of an event", field="Last-Event-ID")
+        _, order = await self._journal.find(scope["path_params"]["call"])
+        scope["sllm.call"] = order.call
+        await self._keeping.events(order, receive, send, last=int(last) if last else -1)
+
+    async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = scope["path_params"]["call"]
+        if not await self._cancelled_somewhere(call):
+            stream, _ = await self._journal.find(call)
+            journaled, _ = await self._journal.now(stream, call)
+            if journaled.ended is None:  # its gateway is away: it hears of it at its next start
+                await self._journal.write(stream, call, "cancel", CancelAsked(), known_s(0.0))
+        await answer(send, 202, _JSON, json.dumps({"id": call}).encode())
+
+    async def _cancelled_somewhere(self, call: str) -> bool:
+        try:
+            await self._bus.call(subjects.CANCEL_CALL, CancelCall(call=call), Ok, timeout_s=ASK_S)
+        except (DeadlineExceeded, Unavailable):
+            return False
+        return True
+
+
+class _Endpoint:
+    """Makes starlette take a bound method for an ASGI application."""
+
+    def __init__(self, run: Callable[[Scope, Receive, Send], object]) -> None:
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._run(scope, receive, send)  # type: ignore[misc]

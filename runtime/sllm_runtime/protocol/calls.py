@@ -1,0 +1,163 @@
+"""The journal of a call: what was asked, what came of it, how it ended. Entries in streams, each under a subject of its
+own, so that writing one again changes nothing; a call is what its entries say, put together by ``Journaled``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import msgspec
+
+from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.frames import Frame, Usage
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.states import CallState
+
+JOURNAL_TTL_S: Final = 300.0
+"""A call can be read for so long after its end."""
+RESUME_WINDOW_S: Final = 60.0
+"""A call with an ``Idempotency-Key`` goes on for so long without a reader."""
+KNOWN_S: Final = 3600.0
+"""A call is known for so long after its journal is gone."""
+READING_S: Final = 10.0
+"""A reader says so this often."""
+
+
+class CallOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
+    """What was asked; the body travels in ``BodyPart``. ``gateway`` runs it, also after its own restart."""
+
+    call: str
+    function: str
+    version: int
+    kind: Literal["fn", "chat", "completion"]
+    seed: int
+    parts: int
+    """Of the body."""
+    gateway: str
+    durable: bool
+    """``Prefer: respond-async``: it is written to disk, and goes on to its end without a reader."""
+    created: float
+    """Unix seconds; for people."""
+    traceparent: str = ""
+    model: str = ""
+    """As an OpenAI request named it."""
+    usage: bool = False
+    choices: int = 1
+    key: str = ""
+    """Of its ``KeyClaim``, with that one's ``body``."""
+    key_body: bytes = b""
+    schema: int = PROTOCOL_VERSION
+
+
+class BodyPart(msgspec.Struct, frozen=True, tag="body"):
+    number: int
+    data: bytes
+
+
+class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
+    """An instance has it. ``numerics``: its fingerprint; ``epoch``: no smaller one is used again."""
+
+    at: float
+    numerics: str
+    epoch: int
+    instance: str = ""
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """Frames of the answer, whole values only, in order. Their first is the ``first``-th of the call."""
+
+    first: int
+    frames: tuple[Frame, ...]
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    at: float
+    state: CallState
+    error: ErrorBody | None = None
+    usage: Usage | None = None
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
+    """Stands for JOURNAL_TTL_S from the end: while it does, the answer can be read."""
+
+
+class CancelAsked(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Somebody wants it ended, and its gateway was not there."""
+
+
+Entry = CallOrder | BodyPart | Began | Batch | Ended | Kept | CancelAsked
+
+
+class KeyClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """The call that an ``Idempotency-Key`` stands for. ``body``: BLAKE2b of what was asked."""
+
+    call: str
+    body: bytes
+    schema: int = PROTOCOL_VERSION
+
+
+class CancelCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Request to all gateways; only the one that has the call answers."""
+
+    call: str
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody reads this call at some gateway."""
+
+    call: str
+
+
+@dataclass
+class Journaled:
+    """What the entries of one call say. ``take`` them in any order, batches in theirs; repeated ones change nothing."""
+
+    order: CallOrder | None = None
+    began: Began | None = None
+    ended: Ended | None = None
+    kept: bool = False
+    cancelled: bool = False
+    frames: int = 0
+    """Of the answer, so far."""
+    batches: int = 0
+    _parts: dict[int, bytes] = field(default_factory=dict)
+
+    def take(self, entry: Entry) -> tuple[Frame, ...]:
+        """Take it in; frames that are new."""
+        match entry:
+            case CallOrder():
+                self.order = entry
+            case BodyPart(number, data):
+                self._parts[number] = data
+            case Began():
+                self.began = entry if self.began is None or entry.epoch >= self.began.epoch else self.began
+            case Batch(first, frames):
+                self.batches += 1
+                new = frames[max(0, self.frames - first) :] if first <= self.frames else ()
+                self.frames += len(new)
+                return new
+            case Ended():
+                self.ended = entry
+            case Kept():
+                self.kept = True
+            case CancelAsked():
+                self.cancelled = True
+        return ()
+
+    def take_all(self, entries: Iterable[Entry]) -> list[Frame]:
+        """All of them; the frames of the answer."""
+        return [frame for entry in entries for frame in self.take(entry)]
+
+    @property
+    def state(self) -> CallState:
+        if self.ended is not None:
+            return self.ended.state
+        return CallState.QUEUED if self.began is None else CallState.RUNNING
+
+    @property
+    def body(self) -> bytes | None:
+        """The request's body; None while parts of it are missing."""
+        if self.order is None or len(self._parts) < self.order.parts:
+            return None
+        return b"".join(self._parts[number] for number in range(self.order.parts))

@@ -1,0 +1,280 @@
+"""Calls that go on without their caller, and are read again: a real HTTP client, a scripted node, real NATS."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from sllm_gateway.app import running
+from sllm_gateway.server import listen, make_server
+from sllm_gateway.settings import GatewaySettings
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol.frames import FrameKind, Ids, Usage
+from tests.fixtures.nats import GATEWAY_2, Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, entry, manifest, world
+
+SSE = {"accept": "text/event-stream"}
+ASYNC = {"prefer": "respond-async"}
+
+
+def key(name: str) -> dict[str, str]:
+    return {"idempotency-key": name}
+
+
+async def count(run: Run) -> None:
+    for number in range(run.arguments["n"]):
+        run.out(number)
+    run.end(usage=Usage(prompt=1, completion=2))
+
+
+class Gate:
+    """A function that yields 0, and the rest when it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.runs: list[Run] = []
+
+    async def __call__(self, run: Run) -> None:
+        self.runs.append(run)
+        run.out(0)
+        waiting = [asyncio.ensure_future(event.wait()) for event in (self.opened, run.cancelled)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+        if not run.cancelled.is_set():
+            run.out(1)
+        run.end()
+
+
+@asynccontextmanager
+async def second(nats: Nats) -> AsyncIterator[httpx.AsyncClient]:
+    """Another gateway of the same cluster."""
+    settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0, drain=0.2)
+    listener = listen(settings)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    tasks = Tasks("http 2")
+    try:
+        async with running(await nats.bus(GATEWAY_2), settings) as gateway, httpx.AsyncClient(base_url=url) as http:
+            server = make_server(gateway, settings)
+            serving = tasks.start(server.serve([listener]), "serve")
+            await until(lambda: server.started)
+            try:
+                yield http
+            finally:
+                server.should_exit = True
+                await gateway.drain()
+                await serving
+    finally:
+        await tasks.close()
+        listener.close()
+
+
+async def state_of(http: httpx.AsyncClient, call: str) -> dict[str, Any]:
+    answer = await http.get(f"/v1/calls/{call}")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def reaches(http: httpx.AsyncClient, call: str, state: str) -> dict[str, Any]:
+    async def there() -> bool:
+        return bool((await state_of(http, call))["state"] == state)
+
+    await until(there, what=f"{call} is {state}")
+    return await state_of(http, call)
+
+
+async def events_of(http: httpx.AsyncClient, call: str, after: int | None = None) -> str:
+    headers = {} if after is None else {"last-event-id": str(after)}
+    answer = await http.get(f"/v1/calls/{call}/events", headers=headers)
+    assert answer.status_code == 200, answer.text
+    return "".join(line + "\n" for line in answer.text.splitlines() if not line.startswith(":"))
+
+
+def written(*values: int, first: int = 0) -> str:
+    return "".join(f"id: {n}\ndata: {value}\n\n" for n, value in enumerate(values, first)) + "data: [DONE]\n\n"
+
+
+async def test_respond_async_is_accepted_and_its_answer_read_at_any_gateway(nats: Nats) -> None:
+    async with world(nats) as w, second(nats) as other:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        accepted = await w.http.post("/fn/gate", json={}, headers=ASYNC)
+        assert accepted.status_code == 202
+        call = accepted.json()["id"]
+        assert accepted.headers["location"] == f"/v1/calls/{call}"
+        assert accepted.headers["sllm-call-id"] == call
+        await reaches(other, call, "RUNNING")
+        reading = asyncio.create_task(events_of(other, call))
+        late = asyncio.create_task(events_of(w.http, call, after=0))
+        gate.opened.set()
+        assert await reading == written(0, 1)
+        assert await late == written(1, first=1)
+        done = await reaches(other, call, "SUCCEEDED")
+        assert done["result"] == [0, 1]
+        assert done["function"] == "gate"
+        assert done["created"] <= done["started"] <= done["finished"]
+        assert await events_of(other, call, after=1) == written()
+        assert await events_of(other, call, after=999) == written()
+        listed = (await other.get("/v1/calls", params={"function": "gate", "state": "SUCCEEDED"})).json()["calls"]
+        assert [each["id"] for each in listed] == [call]
+        assert (await other.get("/v1/calls", params={"function": "other"})).json()["calls"] == []
+        assert len(gate.runs) == 1
+
+
+async def test_a_key_is_one_execution(nats: Nats) -> None:
+    """Joined while it runs, replayed afterwards, with and without a stream, at any gateway; another body is 422."""
+    async with world(nats) as w, second(nats) as other:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        await until(lambda: w.gateway.table.get("gate", 1))
+        first = asyncio.create_task(w.http.post("/fn/gate", json={"a": 1}, headers=key("k") | SSE))
+        await until(lambda: gate.runs, what="it runs")
+        joined = asyncio.create_task(other.post("/fn/gate", json={"a": 1}, headers=key("k")))
+        wrong = await other.post("/fn/gate", json={"a": 2}, headers=key("k"))
+        assert (wrong.status_code, wrong.json()["error"]["field"]) == (422, "Idempotency-Key")
+        gate.opened.set()
+        answers = [await first, await joined, await w.http.post("/fn/gate", json={"a": 1}, headers=key("k") | SSE)]
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        assert all(answers[number].text.endswith(written(0, 1)) for number in (0, 2))
+        assert answers[1].json() == [0, 1]
+        assert len({answer.headers["sllm-call-id"] for answer in answers}) == 1
+        assert len(gate.runs) == 1
+        await w.http.post("/fn/gate", json={"a": 1}, headers=key("another"))
+        assert len(gate.runs) == 2
+
+
+async def test_many_with_one_key_at_once(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        same = [w.http.post("/fn/count", json={"n": 3}, headers=key("same")) for _ in range(10)]
+        answers = await asyncio.gather(*same)
+        assert [answer.json() for answer in answers] == [[0, 1, 2]] * 10
+        assert len(w.node.runs) == 1
+
+
+@pytest.mark.parametrize("wrong", ["", "x" * 256, "tab\there"])
+async def test_a_key_that_is_none_is_refused(nats: Nats, wrong: str) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        answer = await w.http.post("/fn/count", json={"n": 1}, headers=[("idempotency-key", wrong)])
+        assert answer.status_code == 400
+        assert not w.node.runs
+
+
+async def test_what_cannot_be_read(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        for path in ("", "/events"):
+            unknown = await w.http.get(f"/v1/calls/call-nobody{path}")
+            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "call_not_found")
+        assert (await w.http.post("/v1/calls/call-nobody/cancel")).status_code == 404
+        call = (await w.http.post("/fn/count", json={"n": 1}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "SUCCEEDED")
+        for last in ("x", "-1", "1.5", "9" * 30):
+            answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": last})
+            assert answer.status_code == 400
+        # Its time is over: what says so has gone from the stream.
+        purged = subjects.call_entry(subjects.CALLS_STREAM, call, "kept")
+        await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=purged)
+        expired = await w.http.get(f"/v1/calls/{call}/events")
+        assert (expired.status_code, expired.json()["error"]["code"]) == (410, "journal_expired")
+        assert (await state_of(w.http, call))["result"] is None
+
+
+async def test_cancel_ends_it_and_is_repeatable(nats: Nats) -> None:
+    async with world(nats) as w, second(nats) as other:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        call = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await until(lambda: gate.runs, what="it runs")
+        for _ in range(2):
+            assert (await other.post(f"/v1/calls/{call}/cancel")).status_code == 202
+            await reaches(other, call, "CANCELLED")
+        await until(gate.runs[0].cancelled.is_set, what="its instance has heard it")
+        assert '"code":"cancelled"' in await events_of(w.http, call)
+
+
+async def test_a_call_that_is_not_kept_is_cancelled_too(nats: Nats) -> None:
+    async with world(nats) as w, second(nats) as other:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        calling = asyncio.create_task(w.http.post("/fn/gate", json={}))
+        await until(lambda: gate.runs, what="it runs")
+        call = gate.runs[0].head.call
+        assert (await other.post(f"/v1/calls/{call}/cancel")).status_code == 202
+        assert (await calling).json()["error"]["code"] == "cancelled"
+
+
+async def test_nobody_reads_it_any_more(nats: Nats) -> None:
+    """One with a key ends after the window; a durable one goes on."""
+    async with world(nats, resume_window=0.2) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        durable = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        with pytest.raises(httpx.ReadTimeout):
+            await w.http.post("/fn/gate", json={}, headers=key("left"), timeout=0.3)
+        await until(lambda: len(gate.runs) == 2, what="both run")
+        left = next(run for run in gate.runs if run.head.call != durable)
+        await until(left.cancelled.is_set, what="the one with a key is ended")
+        gate.opened.set()
+        assert (await reaches(w.http, durable, "SUCCEEDED"))["result"] == [0, 1]
+
+
+def engine(name: str) -> Any:
+    return manifest(name, engine=True, resumable=True, model="file:///m")
+
+
+async def test_a_call_goes_on_in_the_next_life_of_its_gateway(nats: Nats) -> None:
+    """What is journaled is not said again; the instance is told how far it was."""
+    async with world(nats) as w:
+
+        async def tokens(run: Run) -> None:
+            done = run.head.delivered
+            for number in range(done, 3 if not done else 6):
+                run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (number,))))
+                run.out(number)
+            if done:
+                run.end()
+            else:
+                await run.cancelled.wait()
+                run.end()
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=tokens)
+        call = (await w.http.post("/fn/tokens", json={}, headers=ASYNC)).json()["id"]
+
+        async def journaled() -> bool:
+            info = await w.controller.bus.jetstream.stream_info(
+                subjects.CALLS_STREAM, subjects_filter=subjects.call_entries(subjects.CALLS_STREAM, call)
+            )
+            return any(".batch-" in subject for subject in info.state.subjects or {})
+
+        await until(journaled, what="its tokens are journaled")
+    async with world(nats, {"tokens": tokens}) as next_life:
+        done = await reaches(next_life.http, call, "SUCCEEDED")
+        assert done["result"] == [0, 1, 2, 3, 4, 5]
+        head = next_life.node.opened[0].head
+        assert 0 < head.delivered <= 3
+        assert head.recorded[0][: head.delivered] == tuple(range(head.delivered))
+        assert head.epoch > 1
+
+
+async def test_one_that_cannot_go_on_says_so(nats: Nats) -> None:
+    gate = Gate()
+    async with world(nats) as w:
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        call = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "RUNNING")
+    async with world(nats) as next_life:
+        failed = await reaches(next_life.http, call, "FAILED")
+        assert failed["error"]["code"] == "instance_lost"
+        assert json.dumps("not resumable")[1:-1] in failed["error"]["message"]
+    assert len(gate.runs) == 1
