@@ -50,7 +50,7 @@ class Group(Protocol):
 
     def attend(self, qkv: torch.Tensor, k: Floats, v: Floats, look: Look, seen: torch.Tensor) -> None:
         """Put what this group's rows see into ``seen`` (rows, queries * width). ``qkv`` (rows, queries + 2 * kv, width)
-        as projected, of all rows; ``k`` and ``v`` (pages, kv, 1, PAGE, width); all float32."""
+        as projected, of all rows; ``k`` (pages, kv, 1, width, PAGE), ``v`` (pages, kv, 1, PAGE, width); all float32."""
 
 
 def tiles(matrix: Floats, tile: int) -> Floats:

@@ -99,7 +99,7 @@ class RowsOfMany:
         """See ``Group.attend``."""
         here, heads = self._plan, self._heads
         queries = qkv.view(-1, heads.width).index_select(0, here.to_pages).mul_(look.scale)
-        np.matmul(self._by_page(queries), k[here.pages].swapaxes(-1, -2), out=self._scores)
+        np.matmul(self._by_page(queries), k[here.pages], out=self._scores)
         scores = self._scored.index_select(0, here.to_rows).view(-1, heads.queries, here.span * PAGE)
         weights = torch.softmax(bent(scores, look.cap).add_(self._mask(look.window)), -1)
         weights = weights.view(-1, PAGE).index_select(0, here.back)

@@ -97,7 +97,7 @@ class RowsOfOne:
         asked = qkv[rows, : heads.queries].view(-1, heads.kv, heads.group, heads.width)
         torch.mul(asked.permute(1, 0, 2, 3), look.scale, out=self._asked)
         for run in self._runs:
-            np.matmul(self._queries, k[run.pages].swapaxes(-1, -2), out=run.scores)
+            np.matmul(self._queries, k[run.pages], out=run.scores)
         bent(self._scores, look.cap)
         if (mask := self._mask(look.window)) is not None:
             mask[0].add_(mask[1])

@@ -11,7 +11,7 @@ import torch
 from sllm_runtime.worker.engine.ours.attention import Group, Heads
 from sllm_runtime.worker.engine.ours.attention_batch import Plan, RowsOfMany, plan
 from sllm_runtime.worker.engine.ours.attention_rows import RowsOfOne, blocks
-from sllm_runtime.worker.engine.ours.kv import KvStore
+from sllm_runtime.worker.engine.ours.kv import KvStore, Places
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 
@@ -24,8 +24,8 @@ class Batch:
     """(rows) ids, int64; fewer where the rows come from another stage."""
     positions: torch.Tensor
     """(rows) int64."""
-    places: torch.Tensor
-    """(rows * 2 * kv heads) where K and V go; see ``KvStore.places``."""
+    places: Places
+    """Where K and V go."""
     groups: tuple[Group, ...]
     wanted: torch.Tensor
     """Rows that a token is chosen from, padded like the rows."""
@@ -93,11 +93,12 @@ class Batches:
         pad = self.numerics.padded(count) - count
         tokens += [0] * pad
         pages += [self._kv.pages] * pad
-        at = torch.tensor(positions + [0] * pad)
+        positions += [0] * pad
+        at = torch.tensor(positions)
         return Batch(
             torch.tensor(tokens),
             at,
-            self._kv.places(torch.tensor(pages), at % PAGE),
+            self._kv.places(pages, positions),
             self._groups(ordered, at),
             self._wanted(ordered),
             self._kv,

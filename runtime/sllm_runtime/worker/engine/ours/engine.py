@@ -23,7 +23,7 @@ from sllm_runtime.worker.engine.sampling import broken
 
 @dataclass(frozen=True, slots=True)
 class KvPage:
-    """One full page as it travels: ``tokens`` of its PAGE positions, ``content`` (layers, 2, heads, PAGE, width)."""
+    """One full page as it travels: ``tokens`` of its PAGE positions, ``content`` as ``KvStore.read`` gives it."""
 
     tokens: tuple[int, ...]
     content: torch.Tensor

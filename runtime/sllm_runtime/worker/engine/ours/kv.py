@@ -6,9 +6,12 @@ fast as small bfloat16 ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sllm_runtime.worker.engine.ours.attention import Floats
@@ -29,18 +32,32 @@ class KvShape:
         return self.layers * 2 * self.heads * PAGE * self.width * 4
 
 
+class Places(NamedTuple):
+    """Where K and V of a step's rows go in a layer."""
+
+    k: npt.NDArray[np.int64]
+    """(rows, heads, width) numbers among all of K."""
+    v: npt.NDArray[np.int64]
+    """(rows, heads) rows among all of V."""
+
+
 class KvStore:
-    """``pages`` pages and one more, into which rows that pad a step write. Memory is not touched before use."""
+    """``pages`` pages and one more, into which rows that pad a step write. Memory is not touched before use.
+
+    A page's K is transposed: so scores are sums over rows of it, which is faster than products of rows with rows.
+    """
 
     def __init__(self, shape: KvShape, pages: int) -> None:
         self.shape = shape
         self.pages = pages
         # calloc: torch.zeros writes every byte, which takes time and memory for pages that nobody may ever use.
-        found = np.zeros((shape.layers, 2, pages + 1, shape.heads, PAGE, shape.width), np.float32)
+        found: Floats = np.zeros((shape.layers, 2, pages + 1, shape.heads, PAGE * shape.width), np.float32)
         self.data = torch.from_numpy(found)
-        """Shape (layers, K or V, pages + 1, heads, PAGE, width)."""
-        self._flat = [layer.view(-1, shape.width) for layer in self.data]
-        self._pairs = [(k[:, :, None], v[:, :, None]) for k, v in found]
+        """Shape (layers, K or V, pages + 1, heads, PAGE * width)."""
+        k = found[:, 0].reshape(shape.layers, pages + 1, shape.heads, 1, shape.width, PAGE)
+        v = found[:, 1].reshape(shape.layers, pages + 1, shape.heads, 1, PAGE, shape.width)
+        self._pairs = list(zip(k, v, strict=True))
+        self._flat = [(k.reshape(-1), v.reshape(-1, shape.width)) for k, v in self._pairs]
         self._used: set[int] = set()
 
     @property
@@ -49,18 +66,23 @@ class KvStore:
         return self.data.numel() * 4
 
     def layer(self, number: int) -> tuple[Floats, Floats]:
-        """K and V of a layer (counted in the stage), each of shape (pages + 1, heads, 1, PAGE, width)."""
+        """K (pages + 1, heads, 1, width, PAGE) and V (pages + 1, heads, 1, PAGE, width) of a layer, counted in the
+        stage."""
         return self._pairs[number]
 
-    def write(self, number: int, places: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put ``rows`` (n, width) of a layer where ``places`` (n) says; see ``places``."""
-        self._flat[number].index_copy_(0, places, rows)
+    def write(self, number: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put ``k`` and ``v`` (rows, heads, width) of a layer where ``places`` says."""
+        into_k, into_v = self._flat[number]
+        into_k[places.k] = k.numpy()
+        into_v[places.v] = v.numpy()
 
-    def places(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Row numbers for ``write``: for each position its K of every head, then its V; shape (n * 2 * heads)."""
-        heads = torch.arange(self.shape.heads) * PAGE
-        k = (pages * (self.shape.heads * PAGE) + offsets).unsqueeze(1) + heads
-        return torch.cat((k, k + (self.pages + 1) * self.shape.heads * PAGE), 1).view(-1)
+    def places(self, pages: Many[int], positions: Many[int]) -> Places:
+        """For ``write``, of rows whose ``positions`` are in ``pages``."""
+        heads, width = self.shape.heads, self.shape.width
+        page, offset = np.array(pages, np.int64), np.array(positions, np.int64) % PAGE
+        head = page[:, None] * heads + np.arange(heads)
+        k = head[:, :, None] * (width * PAGE) + np.arange(width) * PAGE + offset[:, None, None]
+        return Places(k, head * PAGE + offset[:, None])
 
     def clear(self, page: int) -> None:
         """Zero a page that changes hands: what a broken sequence left there could be NaN, and 0 x NaN is NaN. One that
@@ -70,7 +92,7 @@ class KvStore:
         self._used.add(page)
 
     def read(self, page: int) -> torch.Tensor:
-        """A copy of one page, shape (layers, 2, heads, PAGE, width)."""
+        """A copy of one page, shape (layers, 2, heads, PAGE * width), as this store has it."""
         return self.data[:, :, page].clone()
 
     def fill(self, page: int, content: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the arithmetic: raised when the same weights may give other bits."""
 _DEPTH: Final = 3
 _LENGTHS: Final = (PAGE + 9, 70, 33, 21, 18, 17, 12, 9, 5)
@@ -62,8 +62,9 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 def fingerprint(architecture: str, model: str, dtype: torch.dtype) -> str:
     """What decides the bits, known before any weight is there: libraries, CPU, threads, dtype, model."""
     parts = (
-        str(VERSION), np.__version__, torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(),
-        str(torch.get_num_threads()), str(dtype), architecture, model, *(os.environ.get(n, "") for n in _VARIABLES),
+        str(VERSION), np.__version__, torch.__version__, torch.__config__.show(),
+        torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(dtype), architecture, model,
+        *(os.environ.get(n, "") for n in _VARIABLES),
     )  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
