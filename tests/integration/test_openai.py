@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,22 @@ def adapter(directory: Path, seed: int) -> Path:
     return directory
 
 
+def with_tools(directory: Path) -> Path:
+    """The demo model with a chat template that tells it of tools."""
+    shutil.copytree(CODER.parent / "model", directory)
+    file = directory / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}# <tool_call>\n{% endif %}"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    return directory
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("openai")) as started:
         homes = {name: str(adapter(started.home / name, seed)) for seed, name in enumerate(("loud", "wide"))}
         deploy(started, str(CODER), name="coder", keep_alive=1, adapters=homes)
         deploy(started, "kinds::awaited", name="awaited", keep_alive=1)
+        deploy(started, str(CODER), name="caller", keep_alive=1, model=str(with_tools(started.home / "caller")))
         yield started
 
 
@@ -147,7 +158,7 @@ def test_the_log_probabilities_of_a_prompt(client: openai.OpenAI, expected: str)
 
 
 def test_models_are_the_functions_with_an_engine(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["coder", "coder:loud", "coder:wide"]
+    assert [model.id for model in client.models.list()] == ["caller", "coder", "coder:loud", "coder:wide"]
     assert client.models.retrieve("coder").id == "coder"
 
 
@@ -199,6 +210,63 @@ async def test_many_at_once_by_the_async_client(cluster: Cluster, expected: str)
             return "".join([chunk.choices[0].text async for chunk in stream])
 
         assert await asyncio.gather(*(one() for _ in range(12))) == [expected] * 12
+
+
+async def test_a_load_of_all_kinds_changes_no_answer(cluster: Cluster) -> None:
+    """Chat and completions, streamed and not, several choices, shapes, scored prompts, adapters, callers that leave."""
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=cluster.token, max_retries=0) as client:
+
+        async def whole(**more: Any) -> list[str]:
+            answer = await client.completions.create(**{**ASK, **more})
+            return [f"{choice.text} {choice.logprobs}" for choice in answer.choices]
+
+        async def streamed(**more: Any) -> list[str]:
+            parts = [""] * more.get("n", 1)
+            async for chunk in await client.chat.completions.create(**{**TALK, **more}, stream=True):
+                parts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+            return parts
+
+        async def left(**more: Any) -> list[str]:
+            async with await client.completions.create(**{**ASK, **more}, stream=True) as stream:
+                return [(await anext(aiter(stream))).choices[0].text]
+
+        kinds: list[tuple[Any, dict[str, Any]]] = [
+            (whole, {"n": 2, "temperature": 1.0, "seed": 7}),
+            (whole, {"echo": True, "logprobs": 1, "max_tokens": 5}),
+            (whole, {"model": "coder:loud", "max_tokens": 40}),
+            (whole, {"extra_body": {"regex": "[a-z]{3,8}"}}),
+            (whole, {"prompt": PROMPT * 20, "max_tokens": 3}),
+            (streamed, {"n": 3, "temperature": 0.9, "seed": 1}),
+            (streamed, {"stop": "("}),
+            (left, {"max_tokens": 1500}),
+        ]
+        alone = [await ask(**more) for ask, more in kinds]
+        together = await asyncio.gather(*(ask(**more) for ask, more in kinds * 4))
+    assert together == alone * 4
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"place": {"type": "string", "maxLength": 8}, "days": {"type": "integer"}},
+    "required": ["place", "days"], "additionalProperties": False}}}]  # fmt: skip
+
+
+def test_calls_of_functions(client: openai.OpenAI) -> None:
+    asked = {**TALK, "model": "caller", "tools": TOOLS, "max_tokens": 300, "seed": 2, "temperature": 1.0,
+             "tool_choice": "required", "parallel_tool_calls": False}  # fmt: skip
+    (choice,) = client.chat.completions.create(**asked).choices
+    (call,) = choice.message.tool_calls or []
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert set(json.loads(call.function.arguments)) == {"place", "days"}
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion()
+    (again,) = final.choices[0].message.tool_calls or []
+    assert (again.function.name, again.function.arguments) == ("weather", call.function.arguments)
+    history: Any = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    plain = client.chat.completions.create(**{**TALK, "model": "caller", "messages": history, "tools": TOOLS})
+    assert plain.choices[0].message.content
 
 
 async def test_adapters_are_chosen_by_each_request(cluster: Cluster, expected: str) -> None:
