@@ -59,12 +59,12 @@ def framed(payload: bytes) -> bytes:
 OWN, OTHER = "own", "other"
 """Stand for the digests of the sandbox's own model and of somebody else's."""
 TAGS = (
-    "Hello", "Load", "Detach", "Reorder", "Cancel", "Register", "Describe", "Delete", "Pin", "Evict", "Reserve",
-    "Grant", "Gone", "GetStatus", "Adopt", "AdoptDevice", "Stored", "Chunks", "Nothing",
+    "Hello", "Load", "Detach", "Reorder", "Cancel", "Register", "Describe", "Delete", "Pin", "Evict", "Grant",
+     "Gone", "GetStatus", "Adopt", "AdoptDevice", "Stored", "Chunks", "Nothing",
 )  # fmt: skip
 FIELDS = (
     "type", "request", "model", "partition", "blocks", "device", "priority", "version", "holder", "fds", "ids",
-    "numbers", "uri", "nbytes",
+    "numbers", "nbytes",
 )  # fmt: skip
 NUMBERS = st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**64 - 1))
 PLACES = st.sampled_from((OWN, OTHER, "sha256:" + "0" * 64, "sha256:../../etc", "", "cpu", DEVICE, "fake:9", "cuda:0"))
