@@ -147,7 +147,7 @@ class Gateway:
         self._statuses = await self._bus.subscribe(subjects.STATUS_ALL, NodeStatus, self.calls.on_status)
         self._watch = await store.watch(subjects.ROUTE_KEYS, records.Route, self.table.apply)
         await self._kept.start()
-        await self._detached.take_up()
+        self._detached.start()
         self._announcer.tell(Kind.GATEWAY_READY)
 
     async def drain(self) -> None:

@@ -73,7 +73,14 @@ class Detached:
         self._gateway, self._window = gateway, window_s
         self._clock, self._wall, self._pause = clock, wall, pause
         self._running: dict[str, _Run] = {}
+        self._taken_up = False
+        self._begun: set[str] = set()
+        """Calls of this life, until those of the one before are taken up."""
         self._tasks = Tasks("detached")
+
+    def start(self) -> None:
+        """Go on with what an earlier life of this gateway has left, as soon as the journals can be read."""
+        self._tasks.start(self._take_up_all(), "take up")
 
     async def close(self) -> None:
         """Journals end here; what goes on is taken up again. After ``Calls.drain``."""
@@ -88,6 +95,8 @@ class Detached:
             part = BodyPart(number, order.body[start : start + MAX_PART])
             await self._journal.write(stream, asked.call, f"body-{number}", part, keep)
         call = self._calls.admit(order)
+        if not self._taken_up:
+            self._begun.add(call.id)
         try:
             await self._journal.write(stream, asked.call, "order", asked, keep)
         except BaseException:
@@ -108,14 +117,29 @@ class Detached:
             run.read = self._clock()
 
     # --- taking up again --------------------------------------------------------------------------
-    async def take_up(self) -> None:
-        """Go on with what an earlier life of this gateway has left. Raises ``Unavailable``."""
+    async def _take_up_all(self) -> None:
+        while True:
+            try:
+                await self._take_up()
+            except Unavailable as error:
+                log.info("calls of an earlier life wait to be taken up: %s", error.message)
+                await self._pause(LOOK_S)
+                continue
+            self._taken_up = True
+            self._begun.clear()
+            return
+
+    async def _take_up(self) -> None:
+        """Each call once, also where the journals can be read only in part at first. Raises ``Unavailable``."""
         for known in (await self._journal.all()).values():
             order = known.order
             if order is None or known.ended is not None or order.gateway != self._gateway:
                 continue
+            if order.call in self._begun:
+                continue
             journaled, entries = await self._journal.now(stream_of(order), order.call)
             frames = Journaled().take_all(entries)
+            self._begun.add(order.call)
             try:
                 self._again(order, journaled, frames)
             except SllmError as error:

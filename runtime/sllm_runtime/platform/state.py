@@ -19,7 +19,7 @@ import nats.js.errors
 from nats.js.api import RawStreamMsg
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import STATE_STREAM, ensure_streams
+from sllm_runtime.platform.streams import LAST_STREAM, STATE_STREAM, ensure_streams
 from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
@@ -67,7 +67,7 @@ class StateStore:
 
     async def _check(self) -> None:
         try:
-            await self._bus.jetstream.stream_info(STATE_STREAM)
+            await self._bus.jetstream.stream_info(LAST_STREAM)
         except nats.js.errors.NotFoundError as error:
             raise Unavailable("the platform has no state yet: no controller has started") from error
         except nats.errors.Error as error:

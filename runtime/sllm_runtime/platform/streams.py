@@ -15,6 +15,8 @@ from sllm_runtime.protocol.limits import MIB
 
 STATE_STREAM: Final = f"KV_{subjects.STATE}"
 BUNDLE_STREAM: Final = f"OBJ_{subjects.BUNDLES}"
+LAST_STREAM: Final = subjects.CALLS_STREAM
+"""Made after all others: when it is there, all are."""
 _DAY_S: Final = 24 * 3600.0
 _NAME_IN_USE: Final = 10058
 _NO_RESOURCES: Final = (10005, 10023, 10047, 10074)
