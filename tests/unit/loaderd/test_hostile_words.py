@@ -60,7 +60,7 @@ OWN, OTHER = "own", "other"
 """Stand for the digests of the sandbox's own model and of somebody else's."""
 TAGS = (
     "Hello", "Load", "Detach", "Reorder", "Cancel", "Register", "Describe", "Delete", "Pin", "Evict", "Grant",
-     "Gone", "GetStatus", "Adopt", "AdoptDevice", "Stored", "Chunks", "Nothing",
+    "Gone", "GetStatus", "Adopt", "AdoptDevice", "Stored", "Chunks", "Nothing",
 )  # fmt: skip
 FIELDS = (
     "type", "request", "model", "partition", "blocks", "device", "priority", "version", "holder", "fds", "ids",
