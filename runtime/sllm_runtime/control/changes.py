@@ -131,7 +131,16 @@ def _instance_event(instance: Instance, wall: float) -> Event:
         version=record.version,
         instance=record.instance,
         node=record.node,
+        fields=_measured(instance),
     )
+
+
+def _measured(instance: Instance) -> dict[str, str]:
+    """Of a start that is over, for programs: seconds as expected and as taken, and where the weights were."""
+    if instance.state is not InstanceState.READY or instance.predicted is None or instance.ready_at is None:
+        return {}
+    guess, took = instance.predicted, instance.ready_at - instance.placed
+    return {"expected_s": f"{guess.seconds:.6f}", "took_s": f"{took:.6f}", "tier": guess.tier}
 
 
 def _start(instance: Instance) -> str:

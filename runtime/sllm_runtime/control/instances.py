@@ -69,8 +69,12 @@ def report(view: View, instance: Instance, status: InstanceStatus, now: float) -
 def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
     if instance.predicted is None:
         return view
-    warm = instance.predicted.warm
-    return replace(view, learned=view.learned.after(instance.key, instance.record.node, warm, status.spans))
+    guess, key = instance.predicted, instance.key
+    learned = view.learned.after(key, instance.record.node, guess.warm, status.spans)
+    if instance.ready_at is not None:
+        parts = guess.seconds - guess.rest
+        learned = learned.missed(key, guess.tier, instance.ready_at - instance.placed - parts)
+    return replace(view, learned=learned)
 
 
 def vanish(view: View, instance: Instance, error: ErrorBody, now: float) -> View:

@@ -22,6 +22,7 @@ def estimate(server: Server, key: Key, model: ModelRecord | None, learned: Learn
         read=read,
         setup=learned.setup_s(key),
         release=release,
+        rest=learned.rest_s(key, tier),
     )
 
 

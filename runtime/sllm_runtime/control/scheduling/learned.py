@@ -35,6 +35,8 @@ class Learned:
     """By node and whether one was waiting in its pool."""
     imports: Mapping[Version, float] = field(default_factory=lambda: _NOTHING)
     setup: Mapping[Version, float] = field(default_factory=lambda: _NOTHING)
+    rest: Mapping[tuple[Version | None, str], float] = field(default_factory=lambda: _NOTHING)
+    """By version and where its weights were: what starts took beyond all that is told apart; None: of any version."""
     moves: Mapping[str, Line] = field(default_factory=lambda: _NOTHING)
     """By model: how long calls take to go on elsewhere, by their tokens."""
     least: float = WARM_SANDBOX_S
@@ -48,6 +50,14 @@ class Learned:
 
     def setup_s(self, key: Version) -> float:
         return self.setup.get(key, 0.0)
+
+    def rest_s(self, key: Version, tier: str) -> float:
+        """Of a version that never started from there: as others do."""
+        return max(self.rest.get((key, tier), self.rest.get((None, tier), 0.0)), 0.0)
+
+    def missed(self, key: Version, tier: str, seconds: float) -> Learned:
+        """With one more start that took ``seconds`` more than its parts were expected to."""
+        return replace(self, rest=_mean(_mean(self.rest, (key, tier), seconds), (None, tier), seconds))
 
     def after(self, key: Version, node: str, warm: bool, spans: tuple[Span, ...]) -> Learned:
         """With one more start of version ``key`` on ``node``."""

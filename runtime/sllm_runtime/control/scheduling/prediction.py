@@ -25,15 +25,18 @@ class Estimate:
     setup: float
     release: float = 0.0
     """Until what is in the way has gone, moved away or ended."""
+    rest: float = 0.0
+    """What earlier starts took beyond these: commands and reports on their way, mapping of what is in memory."""
 
     @property
     def seconds(self) -> float:
         """From the decision to READY."""
-        return self.release + max(self.sandbox + self.imports, self.queue + self.read) + self.setup
+        return self.release + max(self.sandbox + self.imports, self.queue + self.read) + self.setup + self.rest
 
     def words(self) -> str:
         """For people: ``1.24 s (ssd: queue 0.20 + read 0.90; sandbox 0.02, import 0.10, setup 0.04)``."""
         weights = f"{self.tier}: queue {self.queue:.2f} + read {self.read:.2f}; " if self.tier != "none" else ""
         rest = f"sandbox {self.sandbox:.2f}, import {self.imports:.2f}, setup {self.setup:.2f}"
+        rest += f", rest {self.rest:.2f}" if self.rest else ""
         after = f"; after {self.release:.2f} until there is room" if self.release else ""
         return f"{self.seconds:.2f} s ({weights}{rest}{after})"

@@ -41,6 +41,18 @@ def test_weights_come_while_the_sandbox_is_made() -> None:
     assert estimate(server, KEY, None, learned, release=1.0).seconds == pytest.approx(2.5 + 0.25)
 
 
+def test_what_the_parts_do_not_tell_is_learned_as_a_whole() -> None:
+    m, other = model("m", GB), model("other", GB)
+    server = Servers().of(cluster(node("a", models=(m.digest, other.digest)), models=(m, other)))["a"]
+    learned = Learned().missed(KEY, "ssd", 0.5)
+    assert estimate(server, KEY, m, learned).seconds == pytest.approx(1.5)
+    assert estimate(server, ("new", 1), other, learned).seconds == pytest.approx(1.5), "as others start from there"
+    learned = learned.missed(KEY, "ssd", 1.5)
+    assert learned.rest_s(KEY, "ssd") == pytest.approx(0.5 + NEWEST)
+    assert learned.rest_s(KEY, "dram") == 0.0
+    assert Learned().missed(KEY, "ssd", -9.0).rest_s(KEY, "ssd") == 0.0, "no start takes less than its parts"
+
+
 def test_the_largest_partition_counts() -> None:
     """Ranks are read side by side, each by its own device; the last one decides."""
     two = model("two", 4 * GB)

@@ -1,0 +1,148 @@
+"""``python -m benchmarks.estimator``: what starts were expected to take beside what they took.
+
+Real starts on the real platform. Functions with synthetic models of three sizes are called when nothing of them runs,
+in turn; the controller tells of each start what it expected and what it took, by its own clock (the fields of event
+``instance.ready``). ``dram``: the weights are in the node's memory; ``ssd``: the loader was told to drop them and no
+page of them is cached. ``contended``: all three at once from the SSD, so that they wait for each other on the disk.
+The first round of each case teaches and is not counted. Beside it ``constant``: the mean of all earlier starts of the
+case. Samples are errors: how far what was expected is from what it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks import cold_gigabyte, page_cache, synthetic
+from benchmarks.platform import Platform
+from benchmarks.programs import ProgramFailed
+from benchmarks.record import Aim, percentile
+from benchmarks.runner import Run, main
+from sllm_loaderd.client import LoaderControl
+from sllm_runtime.protocol.http import API
+
+CASES: Final = ("dram", "ssd", "contended")
+MIB: Final = 2**20
+SEEN_S: Final = 60.0
+LIMITS: Final = {"dram": (5.0, 0.03), "ssd": (15.0, 0.04), "contended": (15.0, 0.04)}
+"""Milliseconds and share of the start that 95 of 100 errors may have, whichever is more."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start, in ms. ``tier``: where the weights were expected to come from."""
+
+    function: str
+    tier: str
+    expected: float
+    took: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.expected - self.took)
+
+
+def measure(run: Run, cases: Sequence[str]) -> None:
+    """The cases share one platform: what one has taught the next one knows."""
+    sizes = (32, 64, 128) if run.quick else (64, 192, 512)
+    run.settings["model_mib"] = list(sizes)
+    with tempfile.TemporaryDirectory(prefix="be-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        with Platform(directory / "platform", {"SLLM_POOL_SIZE": str(len(sizes))}) as platform:
+            names = [_deployed(platform, directory, size) for size in sizes]
+            for case in cases:
+                with run.attempt(case):
+                    _case(run, platform, case, names)
+
+
+def _deployed(platform: Platform, directory: Path, mib: int) -> str:
+    home = directory / f"m{mib}"
+    synthetic.write(home / "model", mib * MIB, cold_gigabyte.STEP, seed=mib)
+    file = shutil.copy(cold_gigabyte.FUNCTION, home / f"estimated{mib}.py")  # one module of a name for an interpreter
+    return platform.deploy(Path(file), name=f"m{mib}", memory=512 * MIB)
+
+
+def _case(run: Run, platform: Platform, case: str, names: Sequence[str]) -> None:
+    rounds = 4 if run.quick else 70  # of three starts each
+    starts: list[Start] = []
+    for number in range(rounds + 1):
+        if case == "contended":
+            _forget(platform, case, names)
+            with ThreadPoolExecutor(len(names)) as callers:
+                found = list(callers.map(lambda name: _start(platform, name), names))
+        else:
+            found = []
+            for name in names:
+                _forget(platform, case, names)
+                found.append(_start(platform, name))
+        starts += found if number else []
+    tell(run, case, starts)
+
+
+def tell(run: Run, case: str, starts: Sequence[Start]) -> None:
+    """The errors of a case's starts, and whether the aim is met."""
+    ours, constant = run.case(case, "sllm"), run.case(case, "constant")
+    ours.samples += [round(start.error, 3) for start in starts]
+    for number, start in enumerate(starts[1:], 1):
+        mean = statistics.fmean(earlier.took for earlier in starts[:number])
+        constant.samples.append(round(abs(mean - start.took), 3))
+    for each in (ours, constant):
+        each.extra["p95_ms"] = round(percentile(each.samples, 95), 3)
+    worst = max(starts, key=lambda start: start.error)
+    ours.extra["took_ms"] = round(statistics.median(start.took for start in starts), 1)
+    ours.notes = (
+        f"worst: {worst.function} from {worst.tier}, {worst.expected:.0f} ms expected, {worst.took:.0f} ms taken"
+    )
+    least, share = LIMITS[case]
+    excess = percentile([start.error / max(least, share * start.took) for start in starts], 95)
+    enough = len(starts) >= 200
+    aim = f"{case}: p95 of error / max({least:g} ms, {share:.0%} of the start)"
+    run.aims.append(Aim(aim, round(excess, 3) if enough else None, at_most=1.0))
+
+
+def _start(platform: Platform, name: str) -> Start:
+    """Call it; what its start was expected to take, and took."""
+    platform.stream(name, {})
+    found = None
+    for event in platform.client.events("GET", f"{API}/events", params={"function": name, "limit": "50"}):
+        if event.event == "event":
+            said = json.loads(event.data)
+            found = said["fields"] if said["kind"] == "instance.ready" else found
+    if not found:
+        raise ProgramFailed(f"{name}: the controller did not tell what its start took")
+    return Start(name, found["tier"], float(found["expected_s"]) * 1e3, float(found["took_s"]) * 1e3)
+
+
+def _forget(platform: Platform, case: str, names: Sequence[str]) -> None:
+    """No instance; for ``ssd`` and ``contended`` nothing of the models in memory either."""
+    platform.until_cold(*names)
+    if case == "dram":
+        return
+    asyncio.run(_evict(platform))
+    for partition in platform.data.rglob("partition_0.bin"):
+        page_cache.drop(partition)
+    until = time.monotonic() + SEEN_S
+    while any("dram" in tiers for tiers in platform.client.request("GET", f"{API}/nodes/n1")["tiers"].values()):
+        if time.monotonic() > until:
+            raise ProgramFailed(f"the controller does not see after {SEEN_S:g} s that the models have left the memory")
+        time.sleep(0.05)
+
+
+async def _evict(platform: Platform) -> None:
+    async with LoaderControl(platform.loader_socket()) as loader:
+        for digest in await loader.models():
+            await loader.evict(digest)
+
+
+if __name__ == "__main__":
+    sys.exit(main("estimator", CASES, measure))

@@ -1,0 +1,25 @@
+"""The sums of ``benchmarks.estimator``, and one start of it."""
+
+from __future__ import annotations
+
+from benchmarks.estimator import Start, tell
+from benchmarks.runner import Run
+
+
+def test_errors_are_summed_and_judged() -> None:
+    run = Run(quick=False)
+    starts = [Start("f", "dram", expected=100.0 + number % 5, took=100.0) for number in range(200)]
+    tell(run, "dram", starts)
+    ours, constant = run.cases
+    assert (len(ours.samples), len(constant.samples)) == (200, 199)
+    assert ours.extra["p95_ms"] == 4.0
+    assert constant.extra["p95_ms"] == 0.0
+    (aim,) = run.aims
+    assert (aim.value, aim.met) == (0.8, True)
+    assert "104 ms expected, 100 ms taken" in ours.notes
+
+
+def test_few_starts_judge_nothing() -> None:
+    run = Run(quick=True)
+    tell(run, "ssd", [Start("f", "ssd", 10.0, 20.0)] * 10)
+    assert run.aims[0].met is None
