@@ -41,7 +41,8 @@ class ChunkPool:
         self, chunk_bytes: int, limit: int, prefault: int, *, huge: bool = False, pinner: Pinner | None = None
     ) -> None:
         self.chunk_bytes = chunk_bytes
-        self._huge = huge and chunk_bytes % memory.HUGE_PAGE == 0
+        self.huge_pages: Final = huge and chunk_bytes % memory.HUGE_PAGE == 0
+        """Whether chunks are made of pages of 2 MiB, as far as the kernel has them."""
         self._pinning = Pinning(pinner)
         self._limit = max(limit // chunk_bytes, 1) * chunk_bytes
         self._ahead = 0
@@ -74,7 +75,7 @@ class ChunkPool:
 
         Above a few huge pages' worth it is made of these: a fault for each page of 4 KiB would cost more than the read.
         """
-        unit = memory.HUGE_PAGE if self._huge and nbytes > memory.HUGE_PAGE // 2 else 1
+        unit = memory.HUGE_PAGE if self.huge_pages and nbytes > memory.HUGE_PAGE // 2 else 1
         small = -(-nbytes // unit) * unit
         return small if 0 < 2 * small < self.chunk_bytes else self.chunk_bytes
 
@@ -211,7 +212,7 @@ class ChunkPool:
                 held=sum(chunk.size for chunk in used if chunk.holders),
                 retiring=sum(chunk.size for chunk in self._chunks if chunk.state is ChunkState.RETIRING),
                 reserved=reserved,
-                huge_pages=self._huge,
+                huge_pages=self.huge_pages,
             )
 
     def close(self) -> None:
@@ -240,7 +241,7 @@ class ChunkPool:
 
     def _create(self, size: int | None = None) -> Chunk:
         """A whole chunk, or a small one of ``size`` bytes."""
-        return self._add(create_chunk(size or self.chunk_bytes, huge=self._huge, lasting=size is None))
+        return self._add(create_chunk(size or self.chunk_bytes, huge=self.huge_pages, lasting=size is None))
 
     def _add(self, chunk: Chunk) -> Chunk:
         self._chunks.add(chunk)

@@ -182,13 +182,15 @@ class SessionLoad:
         if message.last:
             self._placing.placed()
             self._attach(self._placing)
+            if not message.huge_pages:  # so many pages that whoever reads them catches up with what begins later
+                self._warm_up()
 
     def _attach(self, memory: PartitionMemory) -> None:
         self._change(lambda: setattr(self, "_memory", memory))
 
     def _warm_up(self) -> None:
-        """Begin to fill in page tables, once there is something to fill in. Not before somebody waits if everything is
-        there: two threads that fault at once cost each other more than that one gains, and tensors are made first."""
+        """Begin to fill in page tables, once there is something to fill in. If all is there in large pages, not before
+        somebody waits: two threads that fault at once cost each other time, and tensors are made first."""
         with self._changed:  # who finds it may join it
             memory = self._memory
             if memory is None or self._detached or self._populator is not None:

@@ -217,10 +217,11 @@ class SandboxConnection:
         self._keep(Handout(holder, loading.model.checkpoint.digest, loading.rank, size, new))
         self._service.residency.hold(loading.chunks, holder)
         numbers, fds = loading.numbers, [chunk.fd for chunk in loading.chunks]
+        huge = self._service.pool.huge_pages
         for start in range(0, max(len(numbers), 1), MAX_FDS):
             batch = numbers[start : start + MAX_FDS]
             last = start + MAX_FDS >= len(numbers)
-            answer = Chunks(request=number, numbers=batch, chunk_bytes=size, fds=len(batch), last=last)
+            answer = Chunks(request=number, numbers=batch, chunk_bytes=size, fds=len(batch), last=last, huge_pages=huge)
             self._connection.say(answer, fds[start : start + MAX_FDS])
 
     def _send_device_memory(self, number: int, loading: DeviceLoad) -> None:

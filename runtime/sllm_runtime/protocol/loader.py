@@ -290,13 +290,16 @@ class Files(Message, frozen=True, kw_only=True):
 
 
 class Chunks(Message, frozen=True, kw_only=True):
-    """Descriptors of the chunks ``numbers``, in this order. Their bytes may not be read before ``Ready``."""
+    """Descriptors of the chunks ``numbers``, in this order. Their bytes may not be read before ``Ready``.
+
+    ``huge_pages``: they have pages of 2 MiB, as far as the kernel had them."""
 
     request: int
     numbers: tuple[int, ...]
     chunk_bytes: int
     fds: int
     last: bool
+    huge_pages: bool = False
 
 
 class DeviceMemory(Message, frozen=True, kw_only=True):
