@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 ZYGOTE: Final = (sys.executable, "-m", "sllm_runtime.worker.zygote")
 READY_S: Final = 120.0
 """Importing torch from a cold disk takes its time."""
-SPAWN_S: Final = 10.0
+SPAWN_S: Final = 30.0
 BACKOFF_S: Final = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ROOT: Final = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _USER: Final = (

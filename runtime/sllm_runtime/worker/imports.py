@@ -32,6 +32,7 @@ PRELOAD: Final = (
 USERS: Final = ("sllm", "sllm.function")
 """What users' modules import first, where it is installed."""
 LATER: Final = (
+    "huggingface_hub.hf_api",
     "transformers",
     "sympy",
     "torch.distributed.tensor",
@@ -45,7 +46,7 @@ LATER: Final = (
     "transformers.models.llama.modeling_llama",
     "sllm_runtime.worker.engine.transformers_engine",
 )
-"""What other models need, cut where transformers imports much at once: none takes more than 0.6 s of a CPU. A worker
+"""What other models need, cut where transformers imports much at once: none takes more than 0.5 s of a CPU. A worker
 that was forked before imports what it lacks itself; other architectures are imported when a worker first wants them."""
 QUIET_S: Final = 1.0
 """Nothing is imported later until nobody has asked for a worker, and none has died, for so long."""

@@ -57,7 +57,7 @@ class Zygote:
             happened = poll.poll(None if self._later.done else quiet_ms)
             quiet_ms = QUIET_S * 1000 if happened else 0
             if not happened:
-                self._later.step()
+                self._import_more()
             for fd, _ in happened:
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
@@ -75,6 +75,14 @@ class Zygote:
 
     def _on_term(self, *_: object) -> None:
         self._stopping = True
+
+    def _import_more(self) -> None:
+        """Deaths are told meanwhile: who waits for one does not wait long."""
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        try:
+            self._later.step()
+        finally:
+            signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def _receive(self) -> None:
         """Every message that is there."""
