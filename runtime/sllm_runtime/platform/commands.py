@@ -33,7 +33,10 @@ _DOWN_S: Final = 15.0
 
 Nodes = Annotated[int, typer.Option("--nodes", min=1, max=64, help="Nodes on this machine; they share nothing.")]
 Gateways = Annotated[int, typer.Option("--gateways", min=1, max=16, help="Gateways, on consecutive ports.")]
-Controllers = Annotated[int, typer.Option("--controllers", min=1, max=5, help="One leads, the others stand by.")]
+Controllers = Annotated[
+    int,
+    typer.Option("--controllers", envvar="SLLM_CONTROLLERS", min=1, max=5, help="One leads, the others stand by."),
+]
 Port = Annotated[
     int, typer.Option("--port", envvar="SLLM_PORT", min=0, max=65535, help="Of the first gateway; 0: any free port.")
 ]
