@@ -38,7 +38,7 @@ _ALONE: Final = {
 }
 ABSENT: Final = {
     "vllm": "its CPU build needs a torch of its own (2 GB) and minutes of warm-up: not in the peers' environment",
-    "llama.cpp": "its wheel is built from source, for which the peers' environment has no compiler",
+    "llama.cpp": "it comes as source alone, whose build had not ended after ten minutes on two busy cores",
 }
 
 
