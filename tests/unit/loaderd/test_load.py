@@ -1,11 +1,23 @@
 """The worker's side of a load: how what is ready becomes calls that fill in page tables."""
 
 import itertools
+import os
+import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_loaderd.client.load import runs
+from sllm_loaderd.client.load import SessionLoad, runs
+from sllm_runtime.protocol.checkpoint import (
+    BLOCK_ALIGN,
+    INDEX_NAME,
+    BlockRecord,
+    CheckpointIndex,
+    PartitionRecord,
+    encode_index,
+)
+from sllm_runtime.protocol.loader import Chunks, Done, FileEntry, Files, Ready
 
 SPANS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=12)
 """Holes and sizes, one behind the other."""
@@ -28,3 +40,36 @@ def test_runs_cover_what_they_are_given_in_few_ranges(pieces: list[tuple[int, in
 
 def test_spans_in_any_order_stay_in_theirs() -> None:
     assert list(runs([(10, 5), (0, 10), (15, 5), (20, 5)], 100)) == [(10, 5), (0, 10), (15, 10)]
+
+
+def memfd(data: bytes) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.write(fd, data)
+    return fd
+
+
+def one_block() -> bytes:
+    part = PartitionRecord(rank=0, nbytes=BLOCK_ALIGN, digests=("0" * 32,))
+    block = BlockRecord(rank=0, offset=0, nbytes=BLOCK_ALIGN, layers=None, shared=())
+    return encode_index(CheckpointIndex(partitions=(part,), blocks=(block,), chunk_bytes=BLOCK_ALIGN, tensors=()))
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_page_tables_of_large_pages_wait_for_who_waits_for_them(huge: bool) -> None:
+    def begun() -> bool:
+        return any(thread.name == "sllm-populate" for thread in threading.enumerate())
+
+    load, index = SessionLoad(lambda message: None, lambda number: None, 1, 0), one_block()
+    try:
+        load.heard(Files(request=1, files=(FileEntry(INDEX_NAME, 0, len(index)),)), [memfd(index)])
+        chunk = Chunks(request=1, numbers=(0,), chunk_bytes=BLOCK_ALIGN, fds=1, last=True, huge_pages=huge)
+        load.heard(chunk, [memfd(bytes(BLOCK_ALIGN))])
+        assert load.attach().nbytes == BLOCK_ALIGN
+        assert begun() is not huge
+        load.heard(Ready(request=1, block=0), [])
+        assert begun()  # behind what comes while it loads, whatever its pages are
+        load.heard(Done(request=1), [])
+        load.wait_all()
+    finally:
+        load.detach()
+    assert not begun()
