@@ -143,10 +143,12 @@ class Call:
 
     def bound(self, epoch: int, node: str) -> Binding | None:
         """Where it runs, or is on its way to, under this epoch at this node."""
-        for binding in (self.binding, self.move.binding if self.move is not None else None):
-            if binding is not None and binding.epoch == epoch and binding.node == node:
-                return binding
-        return None
+        binding = self.binding
+        if self.move is not None and self.move.binding.epoch == epoch:
+            binding = self.move.binding
+        if binding is None or binding.epoch != epoch or binding.node != node:
+            return None
+        return binding
 
     # --- the reader's side ------------------------------------------------------------------------
     def take(self) -> list[Frame]:

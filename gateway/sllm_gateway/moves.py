@@ -169,7 +169,8 @@ class Moves:
 
     def _tend(self, call: Call, now: float) -> None:
         move = call.move
-        assert move is not None
+        if move is None:
+            return
         binding = move.binding
         if binding.accepted and binding.silent(now) and self._link.connected:
             self.drop(call, f"node {binding.node} is silent", gone=True)
@@ -243,9 +244,7 @@ class Moves:
     def _finish_if_over(self, call: Call, move: Move) -> None:
         if move.over:
             call.move = None
-            move.binding.following = False
-            if call.resumption is not None:
-                call.resumption.unwatch()
+            self._unfollow(call)
 
     def drop(self, call: Call, why: str, *, gone: bool = False, busy: bool = False) -> None:
         """The call stays where it is, or is over. Repeatable."""
@@ -254,11 +253,21 @@ class Moves:
             return
         if move.switched:
             call.move = None
+            self._unfollow(call)
             return
         log.info("call does not move to %s: %s", move.binding.instance, why, extra={"call": call.id})
         self._let_go(call, move, why, gone=gone)
         call.move_after = self._clock() + (BUSY_S if busy else AGAIN_S)
         call.move_round = call.move_round - 1 if busy else 0
+        if not busy:
+            self._unfollow(call)
+
+    def _unfollow(self, call: Call) -> None:
+        """Nobody compares it with another one any more."""
+        if call.binding is not None:
+            call.binding.following = False
+        if call.resumption is not None:
+            call.resumption.unwatch()
 
     def _drop_if(self, call: Call, move: Move, why: str, *, gone: bool = False, busy: bool = False) -> None:
         if call.move is move:

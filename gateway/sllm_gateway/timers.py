@@ -75,6 +75,8 @@ class Timers:
             call.marks.heard = now
             if call.binding is not None:
                 call.binding.inbox.heard = now
+            if call.move is not None:
+                call.move.binding.inbox.heard = now
 
     def tick(self, now: float, passed: float) -> None:
         """Look at every call that is due. ``passed``: seconds since the tick before."""

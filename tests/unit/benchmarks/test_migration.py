@@ -1,0 +1,23 @@
+"""What the benchmark of migrations calls lost, repeated, different, and a pause."""
+
+from __future__ import annotations
+
+from benchmarks.migration import Heard, Sums, Window, pauses
+
+
+def test_what_was_lost_repeated_or_different() -> None:
+    sums = Sums()
+    sums.add(Heard(0, ids=[0, 1, 2], values=["a", "b", "c"]), ["a", "b", "c"])
+    assert (sums.lost, sums.repeated, sums.different) == (0, 0, 0)
+    sums.add(Heard(0, ids=[0, 0, 2, 3], values=["a", "a", "x", "d"]), ["a", "b", "c"])
+    assert (sums.streams, sums.events) == (2, 7)
+    assert (sums.lost, sums.repeated, sums.different) == (1, 1, 2)
+
+
+def test_a_pause_is_counted_in_the_streams_own_intervals() -> None:
+    times = [0.0, 1.0, 1.0, 2.0, 6.0, 7.0, 7.0, 8.0, 8.0]
+    heard = Heard(0, times=times)
+    assert pauses(heard, [Window(4.0, 5.0)]) == [4.0]
+    assert pauses(heard, [Window(20.0, 21.0)]) == []
+    assert pauses(heard, [Window(7.5, 30.0)]) == []
+    assert pauses(Heard(0), [Window(0.0, 1.0)]) == []
