@@ -40,7 +40,7 @@ class ControllerSettings(Settings):
     ``scheduling.policies.POLICIES``."""
 
     controller: str = "controller"
-    policy: Literal["random", "availability", "locality", "startup-time"] = DEFAULT
+    policy: Literal["random", "availability", "locality", "preemption", "startup-time"] = DEFAULT
 
     def chosen_policy(self) -> Policy:
         """The policy of that name."""

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from sllm_runtime.control import instances
+from sllm_runtime.control.daemon import ControllerSettings
 from sllm_runtime.control.placement import Evict, Place, Policy, Refuse, Wait
 from sllm_runtime.control.scheduling.policies import POLICIES, Availability, Locality, StartupTime
 from sllm_runtime.control.view import View
@@ -102,6 +103,11 @@ def test_locality_waits_where_the_weights_are() -> None:
     view = idle(view, "other", "full", running=1)
     assert isinstance(place(Locality(), view, "chat"), Wait)
     assert isinstance(place(StartupTime(), view, "chat"), Place)
+
+
+def test_every_policy_can_be_chosen() -> None:
+    for name, policy in POLICIES.items():
+        assert type(ControllerSettings.load({"SLLM_POLICY": name}).chosen_policy()) is policy
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
