@@ -215,7 +215,11 @@ async def no_task_left() -> AsyncIterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put `no_task_left` around everything else that a coroutine test asks for, and the look at what is left around
-    that: the loop's own threads (`asyncio.to_thread`) end with the loop."""
+    that: the loop's own threads (`asyncio.to_thread`) end with the loop. Around both stands what lasts longer than the
+    test, which it does not leave behind."""
     for item in items:
         if isinstance(item, pytest.Function) and asyncio.iscoroutinefunction(item.function):
-            item.fixturenames[:0] = ["nothing_left_by_test", "no_task_left"]
+            made = item._fixtureinfo.name2fixturedefs
+            wider = [name for name in item.fixturenames if name in made and made[name][-1].scope != "function"]
+            own = [name for name in item.fixturenames if name not in wider]
+            item.fixturenames[:] = dict.fromkeys([*wider, "nothing_left_by_test", "no_task_left", *own])
