@@ -140,9 +140,12 @@ def _tools(body: Mapping[str, Any]) -> Complaints:
             yield f"tools[{number}].function.parameters", "give a JSON schema, an object"
         else:
             names.append(function["name"])
-    choice = body.get("tool_choice")
-    if choice in (None, "none"):
-        return
+    if body.get("tool_choice") not in (None, "none"):
+        yield from _tool_choice(body, names)
+
+
+def _tool_choice(body: Mapping[str, Any], names: Sequence[str]) -> Complaints:
+    choice = body["tool_choice"]
     if not body.get("tools"):
         yield "tool_choice", "there are no tools to choose from"
     if choice != "auto" and output_format(body) != "text":

@@ -1,6 +1,7 @@
 """The controller itself: election, taking over, NATS restarts, events, the process."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -12,9 +13,7 @@ import pytest
 from sllm_runtime.control.daemon import lead
 from sllm_runtime.control.service import Service
 from sllm_runtime.protocol import ctl
-from sllm_runtime.protocol.errors import (
-    StaleTerm,
-)
+from sllm_runtime.protocol.errors import StaleTerm, Unavailable
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -64,9 +63,17 @@ async def test_nats_restarts_and_nothing_is_lost(bench: Bench, nats: Nats) -> No
     await nats.kill()
     await nats.start()
     await until(lambda: bench.controller.loop._bus.connected and bench.gateway.bus.connected)
-    acquired = await bench.gateway.acquire()
-    assert acquired.route is not None
-    assert [entry.instance for entry in acquired.route.entries] == [name]
+    acquired: list[ctl.Acquired] = []
+
+    async def answered() -> bool:
+        with contextlib.suppress(Unavailable):  # both are connected; the server may not know yet who answers
+            acquired.append(await bench.gateway.acquire())
+        return bool(acquired)
+
+    await until(answered)
+    route = acquired[0].route
+    assert route is not None
+    assert [entry.instance for entry in route.entries] == [name]
     await bench.gateway.deploy(manifest(), b"other")
     assert len({command.instance for command in bench.node.starts}) == 2
 
