@@ -1,5 +1,6 @@
 """Models of every supported architecture and from every source, deployed on the real platform."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.fixtures.command import sllm, sllm_json
 from tests.fixtures.deployed import deploy
 from tests.fixtures.models import save_byte_tokenizer, save_model
 from tests.fixtures.sources import TOKEN, hub, object_store, s3_settings
+from tests.fixtures.waiting import until
 
 EMBED = Path(__file__).parents[2] / "functions" / "embed"
 IDS = list(range(5, 17))
@@ -128,9 +130,14 @@ def test_each_partition_goes_to_its_own_device(cluster: Cluster, shared: Path, t
     answer = cluster.http.post("/fn/parted", json={"ids": IDS, "tokens": TOKENS})
     assert "".join(answer.json()) == whole
     sizes = [file.stat().st_size for file in sorted(parted.glob("partition_*.bin"))]
-    devices = sllm_json(cluster.env, "node", "describe", "n1")["storage"]["devices"]
-    assert [device["device"] for device in devices] == ["fake:0", "fake:1"]
-    assert all(device["used"] >= size for device, size in zip(devices, sizes, strict=True))
+
+    def held() -> list[int]:
+        """As the node last reported it: a little after the call."""
+        devices = sllm_json(cluster.env, "node", "describe", "n1")["storage"]["devices"]
+        assert [device["device"] for device in devices] == ["fake:0", "fake:1"]
+        return [device["used"] for device in devices]
+
+    asyncio.run(until(lambda: all(used >= size for used, size in zip(held(), sizes, strict=True))))
     sllm(cluster.env, "fn", "delete", "parted", "--force")
 
 
