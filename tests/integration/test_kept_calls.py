@@ -73,6 +73,7 @@ def test_its_gateway_is_killed(cluster: Cluster, text: list[str]) -> None:
     assert read[-1].done
 
 
+@pytest.mark.slow
 def test_everything_is_restarted(cluster: Cluster, text: list[str]) -> None:
     call = begin(cluster)
     first_event(cluster, call)

@@ -105,7 +105,9 @@ def test_ranks_say_what_one_process_says(cluster: Cluster, one: str, ranked: str
     assert classes(cluster, ranked).isdisjoint(classes(cluster, one))
 
 
-@pytest.mark.parametrize(("kind", "number"), [("staged", 0), ("staged", 1), ("ranked", 1)])
+@pytest.mark.parametrize(
+    ("kind", "number"), [pytest.param("staged", 0, marks=pytest.mark.slow), ("staged", 1), ("ranked", 1)]
+)
 def test_a_process_killed_in_mid_stream(
     cluster: Cluster, kind: str, number: int, request: pytest.FixtureRequest
 ) -> None:
