@@ -257,7 +257,8 @@ def test_as_many_calls_at_once_as_it_says_and_never_more(cluster: Cluster, tmp_p
     assert len({first["instance"] for first, _ in values}) == 1
     on_main = {first["main"] for first, _ in values}
     assert on_main == {kind == "gated_async"}, "async on the one loop, sync in threads"
-    assert len({first["thread"] for first, _ in values}) == (1 if kind == "gated_async" else 3)
+    threads_of = {first["thread"] for first, _ in values}
+    assert len(threads_of) == 1 if kind == "gated_async" else len(threads_of) >= 3, "a thread for each call"
 
 
 def test_one_start_however_many_wait(cluster: Cluster, tmp_path: Path) -> None:

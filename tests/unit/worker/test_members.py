@@ -138,6 +138,11 @@ def two(zygote: Zygote, loader: Loader, tmp_path: Path) -> Iterator[Callable[[Pa
         each.close(zygote)
 
 
+def begun(head: Worker) -> None:
+    head.until(lambda: head.ready is not None or head.failed is not None)
+    assert head.ready is not None, head.failed
+
+
 def exit_code(zygote: Zygote, back: int) -> int:
     """Of the worker that was made ``back`` workers before the last."""
     return zygote.exited(zygote.count - back).code
@@ -147,7 +152,7 @@ def test_a_call_over_two_processes_and_an_end_in_order(
     two: Callable[[Path, Path], tuple[Worker, Worker]], models: Callable[[str], Path], zygote: Zygote
 ) -> None:
     head, other = two(models("llama"), models("llama"))
-    head.until(lambda: head.ready is not None)
+    begun(head)
     assert head.ready is not None
     assert "layer_ranges" in head.ready.capabilities
     assert len(head.run().text) > 0
@@ -163,7 +168,7 @@ def test_one_that_is_gone_is_not_told_to_the_function(
 ) -> None:
     """A function that catches everything would answer with it; its call is to go on elsewhere."""
     head, other = two(models("llama"), models("llama"))
-    head.until(lambda: head.ready is not None)
+    begun(head)
     number = head.call({"ever": True})
     head.outputs(number, 1)
     other.kill()
