@@ -171,5 +171,6 @@ class LoaderSession:
             return
         for fd in fds:
             os.close(fd)
-        if isinstance(message, Failed):  # of the connection itself
+        # That of a load which was let go meanwhile concerns nobody; of the connection itself it ends everything.
+        if isinstance(message, Failed) and not message.request:
             raise message.error.to_error()
