@@ -27,6 +27,7 @@ from sllm_runtime.control.standby import stand_by
 from sllm_runtime.control.sweeping import Sweeps
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.disk import shortage
+from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.node import NodeStatus
@@ -72,9 +73,7 @@ class Controller:
         try:
             await asyncio.wait([stopped, *leading], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (stopped, *leading):
-                task.cancel()
-            await asyncio.wait([stopped, *leading])
+            await end((stopped, *leading))
         for task in leading:
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, TypeVar
 
 log = logging.getLogger(__name__)
@@ -14,6 +14,16 @@ T = TypeVar("T")
 CLOSE_S: Final = 30.0
 """Longer than any task's orderly end takes: processes that are stopped have seconds of grace."""
 _AGAIN_S: Final = 1.0
+
+
+async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel ``tasks`` until all have ended: one that swallows its cancellation (on Python 3.11 a request that is
+    answered as it is cancelled) is cancelled again."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_AGAIN_S)
 
 
 class Tasks:

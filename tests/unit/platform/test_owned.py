@@ -1,10 +1,11 @@
 """Tasks with an owner."""
 
 import asyncio
+import contextlib
 
 import pytest
 
-from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.owned import Tasks, end
 
 
 async def test_close_cancels_and_waits() -> None:
@@ -84,3 +85,15 @@ async def test_one_that_swallows_every_cancellation_is_named_and_left(caplog: py
     assert "given up 0.1 s after they were cancelled: x: deaf" in caplog.text
     free.set()
     await asyncio.wait([task])
+
+
+async def test_one_that_swallows_its_cancellation_is_ended_all_the_same() -> None:
+    async def deaf_once() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(deaf_once())
+    await asyncio.sleep(0)
+    await end([task])
+    assert task.cancelled()
