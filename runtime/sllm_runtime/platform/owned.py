@@ -23,7 +23,7 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     while left:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=_AGAIN_S)
+        _, left = await asyncio.wait(left, timeout=3 * _AGAIN_S)  # their own `close` needs some rounds
 
 
 class Tasks:
