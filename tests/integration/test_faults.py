@@ -26,6 +26,7 @@ from tests.fixtures.deployed import (
     workers,
 )
 from tests.fixtures.streams import Stream
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
@@ -344,11 +345,8 @@ def test_a_gateway_that_hangs_holds_no_slot_for_ever(ready: Cluster, tmp_path: P
     with Stream(ready, "slow-stream", {"count": 100_000, "mark": str(mark)}) as stream:
         values = stream.values()
         assert next(values) == 0
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with suspended(pid):
             took = wait(mark.exists, "the node cancels the call")
-        finally:
-            os.kill(pid, signal.SIGCONT)
         assert took > LOST_AFTER_S - 1.5
         seen = [0, *values]
         assert seen == list(range(len(seen)))
@@ -363,11 +361,8 @@ def test_a_pause_is_no_loss(ready: Cluster, text: list[str], component: str) -> 
     pid = ready.pid(component)
 
     def fault() -> None:
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with suspended(pid):
             time.sleep(2.0)  # the fault itself, not a wait for something
-        finally:
-            os.kill(pid, signal.SIGCONT)
 
     streams_through(ready, text, fault)
     assert ready.pid(component) == pid

@@ -25,6 +25,7 @@ from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.subjects import ctl
 from tests.fixtures.cluster import STOP_S, Cluster
 from tests.fixtures.deployed import descendants, wait_gone
+from tests.fixtures.suspended import suspend
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 UP = [sys.executable, "-m", "sllm_runtime.platform"]
@@ -145,30 +146,28 @@ def test_detach_tells_why_it_failed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
-    cluster = Cluster(tmp_path).start()
-    assert cluster.process is not None
-    family = descendants(cluster.process.pid)
-    cluster.process.send_signal(number)
-    status = cluster.process.wait(STOP_S)
-    assert status == (130 if number == signal.SIGINT else 0)
-    assert not (cluster.data / "up.json").exists()
-    wait_gone(family)
-    cluster.stop()
+    with Cluster(tmp_path) as cluster:
+        assert cluster.process is not None
+        family = descendants(cluster.process.pid)
+        cluster.process.send_signal(number)
+        status = cluster.process.wait(STOP_S)
+        assert status == (130 if number == signal.SIGINT else 0)
+        assert not (cluster.data / "up.json").exists()
+        wait_gone(family)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_daemon_that_hangs(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, env={"SLLM_DRAIN": str(GIVE_UP_S)}).start()
-    assert cluster.process is not None
-    family = descendants(cluster.process.pid)
-    gateway = cluster.pid("gateway")
-    os.kill(gateway, signal.SIGSTOP)
-    cluster.process.send_signal(signal.SIGINT)
-    asyncio.run(until(lambda: asked_to_end(gateway), what="the gateway has been asked to end"))
-    cluster.process.send_signal(signal.SIGINT)
-    assert cluster.process.wait(GIVE_UP_S) == 130
-    assert (cluster.data / "up.json").exists(), "it tidied nothing up, for which it would have waited"
-    wait_gone(family)
-    cluster.stop()
+    with Cluster(tmp_path, env={"SLLM_DRAIN": str(GIVE_UP_S)}) as cluster:
+        assert cluster.process is not None
+        family = descendants(cluster.process.pid)
+        gateway = cluster.pid("gateway")
+        suspend(gateway)
+        cluster.process.send_signal(signal.SIGINT)
+        asyncio.run(until(lambda: asked_to_end(gateway), what="the gateway has been asked to end"))
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.process.wait(GIVE_UP_S) == 130
+        assert (cluster.data / "up.json").exists(), "it tidied nothing up, for which it would have waited"
+        wait_gone(family)
 
 
 def asked_to_end(pid: int) -> bool:
@@ -201,16 +200,15 @@ def test_a_data_directory_whose_path_is_too_long_for_a_socket(tmp_path: Path) ->
 
 @pytest.mark.chaos
 def test_nothing_survives_a_kill_9_of_up(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path).start()
-    assert cluster.process is not None
-    family = descendants(cluster.process.pid)
-    assert len(family) >= 5
-    cluster.process.kill()
-    cluster.process.wait(STOP_S)
-    wait_gone(family)
-    with Cluster(tmp_path):  # and the same data directory works again
-        pass
-    cluster.stop()
+    with Cluster(tmp_path) as cluster:
+        assert cluster.process is not None
+        family = descendants(cluster.process.pid)
+        assert len(family) >= 5
+        cluster.process.kill()
+        cluster.process.wait(STOP_S)
+        wait_gone(family)
+        with Cluster(tmp_path):  # and the same data directory works again
+            pass
 
 
 @pytest.mark.chaos

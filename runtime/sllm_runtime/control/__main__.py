@@ -7,6 +7,7 @@ import sys
 
 from sllm_runtime.control.daemon import ControllerSettings, lead
 from sllm_runtime.platform.daemon import ready, run_daemon
+from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.telemetry import configure_logging
 
 
@@ -23,13 +24,10 @@ class Daemon:
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         try:
             await asyncio.wait([life, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not self._leading:  # one that leads ends in order by itself
-                life.cancel()
-            await asyncio.wait([life])
+            if self._leading:
+                await asyncio.wait([life])  # it ends in order by itself
         finally:
-            stopped.cancel()
-            life.cancel()
-            await asyncio.wait([life, stopped])
+            await end([life, stopped])
         if not life.cancelled() and (error := life.exception()) is not None:
             raise error
 

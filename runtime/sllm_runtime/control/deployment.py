@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.ctl import Deploy, Deployed
 from sllm_runtime.protocol.errors import Cancelled, ErrorBody, InternalError, UnsupportedModel
 from sllm_runtime.protocol.node import Progress
@@ -73,6 +74,4 @@ async def unless(withdrawn: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
             raise Cancelled(CALLED_BACK)
         return working.result()
     finally:
-        for task in (working, called_back):
-            task.cancel()
-        await asyncio.wait([working, called_back])
+        await end([working, called_back])

@@ -15,6 +15,7 @@ from sllm_invoker.process_driver import ProcessDriver
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.invoker import SCRIPTED
+from tests.fixtures.suspended import suspend
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 
@@ -72,7 +73,7 @@ async def test_one_whose_end_is_not_told_yet_is_not_handed_over(monkeypatch: pyt
         await until(lambda: pool.idle == 1, what="it is full")
         waiting = pool._idle[0]
         assert isinstance(pool._driver, ProcessDriver)
-        os.kill(pool._driver.fork_server_pid, signal.SIGSTOP)
+        suspend(pool._driver.fork_server_pid)
         os.kill(waiting.pid, signal.SIGKILL)
         await until(lambda: waiting.pid == 0, what="the worker is dead")
         assert not waiting.exited.done()

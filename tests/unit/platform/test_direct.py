@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-import signal
 
 import msgspec
 import pytest
@@ -12,6 +10,7 @@ from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.nats import GATEWAY, NODE, Nats
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 SUBJECT = subjects.frames(GATEWAY, NODE)
@@ -57,14 +56,11 @@ async def test_a_socket_that_takes_nothing_is_left_to_nats_py(nats: Nats) -> Non
     node = await nats.bus(NODE)
     assert nats.server.child is not None
     client, data, written = node._client, bytes(500_000), 0
-    os.kill(nats.server.child.pid, signal.SIGSTOP)
-    try:
+    with suspended(nats.server.child.pid):
         while client.publish_now(SUBJECT, data):  # the kernel's buffers fill
             written += 1
             assert written < 1000
         node.publish_now(SUBJECT, data)
-    finally:
-        os.kill(nats.server.child.pid, signal.SIGCONT)
     await node.flush()
     await until(lambda: client.publish_now(SUBJECT, b""))
 

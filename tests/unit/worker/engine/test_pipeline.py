@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,8 @@ from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.scheduler import Limits
 from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S
 from tests.fixtures.nursery import Nursery, kill
-from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.fixtures.suspended import suspend
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.engine.driver import Letters, decoder, engine, finish, ids, kept, page_bytes, request, run
 
 pytestmark = pytest.mark.timeout(300)  # the first waits for the imports of another process
@@ -250,8 +250,7 @@ def collect(core: OurEngine, got: dict[int, list[int]], steps: int = 10_000) -> 
 
 async def test_a_stage_that_hangs_is_given_up_in_time(nursery: Nursery) -> None:
     with stages(nursery, "llama", 0, 2, 3) as made:
-        os.kill(made.pids[0], signal.SIGSTOP)
-        await until(lambda: Path(f"/proc/{made.pids[0]}/stat").read_text().split()[2] == "T")
+        suspend(made.pids[0])
         try:
             made.pipeline._edges.patience_s = 0.2
             made.core.add(ASKED[0])
