@@ -6,7 +6,9 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,17 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "accelerators": _accelerators(),
     }
+
+
+def yardstick() -> float:
+    """Milliseconds that a fixed piece of the interpreter's work takes now, the median of seven: the same machine is half
+    as fast again in some hours as in others, and this tells such an hour from slower code."""
+    took = []
+    for _ in range(7):
+        began = time.perf_counter()
+        sum(number * number for number in range(500_000))
+        took.append((time.perf_counter() - began) * 1000)
+    return round(statistics.median(took), 2)
 
 
 def name() -> str:

@@ -37,7 +37,7 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}; "
         f"accelerators: {', '.join(machine['accelerators']) or 'none'}; "
         f"commit {record['commit']}, {record['started']}, {record['seconds']:.0f} s"
-        f"{', quick' if record['settings'].get('quick') else ''}.",
+        f"{', quick' if record['settings'].get('quick') else ''}{_yardstick(record['settings'])}.",
         "",
         "| case | system | median | min | max | n | unit | notes |",
         "|---|---|---|---|---|---|---|---|",
@@ -57,6 +57,11 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
 
 
 _VERDICT: Final = {True: "yes", False: "**no**", None: "not judged"}
+
+
+def _yardstick(settings: dict[str, Any]) -> str:
+    known = settings.get("yardstick_ms")
+    return f"; yardstick {known[0]} ms before, {known[1]} ms after" if known else ""
 
 
 def _extra(case: dict[str, Any]) -> str:

@@ -94,12 +94,14 @@ def main(benchmark: str, cases: Sequence[str], measure: Measure, argv: Sequence[
     run = Run(options.quick, settings={"quick": options.quick})
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     signal.signal(signal.SIGTERM, _interrupt)
+    before = machine.yardstick()
     try:
         measure(run, [name for name in cases if options.only is None or name in options.only])
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; everything is stopped\n")
         return 130
     seconds = time.monotonic() - run.began
+    run.settings["yardstick_ms"] = [before, machine.yardstick()]
     record = Record(
         benchmark, machine.commit(), started, seconds, machine.describe(), run.settings, run.cases, run.aims
     )

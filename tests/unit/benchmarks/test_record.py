@@ -66,9 +66,13 @@ def test_the_command_line_writes_a_record_that_the_report_shows(tmp_path: Path) 
 
     assert [case["case"] for case in record["cases"]] == ["one", "one"]
     assert record["cases"][0]["samples"] == [1.0] * 3
+    before, after = record["settings"].pop("yardstick_ms")
+    assert before > 0 < after
     assert record["settings"] == {"quick": True}
     file.with_suffix(".md").write_text("Missed, since the disk is slow.\n")
+    record["settings"]["yardstick_ms"] = [30.1, 42.0]
     page = report.render([("machine", record | report.remarks(file))])
+    assert "yardstick 30.1 ms before, 42.0 ms after" in page
     assert page.endswith("\n\nMissed, since the disk is slow.\n")
     assert "| one | sllm | 1 | 1 | 1 | 3 | ms |" in page
     assert "| one: sllm | ≤ 0.5 | 1 | **no** |" in page
