@@ -28,8 +28,8 @@ def describe() -> dict[str, Any]:
 
 
 def yardstick() -> float:
-    """Milliseconds that a fixed piece of the interpreter's work takes now, the median of seven: the same machine is half
-    as fast again in some hours as in others, and this tells such an hour from slower code."""
+    """Milliseconds that a fixed piece of the interpreter's work takes now, the median of seven: the same machine is
+    half as fast again in some hours as in others, and this tells such an hour from slower code."""
     took = []
     for _ in range(7):
         began = time.perf_counter()
