@@ -48,7 +48,7 @@ from sllm_runtime.protocol.node import (
     StopInstance,
 )
 from sllm_runtime.protocol.records import Term
-from sllm_runtime.protocol.worker import PRIVATE
+from sllm_runtime.protocol.worker import PRELOAD, PRIVATE
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def sandbox_environment(environment: Mapping[str, str], settings: InvokerSetting
     """
     kept = {key: value for key, value in environment.items() if key in _KEPT or key.startswith(_KEPT_PREFIXES)}
     own = {"SLLM_NODE": settings.node, "TMPDIR": str(settings.data_dir / "tmp")}
-    return {**kept, **own, PRIVATE: settings.hidden().to_json()}
+    return {**kept, **own, PRIVATE: settings.hidden().to_json(), PRELOAD: settings.preload}
 
 
 class Node:

@@ -9,7 +9,7 @@ from pydantic import Field
 from sllm_invoker.fork_server import ZYGOTE
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.quantities import Bytes
-from sllm_runtime.protocol.worker import Private
+from sllm_runtime.protocol.worker import Preload, Private
 
 
 class InvokerSettings(Settings):
@@ -35,6 +35,8 @@ class InvokerSettings(Settings):
     """``"zone=a,disk=nvme"``"""
     fork_server: tuple[str, ...] = ZYGOTE
     """Command that makes warm workers; ``--fd N`` is added."""
+    preload: Preload = "all"
+    """``"engine"``: the fork server does not import transformers, and workers whose model or code wants it do."""
     isolate: bool = True
     """A PID and a mount namespace for sandboxes, where the kernel permits them."""
     private: tuple[Path, ...] = ()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.cluster import QUICK
 from tests.fixtures.command import sllm, sllm_json
 from tests.fixtures.deployed import descendants, wait_gone
 from tests.fixtures.waiting import GIVE_UP_S
@@ -39,7 +40,8 @@ def tree(tmp_path: Path) -> Path:
 
 def environment(tree: Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLLM_")}
-    return {**kept, "SLLM_HOME": str(tree / "home"), "SLLM_PORT": "0", "TMPDIR": str(tree / "tmp"), "COLUMNS": "100"}
+    own = {"SLLM_HOME": str(tree / "home"), "SLLM_PORT": "0", "TMPDIR": str(tree / "tmp"), "COLUMNS": "100"}
+    return {**kept, **QUICK, **own}
 
 
 class Demo:

@@ -46,6 +46,7 @@ def cluster(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         env = {
             **s3_settings(endpoint), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": TOKEN,
             "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+            "SLLM_PRELOAD": "all",
             "SLLM_GPUS": "Fake:64MiB,Fake:64MiB", "SLLM_FAKE_DEVICES": "2x64MiB@8GB/s",
         }  # fmt: skip
         with Cluster(directory, env=env) as started:

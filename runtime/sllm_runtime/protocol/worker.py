@@ -6,7 +6,7 @@ function can speak for another. Descriptors travel by SCM_RIGHTS with the messag
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -191,6 +191,10 @@ class FromWorker(msgspec.Struct, frozen=True):
 
 PRIVATE: Final = "SLLM_PRIVATE_PATHS"
 """Variable in which the invoker gives its fork server a ``Private``; no worker sees it."""
+PRELOAD: Final = "SLLM_PRELOAD"
+"""Variable in which the invoker tells its fork server what it imports for its workers; no worker sees it."""
+Preload = Literal["engine", "all"]
+"""What our engine needs; or, while nobody asks for a worker, transformers as well."""
 
 
 class Private(msgspec.Struct, frozen=True, kw_only=True):

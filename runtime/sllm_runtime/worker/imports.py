@@ -76,8 +76,9 @@ def preload() -> float:
 class Later:
     """The rest, one name at a time: who asks for a worker meanwhile waits for one at most."""
 
-    def __init__(self, names: Sequence[str] = LATER) -> None:
-        self._left = deque(names)
+    def __init__(self, preload: str) -> None:
+        """``preload``: a ``Preload``."""
+        self._left = deque(LATER if preload == "all" else ())
 
     @property
     def done(self) -> bool:

@@ -23,7 +23,17 @@ from sllm_runtime.platform.framing import make_room
 from sllm_runtime.platform.process import become_subreaper, children, die_with_parent, end_orphans, set_title
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.worker import PRIVATE, Exited, FromZygote, Private, Spawn, Spawned, ToZygote, ZygoteReady
+from sllm_runtime.protocol.worker import (
+    PRELOAD,
+    PRIVATE,
+    Exited,
+    FromZygote,
+    Private,
+    Spawn,
+    Spawned,
+    ToZygote,
+    ZygoteReady,
+)
 from sllm_runtime.worker import isolation
 from sllm_runtime.worker.imports import QUIET_S, Later, preload
 
@@ -229,7 +239,7 @@ def run(fd: int, node: str) -> int:
     set_title(f"sllm-zygote {node}".strip())
     wire = BlockingWire(socket.socket(fileno=fd))
     _isolate()
-    zygote = Zygote(wire, preload(), Later())
+    zygote = Zygote(wire, preload(), Later(os.environ.pop(PRELOAD, "all")))
     try:
         zygote.serve()
     finally:

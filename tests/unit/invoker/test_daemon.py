@@ -148,11 +148,13 @@ async def test_a_fork_server_that_is_killed_takes_its_workers_and_comes_back(dae
     await daemon.start("wait")
 
 
-def test_a_wrong_setting_is_named() -> None:
-    env = {"PATH": os.environ["PATH"], "SLLM_NODE": "n1", "SLLM_DATA_DIR": "/nowhere", "SLLM_POOL_SIZE": "many"}
+@pytest.mark.parametrize("wrong", [{"SLLM_POOL_SIZE": "many"}, {"SLLM_PRELOAD": "everything"}])
+def test_a_wrong_setting_is_named(wrong: dict[str, str]) -> None:
+    needed = {"SLLM_NODE": "n1", "SLLM_DATA_DIR": "/nowhere", "SLLM_LOADERD_SOCKET": "/nowhere"}
+    env = {"PATH": os.environ["PATH"], **needed, **wrong}
     done = subprocess.run([sys.executable, "-m", "sllm_invoker"], env=env, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
-    assert done.stderr.startswith("sllm-invoker: SLLM_")
+    assert done.stderr.startswith(f"sllm-invoker: {next(iter(wrong))}")
 
 
 def test_the_daemon_imports_nothing_heavy() -> None:

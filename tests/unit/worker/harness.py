@@ -24,6 +24,7 @@ from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.frames import CallHead, Delta, End, Frame, FrameKind, Ids
 from sllm_runtime.protocol.manifest import Handler, Manifest
 from sllm_runtime.protocol.worker import (
+    PRELOAD,
     Assign,
     CallBody,
     CallFrames,
@@ -273,6 +274,7 @@ class Zygote:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sllm_runtime.worker.zygote", "--fd", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
+            env={**os.environ, PRELOAD: "all"},
         )
         theirs.close()
         self.wire = BlockingWire(ours)

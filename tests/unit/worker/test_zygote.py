@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sllm_runtime.protocol.limits import MAX_FDS
-from sllm_runtime.worker.imports import QUIET_S, SINGLE_THREADED
+from sllm_runtime.worker.imports import QUIET_S, SINGLE_THREADED, Later
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
 
@@ -43,6 +43,7 @@ def fn():
         "env": os.environ["MINE"] + os.environ["OMP_NUM_THREADS"],
         "torch": "torch" in sys.modules,
         "main": __name__,
+        "preload": "SLLM_PRELOAD" in os.environ,
         "collector": [gc.isenabled(), gc.get_freeze_count() > 100_000],
     }
 def later():
@@ -64,6 +65,7 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
     assert len(seen["fds"]) <= 15, seen
     assert seen["room"] >= 2 * MAX_FDS  # made while there was one thread: later each doubling waits for the kernel
     assert (seen["sid"], seen["stdin"], seen["env"], seen["torch"]) == (True, "", "n2", True)
+    assert not seen["preload"]  # that is between the invoker and its fork server
     assert seen["collector"] == [True, True]  # it runs, and leaves alone what all workers share
     assert seen["cwd"] == str(tmp_path / "code")
 
@@ -84,6 +86,11 @@ def test_the_rest_is_imported_while_nobody_asks(zygote: Zygote, tmp_path: Path) 
         assert time.monotonic() < end, missing
         time.sleep(QUIET_S * 2**number)  # to ask is to disturb it
     assert os.listdir(f"/proc/{zygote.process.pid}/task") == [str(zygote.process.pid)]
+
+
+def test_a_node_may_do_without_transformers() -> None:
+    assert Later("engine").done
+    assert not Later("all").done
 
 
 def test_twins_draw_different_numbers(zygote: Zygote, tmp_path: Path) -> None:
