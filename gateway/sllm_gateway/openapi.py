@@ -76,6 +76,10 @@ OPERATIONS = (
         "post", f"{API}/functions/{{name}}/rollback", "Give the route back", http.RollbackRequest, http.FunctionView
     ),
     Operation(
+        "post", f"{API}/functions/{{name}}/warmup", "Have instances before a call. 202: not yet, ask again",
+        http.WarmupRequest, http.WarmView, statuses=(200, 202),
+    ),
+    Operation(
         "get", f"{API}/functions/{{name}}/logs", "A function's log", answer=http.LogView,
         query=("follow", "call", "limit", "since"), media=EVENTS,
     ),

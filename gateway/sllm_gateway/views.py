@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sllm_runtime.protocol.calls import Journaled
-from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo
+from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo, Warmed
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import (
@@ -23,6 +23,7 @@ from sllm_runtime.protocol.http import (
     StorageView,
     UsageView,
     VersionView,
+    WarmView,
 )
 from sllm_runtime.protocol.node import NodeStatus, Progress
 from sllm_runtime.protocol.records import InstanceRecord, ModelRecord, VersionRecord
@@ -106,6 +107,16 @@ def migration(found: Migrated) -> MigrationView:
         state=found.state,
         running=found.running,
         note=found.note,
+    )
+
+
+def warmed(found: Warmed) -> WarmView:
+    return WarmView(
+        function=found.function,
+        version=found.version,
+        wanted=found.wanted,
+        ready=found.ready,
+        progress=progress(found.progress) if found.progress is not None else None,
     )
 
 

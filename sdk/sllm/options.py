@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     parallelism: Mapping[str, int]
     dtype: Dtype
     keep_alive: Duration
+    """Or ``"load-time"``."""
     min_instances: int
     max_instances: int
     concurrency: int

@@ -1,7 +1,9 @@
 """The main job against the real platform: deploy functions, call them cold and warm, over HTTP."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from sllm.answers import Trace
 from sllm_runtime.protocol import timeline
 from sllm_runtime.protocol.http import API, CALL_ID, EVENT_STREAM, SERVER_TIMING
 from tests.fixtures.cluster import Cluster
+from tests.fixtures.command import sllm, sllm_json
 from tests.fixtures.deployed import (
     client_of,
     deploy,
@@ -166,6 +169,34 @@ def test_least_instances_stay_without_a_caller(cluster: Cluster, tmp_path: Path)
     wait(lambda: len(live(cluster, "least")) == 1, "one instance is left")
     assert len(events(cluster, "least", "instance.ready")) == 2
     assert ask(cluster, "least", gate=str(tmp_path / "gate"))[1].timeline[1].name == timeline.FIRST_TOKEN
+
+
+def ready(cluster: Cluster, name: str) -> set[str]:
+    return {instance.instance for instance in view(cluster, name).instances if instance.state == "READY"}
+
+
+@pytest.mark.parametrize("what", ["worker", pytest.param("invoker", marks=pytest.mark.slow)])
+def test_the_least_instances_come_back_after_what_kills_them(cluster: Cluster, what: str) -> None:
+    deploy(cluster, "kinds::awaited", name="stays", min_instances=1)
+    before = ready(cluster, "stays")
+    if what == "worker":
+        os.kill(worker_of(cluster, "stays"), signal.SIGKILL)
+    else:
+        cluster.kill(what)
+    wait(lambda: ready(cluster, "stays") - before, "another one without a call")
+    assert not ready(cluster, "stays") & before
+    sllm(cluster.env, "fn", "delete", "stays", "--force")
+
+
+def test_instances_are_there_before_anybody_calls(cluster: Cluster) -> None:
+    deploy(cluster, "kinds::awaited", name="warmed", max_instances=2, concurrency=1, keep_alive=60)
+    told = sllm_json(cluster.env, "fn", "warmup", "warmed", "--instances", "2")
+    assert (told["wanted"], told["ready"], told["version"]) == (2, 2, 1)
+    assert len(ready(cluster, "warmed")) == 2
+    assert ask(cluster, "warmed", text="a")[1].timeline[1].name == timeline.FIRST_TOKEN, "no start was waited for"
+    many = sllm(cluster.env, "fn", "warmup", "warmed", "--instances", "3", expect=2)
+    assert "max_instances is 2" in many.stderr
+    sllm(cluster.env, "fn", "delete", "warmed", "--force")
 
 
 # --- kinds of functions ---------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from sllm_runtime.protocol.http import (
     NodeListView,
     RollbackRequest,
     StatusView,
+    WarmupRequest,
 )
 from sllm_runtime.protocol.manifest import NAME
 from sllm_runtime.protocol.node import Ok
@@ -106,6 +107,7 @@ class Api:
             Route(f"{API}/functions/{{name}}", self.function, methods=["GET"]),
             Route(f"{API}/functions/{{name}}", self.delete, methods=["DELETE"]),
             Route(f"{API}/functions/{{name}}/rollback", self.rollback, methods=["POST"]),
+            Route(f"{API}/functions/{{name}}/warmup", self.warmup, methods=["POST"]),
             Route(f"{API}/models", self.models, methods=["GET"]),
             Route(f"{API}/models/{{digest}}", self.model, methods=["GET"]),
             Route(f"{API}/models/{{digest}}", self.delete_model, methods=["DELETE"]),
@@ -152,6 +154,13 @@ class Api:
             if self._clock() > until:
                 return shown(DeletedView(function=name, deleted=False, note=ok.note), 202)
             await asyncio.sleep(0.05)
+
+    async def warmup(self, request: Request) -> Response:
+        """200 when so many instances are ready; 202 when they are not after a while: ask again."""
+        wanted = await body_of(request, WarmupRequest)
+        verb = ctl.Warmup(function=name_of(request), version=wanted.version, instances=wanted.instances)
+        found = await self._controller.ask("warmup", verb, ctl.Warmed, timeout_s=2 * limits.LONG_POLL_S)
+        return shown(views.warmed(found), 200 if found.ready >= found.wanted else 202)
 
     async def models(self, request: Request) -> Response:
         return shown(ModelListView(models=tuple(views.model(info) for info in await self._controller.models())))

@@ -7,6 +7,7 @@ from typing import Final
 
 from sllm_runtime.control.view import Instance
 from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.quantities import LOAD_TIME
 
 HANDOVER_S: Final = 1.0
 """An instance is never stopped sooner after READY or its last call, whatever ``keep_alive`` says: the call it was
@@ -25,11 +26,22 @@ def wanted(manifest: Manifest, *, least: int, running: int, waiting: int) -> int
     return min(max(least, slots), manifest.max_instances)
 
 
-def expired(ready: Sequence[Instance], manifest: Manifest, *, least: int, waiting: int, now: float) -> list[Instance]:
-    """Ready instances to stop, longest idle first: idle past ``keep_alive``, no caller waiting, ``least`` left over."""
+def keep_s(instance: Instance) -> float:
+    """Seconds that it may be idle. ``"load-time"`` (ServerlessLLM, section 7: a keep-alive equal to the loading
+    latency): what its start was expected to take, less the wait for what made room for it; by a policy that expects
+    nothing, or of the controller before, what it took on its node."""
+    asked = instance.manifest.keep_alive
+    if asked != LOAD_TIME:
+        return max(asked, HANDOVER_S)
+    guess = instance.predicted
+    took = max((span.at + span.ms for span in instance.spans), default=0.0) / 1000.0
+    return max(guess.seconds - guess.release if guess is not None else took, HANDOVER_S)
+
+
+def expired(ready: Sequence[Instance], *, least: int, waiting: int, now: float) -> list[Instance]:
+    """Ready instances to stop, longest idle first: idle past ``keep_s``, no caller waiting, ``least`` left over."""
     if waiting:
         return []
-    limit = max(manifest.keep_alive, HANDOVER_S)
-    idle = [instance for instance in ready if instance.idle_s(now) >= limit]
+    idle = [instance for instance in ready if instance.idle_s(now) >= keep_s(instance)]
     idle.sort(key=lambda instance: -instance.idle_s(now))
     return idle[: max(len(ready) - least, 0)]

@@ -108,7 +108,8 @@ def evictable(request: Request, view: View, instance: Instance, now: float) -> b
     if instance.key == request.key or instance.key in view.trials:
         return False
     ready = sum(1 for other in view.of(instance.key) if other.ready)
-    return not view.active(instance.key) or ready > instance.manifest.min_instances
+    least = instance.manifest.min_instances if view.active(instance.key) else 0
+    return ready > max(least, view.warm.get(instance.key, (0, 0.0))[0])
 
 
 def room_made(request: Request, need: Need, view: View, node: Node, now: float) -> tuple[Instance, ...] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience
+from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience, warmup
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
@@ -65,7 +65,7 @@ def plan(view: View, context: Context) -> Plan:
     view = draining.advance(view, context.now)
     view = migration.advance(view, context.now, partial(_choose, context=context), partial(_make, context=context))
     view = moved.taught(view, context.now)
-    view = _forget(view, context.now)
+    view = warmup.lapsed(_forget(view, context.now), context.now)
     view = _bury(view, context.now)
     view = replace(view, pending=EMPTY)
     groups: dict[Key, list[Instance]] = {}
@@ -82,7 +82,8 @@ def plan(view: View, context: Context) -> Plan:
 def _wanted(view: View) -> set[Key]:
     """Versions that may want an instance without having one: few of those that there are."""
     least = {key for key, record in view.versions.items() if record.manifest.min_instances}
-    return least | view.waiting.keys() & view.versions.keys() | view.trials & view.versions.keys()
+    asked = view.waiting.keys() | view.warm.keys() | view.trials
+    return least | asked & view.versions.keys()
 
 
 def _order(view: View, key: Key) -> tuple[int, bool, Key]:
@@ -139,10 +140,11 @@ def _version(view: View, key: Key, mine: list[Instance], context: Context) -> Vi
 def _scale(view: View, version: VersionRecord, live: list[Instance], context: Context) -> View:
     key, manifest = (version.function, version.version), version.manifest
     waiting, trial = view.demand(key), key in view.trials
-    least = autoscale.floor(manifest, active=view.active(key), trial=trial)
+    warm = warmup.least(view, key)
+    least = max(autoscale.floor(manifest, active=view.active(key), trial=trial), warm)
     running = sum(instance.running for instance in live)
     wanted = autoscale.wanted(manifest, least=least, running=running, waiting=waiting)
-    held = backoff.active(view.failures.get(key), context.now, asked=bool(waiting) or trial)
+    held = backoff.active(view.failures.get(key), context.now, asked=bool(waiting or warm) or trial)
     if len(live) < wanted and not held:
         for _ in range(wanted - len(live)):
             view, placed = _place(view, version, context)
@@ -151,8 +153,8 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     awaited = migration.destinations(view)
     names = (instance.record.instance for instance in live)
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
-    for instance in autoscale.expired(ready, manifest, least=least, waiting=waiting, now=context.now):
-        why = f"idle for {instance.idle_s(context.now):.0f} s, keep_alive is {manifest.keep_alive:g} s"
+    for instance in autoscale.expired(ready, least=least, waiting=waiting, now=context.now):
+        why = f"idle for {instance.idle_s(context.now):.0f} s, keep_alive is {autoscale.keep_s(instance):g} s"
         view = instances.stop(view, instance, why, manifest.timeout)
     return view
 

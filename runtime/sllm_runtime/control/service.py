@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sllm_runtime.control import draining, explain, listing, migration, registry, routes
+from sllm_runtime.control import draining, explain, listing, migration, registry, routes, warmup
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import STORE_S, Deployments
 from sllm_runtime.control.lease import Leadership
@@ -69,6 +69,7 @@ class Service:
             "nodes": self.nodes,
             "cordon": self.cordon,
             "migrate": self.migrate,
+            "warmup": self.warmup,
             "explain": self.explain,
             "ping": self.ping,
         }
@@ -176,6 +177,19 @@ class Service:
     async def explain(self, request: ctl.Explain) -> ctl.Explained:
         version = routes.locate(self._loop.view, request.function, request.version)
         return explain.explained(self._loop.view, (request.function, version), self._loop.policy, time.monotonic())
+
+    async def warmup(self, request: ctl.Warmup) -> ctl.Warmed:
+        """Long poll until so many are ready."""
+        wait_s = waited(request.wait_s)
+        key = (request.function, routes.locate(self._loop.view, request.function, request.version))
+        until = time.monotonic() + wait_s + warmup.GRACE_S
+        self._loop.change(lambda view: warmup.asked(view, key, request.instances, until))
+        found = await self._loop.until(
+            request.function, lambda view: warmup.answer(view, key, request.instances, time.monotonic()), wait_s
+        )
+        if found is not None:
+            self._loop.change(lambda view: warmup.granted(view, key))
+        return found or warmup.so_far(self._loop.view, key, request.instances)
 
     async def ping(self, _: ctl.Nothing) -> Ok:
         return Ok(note="leading")

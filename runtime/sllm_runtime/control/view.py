@@ -186,6 +186,8 @@ class View:
     waiting: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
     """Calls that wait, by version and by who asks."""
     failures: Mapping[Key, Failure] = field(default_factory=dict)
+    warm: Mapping[Key, tuple[int, float]] = field(default_factory=dict)
+    """Instances that somebody wants to be there before a call is, and until when they are waited for."""
     trials: frozenset[Key] = frozenset()
     """Versions whose deployment waits for a first instance."""
     refused: Mapping[tuple[Key, str], Refusal] = field(default_factory=dict)

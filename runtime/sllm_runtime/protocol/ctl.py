@@ -236,6 +236,26 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
     drain: bool = False
 
 
+class Warmup(msgspec.Struct, frozen=True, kw_only=True):
+    """Have ``instances`` of a version ready before a call comes; ``version`` None: of the active one. Long-polled:
+    asked again, it joins. They live by their keep-alive from then on."""
+
+    function: str
+    version: int | None = None
+    instances: int = 1
+    wait_s: float = LONG_POLL_S
+
+
+class Warmed(msgspec.Struct, frozen=True, kw_only=True):
+    """How many are ``ready`` of those ``wanted``. ``progress``: of a start, or why there is none."""
+
+    function: str
+    version: int
+    wanted: int
+    ready: int
+    progress: Progress | None = None
+
+
 class Explain(msgspec.Struct, frozen=True, kw_only=True):
     """Why a version runs where it does; ``version`` None: the active one."""
 
@@ -299,6 +319,7 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "nodes": (Listing, NodeList),
     "cordon": (Cordon, NodeInfo),
     "migrate": (Migrate, Migrated),
+    "warmup": (Warmup, Warmed),
     "explain": (Explain, Explained),
     "ping": (Nothing, Ok),
 }

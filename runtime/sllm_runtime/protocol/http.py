@@ -127,6 +127,23 @@ class RollbackRequest(Frozen):
 
 class DeletedView(Frozen):
     """``deleted`` false: it takes no more calls and goes once those that run have ended."""
+class WarmupRequest(Frozen):
+    """``POST /api/v1/functions/{name}/warmup``; ``version``: not the active one."""
+
+    instances: int = Field(default=1, ge=1, le=1000)
+    version: int | None = None
+
+
+class WarmView(Frozen):
+    """Instances that are ready of those that were asked for; ``progress`` of a start, or why there is none."""
+
+    function: str
+    version: int
+    wanted: int
+    ready: int
+    progress: ProgressView | None = None
+
+
 
     function: str
     deleted: bool

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from sllm_runtime.protocol.quantities import Bytes, Seconds, parse_gpu
+from sllm_runtime.protocol.quantities import Bytes, KeepAlive, Seconds, parse_gpu
 
 SCHEMA_VERSION: Final = 1
 NAME = re.compile(r"^[a-z][a-z0-9-]{0,62}\Z")
@@ -144,7 +144,8 @@ class Manifest(Resources):
     dtype: Dtype = "auto"
     parallelism: Parallelism = Parallelism()
 
-    keep_alive: Seconds = Field(default=60.0, ge=0)
+    keep_alive: KeepAlive = 60.0
+    """How long an idle instance stays; ``"load-time"``: as long as its start was expected to take."""
     min_instances: int = Field(default=0, ge=0, le=1000)
     max_instances: int = Field(default=1, ge=1, le=1000)
     concurrency: int = Field(default=1, ge=1, le=4096)

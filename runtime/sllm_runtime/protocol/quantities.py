@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator
 
+LOAD_TIME: Final = "load-time"
+"""A keep-alive as long as the instance's start was expected to take."""
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?\s*$")
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)?\s*$")
 _GPU = re.compile(r"^([A-Za-z][A-Za-z0-9._-]{0,31})(?::([1-9]\d?))?$")
@@ -35,6 +37,16 @@ def parse_seconds(value: Any) -> Any:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def parse_keep_alive(value: Any) -> Any:
+    """Seconds as ``parse_seconds`` gives them, none of them negative; ``LOAD_TIME`` is passed through."""
+    if value == LOAD_TIME:
+        return value
+    seconds = parse_seconds(value)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ValueError(f"{value!r} is no keep-alive; write seconds from 0 on, '5m', or {LOAD_TIME!r}")
+    return float(seconds)
+
+
 def parse_gpu(value: str) -> tuple[str, int]:
     """Kind and count of ``"H100:2"``; ``"any"`` is any kind."""
     match = _GPU.match(value)
@@ -54,3 +66,4 @@ def show_bytes(count: float) -> str:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+KeepAlive = Annotated[float | Literal["load-time"], BeforeValidator(parse_keep_alive)]

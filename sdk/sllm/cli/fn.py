@@ -14,6 +14,7 @@ from sllm.cli.deploy import deploy
 from sllm.cli.interrupt import naming
 from sllm.cli.invoke import invoke
 from sllm.cli.logs import logs
+from sllm.cli.warmup import warmup
 from sllm_runtime.protocol.errors import FunctionNotFound
 from sllm_runtime.protocol.http import API, FunctionListView, FunctionView
 
@@ -68,6 +69,7 @@ def describe(context: typer.Context, name: Name, json: Json = False) -> None:
 
 
 app.command()(invoke)
+app.command()(warmup)
 app.command()(logs)
 
 

@@ -1,15 +1,19 @@
 """The plan, example by example: starts, back-off, keep-alive, room, losses. No I/O."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from sllm_runtime.control import instances, registry
+from sllm_runtime.control.autoscale import HANDOVER_S, keep_s
 from sllm_runtime.control.loop import refused
 from sllm_runtime.control.plan import TAKE_S, SendStart, SendStop
+from sllm_runtime.control.scheduling.policies import Random
 from sllm_runtime.protocol.errors import NoCapacity, ProtocolError
 from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.timeline import Span
 from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest, version
 
 CHAT = ("chat", 1)
@@ -104,6 +108,42 @@ def test_idle_past_keep_alive_is_stopped_and_not_before(world: World) -> None:
     world.turn(2.0)
     assert world.live(CHAT) == []
     assert world.nodes["n1"].holds == world.nodes["n2"].holds == {}
+
+
+def started(world: World, took: float, key: tuple[str, int] = CHAT) -> str:
+    """The one instance of a version, ready after ``took`` seconds and idle from then on."""
+    world.wait_for(key, 1)
+    world.plan()
+    (name,) = world.live(key)
+    world.turn(took)
+    world.finish(name, InstanceState.READY)
+    world.wait_for(key, 0)
+    return name
+
+
+def test_a_keep_alive_of_load_time_is_what_its_start_was_expected_to_take(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", keep_alive="load-time"))
+    slow = replace(world.view.learned, imports={CHAT: 20.0})
+    world.view = replace(world.view, learned=slow)
+    name = started(world, 5.0)
+    expected = world.view.instances[name].predicted
+    assert expected is not None
+    assert expected.seconds > 20.0
+    world.turn(20.0)
+    assert world.live(CHAT) == [name]
+    world.turn(expected.seconds - 20.0 + 1.0)
+    assert world.live(CHAT) == []
+
+
+@pytest.mark.parametrize(("took_ms", "kept"), [(0.0, HANDOVER_S), (7000.0, 8.0)])
+def test_where_no_start_was_expected_it_is_what_it_took(world: World, took_ms: float, kept: float) -> None:
+    world.policy = Random()
+    world.view = deployed(world.view, manifest("chat", keep_alive="load-time"))
+    name = started(world, 3.0)
+    instance = world.view.instances[name]
+    assert instance.predicted is None
+    told = replace(instance, spans=(Span("sandbox", 0.0, 1.0), Span("weights", 1000.0, took_ms)) if took_ms else ())
+    assert keep_s(told) == kept
 
 
 def test_the_minimum_stays_however_idle(world: World) -> None:

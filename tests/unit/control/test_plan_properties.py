@@ -138,7 +138,8 @@ class Cluster(RuleBasedStateMachine):
             for status in node.instances.values()
             if status.function == key[0] and not final(INSTANCE, status.state)
         ]
-        if record.manifest.keep_alive > 10 and not deleting:
+        keep_alive = record.manifest.keep_alive
+        if (isinstance(keep_alive, str) or keep_alive > 10) and not deleting:
             return
         wanted = 0 if deleting else record.manifest.min_instances
         assert len(there) == wanted, f"{key} has {there}"

@@ -7,6 +7,7 @@ import msgspec
 
 from sllm_runtime.control import registry
 from sllm_runtime.control.loop import accepted
+from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
 from sllm_runtime.control.reports import observe
 from sllm_runtime.control.scheduling.policies import StartupTime
@@ -83,7 +84,7 @@ class World:
         self.view = View()
         self.now = 1000.0
         self.rng = random.Random(1)
-        self.policy = StartupTime()
+        self.policy: Policy = StartupTime()
         self.started: list[tuple[float, str]] = []
         """When which instance got its first start command."""
 

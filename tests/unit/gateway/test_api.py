@@ -157,7 +157,12 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
         deletes.append(request)
         return Ok(note="deleted" if len(deletes) > 1 else "draining: 1 call")
 
+    async def warmup(request: ctl.Warmup) -> ctl.Warmed:
+        waits = Progress(stage="placement", message="all capacity is in use") if request.instances > 1 else None
+        return ctl.Warmed(function="f", version=2, wanted=request.instances, ready=1, progress=waits)
+
     async with world(nats) as w:
+        await w.controller.serve("warmup", ctl.Warmup, warmup)
         await w.controller.serve("functions", ctl.Listing, functions)
         await w.controller.serve("function", ctl.FunctionRef, _info)
         await w.controller.serve("rollback", ctl.Rollback, rollback)
@@ -178,6 +183,11 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
         assert (await w.http.post(f"{API}/functions/f/rollback", json={"version": 1})).json()["active"] == 2
         assert (await w.http.post(f"{API}/functions/f/rollback")).status_code == 200
         assert [r.version for r in rollbacks] == [1, None]
+        warm = await w.http.post(f"{API}/functions/f/warmup")
+        assert (warm.status_code, warm.json()["ready"], warm.json()["progress"]) == (200, 1, None)
+        late = await w.http.post(f"{API}/functions/f/warmup", json={"instances": 2})
+        assert (late.status_code, late.json()["progress"]["message"]) == (202, "all capacity is in use")
+        assert (await w.http.post(f"{API}/functions/f/warmup", json={"instances": 0})).status_code == 400
         assert (await w.http.delete(f"{API}/functions/f?force=true")).json()["deleted"] is True
         wrong = await w.http.delete(f"{API}/functions/f?force=maybe")
         assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "force")
