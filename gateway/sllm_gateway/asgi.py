@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 from sllm_runtime.protocol.errors import BodyTimeout, BodyTooLarge, Cancelled, InvalidRequest
+from sllm_runtime.protocol.http import EXACT
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -80,6 +81,11 @@ def send_now(send: Send, message: Message) -> None:
     except StopIteration:
         return
     raise RuntimeError("a writable connection made its sender wait")
+
+
+def exactness(*, exact: bool) -> Headers:
+    """What an answer's headers say of whether the same tokens would come again."""
+    return [] if exact else [(EXACT.lower().encode(), b"false")]
 
 
 async def answer(send: Send, status: int, headers: Headers, body: bytes) -> None:

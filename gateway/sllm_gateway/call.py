@@ -39,6 +39,7 @@ class Earlier:
     numerics: str
     resumption: Resumption | None
     taken: bool
+    exact: bool
 
 
 @dataclass
@@ -94,6 +95,8 @@ class Call:
     """Another instance did not say the same: it is moved no more."""
     numerics: str = ""
     """Fingerprint of the first instance that took it: only an equal one goes on with it."""
+    exact: bool = True
+    """False: an instance that it had cannot promise that the same tokens come again."""
     of_before: int = 0
     """Cost of frames that came from an instance it has left, and that the reader has not got rid of: nobody waits for
     that credit."""
@@ -137,6 +140,7 @@ class Call:
         """Back to the queue: what came of it until now, of which its caller has seen nothing, is thrown away."""
         self.frames.clear()
         self.buffered = 0
+        self.exact = True
         if self.resumption is not None:
             self.resumption = Resumption()
         self.go_on(now)

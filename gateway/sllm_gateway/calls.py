@@ -122,7 +122,7 @@ class Calls:
             call.resumption = Resumption()
         if earlier is not None:
             call.epoch, call.numerics, call.taken = earlier.epoch, earlier.numerics, earlier.taken
-            call.resumption = earlier.resumption
+            call.resumption, call.exact = earlier.resumption, earlier.exact
         self._open.add(call)
         try:
             self.dispatcher.submit(call)

@@ -44,6 +44,8 @@ from sllm_runtime.protocol.limits import BATCH_BYTES, FRAME_ENVELOPE, MAX_PART
 from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM
 
+_BEGUN: Final = (CallState.RUNNING, CallState.SUCCEEDED)
+"""One that ended before its journal was looked at has begun too."""
 log = logging.getLogger(__name__)
 
 BATCH_S: Final = 0.05
@@ -163,6 +165,7 @@ class Detached:
             numerics=journaled.began.numerics if journaled.began is not None else "",
             resumption=resumption if resumable else None,
             taken=bool(frames),
+            exact=journaled.exact,
         )
         # Its time counts anew: no clock of another life is known.
         now = self._clock()
@@ -198,10 +201,10 @@ class Detached:
     async def _write(self, run: _Run) -> None:
         """What has come: whole values, so that nobody begins to read half a one that another instance says anew."""
         call = run.call
-        if call.state is CallState.RUNNING and run.epoch != call.epoch:
+        if call.state in _BEGUN and run.epoch != call.epoch:
             run.epoch = call.epoch
             where = call.binding.instance if call.binding is not None else ""
-            began = Began(at=self._wall(), numerics=call.numerics, epoch=call.epoch, instance=where)
+            began = Began(at=self._wall(), numerics=call.numerics, epoch=call.epoch, instance=where, exact=call.exact)
             await self._journal.write(run.stream, call.id, "began", began, run.keep)
         cost = call.buffered
         run.held += call.take()

@@ -85,6 +85,7 @@ class Handover:
         if not call.over:
             call.attempts += 1
             call.numerics = call.numerics or binding.entry.fingerprint
+            call.exact = call.exact and binding.entry.exact
             call.go(CallState.RUNNING)
 
     def _refused(self, call: Call, binding: Binding, status: str, note: str) -> None:

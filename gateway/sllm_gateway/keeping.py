@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from sllm_gateway.asgi import Headers, Receive, Scope, Send, answer, header
+from sllm_gateway.asgi import Headers, Receive, Scope, Send, answer, exactness, header
 from sllm_gateway.call import Order
 from sllm_gateway.detached import Detached, stream_of
 from sllm_gateway.events import EventWriter
@@ -141,7 +141,10 @@ class Keeping:
                     require_kept(journaled)
                     waiting += [b""] if at_once else []
                 else:
-                    waiting.append(after.frames(list(journaled.take(entry))))
+                    frames = list(journaled.take(entry))
+                    if not journaled.exact:
+                        after.inexact()
+                    waiting.append(after.frames(frames))
                 if self._clock() - said > READING_S:
                     said = self._clock()
                     self._bus.publish_now(subjects.READING, Reading(call=order.call))
@@ -161,15 +164,16 @@ class Keeping:
                 await asyncio.wait({collecting})
                 if collecting.cancelled():
                     raise Cancelled("the caller went away")
-                frames, end = collecting.result()
+                journaled, frames = collecting.result()
             finally:
                 collecting.cancel()
                 await asyncio.wait({collecting})
-        body = body_of(order, streams=streams).body(frames, end)
-        await answer(send, 200, [_JSON, (CALL_ID.lower().encode(), order.call.encode())], body)
+        body = body_of(order, streams=streams, exact=journaled.exact).body(frames, _success(journaled))
+        headers = [_JSON, (CALL_ID.lower().encode(), order.call.encode()), *exactness(exact=journaled.exact)]
+        await answer(send, 200, headers, body)
 
-    async def collect(self, order: CallOrder) -> tuple[list[Frame], End]:
-        """All of its answer, once it has ended. Raises how it ended, if not well."""
+    async def collect(self, order: CallOrder) -> tuple[Journaled, list[Frame]]:
+        """All that is written of it, and its answer's frames, once it has ended."""
         journaled, frames, past = Journaled(), list[Frame](), False
         async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
             async for entry in entries:
@@ -180,7 +184,7 @@ class Keeping:
                     frames += journaled.take(entry)
                 if past and journaled.ended is not None:
                     break
-        return frames, _success(journaled)
+        return journaled, frames
 
 
 def require_kept(journaled: Journaled) -> None:

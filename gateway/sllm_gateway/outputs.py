@@ -22,6 +22,9 @@ class Stream(Protocol):
     def frames(self, frames: list[Frame]) -> bytes:
         """The events of these frames."""
 
+    def inexact(self) -> None:
+        """What follows says that the same tokens are not promised to come again. Repeatable."""
+
     def end(self, end: End) -> bytes:
         """What follows the last frame of an answer that succeeded, before the timeline."""
 
@@ -39,6 +42,9 @@ class Stream(Protocol):
 class Body(Protocol):
     """Encodes one whole answer."""
 
+    def inexact(self) -> None:
+        """It says that the same tokens are not promised to come again."""
+
     def body(self, frames: list[Frame], end: End) -> bytes:
         """The response's body."""
 
@@ -49,10 +55,15 @@ class FunctionStream:
     def __init__(self, call_id: str) -> None:
         self._call_id = call_id
         self._next = 0
+        self._exact = True
+        self._said = b""
         self.inside = False
 
     def frames(self, frames: list[Frame]) -> bytes:
         out: list[bytes] = []
+        if self._said and not self.inside:
+            out.append(self._said)
+            self._said = b""
         for frame in frames:
             if frame.kind is not _OUTPUT:
                 continue
@@ -73,6 +84,10 @@ class FunctionStream:
         self.inside = more
         return data if more else data + b"\n\n"
 
+    def inexact(self) -> None:
+        if self._exact:
+            self._exact, self._said = False, sse.comment("exact=false")
+
     def end(self, end: End) -> bytes:
         return b""
 
@@ -91,6 +106,9 @@ class FunctionBody:
 
     def __init__(self, streams: bool) -> None:
         self._streams = streams
+
+    def inexact(self) -> None:
+        """A bare value has no place for it: the header says it."""
 
     def body(self, frames: list[Frame], end: End) -> bytes:
         values = join_values(frames)

@@ -26,11 +26,16 @@ def stream_of(order: CallOrder) -> Stream:
     return (ChatStream if order.kind == "chat" else CompletionStream)(header_of(order), usage=order.usage)
 
 
-def body_of(order: CallOrder, *, streams: bool) -> Body:
-    """The encoder of its answer in one piece. ``streams``: its function is a generator."""
+def body_of(order: CallOrder, *, streams: bool, exact: bool) -> Body:
+    """The encoder of its answer in one piece. ``streams``: its function is a generator; ``exact``: ``Began.exact``."""
+    body: Body
     if order.kind == "fn":
-        return FunctionBody(streams)
-    return WholeAnswer(header_of(order), chat=order.kind == "chat", choices=order.choices)
+        body = FunctionBody(streams)
+    else:
+        body = WholeAnswer(header_of(order), chat=order.kind == "chat", choices=order.choices)
+    if not exact:
+        body.inexact()
+    return body
 
 
 class After:
@@ -44,6 +49,10 @@ class After:
     def frames(self, frames: list[Frame]) -> bytes:
         """The events of these frames that the reader lacks."""
         return b"".join(self.cut(self._stream.frames([frame])) for frame in frames)
+
+    def inexact(self) -> None:
+        """See ``Stream.inexact``."""
+        self._stream.inexact()
 
     def end(self, end: End) -> bytes:
         """What follows the last frame."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sllm_gateway import sse, timing
-from sllm_gateway.asgi import PIECE, Headers, Scope, Send, answer, send_now
+from sllm_gateway.asgi import PIECE, Headers, Scope, Send, answer, exactness, send_now
 from sllm_gateway.binding import NEVER
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
@@ -60,7 +60,7 @@ class Responder:
         write_now = self._write_now(call, encoder, _chunks(scope, send, connection), connection, pause)
         while True:
             cost = call.buffered
-            data = encoder.frames(call.take())
+            data = _taken(call, encoder)
             over = call.over
             if over:
                 data += self._closing(call, encoder)
@@ -89,7 +89,7 @@ class Responder:
             cost = call.buffered
             if call.over or cost > PIECE or not connection.writable:
                 return False
-            if data := encoder.frames(call.take()):
+            if data := _taken(call, encoder):
                 chunk(data)
                 pause.wrote(now)
             self._calls.consumed(call, cost, now)
@@ -126,6 +126,8 @@ class Responder:
                 raise call.error
             if call.end is None:
                 raise InternalError("the call ended without an end")
+            if not call.exact:
+                encoder.inexact()
             body = encoder.body(call.take(), call.end)
             headers = [(b"content-type", b"application/json"), *_head(call)]
             if len(body) <= PIECE:
@@ -183,8 +185,16 @@ class _Pause:
         return sse.HEARTBEAT if now >= self.due else b""
 
 
+def _taken(call: Call, encoder: Stream) -> bytes:
+    """What is here, encoded. Which instance it is from is known with the first frame at the latest."""
+    if not call.exact:
+        encoder.inexact()
+    return encoder.frames(call.take())
+
+
 def _head(call: Call) -> Headers:
     return [
         (CALL_ID.lower().encode(), call.id.encode()),
         (SERVER_TIMING.lower().encode(), server_timing(timing.spans(call)).encode()),
+        *exactness(exact=call.exact),
     ]

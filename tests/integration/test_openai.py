@@ -57,6 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         deploy(started, str(CODER), name="coder", keep_alive=1, adapters=homes)
         deploy(started, "kinds::awaited", name="awaited", keep_alive=1)
         deploy(started, str(CODER), name="caller", keep_alive=1, model=str(with_tools(started.home / "caller")))
+        deploy(started, "inexact", name="inexact", keep_alive=1, model=str(CODER.parent / "model"))
         yield started
 
 
@@ -114,6 +115,19 @@ def test_a_streamed_chat(client: openai.OpenAI, expected: str) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
 
 
+def test_an_engine_that_promises_no_exactness_says_so(cluster: Cluster, client: openai.OpenAI) -> None:
+    """Its self-test has found no level that holds; the model and its text are those of the one that has."""
+    asked = {**ASK, "model": "inexact"}
+    chunks = list(client.completions.create(**asked, stream=True))
+    assert [(chunk.model_extra or {}).get("sllm") for chunk in chunks] == [{"exact": False}] * len(chunks)
+    answer = client.completions.create(**asked)
+    assert (answer.model_extra or {})["sllm"] == {"exact": False}
+    assert cluster.http.post("/fn/inexact", json={}).headers["sllm-exact"] == "false"
+    sure = client.completions.with_raw_response.create(**ASK)
+    assert "sllm-exact" not in sure.headers
+    assert "sllm" not in (sure.parse().model_extra or {})
+
+
 def test_a_stop_string_ends_it_and_is_not_in_it(client: openai.OpenAI, expected: str) -> None:
     stop = expected[len(expected) // 2 :][:3]
     answer = client.completions.create(**ASK, stop=[stop, "never that"])
@@ -158,7 +172,7 @@ def test_the_log_probabilities_of_a_prompt(client: openai.OpenAI, expected: str)
 
 
 def test_models_are_the_functions_with_an_engine(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["caller", "coder", "coder:loud", "coder:wide"]
+    assert [model.id for model in client.models.list()] == ["caller", "coder", "coder:loud", "coder:wide", "inexact"]
     assert client.models.retrieve("coder").id == "coder"
 
 

@@ -27,10 +27,14 @@ class Header:
     created: int
     model: str
 
-    def start(self, kind: str) -> bytes:
+    def fields(self, kind: str, *, exact: bool) -> dict[str, Any]:
+        """What stands before the choices. OpenAI has no field for exactness, so there is one of ours where it lacks."""
+        own = {} if exact else {"sllm": {"exact": False}}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **own}
+
+    def start(self, kind: str, *, exact: bool = True) -> bytes:
         """The beginning of the JSON object, up to the choices."""
-        text = _json({"id": self.id, "object": kind, "created": self.created, "model": self.model})
-        return text[:-1] + b',"choices":['
+        return _json(self.fields(kind, exact=exact))[:-1] + b',"choices":['
 
 
 def usage_view(usage: Usage | None) -> dict[str, Any]:
@@ -102,6 +106,7 @@ class _Chunks:
     inside = False
 
     def __init__(self, header: Header, *, usage: bool) -> None:
+        self._header = header
         self._start = header.start(self.kind)
         self._usage = usage
         self._tail = b'],"usage":null}' if usage else b"]}"
@@ -111,6 +116,9 @@ class _Chunks:
         number = self._next
         self._next += 1
         return b"id: %d\ndata: %s%s%s\n\n" % (number, self._start, choice, self._tail)
+
+    def inexact(self) -> None:
+        self._start = self._header.start(self.kind, exact=False)
 
     def end(self, end: End) -> bytes:
         if not self._usage:
@@ -200,6 +208,10 @@ class WholeAnswer:
 
     def __init__(self, header: Header, *, chat: bool, choices: int) -> None:
         self._header, self._chat, self._count = header, chat, choices
+        self._exact = True
+
+    def inexact(self) -> None:
+        self._exact = False
 
     def body(self, frames: list[Frame], end: End) -> bytes:
         choices = {index: _Choice() for index in range(self._count)}
@@ -212,10 +224,7 @@ class WholeAnswer:
         view = self._chat_choice if self._chat else self._completion_choice
         return _json(
             {
-                "id": self._header.id,
-                "object": "chat.completion" if self._chat else "text_completion",
-                "created": self._header.created,
-                "model": self._header.model,
+                **self._header.fields("chat.completion" if self._chat else "text_completion", exact=self._exact),
                 "choices": [view(index, choice) for index, choice in sorted(choices.items())],
                 "usage": usage_view(end.usage),
             }

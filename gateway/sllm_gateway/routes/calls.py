@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
 from sllm_gateway import views
-from sllm_gateway.asgi import Receive, Scope, Send, answer
+from sllm_gateway.asgi import Receive, Scope, Send, answer, exactness
 from sllm_gateway.detached import Detached
 from sllm_gateway.journal import Journal, known_s
 from sllm_gateway.keeping import Keeping
@@ -116,9 +116,11 @@ class CallRoutes:
             version = self._table.get(order.function, order.version)
             streams = version is not None and version.manifest.handler.streams
             end = End(usage=journaled.ended.usage if journaled.ended is not None else None)
-            body = body_of(order, streams=streams).body(Journaled().take_all(entries), end)
+            encoder = body_of(order, streams=streams, exact=journaled.exact)
+            body = encoder.body(Journaled().take_all(entries), end)
             view = view.model_copy(update={"result": json.loads(body)})
-        await answer(send, 200, _JSON, view.model_dump_json().encode())
+        headers = [*_JSON, *exactness(exact=journaled.exact)]
+        await answer(send, 200, headers, view.model_dump_json().encode())
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
         last = Request(scope, receive).headers.get("last-event-id", "")

@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import Final
 
 from sllm_runtime.control import backoff
-from sllm_runtime.control.view import STARTING, Instance, Key, View
+from sllm_runtime.control.view import CARRIES, STARTING, Instance, Key, View
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import FunctionNotFound, VersionNotFound
 from sllm_runtime.protocol.node import Progress
@@ -28,6 +28,7 @@ def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | No
             version=key[1],
             concurrency=version.manifest.concurrency,
             fingerprint=instance.record.fingerprint,
+            exact=not version.manifest.engine or CARRIES in instance.record.capabilities,
             spans=instance.spans,
             moves_to=instance.record.moves_to,
         )

@@ -56,12 +56,14 @@ class BodyPart(msgspec.Struct, frozen=True, tag="body"):
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
-    """An instance has it. ``numerics``: its fingerprint; ``epoch``: no smaller one is used again."""
+    """An instance has it. ``numerics``: its fingerprint; ``epoch``: no smaller one is used again; ``exact``: as
+    ``RouteEntry`` has it, of all instances so far that the answer is of."""
 
     at: float
     numerics: str
     epoch: int
     instance: str = ""
+    exact: bool = True
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
@@ -154,6 +156,11 @@ class Journaled:
         if self.ended is not None:
             return self.ended.state
         return CallState.QUEUED if self.began is None else CallState.RUNNING
+
+    @property
+    def exact(self) -> bool:
+        """False: an instance that it had cannot promise that the same tokens come again."""
+        return self.began is None or self.began.exact
 
     @property
     def body(self) -> bytes | None:

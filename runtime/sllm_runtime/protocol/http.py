@@ -10,6 +10,8 @@ from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.manifest import Frozen, Manifest
 
 CALL_ID: Final = "Sllm-Call-Id"
+EXACT: Final = "Sllm-Exact"
+"""``false``: the same tokens are not promised to come again, in another batch or after a resume. Else left out."""
 SHOULD_RETRY: Final = "x-should-retry"
 SERVER_TIMING: Final = "Server-Timing"
 EVENT_STREAM: Final = "text/event-stream"

@@ -97,6 +97,8 @@ class RouteEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Numerics class: calls move only between equal ones."""
     spans: tuple[Span, ...] = ()
     """How its start went, from the controller's placement on."""
+    exact: bool = True
+    """False: its engine does not promise that a resumed call, or one of another batch, gets the same tokens."""
     moves_to: str = ""
     """Another entry of this route: calls that run here go on there, and no new call comes here."""
 
