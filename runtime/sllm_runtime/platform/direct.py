@@ -64,6 +64,13 @@ class DirectClient(Client):
         self._listeners.pop(sid, None)
         super()._remove_sub(sid, max_msgs)
 
+    async def _process_pong(self) -> None:
+        """The answer to a ping that nobody waits for any more (a flush that was cancelled, or whose time was over) is
+        taken like any other: nats-py would set a future that is done, fail, and never read again."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         listener = self._listeners.get(sid)
         if listener is None:

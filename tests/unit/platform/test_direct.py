@@ -140,3 +140,25 @@ async def test_answers_come_straight_to_who_waits(nats: Nats) -> None:
     assert await gateway.call(subject, Ping(8), Ping, timeout_s=GIVE_UP_S) == Ping(8)
     assert len(set(heard)) == 2
     assert all(reply.startswith(subjects.inbox(GATEWAY)) for reply in heard)
+
+
+async def test_a_flush_that_was_given_up_does_not_end_the_connection(
+    nats: Nats, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer comes when nobody waits for it: nats-py would read no further until it finds the silence strange."""
+    gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
+    got: list[int] = []
+    await gateway.listen(SUBJECT, lambda _subject, _reply, data: got.append(codec.unpack(int, data)))
+    client = gateway._client
+    assert nats.server.child is not None
+    with suspended(nats.server.child.pid):
+        before = len(client._pongs)
+        flushing = asyncio.create_task(client.flush())
+        await until(lambda: len(client._pongs) > before)
+        flushing.cancel()
+        await asyncio.wait({flushing})
+    received = client._pongs_received
+    await until(lambda: client._pongs_received > received)
+    node.publish_now(SUBJECT, 1)
+    await until(lambda: got == [1])
+    assert "InvalidStateError" not in caplog.text
