@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,9 +21,12 @@ from sllm_gateway.front import Front
 from sllm_gateway.journal import Journal
 from sllm_gateway.keeping import Keeping
 from sllm_gateway.leader import Leader
+from sllm_gateway.ledger import Ledger
+from sllm_gateway.lives import Lives
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.respond import Responder
+from sllm_gateway.roll import Roll
 from sllm_gateway.routes.api import Api
 from sllm_gateway.routes.calling import Caller
 from sllm_gateway.routes.calls import CallRoutes
@@ -34,7 +38,10 @@ from sllm_gateway.routes.logs import Logs
 from sllm_gateway.routes.openai import ChatCompletions, Completions, Models
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
+from sllm_gateway.stored import Stored
+from sllm_gateway.succession import Succession
 from sllm_gateway.table import RouteTable, Version
+from sllm_gateway.taking_up import TakingUp
 from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.disk import shortage
@@ -56,6 +63,7 @@ class Gateway:
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self.settings = settings
         self._bus = bus
@@ -72,13 +80,35 @@ class Gateway:
         writer = EventWriter(
             self._tasks, headers_wait=settings.headers_wait, heartbeat=settings.heartbeat, slow=settings.slow_consumer
         )
-        journal = Journal(bus, clock)
-        self._detached = Detached(
-            self.calls, journal, self.table, settings.gateway, settings.resume_window, clock, wall
+        stored = Stored(bus, clock)
+        lives, roll, journal = (
+            Lives(bus, stored, settings.gateway, random, clock),
+            Roll(settings.gateway),
+            Journal(bus, stored),
         )
+        self._ledger = Ledger()
+        self._detached = Detached(
+            self.calls, journal, self.table, lambda: lives.me.life, settings.resume_window, clock, wall
+        )
+        self._taking_up = TakingUp(self._detached, journal, self.table, lives, roll)
+        self._succession = Succession(lives, roll, self._ledger, journal, self._taking_up, self.calls.fail, clock)
         keeping = Keeping(bus, self._detached, journal, writer, clock)
-        self._kept = CallRoutes(bus, journal, self._detached, keeping, self.table, self.calls.cancel)
-        caller = Caller(self._lookup, self.calls, responder, settings, self.metrics, keeping, clock, wall)
+        self._kept = CallRoutes(
+            bus, journal, self._detached, keeping, self.table, self._succession.coming, self.calls.cancel
+        )
+        caller = Caller(
+            self._lookup,
+            self.calls,
+            responder,
+            settings,
+            self.metrics,
+            keeping,
+            lives,
+            self._ledger,
+            clock,
+            wall,
+            random,
+        )
         self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls))
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, clock)]
@@ -113,6 +143,7 @@ class Gateway:
     def _ended(self, call: Call) -> None:
         """What broke is an event. What a caller did wrong, and what there is no room for, is counted: there may be a
         thousand of it a second, and it would push out the other events of this gateway."""
+        self._ledger.end(call.id)
         error = call.error
         if error is None or error.status < 500:
             return
@@ -147,7 +178,8 @@ class Gateway:
         self._statuses = await self._bus.subscribe(subjects.STATUS_ALL, NodeStatus, self.calls.on_status)
         self._watch = await store.watch(subjects.ROUTE_KEYS, records.Route, self.table.apply)
         await self._kept.start()
-        self._detached.start()
+        await self._succession.start()
+        self._taking_up.start()
         self._announcer.tell(Kind.GATEWAY_READY)
 
     async def drain(self) -> None:
@@ -161,8 +193,10 @@ class Gateway:
             await self._watch.close()
             await self._statuses.unsubscribe()
         await self._kept.close()
+        await self._taking_up.close()
         await self._detached.close()
         await self.calls.close()
+        await self._succession.close()
         await self._lookup.close()
         await self._leader.close()
         await self._tasks.close()

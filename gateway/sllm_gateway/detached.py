@@ -1,8 +1,9 @@
 """Calls that go on without their caller: their reader is their journal, from which any gateway serves them.
 
 One task per call takes what comes of it, writes it in batches and acknowledges it to the node when it is stored; so a
-journal that is slow pauses the call like any slow reader. What had not ended when this gateway did is taken up again at
-its next start, from what is written.
+journal that is slow pauses the call like any slow reader. What had not ended when its gateway did is taken up by
+another one, or by its next life (``taking_up``), from what is written. Every write depends on the call's order: a
+gateway that was taken for dead finds it rewritten, and says no more of that call.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from sllm_runtime.protocol.calls import (
     KeyClaim,
 )
 from sllm_runtime.protocol.errors import (
+    CallMoved,
     Cancelled,
     Draining,
     FunctionNotFound,
@@ -39,7 +41,7 @@ from sllm_runtime.protocol.errors import (
     SllmError,
     Unavailable,
 )
-from sllm_runtime.protocol.frames import Frame
+from sllm_runtime.protocol.frames import End, Frame
 from sllm_runtime.protocol.limits import BATCH_BYTES, FRAME_ENVELOPE, MAX_PART
 from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM
@@ -57,32 +59,25 @@ EPOCHS: Final = 1000
 
 
 class Detached:
-    """The calls of this gateway that are journaled. ``window_s``: how long one goes on without a reader that is not
-    ``durable``."""
+    """The calls of this gateway that are journaled. ``life``: this gateway's; ``window_s``: how long one
+    goes on without a reader that is not ``durable``."""
 
     def __init__(
         self,
         calls: Calls,
         journal: Journal,
         table: RouteTable,
-        gateway: str,
+        life: Callable[[], str],
         window_s: float,
         clock: Callable[[], float],
         wall: Callable[[], float],
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._calls, self._journal, self._table = calls, journal, table
-        self._gateway, self._window = gateway, window_s
+        self._life, self._window = life, window_s
         self._clock, self._wall, self._pause = clock, wall, pause
         self._running: dict[str, _Run] = {}
-        self._taken_up = False
-        self._begun: set[str] = set()
-        """Calls of this life, until those of the one before are taken up."""
         self._tasks = Tasks("detached")
-
-    def start(self) -> None:
-        """Go on with what an earlier life of this gateway has left, as soon as the journals can be read."""
-        self._tasks.start(self._take_up_all(), "take up")
 
     async def close(self) -> None:
         """Journals end here; what goes on is taken up again. After ``Calls.drain``."""
@@ -97,14 +92,12 @@ class Detached:
             part = BodyPart(number, order.body[start : start + MAX_PART])
             await self._journal.write(stream, asked.call, f"body-{number}", part, keep)
         call = self._calls.admit(order)
-        if not self._taken_up:
-            self._begun.add(call.id)
         try:
-            await self._journal.write(stream, asked.call, "order", asked, keep)
+            fence = await self._journal.write(stream, asked.call, "order", asked, keep)
         except BaseException:
             self._calls.leave(call)
             raise
-        self._start(call, asked, Journaled(order=asked))
+        self._start(call, asked, Journaled(order=asked), fence)
 
     def cancel(self, call: str) -> bool:
         """End it, if it runs here: whether it does."""
@@ -119,37 +112,13 @@ class Detached:
             run.read = self._clock()
 
     # --- taking up again --------------------------------------------------------------------------
-    async def _take_up_all(self) -> None:
-        while True:
-            try:
-                await self._take_up()
-            except Unavailable as error:
-                log.info("calls of an earlier life wait to be taken up: %s", error.message)
-                await self._pause(LOOK_S)
-                continue
-            self._taken_up = True
-            self._begun.clear()
-            return
+    def runs(self, call: str) -> bool:
+        """Whether it runs here."""
+        return call in self._running
 
-    async def _take_up(self) -> None:
-        """Each call once, also where the journals can be read only in part at first. Raises ``Unavailable``."""
-        for known in (await self._journal.all()).values():
-            order = known.order
-            if order is None or known.ended is not None or order.gateway != self._gateway:
-                continue
-            if order.call in self._begun:
-                continue
-            journaled, entries = await self._journal.now(stream_of(order), order.call)
-            frames = Journaled().take_all(entries)
-            self._begun.add(order.call)
-            try:
-                self._again(order, journaled, frames)
-            except SllmError as error:
-                log.warning("call is given up: %s", error.message, extra={"call": order.call})
-                await self._end(order, CallState.FAILED, error)
-
-    def _again(self, asked: CallOrder, journaled: Journaled, frames: list[Frame]) -> None:
-        """Raises why it cannot go on."""
+    def go_on(self, asked: CallOrder, journaled: Journaled, frames: list[Frame], fence: int) -> None:
+        """Go on with a call of a gateway that is no more. ``fence``: the sequence of its order, which is this gateway's
+        now. Raises why it cannot go on."""
         version, body = self._table.get(asked.function, asked.version), journaled.body
         if version is None or body is None:
             raise FunctionNotFound(f"{asked.function} v{asked.version} was deleted while the call waited")
@@ -157,11 +126,11 @@ class Detached:
             raise Cancelled("cancelled on request")
         resumable = version.manifest.engine and version.manifest.resumable
         if journaled.began is not None and not resumable and not (version.manifest.retries and not frames):
-            raise InstanceLost(f"its gateway {self._gateway} died while it ran, and it is not resumable; call again")
+            raise InstanceLost("its gateway died while it ran, and it is not resumable; call again")
         resumption = Resumption()
         resumption.take(frames)
         earlier = Earlier(
-            epoch=journaled.began.epoch + EPOCHS if journaled.began is not None else 0,
+            epoch=(journaled.began.epoch if journaled.began is not None else 0) + EPOCHS,
             numerics=journaled.began.numerics if journaled.began is not None else "",
             resumption=resumption if resumable else None,
             taken=bool(frames),
@@ -172,11 +141,11 @@ class Detached:
         order = Order(asked.call, version, asked.kind, True, body, asked.seed, now, asked.traceparent)
         call = self._calls.admit(order, earlier)
         log.info("call goes on after %d frame(s)", len(frames), extra={"call": call.id})
-        self._start(call, asked, journaled)
+        self._start(call, asked, journaled, fence)
 
     # --- the journal ------------------------------------------------------------------------------
-    def _start(self, call: Call, asked: CallOrder, journaled: Journaled) -> None:
-        run = self._running[call.id] = _Run(call, asked, journaled, self._clock())
+    def _start(self, call: Call, asked: CallOrder, journaled: Journaled, fence: int) -> None:
+        run = self._running[call.id] = _Run(call, asked, journaled, fence, self._clock())
         self._tasks.start(self._live(run), f"journal of {call.id}")
 
     async def _live(self, run: _Run) -> None:
@@ -190,8 +159,8 @@ class Detached:
                 if call.frames and not call.over:
                     await self._pause(BATCH_S)
             if not isinstance(call.error, Draining):  # else its next life goes on with it
-                await self._end(run.asked, call.state, call.error, run)
-        except Unavailable as error:
+                await self.end(run.asked, call.state, call.error, run.fence, call.end)
+        except (Unavailable, CallMoved) as error:
             log.error("the journal is given up: %s", error.message, extra={"call": call.id})
             self._calls.fail(call, error)
         finally:
@@ -205,14 +174,15 @@ class Detached:
             run.epoch = call.epoch
             where = call.binding.instance if call.binding is not None else ""
             began = Began(at=self._wall(), numerics=call.numerics, epoch=call.epoch, instance=where, exact=call.exact)
-            await self._journal.write(run.stream, call.id, "began", began, run.keep)
+            await self._journal.write(run.stream, call.id, "began", began, run.keep, run.fence)
         cost = call.buffered
         run.held += call.take()
         whole = max((at for at, frame in enumerate(run.held, 1) if not frame.more), default=0)
         ready, run.held = run.held[:whole], run.held[whole:]
         for frames in batches(ready):
             batch = Batch(run.journaled.frames, frames)
-            await self._journal.write(run.stream, call.id, f"batch-{run.journaled.batches}", batch, run.keep)
+            name = f"batch-{run.journaled.batches}"
+            await self._journal.write(run.stream, call.id, name, batch, run.keep, run.fence)
             run.journaled.take(batch)
         if cost:
             self._calls.consumed(call, cost, self._clock())
@@ -222,9 +192,11 @@ class Detached:
         if not run.asked.durable and self._clock() - run.read > self._window:
             self._calls.fail(run.call, Cancelled(f"nobody has read it for {self._window:g} s"))
 
-    async def _end(self, asked: CallOrder, state: CallState, error: SllmError | None, run: _Run | None = None) -> None:
+    async def end(
+        self, asked: CallOrder, state: CallState, error: SllmError | None, fence: int, end: End | None = None
+    ) -> None:
+        """Write how it has ended. Raises ``Unavailable`` or ``CallMoved``."""
         stream = stream_of(asked)
-        end = run.call.end if run is not None else None
         if error is not None and state is CallState.SUCCEEDED:
             error = None
         if error is None and state is not CallState.SUCCEEDED:
@@ -235,18 +207,18 @@ class Detached:
             error=error.body() if error is not None else None,
             usage=end.usage if end is not None else None,
         )
+        await self._journal.write(stream, asked.call, "kept", Kept(), JOURNAL_TTL_S, fence)
         if asked.key:
             claim = KeyClaim(call=asked.call, body=asked.key_body)
             await self._journal.hold(asked.key, claim, JOURNAL_TTL_S)
-        await self._journal.write(stream, asked.call, "kept", Kept(), JOURNAL_TTL_S)
-        await self._journal.write(stream, asked.call, "ended", ended, JOURNAL_TTL_S + KNOWN_S)
+        await self._journal.write(stream, asked.call, "ended", ended, JOURNAL_TTL_S + KNOWN_S, fence)
 
 
 class _Run:
     """One call and its journal."""
 
-    def __init__(self, call: Call, asked: CallOrder, journaled: Journaled, now: float) -> None:
-        self.call, self.asked, self.journaled = call, asked, journaled
+    def __init__(self, call: Call, asked: CallOrder, journaled: Journaled, fence: int, now: float) -> None:
+        self.call, self.asked, self.journaled, self.fence = call, asked, journaled, fence
         self.stream = stream_of(asked)
         self.keep = kept_s(call.version.manifest.timeout)
         self.held: list[Frame] = []

@@ -13,7 +13,7 @@ from sllm_gateway.metrics import Metrics
 from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.retry import worth_resuming, worth_retrying
-from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, InstanceLost, SllmError, SlowConsumer
+from sllm_runtime.protocol.errors import CallMoved, Cancelled, DeadlineExceeded, InstanceLost, SllmError, SlowConsumer
 from sllm_runtime.protocol.frames import Cancel, End
 from sllm_runtime.protocol.states import CallState
 
@@ -57,7 +57,7 @@ class Ending:
     def over(self, call: Call, error: SllmError) -> None:
         """The end, as far as the caller goes."""
         self._moves.drop(call, "it has ended")
-        if isinstance(error, Cancelled):
+        if isinstance(error, Cancelled | CallMoved):
             call.frames.clear()
         call.error = error
         call.go(CallState.CANCELLED if type(error) is Cancelled else CallState.FAILED)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final, cast
 
-import nats.errors
-import nats.js.errors
-
 from sllm_gateway.follow import messages
+from sllm_gateway.stored import Changed, Stored
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.watch import snapshot
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import JOURNAL_TTL_S, KNOWN_S, CallOrder, Entry, Journaled, KeyClaim
-from sllm_runtime.protocol.errors import CallNotFound, InvalidArgument, Unavailable
+from sllm_runtime.protocol.errors import CallMoved, CallNotFound, InvalidArgument, Unavailable
 from sllm_runtime.protocol.subjects import (
     CALLS_STREAM,
     JOURNAL_STREAM,
@@ -27,11 +24,6 @@ from sllm_runtime.protocol.subjects import (
 )
 
 STREAMS: Final = (JOURNAL_STREAM, CALLS_STREAM)
-_WRONG_SEQUENCE: Final = (10071, 10164)
-_AGAIN_S: Final = 0.2
-_TRY_S: Final = 2.0
-WRITE_S: Final = 15.0
-"""Longest wait for a write: a cluster's servers may be electing a leader."""
 CLAIMED_S: Final = 60.0
 """A key is taken for so long before its call is known: then its gateway has died between the two."""
 
@@ -48,51 +40,54 @@ def digest(*parts: bytes) -> bytes:
 class Journal:
     """All journals. Everything raises ``Unavailable`` when JetStream does not answer within WRITE_S."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, bus: Bus, stored: Stored) -> None:
         self._bus = bus
-        self._clock = clock
-        self._pause = pause
+        self._stored = stored
 
     # --- writing ----------------------------------------------------------------------------------
-    async def write(self, stream: str, call: str, name: str, entry: Entry, keep_s: float) -> None:
-        """Write ``entry`` under ``name``; it stands for ``keep_s`` seconds. Written again it changes nothing."""
-        await self._publish(call_entry(stream, call, name), codec.pack(entry), {"Nats-TTL": _ttl(keep_s)})
+    async def write(
+        self, stream: str, call: str, name: str, entry: Entry, keep_s: float, order: int | None = None
+    ) -> int:
+        """Write ``entry`` under ``name``; it stands for ``keep_s`` seconds. Written again it changes nothing.
 
-    async def _publish(self, subject: str, data: bytes, headers: dict[str, str]) -> None:
-        deadline = self._clock() + WRITE_S
-        while True:
-            try:
-                await self._bus.jetstream.publish(subject, data, headers=headers, timeout=_TRY_S)
-                return
-            except nats.js.errors.APIError as error:
-                if error.err_code in _WRONG_SEQUENCE:
-                    raise
-                problem = error.description or type(error).__name__
-            except nats.errors.Error as error:
-                problem = str(error) or type(error).__name__
-            if self._clock() > deadline:
-                raise Unavailable(f"the call's journal cannot be written: {problem}; call again")
-            await self._pause(_AGAIN_S)
+        ``order``: sequence of the call's order as its writer knows it. Raises ``CallMoved`` where there is a later one.
+        """
+        fence = (call_entry(stream, call, "order"), order) if order is not None else None
+        try:
+            return await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, fence=fence)
+        except Changed as error:
+            raise moved(call) from error
+
+    async def create(self, stream: str, call: str, name: str, entry: Entry, keep_s: float) -> None:
+        """Write ``entry``, unless one is there."""
+        with contextlib.suppress(Changed):
+            await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, expected=0)
+
+    async def take_over(self, stream: str, known: CallOrder, mine: CallOrder, keep_s: float) -> int | None:
+        """Rewrite the order ``known`` as ``mine``; its sequence. None: it is another gateway's meanwhile."""
+        subject = call_entry(stream, known.call, "order")
+        there = await self._stored.last(stream, subject)
+        if there is None or codec.unpack(CallOrder, there[1]) != known:
+            return None
+        try:
+            return await self._stored.write(subject, mine, keep_s=keep_s, expected=there[0])
+        except Changed:
+            there = await self._stored.last(stream, subject)
+        return there[0] if there is not None and codec.unpack(CallOrder, there[1]) == mine else None
 
     # --- keys -------------------------------------------------------------------------------------
     async def claim(self, key: str, mine: KeyClaim) -> KeyClaim:
         """Whose key it is: ``mine``, or of the call that has it already. Raises ``InvalidArgument`` where that one was
         asked for something else."""
-        headers = {"Nats-Expected-Last-Subject-Sequence": "0", "Nats-TTL": _ttl(CLAIMED_S)}
         for _ in range(2):
             try:
-                await self._publish(key_claim(key), codec.pack(mine), headers)
+                await self._stored.write(key_claim(key), mine, keep_s=CLAIMED_S, expected=0)
                 return mine
-            except nats.js.errors.APIError:
-                there = await self._last(CALLS_STREAM, key_claim(key))
+            except Changed:
+                there = await self._stored.last(CALLS_STREAM, key_claim(key))
             if there is None:  # its time ended just now
                 continue
-            found = codec.unpack(KeyClaim, there)
+            found = codec.unpack(KeyClaim, there[1])
             if found.body != mine.body:
                 raise InvalidArgument(
                     "this Idempotency-Key was used for another request; use a new key", field="Idempotency-Key"
@@ -102,28 +97,19 @@ class Journal:
 
     async def hold(self, key: str, claim: KeyClaim, keep_s: float) -> None:
         """The key stands for ``claim`` for so long from now."""
-        await self._publish(key_claim(key), codec.pack(claim), {"Nats-TTL": _ttl(keep_s)})
+        await self._stored.write(key_claim(key), claim, keep_s=keep_s)
 
     # --- reading ----------------------------------------------------------------------------------
     async def find(self, call: str) -> tuple[str, CallOrder]:
         """The stream that has it, and what was asked. Raises ``CallNotFound``."""
         for stream in STREAMS:
-            data = await self._last(stream, call_entry(stream, call, "order"))
-            if data is not None:
-                return stream, codec.unpack(CallOrder, data)
+            found = await self._stored.last(stream, call_entry(stream, call, "order"))
+            if found is not None:
+                return stream, codec.unpack(CallOrder, found[1])
         raise CallNotFound(
             f"no call {call} is kept: it is unknown, ended long ago, or had neither `Prefer: respond-async` nor an"
             " Idempotency-Key"
         )
-
-    async def _last(self, stream: str, subject: str) -> bytes | None:
-        try:
-            message = await self._bus.jetstream.get_last_msg(stream, subject, direct=True)
-        except nats.js.errors.NotFoundError:
-            return None
-        except nats.errors.Error as error:
-            raise Unavailable(f"the journal cannot be read: {error or type(error).__name__}; try again") from error
-        return message.data or b""
 
     async def entries(self, stream: str, call: str) -> AsyncGenerator[Entry | None, None]:
         """Everything that is and will be written of a call, in order; None once all that was there has come."""
@@ -159,6 +145,14 @@ def entry_of(data: bytes) -> Entry:
     return cast(Entry, codec.unpack(cast(Any, Entry), data))
 
 
+def moved(call: str) -> CallMoved:
+    """What a gateway says that has lost a call to another."""
+    return CallMoved(
+        f"another gateway goes on with {call}, since this one did not run for a while; read on there by"
+        f" GET /v1/calls/{call}/events with Last-Event-ID"
+    )
+
+
 def kept_s(timeout_s: float) -> float:
     """How long entries of a call that may run for ``timeout_s`` more are kept, whenever it ends."""
     return timeout_s + JOURNAL_TTL_S + CLAIMED_S
@@ -167,7 +161,3 @@ def kept_s(timeout_s: float) -> float:
 def known_s(timeout_s: float) -> float:
     """How long it is known."""
     return kept_s(timeout_s) + KNOWN_S
-
-
-def _ttl(seconds: float) -> str:
-    return str(max(1, int(seconds)))

@@ -14,7 +14,7 @@ from sllm_invoker.call import Call, Key
 from sllm_invoker.gateway_link import GatewayLink, Line
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.errors import ErrorBody, ProtocolError
+from sllm_runtime.protocol.errors import ErrorBody, GatewaySilent, ProtocolError
 from sllm_runtime.protocol.frames import (
     Ack,
     Beat,
@@ -221,7 +221,7 @@ class Relay:
             host.cancel(call, "deadline_exceeded", f"it ran longer than {call.head.timeout_s:g} s")
         elif self._connected_for(now) > limits.LOST_AFTER_S and call.unheard_s(now) > limits.LOST_AFTER_S:
             log.warning("call %s: gateway %s acknowledges nothing, cancelled", call.head.call, call.gateway)
-            host.cancel(call, "cancelled", "its gateway is gone")
+            host.cancel(call, GatewaySilent.code, f"nothing was heard of its gateway {call.gateway}; call again")
 
     def _forget(self, call: Call) -> None:
         del self._calls[call.key]

@@ -1,4 +1,5 @@
-"""Calls that are kept go on through the restart of everything: real processes, the real model."""
+"""Calls outlive their gateway: kept ones through the restart of everything, streams at another gateway. Real processes,
+the real model."""
 
 from __future__ import annotations
 
@@ -7,23 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from sllm.sse import Parser
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait
 from tests.fixtures.streams import Stream
+from tests.fixtures.suspended import suspended
+from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
-CODER = Path(__file__).parents[2] / "functions" / "coder"
 ASK = {"prompt": "class Parser", "max_tokens": 200, "temperature": 0.8, "seed": 7}
 ASYNC = {"Prefer": "respond-async"}
+SEEN = 20
+"""Values that the caller of a stream has read when its gateway is gone."""
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("platform")) as running:
-        deploy(running, str(CODER / "function.py"), name="coder", keep_alive=300)
+def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("platform"), gateways=2) as running:
+        deploy(running, str(coder / "function.py"), name="coder", keep_alive=300)
         yield running
 
 
@@ -58,6 +63,23 @@ def ended(cluster: Cluster, call: str) -> dict[str, Any]:
     return status(cluster, call)
 
 
+def read_on(cluster: Cluster, call: str, last: int) -> list[Any]:
+    """What the second gateway says of it after event ``last`` (-1: all)."""
+    url, after = cluster.document["urls"][1], {"Last-Event-ID": str(last)} if last >= 0 else {}
+    headers = {**cluster.headers, **after}
+    answer = httpx.get(f"{url}/v1/calls/{call}/events", headers=headers, timeout=GIVE_UP_S)
+    assert answer.status_code == 200, answer.text
+    events = [event for event in Parser().feed(answer.content) if event.comment is None]
+    assert events[-1].done, events[-1]
+    assert [event.id for event in events[:-1]] == [str(last + 1 + at) for at in range(len(events) - 1)]
+    return [json.loads(event.data) for event in events[:-1]]
+
+
+def first_values(stream: Stream) -> list[Any]:
+    values = stream.values()
+    return [next(values) for _ in range(SEEN)]
+
+
 def test_its_gateway_is_killed(cluster: Cluster, text: list[str]) -> None:
     """It goes on from its tokens in the next life of that gateway, and is read from any place on."""
     call = begin(cluster)
@@ -71,6 +93,42 @@ def test_its_gateway_is_killed(cluster: Cluster, text: list[str]) -> None:
     read = [event for event in Parser().feed(events.encode()) if event.comment is None]
     assert [json.loads(event.data) for event in read if not event.done] == text[10:]
     assert read[-1].done
+
+
+@pytest.mark.slow
+def test_a_stream_outlives_its_gateway(cluster: Cluster, text: list[str]) -> None:
+    with Stream(cluster, "coder", ASK) as stream:
+        seen = first_values(stream)
+        old = cluster.kill("gateway")
+        seen += list(stream.values())
+        assert stream.broken, (stream.error, stream.done)
+    seen += read_on(cluster, stream.call, len(seen) - 1)
+    assert seen == text
+    assert read_on(cluster, stream.call, -1) == text
+    cluster.wait_restarted("gateway", old)
+
+
+def test_a_stream_outlives_a_gateway_that_stands_still(cluster: Cluster, text: list[str]) -> None:
+    """When it runs again it says that it has the stream no more, and nothing else than the other one."""
+    with Stream(cluster, "coder", ASK) as stream:
+        seen = first_values(stream)
+        with suspended(cluster.pid("gateway-g1")):
+            rest = read_on(cluster, stream.call, len(seen) - 1)
+            assert seen + rest == text
+        late = seen + list(stream.values())
+        assert late == text[: len(late)]
+        assert stream.done == (late == text)
+        assert stream.done or (stream.error is not None and stream.error["code"] == "call_moved"), stream.error
+    assert read_on(cluster, stream.call, 9) == text[10:]
+
+
+@pytest.mark.slow
+def test_a_kept_call_outlives_a_gateway_that_stands_still(cluster: Cluster, text: list[str]) -> None:
+    call = begin(cluster)
+    first_event(cluster, call)
+    with suspended(cluster.pid("gateway-g1")):
+        assert read_on(cluster, call, -1) == text
+    assert read_on(cluster, call, 9) == text[10:]
 
 
 @pytest.mark.slow

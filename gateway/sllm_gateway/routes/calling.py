@@ -1,16 +1,17 @@
-"""What all routes that make a call share: an id, a seed, an order, an answer."""
+"""What all routes that make a call share: an id, a seed, an order, a beginning."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from typing import Final, Literal
 
 from sllm_gateway.asgi import Scope, header
-from sllm_gateway.call import Order
+from sllm_gateway.call import Call, Order
 from sllm_gateway.calls import Calls
 from sllm_gateway.keeping import Keeping
+from sllm_gateway.ledger import Ledger
+from sllm_gateway.lives import Lives
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.openai.outputs import Header
@@ -20,6 +21,7 @@ from sllm_gateway.table import Version
 from sllm_runtime.protocol.calls import CallOrder
 from sllm_runtime.protocol.http import EVENT_STREAM
 from sllm_runtime.protocol.limits import MAX_PART
+from sllm_runtime.protocol.lives import TAG
 
 _EVENTS: Final = EVENT_STREAM.encode()
 _NEVER: Final = re.compile(rb"q=0(\.0{0,3})?")
@@ -36,9 +38,11 @@ class Caller:
         settings: GatewaySettings,
         metrics: Metrics,
         keeping: Keeping,
+        lives: Lives,
+        ledger: Ledger,
         clock: Callable[[], float],
         wall: Callable[[], float],
-        random: Callable[[int], bytes] = os.urandom,
+        random: Callable[[int], bytes],
     ) -> None:
         self.lookup = lookup
         self.calls = calls
@@ -46,13 +50,15 @@ class Caller:
         self.settings = settings
         self.metrics = metrics
         self.keeping = keeping
+        self._lives = lives
+        self._ledger = ledger
         self.clock = clock
         self._wall = wall
         self._random = random
 
     def new_id(self, scope: Scope) -> str:
         """An id for the call that this request will be; errors name it from now on."""
-        call = f"call-{self._random(12).hex()}"
+        call = f"call-{self._lives.me.life[:TAG]}{self._random(9).hex()}"
         scope["sllm.call"] = call
         return call
 
@@ -80,7 +86,14 @@ class Caller:
             traceparent=trace.decode("latin-1")[:128] if trace else "",
         )
 
-    def asked(self, order: Order, *, durable: bool, header: Header | None = None) -> CallOrder:
+    def admit(self, order: Order, asked: Callable[[bool], CallOrder]) -> Call:
+        """Begin a call that is not kept; ``asked(durable)`` is what another gateway would be told of its stream."""
+        call = self.calls.admit(order)
+        if order.stream and call.resumption is not None:
+            self._ledger.begin(call, asked(False))
+        return call
+
+    def asked(self, order: Order, durable: bool, header: Header | None = None) -> CallOrder:
         """The same, as a kept call's journal says it. ``header``: of an OpenAI answer."""
         return CallOrder(
             call=order.id,
@@ -90,6 +103,7 @@ class Caller:
             seed=order.seed,
             parts=-(-len(order.body) // MAX_PART),
             gateway=self.settings.gateway,
+            life=self._lives.me.life,
             durable=durable,
             created=self._wall(),
             traceparent=order.traceparent,

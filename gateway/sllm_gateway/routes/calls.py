@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
@@ -19,9 +19,9 @@ from sllm_gateway.replay import body_of
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
-from sllm_runtime.protocol.calls import CancelAsked, CancelCall, Journaled, Reading
+from sllm_runtime.protocol.calls import CallOrder, CancelAsked, CancelCall, Journaled, Reading
 from sllm_runtime.protocol.ctl import Reply
-from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from sllm_runtime.protocol.errors import CallNotFound, DeadlineExceeded, InvalidRequest, Unavailable
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.http import CALLS, CallListView
 from sllm_runtime.protocol.node import Ok
@@ -43,11 +43,13 @@ class CallRoutes:
         detached: Detached,
         keeping: Keeping,
         table: RouteTable,
+        coming: Callable[[str], Awaitable[None]],
         cancel: Callable[[str], bool],
     ) -> None:
-        """``cancel`` ends a call of this gateway that is not kept: whether there was one."""
+        """``coming`` waits while a call may be one of a gateway that has died just now; ``cancel`` ends a call of this
+        gateway that is not kept: whether there was one."""
         self._bus, self._journal, self._detached, self._keeping = bus, journal, detached, keeping
-        self._table, self._cancel = table, cancel
+        self._table, self._coming, self._cancel = table, coming, cancel
         self._subscriptions: list[Subscription] = []
 
     def routes(self) -> list[BaseRoute]:
@@ -126,9 +128,17 @@ class CallRoutes:
         last = Request(scope, receive).headers.get("last-event-id", "")
         if last and not (last.isascii() and last.isdigit() and len(last) < 19):
             raise InvalidRequest("Last-Event-ID is the number of an event", field="Last-Event-ID")
-        _, order = await self._journal.find(scope["path_params"]["call"])
+        order = await self._found(scope["path_params"]["call"])
         scope["sllm.call"] = order.call
         await self._keeping.events(order, receive, send, last=int(last) if last else -1)
+
+    async def _found(self, call: str) -> CallOrder:
+        """What was asked; a stream of a gateway that is no more may become a kept call in a moment."""
+        try:
+            return (await self._journal.find(call))[1]
+        except CallNotFound:
+            await self._coming(call)
+        return (await self._journal.find(call))[1]
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["path_params"]["call"]

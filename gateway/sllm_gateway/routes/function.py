@@ -28,10 +28,9 @@ class FunctionRoute:
         stream = wants_events(scope)
         order = caller.order(scope, version, "fn", body, call=call_id, stream=stream, accepted=accepted)
         if (wish := wish_of(scope)) is not None:
-            asked = caller.asked(order, durable=wish.durable)
-            await caller.keeping.begin(scope, receive, send, order, asked, wish)
+            await caller.keeping.begin(scope, receive, send, order, caller.asked(order, wish.durable), wish)
             return
-        call = caller.calls.admit(order)
+        call = caller.admit(order, lambda durable: caller.asked(order, durable))
         if stream:
             await caller.responder.stream(call, FunctionStream(call_id), scope, send)
         else:

@@ -17,6 +17,7 @@ from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, Wh
 from sllm_gateway.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest, read
 from sllm_gateway.routes.calling import Caller
 from sllm_gateway.table import RouteTable, Version
+from sllm_runtime.protocol.calls import CallOrder
 from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, VersionNotFound
 from sllm_runtime.protocol.openai import model_name
 
@@ -78,12 +79,15 @@ class _CallRoute:
             accepted=accepted,
         )
         header = Header(f"{prefix}-{call_id}", int(self._wall()), request.model)
+
+        def asked(durable: bool) -> CallOrder:
+            of_all = caller.asked(order, durable, header)
+            return msgspec.structs.replace(of_all, usage=request.usage_wanted, choices=request.choices)
+
         if (wish := wish_of(scope)) is not None:
-            asked = caller.asked(order, durable=wish.durable, header=header)
-            asked = msgspec.structs.replace(asked, usage=request.usage_wanted, choices=request.choices)
-            await caller.keeping.begin(scope, receive, send, order, asked, wish)
+            await caller.keeping.begin(scope, receive, send, order, asked(wish.durable), wish)
             return
-        call = caller.calls.admit(order)
+        call = caller.admit(order, asked)
         if stream:
             chunks = (ChatStream if self.chat else CompletionStream)(header, usage=request.usage_wanted)
             await caller.responder.stream(call, chunks, scope, send)

@@ -12,6 +12,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.lives import LIVES_AGE_S
 
 STATE_STREAM: Final = f"KV_{subjects.STATE}"
 BUNDLE_STREAM: Final = f"OBJ_{subjects.BUNDLES}"
@@ -73,6 +74,16 @@ def _configs(replicas: int) -> list[StreamConfig]:
         storage=StorageType.FILE if replicas == 1 else StorageType.MEMORY,
         persist_mode=relaxed,
     )
+    lives = StreamConfig(
+        name=subjects.LIVES_STREAM,
+        subjects=["sllm.lives.>"],
+        max_msgs_per_subject=1,
+        max_age=LIVES_AGE_S,
+        max_bytes=64 * MIB,
+        allow_direct=True,
+        storage=StorageType.FILE if replicas == 1 else StorageType.MEMORY,
+        persist_mode=relaxed,
+    )
     calls = StreamConfig(
         name=subjects.CALLS_STREAM,
         subjects=[subjects.call_entries(subjects.CALLS_STREAM), subjects.key_claim("x")[:-1] + "*"],
@@ -86,7 +97,7 @@ def _configs(replicas: int) -> list[StreamConfig]:
         config.evolve(
             storage=config.storage or StorageType.FILE, retention=RetentionPolicy.LIMITS, num_replicas=replicas
         )
-        for config in (state, bundles, logs, events, journal, calls)
+        for config in (state, bundles, logs, events, journal, lives, calls)
     ]
 
 

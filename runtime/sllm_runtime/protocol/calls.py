@@ -17,7 +17,7 @@ from sllm_runtime.protocol.states import CallState
 JOURNAL_TTL_S: Final = 300.0
 """A call can be read for so long after its end."""
 RESUME_WINDOW_S: Final = 60.0
-"""A call with an ``Idempotency-Key`` goes on for so long without a reader."""
+"""A call that is not ``durable`` goes on for so long without a reader."""
 KNOWN_S: Final = 3600.0
 """A call is known for so long after its journal is gone."""
 READING_S: Final = 10.0
@@ -25,7 +25,8 @@ READING_S: Final = 10.0
 
 
 class CallOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
-    """What was asked; the body travels in ``BodyPart``. ``gateway`` runs it, also after its own restart."""
+    """What was asked; the body travels in ``BodyPart``. ``gateway`` runs it, in its ``life``: whoever takes it over
+    writes this entry anew, and every other entry depends on the one that its writer knows (a fence)."""
 
     call: str
     function: str
@@ -47,6 +48,8 @@ class CallOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
     key: str = ""
     """Of its ``KeyClaim``, with that one's ``body``."""
     key_body: bytes = b""
+    life: str = ""
+    """As ``lives.Life`` names it; empty in entries of earlier releases."""
     schema: int = PROTOCOL_VERSION
 
 

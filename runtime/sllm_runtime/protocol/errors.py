@@ -244,6 +244,18 @@ class Draining(Unavailable):
     code = "draining"
 
 
+class CallMoved(SllmError):
+    """Another gateway has taken the call over, since this one did not run for a while; it is read on there."""
+
+    code, status, retryable, exit_code = "call_moved", 503, True, 5
+
+
+class GatewaySilent(Unavailable):
+    """The call's node has heard nothing of its gateway for so long that it gave the call up."""
+
+    code = "gateway_silent"
+
+
 class PoolExhausted(Unavailable):
     """The chunk pool is too small; the message says how much is needed and what holds the rest."""
 

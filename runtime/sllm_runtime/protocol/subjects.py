@@ -29,7 +29,7 @@ def ctl(verb: str) -> str:
 
 
 def node_command(node: str, verb: str) -> str:
-    """Controller → node, request/reply: start, stop, prepare, model."""
+    """Controller → node, request/reply: start, stop, prepare, pull, keep, model."""
     return f"sllm.node.{token(node)}.{token(verb)}"
 
 
@@ -97,6 +97,19 @@ def call_entries(stream: str, call: str = "*", entry: str = "*") -> str:
 def key_claim(digest: str) -> str:
     """Gateway → CALLS_STREAM: ``calls.KeyClaim``."""
     return f"sllm.keys.{token(digest)}"
+
+
+LIVES_STREAM: Final = "sllm_lives"
+
+
+def life_beat(life: str = "*") -> str:
+    """Gateway → LIVES_STREAM: ``lives.Life``. Without ``life``: a filter for those of all."""
+    return f"sllm.lives.{life if life == '*' else token(life)}.beat"
+
+
+def life_log(life: str, number: int | None = None) -> str:
+    """Gateway → LIVES_STREAM: ``lives.Log``, numbered within its life. Without ``number``: a filter for all of them."""
+    return f"sllm.lives.{token(life)}.log.{'*' if number is None else number}"
 
 
 CANCEL_CALL: Final = "sllm.cancel"
@@ -182,7 +195,8 @@ def gateway_rights(identity: str) -> Rights:
             f"$JS.API.STREAM.INFO.{EVENTS_STREAM}",
             f"$JS.API.STREAM.INFO.{JOURNAL_STREAM}",
             f"$JS.API.STREAM.INFO.{CALLS_STREAM}",
-            *(f"{prefix}.>" for prefix in (*_KEPT.values(), "sllm.keys")),
+            f"$JS.API.STREAM.INFO.{LIVES_STREAM}",
+            *(f"{prefix}.>" for prefix in (*_KEPT.values(), "sllm.keys", "sllm.lives")),
             CANCEL_CALL,
             READING,
             "$JS.API.STREAM.NAMES",

@@ -1,0 +1,147 @@
+"""What is to be written of this gateway's streams, so that another one can go on with them. No I/O.
+
+Nothing is done per token: what is new is found when something is about to be written, from the ids that a call keeps
+anyway for its next instance. Ids that were not written are drawn again, and are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from sllm_gateway.call import Call
+from sllm_gateway.resumption import Resumption
+from sllm_runtime.protocol.calls import CallOrder
+from sllm_runtime.protocol.frames import Ids
+from sllm_runtime.protocol.limits import BATCH_BYTES
+from sllm_runtime.protocol.lives import MOST_LOGGED, WHOLE_S, Gone, Log, LogEntry, More, Whole
+
+_ENTRY_BYTES = 1024
+_ID_BYTES = 5
+_GONE_BYTES = 48
+
+
+@dataclass(eq=False)
+class _Line:
+    call: Call
+    asked: CallOrder
+    whole: float | None = None
+    """When all of it was last written; None: it never was, or is to be at once."""
+    resumption: Resumption | None = None
+    counts: dict[int, int] = field(default_factory=dict)
+    epoch: int = 0
+
+
+class Ledger:
+    """The open streams of this gateway that could go on elsewhere."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line] = {}
+        self._gone: list[str] = []
+        self.news = asyncio.Event()
+        """Set when a stream has begun that is not written."""
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def begin(self, call: Call, asked: CallOrder) -> None:
+        """It has been admitted. One that cannot go on elsewhere, or whose request is large, is left out."""
+        if call.resumption is not None and len(call.order.body) <= MOST_LOGGED:
+            self._lines[call.id] = _Line(call, asked)
+            self.news.set()
+
+    def end(self, call: str) -> None:
+        """It is over."""
+        line = self._lines.pop(call, None)
+        if line is not None and line.whole is not None:
+            self._gone.append(call)
+
+    def written(self) -> list[Call]:
+        """Those of which anything may have been written: another gateway may know of them."""
+        return [line.call for line in self._lines.values() if line.whole is not None]
+
+    def anew(self) -> None:
+        """Nothing that was written counts any more."""
+        self._gone.clear()
+        for line in self._lines.values():
+            line.whole = None
+        if self._lines:
+            self.news.set()
+
+    def logs(self, now: float) -> list[Log]:
+        """What is new, in messages that are not too large. It counts as written from now on."""
+        self.news.clear()
+        gone, self._gone = self._gone, []
+        found: list[Log] = []
+        entries: list[LogEntry] = [Gone(call) for call in gone]
+        size = len(entries) * _GONE_BYTES
+        for line in self._lines.values():
+            entry = _entry(line, now)
+            if entry is None:
+                continue
+            nbytes = _size(entry)
+            if entries and size + nbytes > BATCH_BYTES:
+                found.append(Log(tuple(entries)))
+                entries, size = [], 0
+            entries.append(entry)
+            size += nbytes
+        return [*found, Log(tuple(entries))] if entries else found
+
+
+def _entry(line: _Line, now: float) -> Whole | More | None:
+    """What is new of it."""
+    call, known = line.call, line.call.resumption
+    assert known is not None
+    if line.whole is None or now - line.whole > WHOLE_S or line.resumption is not known:
+        line.whole, line.resumption, line.counts, line.epoch = now, known, known.counts, call.epoch
+        return Whole(
+            order=line.asked,
+            body=call.order.body,
+            epoch=call.epoch,
+            numerics=call.numerics,
+            exact=call.exact,
+            ids=known.recorded,
+        )
+    counts = known.counts
+    if counts == line.counts and call.epoch == line.epoch:
+        return None
+    before = line.counts
+    ids = [
+        Ids(generation, before.get(generation, 0), tuple(known.known(generation)[before.get(generation, 0) :]))
+        for generation, count in counts.items()
+        if count > before.get(generation, 0)
+    ]
+    line.counts, line.epoch = counts, call.epoch
+    return More(call=call.id, epoch=call.epoch, numerics=call.numerics, exact=call.exact, ids=tuple(ids))
+
+
+def _size(entry: Whole | More) -> int:
+    ids = sum(map(len, entry.ids)) if isinstance(entry, Whole) else sum(len(each.ids) for each in entry.ids)
+    return _ENTRY_BYTES + ids * _ID_BYTES + (len(entry.body) if isinstance(entry, Whole) else 0)
+
+
+def streams(logs: Iterable[Log]) -> list[Whole]:
+    """What a life's log says of the streams that had not ended, from its beginning or any later place."""
+    found: dict[str, Whole] = {}
+    ids: dict[str, dict[int, list[int]]] = {}
+    for entry in (entry for log in logs for entry in log.entries):
+        if isinstance(entry, Whole):
+            found[entry.order.call] = entry
+            ids[entry.order.call] = {number: list(known) for number, known in enumerate(entry.ids)}
+        elif isinstance(entry, Gone):
+            found.pop(entry.call, None)
+        elif entry.call in found:  # else its beginning has aged, and it is written whole further on
+            found[entry.call] = replace(
+                found[entry.call], epoch=entry.epoch, numerics=entry.numerics, exact=entry.exact
+            )
+            for new in entry.ids:
+                known = ids[entry.call].setdefault(new.generation, [])
+                known[new.first :] = new.ids
+    return [replace(whole, ids=_by_generation(ids[call])) for call, whole in found.items()]
+
+
+def _by_generation(ids: dict[int, list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(ids.get(number, ())) for number in range(max(ids, default=-1) + 1))

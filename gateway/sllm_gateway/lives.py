@@ -1,0 +1,111 @@
+"""The records and logs of gateways' lives in JetStream: one's own is written, one that is over is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from sllm_gateway.stored import Changed, Stored
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.watch import Watch, snapshot
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.lives import LIVES_AGE_S, Life, Log
+from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat, life_log
+
+
+class Over(Exception):
+    """Another gateway has declared this life over, and has its streams."""
+
+
+class Lost(Exception):
+    """What was written of this life is no longer there, and nobody has it: it is to be written anew."""
+
+
+class Lives:
+    """This gateway's life, and what others left. Writes go one at a time. Raises ``Unavailable`` as ``Stored``."""
+
+    def __init__(
+        self, bus: Bus, stored: Stored, gateway: str, random: Callable[[int], bytes], clock: Callable[[], float]
+    ) -> None:
+        self._bus, self._stored, self._gateway = bus, stored, gateway
+        self._random, self._clock = random, clock
+        self.begin()
+
+    def begin(self) -> None:
+        """A new life."""
+        self.me = Life(life=self._random(6).hex(), gateway=self._gateway)
+        self._sequence = 0
+        self._logs = 0
+        self._beaten = self._clock()
+
+    def watch(self, changed: Callable[[Life], None]) -> Watch:
+        """Tell every record; not started."""
+
+        def take(_subject: str, data: bytes | None) -> None:
+            if data is not None:
+                changed(codec.unpack(Life, data))
+
+        return Watch(self._bus, LIVES_STREAM, life_beat(), take)
+
+    # --- one's own --------------------------------------------------------------------------------
+    async def beat(self, *, over: bool = False) -> None:
+        """This gateway lives, or has ended in order. Raises ``Over`` or ``Lost``."""
+        self.me = msgspec.structs.replace(self.me, beat=self.me.beat + 1, over=over)
+        subject = life_beat(self.me.life)
+        try:
+            self._sequence = await self._stored.write(subject, self.me, expected=self._sequence)
+        except Changed:
+            await self._look()
+        self._beaten = self._clock()
+
+    async def _look(self) -> None:
+        """The last beat is not the one before this."""
+        there = await self._stored.last(LIVES_STREAM, life_beat(self.me.life))
+        if there is None and self._clock() - self._beaten < LIVES_AGE_S / 2:
+            self._sequence = 0
+            raise Lost
+        if there is None or codec.unpack(Life, there[1]) != self.me:
+            raise Over
+        self._sequence = there[0]  # it was stored, and its acknowledgement lost
+
+    async def write(self, log: Log) -> None:
+        """More of its log. Raises ``Over`` or ``Lost``."""
+        subject = life_log(self.me.life, self._logs)
+        try:
+            await self._stored.write(subject, log, fence=(life_beat(self.me.life), self._sequence))
+        except Changed:
+            await self._look()
+            raise Lost from None
+        self._logs += 1
+
+    # --- others' ----------------------------------------------------------------------------------
+    async def find(self, life: str) -> Life | None:
+        """Its record, if it is kept."""
+        there = await self._stored.last(LIVES_STREAM, life_beat(life))
+        return codec.unpack(Life, there[1]) if there is not None else None
+
+    async def claim(self, life: Life) -> Life | None:
+        """Declare it over. None: it has beaten meanwhile, or another gateway has it."""
+        return await self._rewrite(life, msgspec.structs.replace(life, heir=self.me.life))
+
+    async def settle(self, life: Life) -> Life | None:
+        """All of a claimed one is taken over. None: another gateway has it by now."""
+        return await self._rewrite(life, msgspec.structs.replace(life, settled=True))
+
+    async def _rewrite(self, life: Life, new: Life) -> Life | None:
+        subject = life_beat(life.life)
+        there = await self._stored.last(LIVES_STREAM, subject)
+        if there is None or codec.unpack(Life, there[1]) != life:
+            return None
+        try:
+            await self._stored.write(subject, new, expected=there[0])
+        except Changed:
+            there = await self._stored.last(LIVES_STREAM, subject)
+            return new if there is not None and codec.unpack(Life, there[1]) == new else None
+        return new
+
+    async def log_of(self, life: str) -> list[Log]:
+        """What it has written, in order."""
+        found = await snapshot(self._bus, LIVES_STREAM, life_log(life))
+        return [codec.unpack(Log, data) for data in found.values()]

@@ -1,0 +1,193 @@
+"""Gateways that outlive each other: this one says that it lives and logs its streams; what one that died has left is
+turned into kept calls, which any gateway goes on with (``taking_up``).
+
+One task writes, one at a time, since every write depends on the life's record; another looks at the others after each
+beat of one's own, so that a JetStream that takes no beats declares nobody dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from sllm_gateway.call import Call
+from sllm_gateway.journal import Journal, known_s, moved
+from sllm_gateway.ledger import Ledger, streams
+from sllm_gateway.lives import Lives, Lost, Over
+from sllm_gateway.roll import Roll
+from sllm_gateway.taking_up import TakingUp
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.watch import Watch
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.calls import Batch, Began, BodyPart
+from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
+from sllm_runtime.protocol.limits import MAX_PART
+from sllm_runtime.protocol.lives import BEAT_S, Life, Whole
+from sllm_runtime.protocol.subjects import JOURNAL_STREAM
+
+log = logging.getLogger(__name__)
+
+ORDERS_S: Final = 0.02
+"""Streams that begin within this are one message."""
+IDS_S: Final = 0.25
+"""Ids are written so often."""
+KEPT_S: Final = 3600.0
+"""What is written of a stream that another gateway is to go on with stands for so long, until one does."""
+COMING_S: Final = 30.0
+_ID_FRAME: Final = 4096
+
+
+class Succession:
+    """``start`` before calls are admitted; ``close`` after the last has ended."""
+
+    def __init__(
+        self,
+        lives: Lives,
+        roll: Roll,
+        ledger: Ledger,
+        journal: Journal,
+        taking_up: TakingUp,
+        fail: Callable[[Call, SllmError], None],
+        clock: Callable[[], float],
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._lives, self._roll, self._ledger = lives, roll, ledger
+        self._journal, self._taking_up, self._fail = journal, taking_up, fail
+        self._clock, self._pause = clock, pause
+        self._tasks = Tasks("succession")
+        self._beaten = asyncio.Event()
+        self._watch: Watch | None = None
+        self._due = 0.0
+        """When the next beat is."""
+
+    async def start(self) -> None:
+        """Begin this gateway's life. Raises ``Unavailable``."""
+        await self._lives.beat()
+        self._watch = self._lives.watch(self._roll.heard)
+        await self._watch.start()
+        self._beaten.set()
+        self._tasks.start(self._write(), "log")
+        self._tasks.start(self._look(), "others")
+
+    async def close(self) -> None:
+        """End it in order: whatever is left of it can be taken over at once. Repeatable."""
+        if self._watch is None:
+            return
+        await self._tasks.close()
+        await self._watch.close()
+        self._watch = None
+        try:
+            async with asyncio.timeout(BEAT_S):
+                await self._log()
+                await self._lives.beat(over=True)
+        except (TimeoutError, Unavailable, Over, Lost) as error:
+            log.info("others are not told of this gateway's end: %s", error or type(error).__name__)
+
+    # --- this life --------------------------------------------------------------------------------
+    async def _write(self) -> None:
+        while True:
+            try:
+                if self._clock() >= self._due:
+                    await self._lives.beat()
+                    self._beaten.set()
+                    self._due = self._clock() + BEAT_S
+                await self._log()
+            except Unavailable as error:
+                log.info("this gateway's log waits: %s", error.message)
+                self._ledger.anew()
+            except Lost:
+                self._ledger.anew()
+            except Over:
+                self._end_life()
+            await self._pause(ORDERS_S)
+            await self._news(min(self._due - self._clock(), IDS_S))
+
+    async def _log(self) -> None:
+        for entries in self._ledger.logs(self._clock()):
+            await self._lives.write(entries)
+
+    async def _news(self, most_s: float) -> None:
+        """Wait until a stream begins, or for so long."""
+        try:
+            async with asyncio.timeout(max(0.0, most_s)):
+                await self._ledger.news.wait()
+        except TimeoutError:
+            pass
+
+    def _end_life(self) -> None:
+        """It has not run for so long that another gateway has its streams; they end here, and a new life begins."""
+        calls = self._ledger.written()
+        log.warning("this gateway was silent: another one has its %d stream(s)", len(calls))
+        for call in calls:
+            self._fail(call, moved(call.id))
+        self._lives.begin()
+        self._ledger.anew()
+        self._due = 0.0
+
+    # --- others' ----------------------------------------------------------------------------------
+    async def _look(self) -> None:
+        while True:
+            await self._beaten.wait()
+            self._beaten.clear()
+            if self._watch is not None and self._watch.synced.is_set():
+                self._roll.beat()
+            for life in self._roll.left(self._lives.me.life):
+                try:
+                    await self._inherit(life)
+                except Unavailable as error:
+                    log.info("what gateway %s left waits: %s", life.gateway, error.message)
+
+    async def _inherit(self, life: Life) -> None:
+        """Make what it left calls that are kept, of which each is taken up by one gateway."""
+        claimed = life if life.heir == self._lives.me.life else await self._lives.claim(life)
+        if claimed is None:
+            return
+        found = streams(await self._lives.log_of(life.life))
+        log.warning("gateway %s is gone: it left %d stream(s)", life.gateway, len(found))
+        for stream in found:
+            await self._keep(stream)
+        settled = await self._lives.settle(claimed)
+        self._roll.heard(settled or claimed)
+        self._taking_up.look()
+
+    async def _keep(self, stream: Whole) -> None:
+        """Written once, whoever does it: the order last, which makes it a call."""
+        call, body = stream.order.call, stream.body
+        create, keep = self._journal.create, known_s(KEPT_S)
+        for number, start in enumerate(range(0, len(body), MAX_PART)):
+            part = BodyPart(number, body[start : start + MAX_PART])
+            await create(JOURNAL_STREAM, call, f"body-{number}", part, keep)
+        if stream.epoch:
+            began = Began(at=stream.order.created, numerics=stream.numerics, epoch=stream.epoch, exact=stream.exact)
+            await create(JOURNAL_STREAM, call, "began", began, keep)
+        if frames := id_frames(stream.ids):
+            await create(JOURNAL_STREAM, call, "batch-0", Batch(0, frames), keep)
+        await create(JOURNAL_STREAM, call, "order", stream.order, keep)
+
+    # --- readers ----------------------------------------------------------------------------------
+    async def coming(self, call: str) -> None:
+        """Wait while a call that nobody keeps may be one of a gateway that has died just now."""
+        life = self._roll.of_call(call)
+        deadline = self._clock() + COMING_S
+        beats = self._roll.beats(life.life) if life is not None else 0
+        while life is not None and life.life != self._lives.me.life and self._clock() < deadline:
+            now = self._roll.of_call(call)
+            if now is None or now.settled or self._lives_on(now, beats):
+                return
+            await self._pause(ORDERS_S)
+
+    def _lives_on(self, life: Life, beats: int) -> bool:
+        """Whether it has beaten twice: one beat may have been under way when it died."""
+        return not life.heir and self._roll.beats(life.life) >= beats + 2
+
+
+def id_frames(ids: tuple[tuple[int, ...], ...]) -> tuple[Frame, ...]:
+    """Recorded ids as frames of an answer, without any of its outputs."""
+    return tuple(
+        Frame(0, FrameKind.IDS, codec.pack(Ids(generation, first, known[first : first + _ID_FRAME])))
+        for generation, known in enumerate(ids)
+        for first in range(0, len(known), _ID_FRAME)
+    )

@@ -1,0 +1,122 @@
+"""Kept calls whose gateway is no more are gone on with here, each by the one gateway that first rewrites its order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from sllm_gateway.detached import Detached, stream_of
+from sllm_gateway.journal import Journal, known_s
+from sllm_gateway.lives import Lives
+from sllm_gateway.roll import Roll
+from sllm_gateway.table import RouteTable
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.calls import CallOrder, Journaled
+from sllm_runtime.protocol.errors import CallMoved, Draining, QueueFull, SllmError, Unavailable
+from sllm_runtime.protocol.states import CallState
+
+log = logging.getLogger(__name__)
+
+AGAIN_S: Final = 1.0
+WAITING_S: Final = 3600.0
+"""An order of a function that is not known is kept for so long more."""
+
+
+class TakingUp:
+    """Looks at all kept calls once at the start, and each time it is asked to."""
+
+    def __init__(
+        self,
+        detached: Detached,
+        journal: Journal,
+        table: RouteTable,
+        lives: Lives,
+        roll: Roll,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._detached, self._journal, self._table = detached, journal, table
+        self._lives, self._roll, self._pause = lives, roll, pause
+        self._due = asyncio.Event()
+        self._claimed: dict[str, tuple[CallOrder, int]] = {}
+        """Calls of this gateway that do not run yet, with the sequences of their orders."""
+        self._tasks = Tasks("taking up")
+
+    def start(self) -> None:
+        """Begin, with what an earlier life of this gateway has left."""
+        self._due.set()
+        self._tasks.start(self._run(), "calls")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def look(self) -> None:
+        """The life of a gateway is over."""
+        self._due.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            try:
+                await self._take_up()
+            except Unavailable as error:
+                log.info("calls of gateways that are gone wait to be taken up: %s", error.message)
+                self._due.set()
+            if self._due.is_set() or self._claimed:
+                await self._pause(AGAIN_S)
+                self._due.set()
+
+    async def _take_up(self) -> None:
+        """Raises ``Unavailable``; what was begun is gone on with in the next round."""
+        for known in (await self._journal.all()).values():
+            order = known.order
+            if order is None or known.ended is not None or self._detached.runs(order.call):
+                continue
+            if order.call not in self._claimed and await self._ownerless(order):
+                await self._claim(order)
+        for order, fence in list(self._claimed.values()):
+            if await self._go_on(order, fence):
+                del self._claimed[order.call]
+
+    async def _ownerless(self, order: CallOrder) -> bool:
+        me = self._lives.me
+        if not order.life:
+            return order.gateway == me.gateway
+        over = self._roll.over(order.life, me.life)
+        if over is None and (life := await self._lives.find(order.life)) is not None:
+            self._roll.heard(life)
+            over = self._roll.over(order.life, me.life)
+        return over is not False
+
+    async def _claim(self, order: CallOrder) -> None:
+        me = self._lives.me
+        version = self._table.get(order.function, order.version)
+        seconds = version.manifest.timeout + version.manifest.queue_timeout if version is not None else WAITING_S
+        mine = msgspec.structs.replace(order, gateway=me.gateway, life=me.life)
+        fence = await self._journal.take_over(stream_of(order), order, mine, known_s(seconds))
+        if fence is not None:
+            self._claimed[order.call] = (mine, fence)
+
+    async def _go_on(self, order: CallOrder, fence: int) -> bool:
+        """Whether it is done with; else there is no room for it now."""
+        journaled, entries = await self._journal.now(stream_of(order), order.call)
+        if journaled.order != order or journaled.ended is not None:
+            return True
+        try:
+            self._detached.go_on(order, journaled, Journaled().take_all(entries), fence)
+        except QueueFull as error:
+            log.info("call waits: %s", error.message, extra={"call": order.call})
+            return False
+        except Draining:  # another gateway has it
+            return True
+        except SllmError as error:
+            log.warning("call is given up: %s", error.message, extra={"call": order.call})
+            try:
+                await self._detached.end(order, CallState.FAILED, error, fence)
+            except CallMoved as problem:
+                log.info("%s", problem.message)
+        return True

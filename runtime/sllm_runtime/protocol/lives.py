@@ -1,0 +1,80 @@
+"""Lives of gateways, and the log of each: what another gateway needs to go on with the streams of one that has died.
+
+A life lasts from a gateway's start to its end, or until another gateway has declared it over: whoever rewrites its
+``Life`` record has its calls, and every write of its log depends on that record (a fence).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from sllm_runtime.protocol.calls import CallOrder
+from sllm_runtime.protocol.frames import Ids
+from sllm_runtime.protocol.limits import KIB, PROTOCOL_VERSION
+
+BEAT_S: Final = 1.0
+"""A gateway writes its ``Life`` so often."""
+SILENT_BEATS: Final = 5
+"""A life is over when it has not beaten during so many acknowledged beats of another: that is as long as nodes wait for
+a gateway before they cancel what it runs."""
+LIVES_AGE_S: Final = 120.0
+"""What is written is kept for so long."""
+WHOLE_S: Final = 20.0
+"""Each open stream is written whole so often: far within LIVES_AGE_S."""
+MOST_LOGGED: Final = 128 * KIB
+"""Streams whose request is larger are not logged: they end with their gateway."""
+TAG: Final = 6
+"""So many characters of a life's name begin the random part of its calls' ids."""
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """That a gateway lives, or who has what it left."""
+
+    life: str
+    gateway: str
+    beat: int = 0
+    over: bool = False
+    """It has ended in order."""
+    heir: str = ""
+    """The life that has declared it over, and takes over its calls."""
+    settled: bool = False
+    """That has been done."""
+    schema: int = PROTOCOL_VERSION
+
+
+class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
+    """All that is known of a stream. ``ids``: by generation. ``epoch`` 0: no instance has it yet."""
+
+    order: CallOrder
+    body: bytes
+    epoch: int
+    numerics: str
+    exact: bool
+    ids: tuple[tuple[int, ...], ...]
+
+
+class More(msgspec.Struct, frozen=True, kw_only=True, tag="more"):
+    """What has come since."""
+
+    call: str
+    epoch: int
+    numerics: str
+    exact: bool
+    ids: tuple[Ids, ...]
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """It has ended."""
+
+    call: str
+
+
+LogEntry = Whole | More | Gone
+
+
+class Log(msgspec.Struct, frozen=True):
+    """One message of a life's log."""
+
+    entries: tuple[LogEntry, ...]
