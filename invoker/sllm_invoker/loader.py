@@ -18,7 +18,7 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import NotFound, SllmError, Unavailable
 from sllm_runtime.protocol.limits import MAX_MESSAGE
 from sllm_runtime.protocol.loader import CPU, CUDA, FAKE, START, ModelInfo, Status, place_of
-from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.node import Ok, Progress
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.timeline import WEIGHTS
 
@@ -207,6 +207,19 @@ class Loader:
         await self._refresh(control)
         return info
 
+    async def pull(self, model: ModelRecord, report: Callable[[str, int, int], None]) -> None:
+        """Have all of a model on this node's disk, made from its sources where this node lacks it."""
+        control = await self._there()
+        if model.digest not in await control.models():
+            await self._fetch(control, model, lambda told: report(told.message, told.done, told.total))
+        await control.copy(model.digest, report=report)
+        await self._refresh(control)
+
+    async def keep(self, models: Sequence[str]) -> Ok:
+        """The models whose copies on the SSD tier are to go last."""
+        await (await self._there()).keep(models)
+        return Ok()
+
     async def validate(self, digest: str) -> None:
         """Compare every byte of a model with its digest."""
         await (await self._there()).validate(digest)
@@ -248,4 +261,5 @@ async def _load(control: LoaderControl, digest: str, rank: int, device: str) -> 
 
 def _shown(status: Status) -> object:
     """What a report says of it that somebody may wait for; bandwidths and queues go with the next report."""
-    return (status.models, tuple((part.model, part.nbytes) for part in status.resident), status.pool.limit)
+    copies = status.ssd.copies if status.ssd is not None else ()
+    return (status.models, copies, tuple((part.model, part.nbytes) for part in status.resident), status.pool.limit)

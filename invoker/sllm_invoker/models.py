@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, SllmError
 from sllm_runtime.protocol.loader import ModelInfo
-from sllm_runtime.protocol.node import ModelCommand, Ok, PrepareModel, PrepareReply, Progress
+from sllm_runtime.protocol.node import ModelCommand, Ok, PrepareModel, PrepareReply, Progress, PullModel
 from sllm_runtime.protocol.records import ModelRecord
 
 log = logging.getLogger(__name__)
+
+
+Report: TypeAlias = Callable[[str, int, int], None]
+"""Told stage, bytes done, bytes in all."""
+Work: TypeAlias = Callable[[Report], Awaitable[ModelRecord]]
 
 
 class Store(Protocol):
@@ -22,6 +27,9 @@ class Store(Protocol):
 
     async def register(self, uri: str, digest: str, report: Callable[[str, int, int], None]) -> ModelInfo:
         """Have the model in the store."""
+
+    async def pull(self, model: ModelRecord, report: Callable[[str, int, int], None]) -> None:
+        """Have all of it on this node's disk."""
 
     async def validate(self, digest: str) -> None:
         """Compare every byte with its digest."""
@@ -32,7 +40,7 @@ class Store(Protocol):
 
 @dataclass
 class _Registration:
-    task: asyncio.Task[ModelInfo | SllmError]
+    task: asyncio.Task[ModelRecord | SllmError]
     progress: Progress | None = None
 
 
@@ -64,31 +72,48 @@ class Models:
 
     async def prepare(self, request: PrepareModel) -> PrepareReply:
         """The model's record when it is there, its progress after ``wait_s``. Raises what registering raised."""
-        key = (request.uri, request.digest or "")
+        digest = request.digest or ""
+
+        async def register(report: Report) -> ModelRecord:
+            info = await self._store.register(request.uri, digest, report)
+            return record(info, request.uri, self._wall())
+
+        return await self._joined((request.uri, digest), register, request.wait_s)
+
+    async def pull(self, request: PullModel) -> PrepareReply:
+        """The record when all of it is on this node's disk, its progress after ``wait_s``. Raises what failed."""
+
+        async def pull(report: Report) -> ModelRecord:
+            await self._store.pull(request.model, report)
+            return request.model
+
+        return await self._joined(("", request.model.digest), pull, request.wait_s)
+
+    async def _joined(self, key: tuple[str, str], work: Work, wait_s: float) -> PrepareReply:
         entry = self._registrations.get(key)
         if entry is None:
-            entry = self._registrations[key] = self._begin(*key)
-        done, _ = await asyncio.wait({entry.task}, timeout=request.wait_s)
+            entry = self._registrations[key] = self._begin(work, " ".join(key))
+        done, _ = await asyncio.wait({entry.task}, timeout=wait_s)
         if not done:
             return PrepareReply(progress=entry.progress or Progress(stage="fetch"))
         if self._registrations.get(key) is entry:
             del self._registrations[key]  # told once; who asks again begins again, which is cheap when it is there
-        info = entry.task.result()
-        if isinstance(info, SllmError):
-            raise info
-        return PrepareReply(model=record(info, request.uri, self._wall()))
+        found = entry.task.result()
+        if isinstance(found, SllmError):
+            raise found
+        return PrepareReply(model=found)
 
-    def _begin(self, uri: str, digest: str) -> _Registration:
+    def _begin(self, work: Work, name: str) -> _Registration:
         def report(stage: str, done: int, total: int) -> None:
             entry.progress = Progress(stage=stage, done=done, total=total)
 
-        async def register() -> ModelInfo | SllmError:
+        async def told() -> ModelRecord | SllmError:
             try:
-                return await self._store.register(uri, digest, report)
+                return await work(report)
             except SllmError as error:  # an answer for whoever asks next, no failure of this node
                 return error
 
-        entry = _Registration(self._tasks.start(register(), f"register {uri}"))
+        entry = _Registration(self._tasks.start(told(), f"register {name}"))
         return entry
 
     async def command(self, request: ModelCommand) -> Ok:

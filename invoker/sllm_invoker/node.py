@@ -27,7 +27,7 @@ from sllm_invoker.proofs import Proofs
 from sllm_invoker.relay import Relay
 from sllm_invoker.report import Reporter
 from sllm_invoker.settings import InvokerSettings
-from sllm_invoker.storage import dram_used, path_loads, remote, resident, storage
+from sllm_invoker.storage import copied, dram_used, path_loads, remote, resident, storage
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.announce import Announcer
@@ -39,11 +39,13 @@ from sllm_runtime.protocol.errors import SllmError, StaleTerm
 from sllm_runtime.protocol.events import Kind, LogRecord
 from sllm_runtime.protocol.frames import Open, ToNode
 from sllm_runtime.protocol.node import (
+    KeepModels,
     ModelCommand,
     NodeStatus,
     Ok,
     PrepareModel,
     PrepareReply,
+    PullModel,
     StartInstance,
     StopInstance,
 )
@@ -185,6 +187,8 @@ class Node:
             await bus.serve(subjects.node_command(node, "stop"), StopInstance, self._on_stop),
             await bus.serve(subjects.node_command(node, "prepare"), PrepareModel, self._on_prepare),
             await bus.serve(subjects.node_command(node, "model"), ModelCommand, self._on_model),
+            await bus.serve(subjects.node_command(node, "pull"), PullModel, self._on_pull),
+            await bus.serve(subjects.node_command(node, "keep"), KeepModels, self._on_keep),
             await bus.subscribe(subjects.LEADER, Term, self._on_leader),
         ):
             stack.push_async_callback(subscription.unsubscribe)
@@ -242,6 +246,14 @@ class Node:
         self._obey(request.term)
         return await self._models.prepare(request)
 
+    async def _on_pull(self, request: PullModel) -> PrepareReply:
+        self._obey(request.term)
+        return await self._models.pull(request)
+
+    async def _on_keep(self, order: KeepModels) -> Ok:
+        self._obey(order.term)
+        return await self._loader.keep(order.models)
+
     async def _on_model(self, request: ModelCommand) -> Ok:
         self._obey(request.term)
         return await self._models.command(request)
@@ -274,6 +286,7 @@ class Node:
             models=loader.models if loader is not None else (),
             resident=resident(loader) if loader is not None else (),
             remote=remote(loader) if loader is not None else (),
+            copied=copied(loader) if loader is not None else {},
             paths=path_loads(loader) if loader is not None else (),
             dram_limit=loader.pool.limit if loader is not None else 0,
             dram_used=dram_used(loader) if loader is not None else 0,

@@ -21,6 +21,14 @@ def remote(status: Status) -> tuple[str, ...]:
     return tuple(sorted(set(status.remote) - copied))
 
 
+def copied(status: Status) -> dict[str, int]:
+    """Bytes of the copies on the SSD tier, by model."""
+    found: dict[str, int] = {}
+    for model, _, nbytes in status.ssd.copies if status.ssd is not None else ():
+        found[model] = found.get(model, 0) + nbytes
+    return found
+
+
 def storage(status: Status) -> Storage:
     """What there is to load from and to."""
     return Storage(

@@ -100,6 +100,13 @@ class Residents:
         for resident in self._room.victims(nbytes, digest):
             self._drop(resident)
 
+    def spare(self, most: int, size: int, digest: str) -> list[Chunk]:
+        """Chunks of ``size`` for bytes of ``digest`` that do not stay, the caller's until it frees them: as many of
+        ``most`` as nobody has to leave for, or one. Raises ``PoolExhausted``."""
+        count = next((n for n in range(most, 1, -1) if not self._pool.shortage(n * size)), 1)
+        self._make_room(count * size, digest)
+        return self._pool.allocate(count, size)
+
     def residents(self) -> tuple[Resident, ...]:
         """Every partition in memory or on its way there."""
         return tuple(self._residents.values())

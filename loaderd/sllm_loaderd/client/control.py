@@ -13,6 +13,7 @@ from sllm_runtime.protocol.loader import (
     Adopt,
     AdoptDevice,
     Adopted,
+    Copy,
     Delete,
     Describe,
     Done,
@@ -21,6 +22,7 @@ from sllm_runtime.protocol.loader import (
     Gone,
     Grant,
     Granted,
+    Keep,
     ListModels,
     Load,
     ModelInfo,
@@ -90,6 +92,14 @@ class LoaderControl(ControlWire):
             priority=priority,
         )
         await self.ask(request, Done, deadline_s, report=report)
+
+    async def copy(self, model: str, *, report: Report | None = None, deadline_s: float = 24 * 3600.0) -> None:
+        """Have all of a model on this node's disk, and nothing more of it in memory."""
+        await self.ask(Copy(request=self.number, model=model), Done, deadline_s, report=report)
+
+    async def keep(self, models: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
+        """The models whose copies on the SSD tier go last, in place of those that were named before."""
+        await self.ask(Keep(request=self.number, models=tuple(models)), Done, deadline_s)
 
     async def pin(self, model: str, pinned: bool = True, deadline_s: float = DEADLINE_S) -> None:
         """Keep a model in memory, or stop doing so."""

@@ -24,6 +24,7 @@ from sllm_runtime.protocol.loader import (
     Answer,
     Cancel,
     ControlRequest,
+    Copy,
     Delete,
     Describe,
     Done,
@@ -33,6 +34,7 @@ from sllm_runtime.protocol.loader import (
     Grant,
     Granted,
     Hello,
+    Keep,
     ListModels,
     Load,
     LoadProgress,
@@ -129,6 +131,8 @@ class ControlConnection:
                 await service.validate(model, self._reporter(number))
             case Delete(model=model):
                 await service.delete(model)
+            case Copy(model=model):
+                await service.copying.copy(model, self._reporter(number))
             case Load():
                 await self._prefetch(request)
             case _:
@@ -143,6 +147,8 @@ class ControlConnection:
                 return ModelList(request=number, models=tuple(await asyncio.to_thread(service.store.digests)))
             case GetStatus():
                 return self._status(number)
+            case Keep(models=models):
+                service.store.ssd.keep(models)
             case Pin(model=model, pinned=pinned):
                 service.pin(model, pinned)
             case Evict(model=model):

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from sllm_loaderd.daemon.copying import Copying
 from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_loaderd.device_adoption import CountedMemory
@@ -28,7 +29,7 @@ from sllm_loaderd.residency import Residency
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_loaderd.verify import Checkpoint, describe, validate_checkpoint
-from sllm_runtime.protocol.errors import DigestMismatch, InvalidCheckpoint, ModelNotFound, SllmError
+from sllm_runtime.protocol.errors import Conflict, DigestMismatch, InvalidCheckpoint, ModelNotFound, SllmError
 from sllm_runtime.protocol.loader import (
     CONVERT,
     CPU,
@@ -77,6 +78,7 @@ class LoaderService:
         self.counted = CountedMemory()
         exports = Exports(self.store, self.residency, loop.call_soon_threadsafe)
         held = Held(self.store, self.residency, exports)
+        self.copying = Copying(self)
         self.registrations = Registrations(self.store, settings.conversions, held)
         self.peers = open_peer_server(settings.peer_listen, settings.peer_token, exports)
         self._open: dict[str, StoredModel] = {}
@@ -201,8 +203,10 @@ class LoaderService:
         return first
 
     async def delete(self, digest: str) -> None:
-        """Remove a model from disk and memory. Raises ``Conflict`` while it is being loaded."""
+        """Remove a model from disk and memory. Raises ``Conflict`` while it is being loaded or copied."""
         self.store.directory(digest)
+        if digest in self.copying.running:
+            raise Conflict(f"model {digest} is being copied to the SSD tier; try again", field="model")
         await self.evict(digest)
         if (known := self._open.pop(digest, None)) is not None:
             known.close()

@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -48,16 +48,17 @@ class SsdDirectory:
         directory.mkdir(parents=True, exist_ok=True)
         self._recover()
 
-    def begin(self, model: StoredModel, rank: int) -> CopyWrite | None:
-        """Begin a copy of a partition, evicting others. None: there is one or one is made, or there is no room."""
-        partition = model.index.partitions[rank]
-        return self.begin_copy((digest_hex(model.checkpoint.digest), rank), partition.nbytes, model.index.chunk_bytes)
+    def begin(self, model: StoredModel, rank: int, *, wanted: bool = False) -> CopyWrite | None:
+        """Begin a copy of a partition, evicting others, for what is ``wanted`` here also those that are kept. None:
+        there is one or one is made, or there is no room."""
+        key = (digest_hex(model.checkpoint.digest), rank)
+        return self.begin_copy(key, model.index.partitions[rank].nbytes, model.index.chunk_bytes, wanted=wanted)
 
-    def begin_copy(self, key: Key, nbytes: int, chunk_bytes: int) -> CopyWrite | None:
+    def begin_copy(self, key: Key, nbytes: int, chunk_bytes: int, *, wanted: bool = False) -> CopyWrite | None:
         """As ``begin``; ``nbytes`` in chunks of ``chunk_bytes``."""
         with self._lock:
             ledger = self._ledger
-            victims = ledger.victims(nbytes)
+            victims = ledger.victims(nbytes, wanted=wanted)
             if key in ledger.copies or key in ledger.writing or victims is None or not nbytes:
                 return None
             ledger.writing[key] = nbytes
@@ -100,6 +101,17 @@ class SsdDirectory:
         """Whether there is a copy of a partition."""
         with self._lock:
             return (digest_hex(digest), rank) in self._ledger.copies
+
+    def making(self, digest: str, rank: int) -> bool:
+        """Whether a copy of a partition is being written."""
+        with self._lock:
+            return (digest_hex(digest), rank) in self._ledger.writing
+
+    def keep(self, digests: Iterable[str]) -> None:
+        """The models that are to lie here: their copies go last. Those that were told before are so no more."""
+        kept = frozenset(digest_hex(digest) for digest in digests)
+        with self._lock:
+            self._ledger.kept = kept
 
     def pin(self, digest: str, pinned: bool) -> None:
         """Keep the copies of a model, or stop doing so."""

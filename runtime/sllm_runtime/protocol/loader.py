@@ -141,6 +141,19 @@ class Load(Request, frozen=True, kw_only=True):
     priority: str = START
 
 
+class Copy(Request, frozen=True, kw_only=True):
+    """Have every partition of the model on this node's disk, on the SSD tier if it is not in the store, with nothing of
+    it staying in memory. Answers: ``Progress``…, ``Done``."""
+
+    model: str
+
+
+class Keep(Request, frozen=True, kw_only=True):
+    """The models whose copies the SSD tier gives up last, in place of those named before. Answer: ``Done``."""
+
+    models: tuple[str, ...]
+
+
 class Pin(Request, frozen=True, kw_only=True):
     """Keep the model in memory (once it is there) until unpinned. Answer: ``Done``."""
 
@@ -264,7 +277,7 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class LoadProgress(Message, frozen=True, kw_only=True):
-    """Bytes there of bytes asked for (``total`` 0: not known). ``stage``: fetch, convert, validate, load."""
+    """Bytes there of bytes asked for (``total`` 0: not known). ``stage``: fetch, convert, validate, load, copy."""
 
     request: int
     stage: str
@@ -506,8 +519,8 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 ControlRequest: TypeAlias = (
-    Hello | Register | ListModels | Describe | Validate | Delete | Load | Pin | Evict | Reserve | Grant | Gone
-    | GetStatus | Cancel | Adopt | AdoptDevice | Stored
+    Hello | Register | ListModels | Describe | Validate | Delete | Load | Copy | Keep | Pin | Evict | Reserve | Grant
+    | Gone | GetStatus | Cancel | Adopt | AdoptDevice | Stored
 )  # fmt: skip
 SandboxRequest: TypeAlias = Hello | Load | Detach | Reorder | Cancel
 Answer: TypeAlias = (

@@ -108,6 +108,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Digests wholly in its DRAM pool."""
     remote: tuple[str, ...] = ()
     """Those of ``models`` whose bytes are not on its SSD but at a source that it knows."""
+    copied: dict[str, int] = {}
+    """Bytes of its copies of remote models, by digest."""
     paths: tuple[PathLoad, ...] = ()
     dram_limit: int = 0
     dram_used: int = 0
@@ -181,6 +183,22 @@ class PrepareReply(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelRecord | None = None
     progress: Progress | None = None
+
+
+class PullModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Controller → node: have all of this model on the disk. Long-polled as ``PrepareModel`` and answered as it is."""
+
+    term: int
+    model: ModelRecord
+    wait_s: float = 5.0
+
+
+class KeepModels(msgspec.Struct, frozen=True, kw_only=True):
+    """Controller → node: the models that are to lie on the SSD, in place of those that were named before. Their copies
+    go last."""
+
+    term: int
+    models: tuple[str, ...]
 
 
 class ModelCommand(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,19 +1,23 @@
 """Models of one node over a real loaderd: joined, polled, validated, removed."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from sllm_invoker.loader import Loader
 from sllm_invoker.models import Models
+from sllm_invoker.storage import copied, remote
+from sllm_loaderd.convert import convert_directory
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidRequest, SllmError
 from sllm_runtime.protocol.limits import CHUNK_BYTES
-from sllm_runtime.protocol.node import ModelCommand, PrepareModel
+from sllm_runtime.protocol.node import ModelCommand, PrepareModel, PullModel
+from sllm_runtime.protocol.records import ModelRecord
 from tests.fixtures.loaderd import LoaderProcess, loaderd, numbers_model
-from tests.fixtures.waiting import until
+from tests.fixtures.range_server import range_server
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 @pytest.fixture
@@ -58,6 +62,35 @@ async def test_a_model_is_prepared_once_for_all_who_ask(models: Models, loader: 
     assert (await models.command(ModelCommand(term=1, verb="validate", digest=digest))).note == "validated"
     assert (await models.command(ModelCommand(term=1, verb="delete", digest=digest))).note == "deleted"
     await until(lambda: loader.status and not loader.status.models, what="it is gone")
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Iterator[tuple[Path, ModelRecord]]:
+    """A checkpoint that a server has, and its record."""
+    numbers_model(tmp_path / "original")
+    directory = tmp_path / "served" / "checkpoint"
+    directory.parent.mkdir()
+    digest = convert_directory(tmp_path / "original", directory)
+    nbytes = (directory / "partition_0.bin").stat().st_size
+    with range_server(directory.parent) as server:
+        yield directory, ModelRecord(digest=digest, uri=f"{server.url}/checkpoint", nbytes=nbytes, partitions=(nbytes,))
+
+
+async def test_a_model_is_pulled_to_the_disk_of_a_node_that_never_had_it(
+    published: tuple[Path, ModelRecord], storage: LoaderProcess, loader: Loader, models: Models
+) -> None:
+    directory, model = published
+    request = PullModel(term=1, model=model, wait_s=GIVE_UP_S)
+    one, two = await asyncio.gather(models.pull(request), models.pull(request))
+    assert one.model == two.model == model
+    (copy,) = (storage.data / "ssd").glob("*.bin")
+    assert copy.read_bytes() == (directory / "partition_0.bin").read_bytes()
+    await until(
+        lambda: loader.status and copied(loader.status) == {model.digest: model.nbytes}, what="the node says so"
+    )
+    assert loader.status
+    assert remote(loader.status) == ()
+    await loader.keep([model.digest])
 
 
 async def test_what_fails_is_told_and_tried_again_when_asked_again(

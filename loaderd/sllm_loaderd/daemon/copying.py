@@ -1,0 +1,94 @@
+"""Models brought to this node's disk for no load: what a placement or a person wants there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from sllm_loaderd.daemon.registration import Report
+from sllm_loaderd.residents import close_all
+from sllm_loaderd.ssd.fill import Fill
+from sllm_loaderd.store import StoredModel
+from sllm_runtime.protocol.checkpoint import partition_name
+from sllm_runtime.protocol.errors import Conflict, InvalidCheckpoint, Unavailable
+from sllm_runtime.protocol.quantities import show_bytes
+
+if TYPE_CHECKING:
+    from sllm_loaderd.daemon.service import LoaderService
+
+STAGE: Final = "copy"
+
+
+class Copying:
+    """Copies to the SSD tier that nobody loads. ``running``: models that must not be deleted meanwhile."""
+
+    def __init__(self, service: LoaderService) -> None:
+        self._service = service
+        self.running: set[str] = set()
+
+    async def copy(self, digest: str, report: Report) -> None:
+        """Every partition of a model is on this node's disk when this returns: in the store, or on the SSD tier.
+
+        Raises ``Conflict`` while it is being copied already, ``Unavailable`` where the tier has no room for it, and
+        what its sources raise.
+        """
+        if digest in self.running:
+            raise Conflict(f"model {digest} is being copied to the SSD tier already; ask again", field="model")
+        self.running.add(digest)
+        try:
+            model = await self._service.model(digest)
+            ranks = range(len(model.index.partitions))
+            lacking = [rank for rank in ranks if not self._there(model, rank)]
+            total = sum(model.index.partitions[rank].nbytes for rank in lacking)
+            done = 0
+
+            def written(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                report(STAGE, done, total)
+
+            report(STAGE, 0, total)
+            for rank in lacking:
+                await self._fill(model, rank, written)
+        finally:
+            self.running.discard(digest)
+
+    def _there(self, model: StoredModel, rank: int) -> bool:
+        whole = model.checkpoint.directory / partition_name(rank)
+        return whole.exists() or self._service.store.ssd.holds(model.checkpoint.digest, rank)
+
+    async def _fill(self, model: StoredModel, rank: int, written: Callable[[int], None]) -> None:
+        service, ssd, digest = self._service, self._service.store.ssd, model.checkpoint.digest
+        own = service.pool.chunk_bytes
+        if model.index.chunk_bytes != own:
+            raise InvalidCheckpoint(
+                f"{digest} has chunks of {model.index.chunk_bytes} bytes, this node's pool of {own}",
+                field="chunk_bytes",
+            )
+        sources = await asyncio.to_thread(service.settings.pipeline.open_sources, model, rank)
+        try:
+            write = await asyncio.to_thread(ssd.begin, model, rank, wanted=True)
+            if write is None:
+                self._refused(model, rank)
+                return
+            fill = Fill(
+                model, rank, write, sources, service.paths, integrity=service.settings.pipeline.integrity,
+                written=written,
+            )  # fmt: skip
+            await fill.run(service.pool, service.residency)
+        finally:
+            close_all(sources)
+
+    def _refused(self, model: StoredModel, rank: int) -> None:
+        """Raises why no copy was begun, unless there is one."""
+        ssd, digest = self._service.store.ssd, model.checkpoint.digest
+        if ssd.holds(digest, rank):
+            return
+        if ssd.making(digest, rank):
+            raise Conflict(f"partition {rank} of {digest} is being copied beside a load; ask again", field="model")
+        used, limit = ssd.status()
+        raise Unavailable(
+            f"the SSD tier has no room for {show_bytes(model.index.partitions[rank].nbytes)} of {digest[:19]}:"
+            f" {show_bytes(used)} of {show_bytes(limit)} are in use; raise --ssd-bytes, or unpin models there"
+        )

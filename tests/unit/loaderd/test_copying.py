@@ -1,0 +1,117 @@
+"""Models that come to a node's disk for no load, in the real daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sllm_loaderd.ssd.ledger import Copy, Ledger
+from sllm_runtime.protocol.errors import Conflict, Forbidden, Unavailable
+from tests.fixtures.loaderd import loaded, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.range_server import RangeServer, range_server
+from tests.fixtures.waiting import until
+
+PARTITION = "partition_0.bin"
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    directory, _ = small_checkpoint(tmp_path)
+    served = tmp_path / "served" / "tiny"
+    shutil.copytree(directory, served)
+    return served
+
+
+@pytest.fixture
+def server(published: Path) -> Iterator[RangeServer]:
+    with range_server(published.parent) as running:
+        yield running
+
+
+async def test_a_copy_comes_to_the_disk_and_nothing_of_it_stays_in_memory(
+    published: Path, server: RangeServer, tmp_path: Path
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        await daemon.control.copy(info.model, report=lambda *progress: told.append(progress))
+        (copy,) = (daemon.data / "ssd").glob("*.bin")
+        assert copy.read_bytes() == (published / PARTITION).read_bytes()
+        status = await daemon.control.status()
+        assert status.resident == ()
+        assert status.pool.used == 0
+        assert told[-1] == ("copy", info.nbytes, info.nbytes)
+        assert sorted(told) == told, "it only grows"
+        await daemon.control.copy(info.model)
+        server.script.extend(["status 403"] * 50)
+        assert len(await loaded(daemon, info.model)) > 1, "from the copy: the source refuses everything"
+
+
+async def test_what_the_store_has_is_not_copied(tmp_path: Path) -> None:
+    numbers_model(tmp_path / "model")
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(str(tmp_path / "model"))
+        await daemon.control.copy(info.model)
+        assert not list((daemon.data / "ssd").iterdir())
+
+
+async def test_a_source_that_refuses_leaves_nothing(server: RangeServer, tmp_path: Path) -> None:
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        server.script.extend(["status 403"] * 50)
+        with pytest.raises(Forbidden):
+            await daemon.control.copy(info.model)
+        status = await daemon.control.status()
+        assert status.ssd is not None
+        assert (status.ssd.used, status.pool.used) == (0, 0)
+        assert not list((daemon.data / "ssd").iterdir())
+
+
+async def test_a_tier_that_is_too_small_says_so(server: RangeServer, tmp_path: Path) -> None:
+    async with loaderd(tmp_path, ssd_bytes=4096) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        with pytest.raises(Unavailable, match="the SSD tier has no room"):
+            await daemon.control.copy(info.model)
+
+
+async def test_one_that_is_broken_off_leaves_nothing_and_can_be_asked_for_again(
+    published: Path, server: RangeServer, tmp_path: Path
+) -> None:
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        begun = asyncio.Event()
+        copying = asyncio.create_task(daemon.control.copy(info.model, report=lambda *_: begun.set()))
+        await begun.wait()
+        copying.cancel()
+        await asyncio.gather(copying, return_exceptions=True)
+
+        async def again() -> bool:
+            try:
+                await daemon.control.copy(info.model)
+            except Conflict:  # the first is still letting go
+                return False
+            return True
+
+        await until(again, what="the copy is made")
+        (copy,) = (daemon.data / "ssd").glob("*.bin")
+        assert copy.read_bytes() == (published / PARTITION).read_bytes()
+
+
+def test_kept_copies_go_last_and_only_for_what_is_wanted_as_well() -> None:
+    ledger = Ledger(limit=30, kept=frozenset({"a"}))
+    for used_at, name in enumerate("abc"):
+        ledger.copies[name, 0] = Copy((name, 0), 10, used_at)
+
+    def gone(nbytes: int, *, wanted: bool = False) -> str | None:
+        victims = ledger.victims(nbytes, wanted=wanted)
+        return None if victims is None else "".join(copy.key[0] for copy in victims)
+
+    assert gone(10) == "b"
+    assert gone(20) == "bc"
+    assert gone(30) is None
+    assert gone(30, wanted=True) == "bca"
+    assert gone(31, wanted=True) is None
