@@ -80,6 +80,10 @@ class Sums:
     repeated: int = 0
     different: int = 0
 
+    @property
+    def wrong(self) -> int:
+        return self.lost + self.repeated + self.different
+
     def add(self, heard: Heard, right: Sequence[Any]) -> None:
         """Compare one whole stream with the answer of the same call."""
         seen = set(heard.ids)

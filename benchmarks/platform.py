@@ -52,7 +52,9 @@ class Answer:
 class Platform:
     """A platform in a directory of its own. ``settings``: environment of its daemons (``SLLM_POOL_SIZE``)."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, str] | None = None, nodes: int = 1) -> None:
+    def __init__(
+        self, directory: Path, settings: Mapping[str, str] | None = None, nodes: int = 1, gateways: int = 1
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.home = directory / "home"
         # Short: sockets lie below it, and their paths have 107 bytes.
@@ -62,6 +64,7 @@ class Platform:
         env = {**kept, "SLLM_HOME": str(self.home), "TMPDIR": self._scratch.name, **self.settings}
         argv = [sys.executable, "-m", "sllm_runtime.platform", "up", "--json", "--with-parent", "--port", "0"]
         argv += ["--nodes", str(nodes)] if nodes > 1 else []
+        argv += ["--gateways", str(gateways)] if gateways > 1 else []
         self.program = Program(argv, directory / "up.log", env=env, cwd=ROOT)
         try:
             said = self.program.hear(READY_S)

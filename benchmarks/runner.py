@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,15 @@ Measure = Callable[[Run, Sequence[str]], None]
 """Measures the cases it is given, in order, into the run."""
 
 
-def main(benchmark: str, cases: Sequence[str], measure: Measure, argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, show. Exit status 0 also where an aim is missed, 1 where a case broke."""
+def main(
+    benchmark: str,
+    cases: Sequence[str],
+    measure: Measure,
+    argv: Sequence[str] | None = None,
+    numbers: Mapping[str, float] | None = None,
+) -> int:
+    """Parse, measure, show. Exit status 0 also where an aim is missed, 1 where a case broke. ``numbers``: further
+    options of this benchmark with their defaults, which stand in ``Run.settings``."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}")
     parser.add_argument("--json", metavar="FILE|-", help="write the record (- : to stdout)")
     parser.add_argument("--quick", action="store_true", help="fewer samples, same code, under three minutes")
@@ -87,11 +94,14 @@ def main(benchmark: str, cases: Sequence[str], measure: Measure, argv: Sequence[
     parser.add_argument(
         "--only", metavar="CASE", choices=list(cases), action="append", help="run one case (repeatable)"
     )
+    for name, default in (numbers or {}).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default:g}")
     options = parser.parse_args(argv)
     if options.list:
         sys.stdout.write("\n".join(cases) + "\n")
         return 0
-    run = Run(options.quick, settings={"quick": options.quick})
+    chosen = {name: getattr(options, name) for name in numbers or {}}
+    run = Run(options.quick, settings={"quick": options.quick, **chosen})
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     signal.signal(signal.SIGTERM, _interrupt)
     before = machine.yardstick()

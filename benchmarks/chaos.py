@@ -1,0 +1,214 @@
+"""``python -m benchmarks.chaos``: processes are killed and stopped, one after the other, under a load of streams.
+
+Two nodes, two gateways, two controllers and the embedded NATS server. Four callers stream greedy and seeded calls of
+the demo model all the time, half of them kept (``Prefer: respond-async`` with an ``Idempotency-Key``), from either
+gateway. Faults come in the order that ``--seed`` gives (``chaos_schedule``): every component killed (SIGKILL) and
+stopped for 2 to 8 s (SIGSTOP), each kind once before any comes again. The next one strikes when each caller has heard
+something since the last and there is somebody to strike, whatever is still being started again by then. A sample is the
+longest gap of one stream between one fault and the next; one that both fall into counts for both.
+
+Every stream is compared, event by event, with the answer of the same call where nothing happened. Lost is a call that
+does not end with the right end, after all that a client may do: ask again at the other gateway from the last event
+that it has. A plain stream whose own gateway was struck may break (``broken_with_their_gateway``): what it had said is
+judged. At the end the same processes have to be there as at the beginning, and no more memory of models.
+
+A full run is void unless 20 faults of each kind met a call in flight, a quick one unless 6 in all did.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.chaos_client import Callers, Told
+from benchmarks.chaos_faults import Field, Tally, Victim, counted, gateways_of, shared_mib, strike
+from benchmarks.chaos_schedule import KINDS, STOPPED_S, Fault, schedule
+from benchmarks.cold_cases import CODER
+from benchmarks.migration import Sums
+from benchmarks.platform import Platform
+from benchmarks.record import Aim, percentile
+from benchmarks.runner import Run, main
+
+CALLERS: Final = 4
+SLOTS: Final = 3
+"""Of each of two instances: one that is ready has a call of four that run."""
+TOKENS: Final = 400
+ASKS: Final = tuple(
+    {"prompt": prompt, "max_tokens": TOKENS, "temperature": temperature, "seed": 7}
+    for prompt in ("class Parser", "def ")
+    for temperature in (0.0, 0.8)
+)
+SETTINGS: Final = {"SLLM_CONTROLLERS": "2", "SLLM_PRELOAD": "engine"}
+LEAST_OF_EACH: Final = 20
+LEAST_IN_ALL: Final = 6
+CHUNKS_MIB: Final = 64.0
+"""What a pool may hold in reserve."""
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault that happened. ``met``: a call was in flight at its victim."""
+
+    fault: Fault
+    victim: Victim
+    begin: float
+    end: float
+    met: bool
+
+
+@dataclass
+class Outcome:
+    """What came of a time of faults."""
+
+    struck: list[Struck] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
+    processes_left: Counter[str] = field(default_factory=Counter)
+    shared_mib: tuple[float, float] = (0.0, 0.0)
+    """Before and after."""
+    sums: Sums = field(default_factory=Sums)
+    tallies: dict[str, Tally] = field(default_factory=lambda: {"resumed": Tally(), "moved": Tally()})
+
+    def count(self, gateways: Sequence[str], token: str) -> None:
+        """Look at what the gateways count: calls resumed, calls moved."""
+        for what, tally in self.tallies.items():
+            tally.take(counted(gateways, token, what))
+
+    def met(self) -> Counter[str]:
+        """Faults that met a call in flight, by kind."""
+        return Counter(str(each.fault.kind) for each in self.struck if each.met)
+
+    def broken(self) -> list[Told]:
+        """Plain streams that ended with the gateway that they were read from."""
+        return [told for told in self.told if told.heard.error and not told.kept and self._gateway_struck(told)]
+
+    def lost(self) -> list[Told]:
+        """Calls that ended otherwise than they should have."""
+        broken = self.broken()
+        return [told for told in self.told if told.heard.error and told not in broken]
+
+    def _gateway_struck(self, told: Told) -> bool:
+        ended = told.ended if told.ended is not None else float("inf")
+        return any(
+            each.victim.gateway in told.gateways and each.begin <= ended and each.end >= told.begun
+            for each in self.struck
+            if each.victim.gateway
+        )
+
+    def gaps(self, kind: str) -> list[float]:
+        """Seconds without an event from each fault of a kind to the next fault, of all streams that it came upon."""
+        ends = [each.begin for each in self.struck[1:]] + [float("inf")]
+        times = [(each.begin, end) for each, end in zip(self.struck, ends, strict=True) if str(each.fault.kind) == kind]
+        running = [(told, *time) for time in times for told in self.told if told.came_upon(time[0])]
+        found = [told.gap(begin, end) for told, begin, end in running]
+        return [gap for gap in found if gap is not None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, and with which faults. ``least``: faults that are to meet a call, however long that takes."""
+
+    seed: int
+    seconds: float
+    least: int = LEAST_IN_ALL
+    longest_s: float = STOPPED_S[1]
+
+
+def measure(run: Run, cases: Sequence[str]) -> None:
+    """One platform, one time of faults."""
+    minutes = 1.0 if run.quick else float(run.settings["minutes"])
+    run.settings.update(minutes=minutes, callers=CALLERS, tokens=TOKENS, nodes=2, gateways=2, controllers=2)
+    for case in cases:
+        with run.attempt(case), tempfile.TemporaryDirectory(prefix="bx-", ignore_cleanup_errors=True) as name:
+            judge(run, wreck(run, Path(name), Plan(int(run.settings["seed"]), 60.0 * minutes)), case)
+
+
+def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
+    """Faults under load. Raises ``ProgramFailed`` if the platform does not come back from one."""
+    outcome = Outcome()
+    with Platform(directory / "p", SETTINGS, nodes=2, gateways=2) as platform:
+        name = platform.deploy(
+            CODER, keep_alive=3600.0, concurrency=SLOTS, min_instances=2, max_instances=2, timeout=200.0
+        )
+        run.note("deployed")
+        right = [platform.stream(name, ask).values for ask in ASKS]
+        place, urls = Field(platform, name), gateways_of(platform)
+        platform.until_cold()
+        run.note("the right answers are known, and all processes there")
+        before, held = place.processes(), shared_mib(platform)
+        callers = Callers(urls, platform.token, name, ASKS, CALLERS)
+        with callers.running():
+            _strike_on(run, place, callers, plan, outcome)
+        outcome.told = callers.told
+        outcome.count(urls, platform.token)
+        outcome.processes_left = place.beyond(before)
+        outcome.shared_mib = (held, shared_mib(platform))
+    _compare(run, outcome, right)
+    return outcome
+
+
+def _strike_on(run: Run, place: Field, callers: Callers, plan: Plan, outcome: Outcome) -> None:
+    """One fault after the other, until the time is over and enough of them met a call."""
+    faults, until = schedule(plan.seed, plan.longest_s), time.monotonic() + plan.seconds
+    while time.monotonic() < until or outcome.met().total() < plan.least:
+        fault = next(faults)
+        time.sleep(fault.gap_s)
+        victim = place.victim(fault)
+        callers.until_all_hear(time.monotonic())
+        outcome.count(callers.gateways, callers.token)
+        met = _meets(callers, victim)
+        begin = time.monotonic()
+        strike(victim, fault)
+        outcome.struck.append(Struck(fault, victim, begin, time.monotonic(), met))
+        run.note(f"{victim.name} {fault.kind.signal} {fault.stopped_s:.1f} s, {'met' if met else 'met no call'}")
+    callers.until_all_hear(time.monotonic())
+
+
+def _meets(callers: Callers, victim: Victim) -> bool:
+    """A gateway is met by who reads there, anything else by more calls than one instance can have."""
+    return callers.in_flight(victim.gateway) > 0 if victim.gateway else callers.in_flight() > SLOTS
+
+
+def _compare(run: Run, outcome: Outcome, right: Sequence[Sequence[Any]]) -> None:
+    """Every stream with the right answer; one that ended early with the beginning of it."""
+    for told in outcome.lost():
+        run.note(f"lost: {told.call} at {told.gateways[-3:]}, {len(told.heard.ids)} events: {told.heard.error}")
+    for told in outcome.told:
+        wanted, before = right[told.heard.ask], outcome.sums.wrong
+        outcome.sums.add(told.heard, wanted[: len(set(told.heard.ids))] if told.heard.error else wanted)
+        if outcome.sums.wrong > before:
+            run.note(f"wrong: {told.call}, {'kept' if told.kept else 'plain'}, cut {told.cuts} times, {outcome.sums}")
+
+
+def judge(run: Run, outcome: Outcome, case: str) -> None:
+    """Figures by kind of fault, and the aims."""
+    met, sums = outcome.met(), outcome.sums
+    whole = run.case(case, "sllm")
+    whole.extra = {"faults": len(outcome.struck), "met": met.total(), "streams": sums.streams, "events": sums.events}
+    whole.extra |= {"cuts": sum(told.cuts for told in outcome.told), "broken_with_their_gateway": len(outcome.broken())}
+    whole.extra |= {what: tally.sum for what, tally in outcome.tallies.items()}
+    for kind in map(str, KINDS):
+        found = run.case(kind, "sllm")
+        found.samples = [round(gap * 1e3, 1) for gap in outcome.gaps(kind)]
+        found.extra = {"met": met[kind]} | ({"p99": percentile(found.samples, 99)} if found.samples else {})
+        whole.samples += found.samples
+    enough = met.total() >= LEAST_IN_ALL if run.quick else all(met[str(kind)] >= LEAST_OF_EACH for kind in KINDS)
+    figures = {
+        "calls lost": len(outcome.lost()),
+        "tokens lost": sums.lost,
+        "tokens repeated": sums.repeated,
+        "tokens changed": sums.different,
+        "processes left": outcome.processes_left.total(),
+        "memory of models left, MiB": max(0.0, outcome.shared_mib[1] - outcome.shared_mib[0] - CHUNKS_MIB),
+    }
+    for what, value in figures.items():
+        run.aims.append(Aim(f"{case}: {what}", float(value) if enough else None, at_most=0.0))
+
+
+if __name__ == "__main__":
+    sys.exit(main("chaos", ("embedded",), measure, numbers={"minutes": 30.0, "seed": 1}))

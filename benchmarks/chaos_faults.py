@@ -1,0 +1,194 @@
+"""Faults of ``benchmarks.chaos`` as they befall a running platform, and what is left of one when all is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+
+from benchmarks.chaos_schedule import Fault
+from benchmarks.platform import Platform
+from benchmarks.programs import ProgramFailed
+from sllm_runtime.platform.process import start_time
+from sllm_runtime.platform.running import Running, read_running
+from sllm_runtime.protocol.errors import SllmError
+
+WAIT_S: Final = 120.0
+POLL_S: Final = 0.02
+_OWN: Final = re.compile(r"\b[0-9a-f]{6,}\b|\d+")
+"""What titles of the same process differ in from life to life: instances, descriptors, ports."""
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A process and the name of what it is: ``gateway-g1``, or a worker's instance. ``gateway``: its URL, if one."""
+
+    name: str
+    pid: int
+    gateway: str = ""
+
+
+class Field:
+    """The platform that faults befall. ``function``: whose workers."""
+
+    def __init__(self, platform: Platform, function: str) -> None:
+        self._platform, self._function = platform, function
+
+    def victim(self, fault: Fault) -> Victim:
+        """Whom it befalls: one that has something to do, once there is one. Raises ``ProgramFailed``."""
+        found: list[Victim] = []
+
+        def there() -> bool:
+            found[:] = self.victims(fault.kind.component)
+            return bool(found)
+
+        until(there, f"no {fault.kind.component} to befall")
+        return fault.of(sorted(found, key=lambda victim: victim.name))
+
+    def victims(self, component: str) -> list[Victim]:
+        """Those there are now; of nodes' daemons only where an instance takes calls."""
+        if component == "worker":
+            return [Victim(instance, pid) for instance in self.ready() for pid in self._pids(f"sllm-worker {instance}")]
+        running = running_of(self._platform)
+        nodes = set(self.ready().values()) if component in ("invoker", "loaderd") else set()
+        urls = dict(zip((f"gateway-g{number}" for number in range(1, 10)), running.urls, strict=False))
+        return [
+            Victim(name, pid, urls.get(name, ""))
+            for name, pid in running.pids.items()
+            if name.partition("-")[0] == component
+            and start_time(pid) is not None
+            and (not nodes or name.partition("-")[2] in nodes)
+        ]
+
+    def ready(self) -> dict[str, str]:
+        """Instances that take calls, and their nodes; nothing while nobody can say."""
+        try:
+            view: dict[str, Any] = self._platform.function(self._function)
+        except (SllmError, OSError):
+            return {}
+        return {each["instance"]: each["node"] for each in view["instances"] if each["state"] == "READY"}
+
+    def _pids(self, title: str) -> list[int]:
+        return [process.pid for process in self._platform.program.tree() if _title(process).startswith(title)]
+
+    def processes(self) -> Counter[str]:
+        """What runs, by title without what is the process's own."""
+        return Counter(_OWN.sub("…", _title(process)) for process in self._platform.program.tree())
+
+    def until_back(self, before: Counter[str]) -> None:
+        """Until all of ``before`` is there again. Raises ``ProgramFailed``."""
+        until(lambda: not before - self.processes() and bool(self.ready()), "not all processes are back")
+
+    def beyond(self, before: Counter[str]) -> Counter[str]:
+        """Processes that are there beyond ``before``, after the time that whatever ends has for it."""
+        left: list[Counter[str]] = []
+
+        def none() -> bool:
+            left[:] = [self.processes() - before]
+            return not left[0]
+
+        with contextlib.suppress(ProgramFailed):
+            until(none, "processes stay")
+        return left[0]
+
+
+def running_of(platform: Platform) -> Running:
+    """What it says of itself. Raises ``ProgramFailed``."""
+    running = read_running(platform.data)
+    if running is None:
+        raise ProgramFailed("the platform has ended")
+    return running
+
+
+def gateways_of(platform: Platform) -> tuple[str, ...]:
+    """The URLs of all its gateways."""
+    return running_of(platform).urls
+
+
+def strike(victim: Victim, fault: Fault) -> None:
+    """Kill it, or stop it and let it go on. One that is gone meanwhile is left alone."""
+    with contextlib.suppress(ProcessLookupError), _handle(victim.pid) as handle:
+        if not fault.stopped_s:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            return
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGSTOP)
+            time.sleep(fault.stopped_s)
+        finally:
+            signal.pidfd_send_signal(handle, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _handle(pid: int) -> Iterator[int]:
+    handle = os.pidfd_open(pid)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def until(condition: Callable[[], bool], what: str, within_s: float = WAIT_S) -> None:
+    """Raises ``ProgramFailed`` with ``what`` if it is not true in time."""
+    end = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end:
+            raise ProgramFailed(f"{what} for {within_s:g} s")
+        time.sleep(POLL_S)
+
+
+def counted(urls: Sequence[str], token: str, what: str) -> dict[str, float]:
+    """A counter of each gateway that answers, by its URL."""
+    found = {}
+    for url in urls:
+        with contextlib.suppress(httpx.TransportError):
+            text = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}, timeout=2.0).text
+            lines = [line for line in text.splitlines() if line.startswith(f"sllm_calls_{what}_total")]
+            found[url] = sum(float(line.rpartition(" ")[2]) for line in lines)
+    return found
+
+
+class Tally:
+    """A counter over all lives of the gateways. At least: what one counts in its last moments nobody reads."""
+
+    def __init__(self) -> None:
+        self._lives: dict[str, list[float]] = {}
+
+    def take(self, now: Mapping[str, float]) -> None:
+        """What stands there now; less than before: a new life."""
+        for url, value in now.items():
+            lives = self._lives.setdefault(url, [0.0])
+            lives[-1:] = [lives[-1], value] if value < lives[-1] else [value]
+
+    @property
+    def sum(self) -> int:
+        return int(sum(map(sum, self._lives.values())))
+
+
+def shared_mib(platform: Platform) -> float:
+    """Memory that processes of the platform hold by descriptors (chunks of models), each once."""
+    found: dict[tuple[int, int], int] = {}
+    for process in platform.program.tree():
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry).startswith("/memfd:"):
+                        status = entry.stat()
+                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(found.values()) / 2**20
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()).strip() or process.name()
+    except psutil.Error:
+        return ""

@@ -1,0 +1,29 @@
+"""Faults of several kinds under load, by the benchmark of them: every stream is right, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import LEAST_IN_ALL, Plan, wreck
+from benchmarks.chaos_schedule import STOPPED_S
+from benchmarks.runner import Run
+from tests.fixtures.modules import own_modules
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)  # each wait within has a deadline of its own; together they are far beyond the usual limit
+def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path) -> None:
+    """As many faults as make a run count, whatever time they take; nothing here is decided by how fast anything is."""
+    with own_modules():
+        outcome = wreck(Run(quick=True), tmp_path, Plan(seed=SEED, seconds=0.0, longest_s=STOPPED_S[0]))
+    assert outcome.met().total() >= LEAST_IN_ALL
+    assert [(told.call, told.heard.error) for told in outcome.lost()] == []
+    assert (outcome.sums.lost, outcome.sums.repeated, outcome.sums.different) == (0, 0, 0)
+    assert outcome.sums.events > 0
+    assert not outcome.processes_left
+
+
+SEED = 15
+"""Its first six kinds are the invoker stopped, worker, gateway, NATS and invoker killed, the worker stopped."""
