@@ -14,6 +14,7 @@ from sllm_runtime.protocol.frames import (
     Ack,
     Beat,
     Cancel,
+    Feed,
     FrameKind,
     Open,
     Opened,
@@ -33,7 +34,7 @@ OPEN_TRY_S = 1.0
 """An unanswered ``Open`` is asked again after this long (it is idempotent): its reply may have been lost."""
 
 Incoming = Segment | Beat | Unknown | Ack | Resend
-Outgoing = Parts | Ack | Resend | Cancel
+Outgoing = Parts | Ack | Resend | Feed | Cancel
 
 
 class Receiver(Protocol):
@@ -144,13 +145,20 @@ def answer_stray(item: Incoming) -> list[Outgoing]:
     return []
 
 
+def _nbytes(item: Outgoing) -> int:
+    """About what it takes in a message."""
+    if isinstance(item, Parts):
+        return sum(len(frame.data) for frame in item.frames)
+    return 64 + (5 * len(item.ids) if isinstance(item, Feed) else 0)
+
+
 def batches(items: list[Outgoing]) -> list[tuple[Outgoing, ...]]:
-    """``items`` in order, in messages of at most BATCH_BYTES of body parts (or one part)."""
+    """``items`` in order, in messages of at most BATCH_BYTES (or one part)."""
     done: list[tuple[Outgoing, ...]] = []
     batch: list[Outgoing] = []
     size = 0
     for item in items:
-        nbytes = sum(len(frame.data) for frame in item.frames) if isinstance(item, Parts) else 64
+        nbytes = _nbytes(item)
         if batch and size + nbytes > limits.BATCH_BYTES:
             done.append(tuple(batch))
             batch, size = [], 0

@@ -14,25 +14,29 @@ from sllm_gateway.binding import Binding
 from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import NotDeterministic
-from sllm_runtime.protocol.frames import End, Frame, FrameKind, Ids
+from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids
+from sllm_runtime.protocol.limits import FEED_IDS
 
 GAP: Final = 2
 """Tokens (or outputs) that the destination may be behind when the source stops."""
 ROUNDS: Final = 5
-"""Times the destination is told the ids so far; then the source stops, however far behind it is."""
+"""Times the destination is told what it lacks; then the source stops, however far behind it is."""
 
 
 class Move:
-    """One round: the destination's ``binding``, opened with what ``kept`` had then. Raises ``NotDeterministic`` on what
-    the source did not say."""
+    """The destination's ``binding``, opened in ``round_`` with what ``kept`` had then; further rounds ``feed`` it,
+    where it takes that, or are a ``Move`` each. Raises ``NotDeterministic`` on what the source did not say."""
 
     def __init__(self, binding: Binding, kept: Resumption, round_: int) -> None:
         self.binding = binding
         self.round = round_
+        self.feeds: bool | None = None
+        """Whether the destination takes ids while it runs; None until it has said so."""
         self.switched = False
         """Whether the source is left: what comes from ``binding`` is the caller's, but for what that has already."""
         self._kept = kept
         self._told = kept.counts
+        self._told_outputs = kept.delivered
         self._reached: dict[int, int] = {}
         self._outputs = kept.delivered
         """Whole outputs of the answer that the destination has made or was told to leave out."""
@@ -52,7 +56,9 @@ class Move:
         """Whether the destination has what it was told: it draws ids of its own now, or has ended."""
         if self._ended:
             return True
-        return self._spoke and all(self._reached.get(number, 0) >= count for number, count in self._told.items())
+        if not self._spoke or self._outputs < self._told_outputs:
+            return False
+        return all(self._reached.get(number, 0) >= count for number, count in self._told.items())
 
     @property
     def gap(self) -> int:
@@ -69,6 +75,23 @@ class Move:
     def over(self) -> bool:
         """Whether the destination has all that the caller has: nothing more is to be left out."""
         return self.switched and self._outputs >= self._kept.delivered
+
+    def feed(self) -> list[Feed]:
+        """The next round: what to tell the destination."""
+        self.round += 1
+        self._told, self._told_outputs = self._kept.counts, self._kept.delivered
+        return self.lacking()
+
+    def lacking(self) -> list[Feed]:
+        """Ids that the source has and the destination, which takes them, has not said."""
+        if not self.feeds:
+            return []
+        call, epoch = self.binding.call, self.binding.epoch
+        return [
+            Feed(call, epoch, number, at, tuple(self._kept.known(number)[at : at + FEED_IDS]))
+            for number, count in self._kept.counts.items()
+            for at in range(self._reached.get(number, 0), count, FEED_IDS)
+        ]
 
     # --- frames of the destination --------------------------------------------------------------------
     def take(self, frames: Sequence[Frame]) -> tuple[list[Frame], int]:

@@ -114,6 +114,7 @@ class Moves:
         try:
             opened = await self._link.open(binding.node, request)
         except SllmError as error:
+            move.feeds = False
             if not binding.accepted:
                 self._drop_if(call, move, error.message, gone=True)
             return
@@ -121,6 +122,7 @@ class Moves:
             why = f"instance {binding.instance} is {opened.status}: {opened.note}"
             self._drop_if(call, move, why, gone=opened.status == "gone", busy=opened.status == "busy")
             return
+        move.feeds = opened.feeds
         self._accept(call, binding)
         if binding is call.binding or call.move is move:
             self._link.send_all(binding.node, binding.body(self._clock()))
@@ -162,7 +164,12 @@ class Moves:
         """Switch, or tell the destination what it lacks."""
         if move.ready:
             self._switch(call, move, now)
-        elif move.computed and move.gap > GAP:
+        elif move.feeds is None or not move.computed or move.gap <= GAP:
+            return
+        elif move.feeds:
+            self._link.send_all(move.binding.node, move.feed())
+            call.move_round = move.round
+        else:
             entry, round_ = move.binding.entry, move.round
             self._let_go(call, move, f"round {round_} is over, {move.gap} tokens are missing")
             self._begin(call, entry, round_ + 1)
@@ -190,6 +197,7 @@ class Moves:
             call.stays = True
             self.drop(call, error.message)
             return
+        self._link.send_all(move.binding.node, move.lacking())
         self._link.send(source.node, Cancel(call.id, source.epoch, reason=f"it goes on at {move.binding.instance}"))
         self._dispatcher.release(call, source.instance)
         self._metrics.resent.inc(source.resends)
@@ -212,6 +220,7 @@ class Moves:
         except NotDeterministic as error:
             self.drop(call, error.message)
             return False
+        self._link.send_all(move.binding.node, move.lacking())
         log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()
         self._adopt(call, move, new, dropped, self._clock())

@@ -9,10 +9,8 @@ from typing import Final
 
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
+from sllm_runtime.protocol.limits import MOST_GENERATIONS, MOST_IDS
 
-MOST_IDS: Final = 65_536
-"""Ids that are kept, so that a call's head fits a message. Those beyond are drawn again, and are the same."""
-_MOST_GENERATIONS: Final = 1024
 _MOST_IN_VAIN: Final = 2
 """Instances that may die one after the other without anything new from them: then it is the call that kills them."""
 _VALUES: Final = (FrameKind.OUTPUT, FrameKind.DELTA)
@@ -52,7 +50,7 @@ class Resumption:
     def _record(self, ids: Ids) -> None:
         """Ids that leave a gap, or are too many, are of no use: what follows is drawn again. After a resume an instance
         gives those out again that it was told."""
-        if not 0 <= ids.generation < _MOST_GENERATIONS or self._count + len(ids.ids) > MOST_IDS:
+        if not 0 <= ids.generation < MOST_GENERATIONS or self._count + len(ids.ids) > MOST_IDS:
             return
         known = self._ids.setdefault(ids.generation, [])
         if ids.first <= len(known):

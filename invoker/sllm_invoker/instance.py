@@ -28,7 +28,7 @@ from sllm_runtime.protocol.errors import InstanceLost, InternalError, ProtocolEr
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import SANDBOX, Span, shift
-from sllm_runtime.protocol.worker import Assign, Failed, FromWorker, Heartbeat, Log, Ready, Stage, Stop
+from sllm_runtime.protocol.worker import FEEDS, Assign, Failed, FromWorker, Heartbeat, Log, Ready, Stage, Stop
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class Instance:
         self._around.suppliers.proofs.keep(self.order, ready.proof)
         self._spans = (Span(SANDBOX, 0.0, self._assigned_ms), *shift(clip_spans(ready.spans), self._assigned_ms))
         self._progress = None
-        work.open()
+        work.open(feeds=FEEDS in ready.capabilities)
         self._move(InstanceState.READY)
 
     def _died(self, end: Exit) -> None:

@@ -19,6 +19,7 @@ from sllm_runtime.protocol.frames import (
     Ack,
     Beat,
     Cancel,
+    Feed,
     Open,
     Opened,
     Parts,
@@ -61,6 +62,13 @@ class Host(Protocol):
     def follow(self, call: Call, on: bool) -> None:
         """Whether the call's ids are to come as they are drawn. Repeatable."""
 
+    @property
+    def feeds(self) -> bool:
+        """Whether its calls take ids while they run."""
+
+    def tell_ids(self, call: Call, item: Feed) -> None:
+        """Ids that the call has where it comes from. Repeatable."""
+
     def cancel(self, call: Call, code: str, reason: str) -> None:
         """Stop the call; its END follows."""
 
@@ -101,7 +109,9 @@ class Relay:
         """Judge one call. The same ``(call, epoch)`` is accepted once, however often it is asked."""
         head = request.head
         key = (head.call, head.epoch)
-        if key in self._calls or key in self._over:
+        if key in self._calls:
+            return Opened(status="accepted", note="again", feeds=self._calls[key][1].feeds)
+        if key in self._over:
             return Opened(status="accepted", note="again")
         if key in self._cancelled:
             return Opened(status="busy", note="cancelled before it was opened")
@@ -119,7 +129,7 @@ class Relay:
             call.body.ack(now, force=True)  # "accepted" says so
         self._calls[key] = (call, host)
         host.begin(call, parts)
-        return Opened(status="accepted")
+        return Opened(status="accepted", feeds=host.feeds)
 
     def on_message(self, gateway: str, message: ToNode) -> None:
         """Everything one gateway sent in one step."""
@@ -134,12 +144,12 @@ class Relay:
                 log.warning("call %s: gateway %s: %s", item.call, gateway, error.message)
                 self._end(*found, error.body())
 
-    def _unknown(self, gateway: str, item: Parts | Ack | Resend | Cancel) -> None:
+    def _unknown(self, gateway: str, item: Parts | Ack | Resend | Feed | Cancel) -> None:
         if isinstance(item, Cancel):
             _remember(self._cancelled, (item.call, item.epoch), self._clock())
         self._link(gateway).note(Unknown(item.call, item.epoch))
 
-    def _on_item(self, call: Call, host: Host, item: Parts | Ack | Resend | Cancel) -> None:
+    def _on_item(self, call: Call, host: Host, item: Parts | Ack | Resend | Feed | Cancel) -> None:
         now = self._clock()
         match item:
             case Parts():
@@ -151,6 +161,9 @@ class Relay:
             case Resend():
                 call.outbox.on_resend(item.index)
                 self.ready(call)
+            case Feed():
+                if call.running and host.feeds:
+                    host.tell_ids(call, item)
             case Cancel():
                 if call.running:
                     host.cancel(call, item.code, item.reason)

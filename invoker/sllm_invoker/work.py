@@ -11,6 +11,7 @@ from sllm_invoker.call import Call
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import BY_CODE, Cancelled, ErrorBody, ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.frames import Feed
 from sllm_runtime.protocol.node import StartInstance
 from sllm_runtime.protocol.worker import (
     Assign,
@@ -18,6 +19,7 @@ from sllm_runtime.protocol.worker import (
     CallFrames,
     CancelCall,
     Credit,
+    FeedCall,
     Follow,
     Hello,
     StartCall,
@@ -25,7 +27,7 @@ from sllm_runtime.protocol.worker import (
     ToWorker,
 )
 
-Said: TypeAlias = Assign | StartCall | CallBody | Credit | Follow | CancelCall | Stop
+Said: TypeAlias = Assign | StartCall | CallBody | Credit | Follow | FeedCall | CancelCall | Stop
 REMEMBERED = 256
 """Ended calls whose late log lines still get their call's id."""
 
@@ -52,6 +54,8 @@ class Work:
         self._names: OrderedDict[int, str] = OrderedDict()
         self._last = 0
         self._open = False
+        self.feeds = False
+        """Whether its calls take ids while they run."""
         self._idle_since = clock()
         self._fed: list[tuple[Call, int]] = []
         self._feeding = asyncio.Event()
@@ -76,9 +80,9 @@ class Work:
         """Seconds since the last call ended, or since it was ready; 0 while it works or starts."""
         return 0.0 if self._calls or not self._open else max(0.0, now - self._idle_since)
 
-    def open(self) -> None:
+    def open(self, *, feeds: bool) -> None:
         """The worker is ready."""
-        self._open = True
+        self._open, self.feeds = True, feeds
         self._idle_since = self._clock()
 
     def close(self) -> None:
@@ -147,6 +151,10 @@ class Work:
         if call.followed is not on:
             call.followed = on
             self.tell(Follow(call.number, on))
+
+    def tell_ids(self, call: Call, item: Feed) -> None:
+        """Ids that the call has where it comes from. Repeatable."""
+        self.tell(FeedCall(call.number, item.generation, item.first, item.ids))
 
     def cancel(self, call: Call, code: str, reason: str) -> None:
         """Stop the call; its END follows. Repeatable: the first reason holds."""

@@ -147,6 +147,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
 
     status: Literal["accepted", "busy", "gone"]
     note: str = ""
+    feeds: bool = False
+    """Whether the call, once it runs there, takes ``Feed``."""
 
 
 class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
@@ -178,6 +180,21 @@ class Resend(msgspec.Struct, frozen=True, array_like=True, tag="resend"):
     index: int
 
 
+class Feed(msgspec.Struct, frozen=True, array_like=True, tag="feed"):
+    """Migration: ids ``[first, first + len)`` of the ``generation``-th ``generate`` are these: the call computes those
+    that it has not drawn, and says them as its own. At most FEED_IDS.
+
+    A repetition changes nothing, one that leaves a gap is as if lost; whoever has drawn others ends with
+    ``not_deterministic``. One that is lost costs time alone: the same ids are drawn there.
+    """
+
+    call: str
+    epoch: int
+    generation: int
+    first: int
+    ids: tuple[int, ...]
+
+
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """Stop this call; answered by its END frame. Repeated until that is here. ``code`` is a wire code."""
 
@@ -190,7 +207,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 class ToNode(msgspec.Struct, frozen=True, array_like=True):
     """Everything one gateway has for one node in one loop tick. Subject ``sllm.call.<node>.<gateway>``."""
 
-    items: tuple[Parts | Ack | Resend | Cancel, ...]
+    items: tuple[Parts | Ack | Resend | Feed | Cancel, ...]
     version: int = PROTOCOL_VERSION
 
 

@@ -52,5 +52,12 @@ MAX_PROOF: Final = 4 * KIB
 """Longest ``Ready.proof`` that an invoker keeps."""
 MAX_FDS: Final = 253
 """Most descriptors one SCM_RIGHTS message carries on Linux."""
+MOST_IDS: Final = 65_536
+"""Ids of a call that are kept, and told to another instance, so that a call's head fits a message. Those beyond are
+drawn again, and are the same."""
+MOST_GENERATIONS: Final = 1024
+"""Of a call, that ids are kept of."""
+FEED_IDS: Final = 4096
+"""Most ids in one ``frames.Feed``."""
 MAX_MEMBERS: Final = 16
 """Most processes of one instance: as many steps are on their way, and every two ranks are joined."""

@@ -69,6 +69,10 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     fds: int = 1
 
 
+FEEDS: Final = "feeds"
+"""Among ``Ready.capabilities``: ids may be fed into running calls."""
+
+
 class StartCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     """Run one call. ``body`` may be followed by ``CallBody`` parts until ``head.body_bytes`` are there."""
 
@@ -98,6 +102,15 @@ class Follow(msgspec.Struct, frozen=True, tag="follow"):
     on: bool
 
 
+class FeedCall(msgspec.Struct, frozen=True, tag="feed"):
+    """See ``frames.Feed``."""
+
+    number: int
+    generation: int
+    first: int
+    ids: tuple[int, ...]
+
+
 class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop within one token; answered by the call's END frame."""
 
@@ -115,7 +128,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class ToWorker(msgspec.Struct, frozen=True):
     """The envelope; ``version`` is checked at the first message."""
 
-    body: Assign | StartCall | CallBody | Credit | Follow | CancelCall | Stop
+    body: Assign | StartCall | CallBody | Credit | Follow | FeedCall | CancelCall | Stop
     version: int = PROTOCOL_VERSION
 
 
@@ -145,7 +158,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     fingerprint: str = ""
     """Instances with equal ones compute the same bits: a call may move between them."""
     capabilities: tuple[str, ...] = ()
-    """``engine:<name>`` and what that engine can do."""
+    """``engine:<name>`` and what that engine can do; with FEEDS its calls take ``FeedCall``."""
     proof: str = ""
     """What the engine's self-test found, at most MAX_PROOF bytes, for the next start of this version on this node."""
 

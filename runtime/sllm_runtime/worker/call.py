@@ -15,6 +15,7 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ErrorBody, NotDeterministic, SllmError
 from sllm_runtime.protocol.frames import CallHead, End, FrameKind, Ids, Usage
 from sllm_runtime.protocol.timeline import FIRST_TOKEN, TOKENS, Span
+from sllm_runtime.worker.fed import Fed
 from sllm_runtime.worker.outgoing import Outgoing
 from sllm_runtime.worker.values import encode
 
@@ -47,6 +48,7 @@ class Call:
         self.following = head.follow
         """Whether ids are sent as they are drawn: another instance is on its way to take over from this one, or this
         one from another."""
+        self.fed = Fed(head.recorded)
         self._arrived = time.perf_counter()
         self._late = late
         self._first: float | None = None
@@ -93,10 +95,6 @@ class Call:
     def next_generation(self) -> int:
         """Number of this call's next ``generate``."""
         return next(self._generations)
-
-    def recorded(self, generation: int) -> tuple[int, ...]:
-        """Ids that ``generation`` gave before a resume."""
-        return self.head.recorded[generation] if generation < len(self.head.recorded) else ()
 
     def record(self, generation: int, first: int, ids: tuple[int, ...]) -> bool:
         """Tell the node which ids were drawn, for a resume. False: there is no credit now; nothing is sent."""

@@ -15,9 +15,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.errors import BodyTooLarge, Cancelled, Draining, ErrorBody, FunctionError, SllmError
+from sllm_runtime.protocol.errors import (
+    BodyTooLarge,
+    Cancelled,
+    Draining,
+    ErrorBody,
+    FunctionError,
+    NotDeterministic,
+    SllmError,
+)
 from sllm_runtime.protocol.timeline import Span
-from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, Follow, StartCall
+from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, FeedCall, Follow, StartCall
 from sllm_runtime.worker import console
 from sllm_runtime.worker.call import Call, current
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
@@ -104,6 +112,16 @@ class Calls:
         call = self._running.get(message.number)
         if call is not None:
             call.following = message.on
+
+    def feed(self, message: FeedCall) -> None:
+        """The call moves here: ids that it has where it comes from."""
+        call = self._running.get(message.number)
+        if call is None:
+            return
+        try:
+            call.fed.tell(message.generation, message.first, message.ids)
+        except NotDeterministic as error:
+            call.cancel(error.body())
 
     def cancel(self, message: CancelCall) -> None:
         """The call is to end; its END frame follows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from sllm_runtime.protocol.errors import SllmError
@@ -25,11 +25,12 @@ class Generation:
         self._decoder = decoder
         self._call = current.get()
         self._recorder: IdRecorder | None = None
+        self._number = 0
         self._finished = False
         self._cached = not count_prompt  # of several outputs of one prompt the first tells
         if self._call is not None:
-            number = self._call.next_generation()
-            emitted = self._call.recorded(number)
+            self._number = number = self._call.next_generation()
+            emitted = self._call.fed.known(number)
             # Ids that a resume takes as they are have no probabilities: where those are asked for, all is drawn again.
             if self._call.resumable and request.sampling.logprobs is None:
                 self._recorder = IdRecorder(self._call, number)
@@ -44,6 +45,7 @@ class Generation:
         """The request runs in the engine inside this block and not after it. A cancelled call raises ``CallEnded``."""
         number = self._loop.submit(self._request, sink, self._decoder)
         forget = self._call.on_cancel(lambda error: self._loop.cancel(number, error)) if self._call else None
+        leave = self._join(number)
         try:
             yield
         except SllmError as error:
@@ -52,10 +54,17 @@ class Generation:
                 raise CallEnded(cancelled) from error
             raise
         finally:
+            leave()
             if forget is not None:
                 forget()
             if not self._finished:
                 self._loop.cancel(number)
+
+    def _join(self, number: int) -> Callable[[], None]:
+        """What a move tells of this generation goes to the engine's request ``number``."""
+        if self._call is None or self._recorder is None:
+            return lambda: None
+        return self._call.fed.join(self._number, lambda first, ids: self._loop.feed(number, first, ids))
 
     def heard(self, piece: Piece) -> None:
         """Keep account of one piece. Raises ``CallEnded`` if the call was cancelled."""

@@ -27,6 +27,7 @@ from sllm_runtime.protocol.worker import (
     CancelCall,
     Credit,
     Failed,
+    FeedCall,
     Follow,
     FromWorker,
     Hello,
@@ -195,6 +196,8 @@ class Worker:
                     calls.credit(body)
                 case Follow():
                     calls.follow(body)
+                case FeedCall():
+                    calls.feed(body)
                 case CancelCall():
                     calls.cancel(body)
                 case Stop():

@@ -25,6 +25,7 @@ from sllm_runtime.protocol.frames import (
     Cancel,
     Delta,
     End,
+    Feed,
     Frame,
     FrameKind,
     Open,
@@ -72,6 +73,7 @@ class Run:
     outbox: Outbox
     inbox: Inbox
     body: bytearray = field(default_factory=bytearray)
+    fed: list[Feed] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     cancel: Cancel | None = None
     has_body: asyncio.Event = field(default_factory=asyncio.Event)
@@ -178,6 +180,9 @@ class ScriptedNode:
             elif isinstance(item, Resend):
                 run.outbox.on_resend(item.index)
                 self.flush(run)
+            elif isinstance(item, Feed):
+                run.fed.append(item)
+                run.moved.set()
             elif not run.cancelled.is_set():
                 run.cancel = item
                 run.cancelled.set()

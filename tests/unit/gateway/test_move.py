@@ -20,8 +20,8 @@ from sllm_gateway.move import ROUNDS, Move
 from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
-from sllm_runtime.protocol.frames import End, Frame, FrameKind, Ids, Open, Opened
-from sllm_runtime.protocol.limits import MAX_PART
+from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
+from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, world
@@ -120,6 +120,38 @@ def test_it_is_ready_when_little_is_missing_or_after_the_last_round() -> None:
     assert moves[0].ready
 
 
+def test_a_round_feeds_what_is_missing() -> None:
+    kept = Resumption()
+    answer: list[Step] = [(number % 2, (number, number), [b"x"]) for number in range(10)]
+    kept.take(frames_of(answer, upto=2))
+    kept.watch()
+    move = move_of(kept)
+    kept.take(frames_of(answer, upto=10)[4:])
+    assert move.lacking() == [], "it takes none"
+    move.feeds = True
+    move.take(frames_of(answer, delivered=2, upto=4))
+    assert (move.computed, move.gap) == (True, 6)
+    assert move.feed() == [Feed("call", 2, 0, 4, (4, 4, 6, 6, 8, 8)), Feed("call", 2, 1, 4, (5, 5, 7, 7, 9, 9))]
+    assert (move.computed, move.round) == (False, 2)
+    move.take(frames_of(answer, delivered=2, upto=9)[6:])
+    assert not move.computed
+    assert move.lacking() == [Feed("call", 2, 1, 8, (9, 9))]
+    move.take(frames_of(answer, delivered=2, upto=10)[16:])
+    assert move.computed
+    assert move.ready
+
+
+def test_ids_are_fed_in_messages_of_a_bounded_size() -> None:
+    kept = Resumption()
+    move = move_of(kept)
+    move.feeds = True
+    ids = tuple(range(2 * FEED_IDS + 1))
+    kept.take([Frame(0, FrameKind.IDS, codec.pack(Ids(0, 0, ids)))])
+    fed = move.feed()
+    assert [(item.first, len(item.ids)) for item in fed] == [(0, FEED_IDS), (FEED_IDS, FEED_IDS), (2 * FEED_IDS, 1)]
+    assert tuple(number for item in fed for number in item.ids) == ids
+
+
 def test_it_does_not_switch_within_an_output() -> None:
     kept = Resumption()
     kept.watch()
@@ -189,7 +221,7 @@ class Scene:
             if self.dies_at.get(name) == number:
                 run.end(InstanceLost(f"{name} died"))
                 return
-            if number >= len(known) and not await self._turn(run, number):
+            if number >= max(len(known), fed(run)) and not await self._turn(run, number):
                 run.end(Cancelled("stopped"))
                 return
             if self.ids:
@@ -204,7 +236,10 @@ class Scene:
         return held.is_set()
 
     async def _turn(self, run: Run, number: int) -> bool:
-        await until(lambda: self.pace[run.head.instance] > number or run.cancelled.is_set())
+        def go() -> bool:
+            return self.pace[run.head.instance] > number or fed(run) > number or run.cancelled.is_set()
+
+        await until(go)
         return not run.cancelled.is_set()
 
     @asynccontextmanager
@@ -230,6 +265,11 @@ class Scene:
         text = (await self.w.http.get("/metrics")).text
         lines = [line for line in text.split("\n") if line.startswith("sllm_calls_moved_total{")]
         return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+
+def fed(run: Run) -> int:
+    """How many ids it has been told while it ran."""
+    return max((item.first + len(item.ids) for item in run.fed), default=0)
 
 
 @asynccontextmanager
@@ -276,6 +316,44 @@ async def test_rounds_until_little_is_missing(nats: Nats) -> None:
         assert values((await call).text) == list(range(TOTAL))
         assert [len(run.head.recorded[0]) for run in s.runs("i2")] == [10, 16]
         await until(s.runs("i2")[0].cancelled.is_set)
+
+
+async def test_a_running_call_is_fed_what_is_missing(nats: Nats) -> None:
+    """Where the destination takes that, no call is opened twice."""
+    async with scene(nats) as s, s.reading() as call:
+        held = s.held = asyncio.Event()
+        s.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        s.pace["i1"] = 16
+        await until(lambda: s.acked("i1") >= 32)
+        held.set()
+        (second,) = s.runs("i2")
+        await until(lambda: second.fed)
+        assert second.fed[0] == Feed(second.head.call, 2, 0, 10, tuple(number * 7 for number in range(10, 16)))
+        await until(s.runs("i1")[0].cancelled.is_set)
+        s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(s.runs("i2")) == 1
+        assert await s.moved() == 1
+
+
+async def test_the_source_dies_and_the_destination_is_fed_the_rest(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        held = s.held = asyncio.Event()
+        s.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        (second,) = s.runs("i2")
+        running = s.w.gateway.calls.get(second.head.call)
+        assert running is not None
+        await until(lambda: running.move is not None and running.move.feeds)
+        s.dies_at["i1"], s.pace["i1"] = 12, 13
+        await until(lambda: fed(second) == 12)
+        s.pace["i2"] = TOTAL
+        held.set()
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(s.runs("i2")) == 1
 
 
 async def test_new_calls_go_to_the_destination(nats: Nats) -> None:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_gateway.resumption import MOST_IDS, Resumption
+from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
-from sllm_runtime.protocol.limits import MAX_PART
+from sllm_runtime.protocol.limits import MAX_PART, MOST_IDS
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Progress
 from tests.fixtures.nats import Nats

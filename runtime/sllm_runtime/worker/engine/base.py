@@ -122,6 +122,8 @@ class Capabilities:
     lora: bool = False
     sleep: bool = False
     prompt_logprobs: bool = False
+    feeds: bool = False
+    """Ids may be fed into a running request: their rows have the bits that drawing them would have given."""
 
     def names(self) -> tuple[str, ...]:
         """Those that hold, for ``Ready.capabilities``."""
@@ -195,6 +197,12 @@ class Engine(Protocol):
 
     def cancel(self, request: int) -> None:
         """Forget a request; unknown ones are no error."""
+
+    def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The output of a running request has ``ids`` from its ``first`` on: those beyond what it has are computed as
+        if it had drawn them, and are in no event. Returns them: none where they leave a gap, where the request is
+        unknown, or where the engine cannot (``feeds``) or the request asks for log probabilities, which fed ids have
+        none of. Raises ``NotDeterministic`` for ids that are not what it drew or could not be its own."""
 
     def export(self, request: int) -> Exported:
         """The state of a running request, which goes on. Raises ``KeyError`` if there is none."""

@@ -127,7 +127,8 @@ class _Output:
     detokenizer: Detokenizer
     matcher: StopMatcher
     last: tuple[int, ...] = ()
-    """Of a resume, its last id: how it was told depends on whether the output ended with it."""
+    """The last id of a resume, or of those that were fed: how it was told depends on whether the output ended with it,
+    and that it is told says that all before it are computed."""
 
 
 class EngineLoop:
@@ -176,6 +177,13 @@ class EngineLoop:
         """Forget a request within one step; ``error`` goes to its sink, if it is not finished."""
         try:
             self._command(lambda: self._cancel(number, error))
+        except Unavailable:
+            return  # closed: everything was cancelled
+
+    def feed(self, number: int, first: int, ids: tuple[int, ...]) -> None:
+        """See ``Engine.feed``; within one step. A request that drew others ends with ``NotDeterministic``."""
+        try:
+            self._command(lambda: self._feed(number, first, ids))
         except Unavailable:
             return  # closed: everything was cancelled
 
@@ -248,11 +256,29 @@ class EngineLoop:
             self.engine.cancel(request.id)
             self._refuse(sink, error)
             return
-        output = self._outputs[request.id] = _Output(sink, detokenizer, StopMatcher(request.sampling.stop))
-        # One by one, as they came the first time: so the pieces are the same, and a caller who has some gets the rest.
-        for token in request.emitted[:-1]:
-            self._deliver(Event(request=request.id, ids=(token,)))
-        output.last = request.emitted[-1:]
+        self._outputs[request.id] = _Output(sink, detokenizer, StopMatcher(request.sampling.stop))
+        self._drawn_elsewhere(request.id, request.emitted)
+
+    def _feed(self, number: int, first: int, ids: tuple[int, ...]) -> None:
+        if number not in self._outputs:
+            return  # it has ended
+        try:
+            new = self.engine.feed(number, first, ids)
+        except SllmError as error:
+            self._cancel(number, error)
+            return
+        self._drawn_elsewhere(number, new)
+
+    def _drawn_elsewhere(self, number: int, ids: tuple[int, ...]) -> None:
+        """The output goes on with ``ids``, which the engine has. They are told one by one, as they came the first time:
+        so the pieces are the same, and a caller who has some gets the rest."""
+        output = self._outputs[number]
+        if not ids:
+            return
+        told, output.last = (*output.last, *ids[:-1]), ()
+        for token in told:
+            self._deliver(Event(request=number, ids=(token,)))
+        output.last = ids[-1:]
 
     def _cancel(self, number: int, error: SllmError | None) -> None:
         output = self._outputs.pop(number, None)

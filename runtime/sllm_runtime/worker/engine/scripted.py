@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sllm_runtime.protocol.errors import Draining, SllmError
-from sllm_runtime.worker.engine import admission, endings
+from sllm_runtime.worker.engine import admission, endings, feeding
 from sllm_runtime.worker.engine.base import (
     AdapterTable,
     Capabilities,
@@ -41,7 +41,7 @@ class ScriptedEngine:
     name: str = "scripted"
     fingerprint: str = "scripted"
     capabilities: Capabilities = field(
-        default_factory=lambda: Capabilities(exact_resume=True, sleep=True, prompt_logprobs=True)
+        default_factory=lambda: Capabilities(exact_resume=True, sleep=True, prompt_logprobs=True, feeds=True)
     )
     adapters: AdapterTable | None = None
     _outputs: dict[int, tuple[Request, list[int]]] = field(default_factory=dict)
@@ -73,6 +73,16 @@ class ScriptedEngine:
     def cancel(self, request: int) -> None:
         """See ``Engine.cancel``."""
         self._outputs.pop(request, None)
+
+    def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``Engine.feed``."""
+        if request not in self._outputs:
+            return ()
+        asked, output = self._outputs[request]
+        context, vocabulary = self.max_context, self.vocabulary
+        new = feeding.new_ids(asked, output, first, ids, max_context=context, vocabulary=vocabulary)
+        output += new
+        return new
 
     def export(self, request: int) -> Exported:
         """See ``Engine.export``."""

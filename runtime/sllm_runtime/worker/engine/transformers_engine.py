@@ -112,6 +112,10 @@ class TransformersEngine:
         self._waiting.pop(request, None)
         self._running.pop(request, None)
 
+    def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``Engine.feed``: it takes none, since its prefill and its decoding differ in bits."""
+        return ()
+
     def export(self, request: int) -> Exported:
         """See ``Engine.export``."""
         run = self._running.get(request) or self._waiting[request]

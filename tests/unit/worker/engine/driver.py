@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -44,9 +45,9 @@ def _proven(name: str, dtype: torch.dtype, threads: int) -> Numerics:
 
 def engine(
     name: str = "llama", *, dtype: torch.dtype = torch.float32, eos: frozenset[int] = frozenset(), kv: int = 8 * MIB,
-    numerics: Numerics = EXACT, **limits: int,
+    numerics: Numerics = EXACT, proven: bool = False, **limits: int,
 ) -> OurEngine:  # fmt: skip
-    return OurEngine(decoder(name, dtype), eos, numerics, kv, limits=Limits(**limits))
+    return OurEngine(decoder(name, dtype), eos, numerics, kv, proven=proven, limits=Limits(**limits))
 
 
 @cache
@@ -96,6 +97,28 @@ def kept(core: OurEngine) -> list[torch.Tensor]:
 
     core.runner.collect = collected  # type: ignore[method-assign]
     return logits
+
+
+def rows_of(core: OurEngine) -> dict[tuple[int, int], torch.Tensor]:
+    """Logits to come, by request and how many ids its output had then."""
+    rows: dict[tuple[int, int], torch.Tensor] = {}
+    launched: deque[list[tuple[int, int]]] = deque()
+    launch, collect = core.runner.launch, core.runner.collect
+
+    def launching(chunks: Sequence[Chunk], fresh: Sequence[int]) -> tuple[Running, ...]:
+        samples = launch(chunks, fresh)
+        launched.append([(each.request.id, each.produced) for each in samples])
+        return samples
+
+    def collected() -> torch.Tensor | None:
+        logits, keys = collect(), launched.popleft()
+        if logits is not None:
+            rows.update((key, logits[at].clone()) for at, key in enumerate(keys))
+        return logits
+
+    core.runner.launch = launching  # type: ignore[method-assign]
+    core.runner.collect = collected  # type: ignore[method-assign]
+    return rows
 
 
 class Rows:

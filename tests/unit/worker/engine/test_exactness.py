@@ -14,6 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sllm_runtime.protocol.errors import NotDeterministic
 from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.model import build
@@ -41,7 +42,7 @@ def _threads() -> Iterator[None]:
 
 def engine(*, dtype: torch.dtype = torch.float32, **options: Any) -> OurEngine:
     """As an instance has it here."""
-    return driver.engine(dtype=dtype, numerics=exact(dtype=dtype), **options)
+    return driver.engine(dtype=dtype, numerics=exact(dtype=dtype), proven=True, **options)
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -162,6 +163,74 @@ def _move(core: OurEngine, number: int) -> None:
 @cache
 def _alone(number: int) -> tuple[int, ...]:
     return run(engine(), stream(number))[number]
+
+
+@DTYPES
+@settings(max_examples=5)
+@given(data=st.data())
+def test_fed_ids_are_as_if_drawn(data: st.DataObject, dtype: torch.dtype) -> None:
+    """At any moment and in any pieces, repeated and out of order: the same tokens, each from the same bits."""
+    core = engine(
+        dtype=dtype,
+        kv=data.draw(st.integers(4, 8)) * page_bytes(),
+        prefill=data.draw(st.sampled_from([16, 256])),
+        running=data.draw(st.integers(1, 6)),
+    )
+    rows = driver.rows_of(core)
+    numbers = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True))
+    whole = {number: _whole(number, dtype) for number in numbers}
+    got = dict.fromkeys(numbers, tuple[int, ...]())
+    for number in numbers:
+        core.add(stream(number))
+    for _ in range(200):
+        if not core.busy:
+            break
+        number = data.draw(st.sampled_from(numbers))
+        first = data.draw(st.integers(0, len(whole[number][0])))
+        ids = whole[number][0][first : first + data.draw(st.sampled_from([0, 1, 2, 5, 30]))]
+        got[number] += core.feed(number, first, ids)
+        if data.draw(st.integers(0, 29)) == 7:
+            core.sleep()
+            core.wake()
+        for event in core.step():
+            assert event.error is None
+            got[event.request] += event.ids
+    assert got == {number: tokens for number, (tokens, _) in whole.items()}
+    for (number, at), row in rows.items():
+        assert torch.equal(row, whole[number][1][at]), (number, at)
+    core.scheduler.check()
+
+
+@cache
+def _whole(number: int, dtype: torch.dtype) -> tuple[tuple[int, ...], dict[int, torch.Tensor]]:
+    """Its output, and the logits that each id of it was drawn from."""
+    core = engine(dtype=dtype)
+    rows = driver.rows_of(core)
+    tokens = run(core, stream(number))[number]
+    return tokens, {at: row for (_, at), row in rows.items()}
+
+
+def test_what_it_was_not_is_not_fed() -> None:
+    core, first = engine(), request(max_tokens=12)
+    whole = run(engine(), first)[0]
+    core.add(first)
+    core.step()
+    assert core.feed(0, 3, whole[3:6]) == (), "a gap"
+    assert core.feed(1, 0, whole[:6]) == (), "nobody's"
+    for wrong in ((whole[0] + 1,), (*whole, 5), (whole[0], 10**9)):
+        with pytest.raises(NotDeterministic):
+            core.feed(0, 0, wrong)
+    assert core.feed(0, 0, whole[:7]) == whole[1:7]
+    assert whole[:7] + ids(finish(core)[0]) == whole
+    core.add(first)
+    assert core.feed(0, 0, whole) == whole, "before its prefill, and to its end"
+    (event,) = finish(core)[0]
+    assert (event.ids, event.finish) == ((), "length")
+    for unproven in (driver.engine(), engine()):
+        scored = unproven.capabilities.feeds
+        unproven.add(replace(first, sampling=replace(first.sampling, logprobs=0 if scored else None)))
+        assert unproven.feed(0, 0, whole[:3]) == ()
+        assert run(unproven)[0] == whole
 
 
 def test_pages_move_with_a_request() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sllm_runtime.protocol.errors import ContextLengthExceeded, Draining, SllmError
-from sllm_runtime.worker.engine import admission, endings
+from sllm_runtime.worker.engine import admission, endings, feeding
 from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats, TokenChoice
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
@@ -74,6 +74,7 @@ class OurEngine:
             lora=whole,
             sleep=True,
             prompt_logprobs=whole,
+            feeds=proven,
         )
         self.adapters = decoder.lora if whole else None
         self._head: Head | None = None
@@ -177,6 +178,19 @@ class OurEngine:
         sequence = self._sequences.pop(request, None)
         if sequence is not None:
             self.scheduler.remove(sequence)
+
+    def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``Engine.feed``: they are prefilled onto the KV cache that the request has."""
+        sequence = self._sequences.get(request)
+        if sequence is None or not self.capabilities.feeds:
+            return ()
+        asked, context = sequence.request, self.max_context
+        new = feeding.new_ids(asked, sequence.output, first, ids, max_context=context, vocabulary=self.vocabulary)
+        self.scheduler.feed(sequence, new)
+        if new and endings.full(asked, sequence.produced, context):
+            self.cancel(request)
+            self._complete.append(request)
+        return new
 
     def export(self, request: int) -> Exported:
         """See ``Engine.export``."""

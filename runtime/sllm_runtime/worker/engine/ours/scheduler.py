@@ -34,10 +34,10 @@ class State(Enum):
 TRANSITIONS: Final[dict[State, frozenset[State]]] = {
     State.WAITING: frozenset({State.PREFILL, State.DONE}),
     State.PREFILL: frozenset({State.DECODE, State.WAITING, State.DONE}),
-    State.DECODE: frozenset({State.WAITING, State.DONE}),
+    State.DECODE: frozenset({State.PREFILL, State.WAITING, State.DONE}),
     State.DONE: frozenset(),
 }
-"""A sequence goes back to waiting when it is preempted."""
+"""A sequence goes back to waiting when it is preempted, to prefill when it is fed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +187,13 @@ class Scheduler:
             self.pages.keep(sequence.pages[page], sequence.key(page))
         if sequence.state is State.PREFILL and sequence.computed >= len(sequence.tokens):
             sequence.move(State.DECODE)
+
+    def feed(self, sequence: Sequence, ids: tuple[int, ...]) -> None:
+        """Its output goes on with ``ids``. A token that is being drawn in its place is not taken any more
+        (``Step.lengths``)."""
+        sequence.tokens += ids
+        if sequence.state is State.DECODE and len(sequence.tokens) - sequence.computed > 1:
+            sequence.move(State.PREFILL)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it stands."""
