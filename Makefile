@@ -7,6 +7,8 @@ PEERS := .venv-peers
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 WHEEL = env -u WHEELHOUSE $(PY) -m pip wheel -q -w "$(WHEELHOUSE)" --find-links "$(WHEELHOUSE)"
 RUN_TESTS := $(PY) tools/run_tests.py
+# Where PYTHONDONTWRITEBYTECODE is set, every daemon and command that a test starts would compile its modules for itself.
+COMPILE := -@$(PY) -m compileall -q -j 0 runtime gateway invoker loaderd sdk
 
 help:
 	@echo 'make demo         deploy a function and stream its tokens, cold and warm (KEEP=1 leaves it up)'
@@ -32,9 +34,11 @@ check: setup
 	.venv/bin/lint-imports
 
 test: setup
+	$(COMPILE)
 	$(RUN_TESTS) -m 'not slow' $(ARGS)
 
 test-all: setup
+	$(COMPILE)
 	$(RUN_TESTS) --hypothesis-profile explore $(ARGS)
 
 bench-peers: setup $(PEERS)/.done

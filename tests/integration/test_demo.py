@@ -26,16 +26,27 @@ KEEP_ALIVE = re.compile(r'keep_alive="\d+s"')
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A checkout with what the demo needs, whose function is let go of soon."""
-    (tmp_path / "tools").mkdir()
-    shutil.copy(ROOT / "tools" / "demo.py", tmp_path / "tools")
-    shutil.copytree(ROOT / "functions" / "coder", tmp_path / "functions" / "coder")
-    function = tmp_path / "functions" / "coder" / "function.py"
+    """A checkout with what the demo needs."""
+    return checkout(tmp_path, ROOT / "functions" / "coder")
+
+
+@pytest.fixture
+def quick(tmp_path: Path, coder: Path) -> Path:
+    """The same, but that its model is converted."""
+    return checkout(tmp_path, coder)
+
+
+def checkout(tree: Path, coder: Path) -> Path:
+    """The demo and its function, which is let go of soon."""
+    (tree / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "demo.py", tree / "tools")
+    shutil.copytree(coder, tree / "functions" / "coder")
+    function = tree / "functions" / "coder" / "function.py"
     text, changed = KEEP_ALIVE.subn('keep_alive="1s"', function.read_text())
     assert changed == 1
     function.write_text(text)
-    (tmp_path / "tmp").mkdir()
-    return tmp_path
+    (tree / "tmp").mkdir()
+    return tree
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -120,10 +131,10 @@ def test_the_whole_demo(tree: Path) -> None:
     nothing_left(tree)
 
 
-def test_it_can_leave_the_platform_up_and_its_lines_work(tree: Path) -> None:
-    env = environment(tree)
+def test_it_can_leave_the_platform_up_and_its_lines_work(quick: Path) -> None:
+    env = environment(quick)
     try:
-        with demo(tree, "--keep") as running:
+        with demo(quick, "--keep") as running:
             assert running.end() == 0, running.printed
         assert [function["name"] for function in sllm_json(env, "fn", "list")["functions"]] == ["coder"]
         start, end = running.printed.index("from openai import"), running.printed.index("the platform is up")
@@ -138,41 +149,41 @@ def test_it_can_leave_the_platform_up_and_its_lines_work(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["ready in", "cold call"])
-def test_ctrl_c_leaves_nothing(tree: Path, moment: str) -> None:
-    with demo(tree) as running:
+def test_ctrl_c_leaves_nothing(quick: Path, moment: str) -> None:
+    with demo(quick) as running:
         running.until(moment)
         family = running.family()
         os.killpg(running.process.pid, signal.SIGINT)
         assert running.end() == 130, running.printed
     assert "interrupted; everything is stopped" in running.printed
     wait_gone(family)
-    nothing_left(tree)
+    nothing_left(quick)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("below", [(), ("sh", "-c", '"$@"; exit $?', "make")], ids=["of itself", "of its parent"])
-def test_kill_9_leaves_nothing(tree: Path, below: tuple[str, ...]) -> None:
-    with demo(tree, below=below) as running:
+def test_kill_9_leaves_nothing(quick: Path, below: tuple[str, ...]) -> None:
+    with demo(quick, below=below) as running:
         running.until("cold call")
         family = running.family()
         assert len(family) >= 6
         running.process.kill()
         running.process.wait(GIVE_UP_S)
         wait_gone(family)
-    nothing_left(tree)
+    nothing_left(quick)
 
 
 @pytest.mark.parametrize("words", [(), ("--keep",)])
-def test_a_function_that_cannot_be_deployed_fails_it(tree: Path, words: tuple[str, ...]) -> None:
-    function = tree / "functions" / "coder" / "function.py"
+def test_a_function_that_cannot_be_deployed_fails_it(quick: Path, words: tuple[str, ...]) -> None:
+    function = quick / "functions" / "coder" / "function.py"
     function.write_text(
         function.read_text().replace("from sllm import", "import nowhere_to_be_found\nfrom sllm import")
     )
-    with demo(tree, *words) as running:
+    with demo(quick, *words) as running:
         running.until("ready in")
         family = running.family()
         assert running.end() == 1, running.printed
     assert "nowhere_to_be_found" in running.printed
     assert "demo failed" in running.printed
     wait_gone(family)
-    sllm(environment(tree), "down", expect=3)
+    sllm(environment(quick), "down", expect=3)

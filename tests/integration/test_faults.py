@@ -30,15 +30,14 @@ from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
-CODER = Path(__file__).parents[2] / "functions" / "coder"
 PROMPT = {"prompt": "def ", "max_tokens": 150}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("platform")) as running:
         deploy(running, "slow_stream", concurrency=8, keep_alive=300)
-        deploy(running, str(CODER / "function.py"), name="coder", keep_alive=300)
+        deploy(running, str(coder / "function.py"), name="coder", keep_alive=300)
         yield running
 
 
@@ -100,10 +99,10 @@ def test_a_worker_killed_in_mid_stream(ready: Cluster) -> None:
     assert worker_of(ready, "slow-stream") != old
 
 
-def test_a_worker_killed_in_an_openai_stream(ready: Cluster) -> None:
+def test_a_worker_killed_in_an_openai_stream(ready: Cluster, coder: Path) -> None:
     """There the error is a plain ``data`` of OpenAI's shape, and no ``[DONE]`` follows it. (A call that may go on
     elsewhere does: ``test_resume``.)"""
-    deploy(ready, str(CODER / "function.py"), name="opted-out", resumable=False)
+    deploy(ready, str(coder / "function.py"), name="opted-out", resumable=False)
     victim, lines = worker_of(ready, "opted-out"), list[str]()
     body = {"model": "opted-out", "prompt": "def ", "max_tokens": 1000, "stream": True}
     with ready.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -191,9 +190,9 @@ def test_a_function_deaf_to_cancel_is_killed(ready: Cluster, tmp_path: Path) -> 
             assert next(stream.values()) == "before"
 
 
-def test_a_function_that_catches_everything_is_cancelled_all_the_same(ready: Cluster) -> None:
+def test_a_function_that_catches_everything_is_cancelled_all_the_same(ready: Cluster, coder: Path) -> None:
     """``except Exception`` around ``generate`` stops no cancel: the slot is free again, and the worker lives on."""
-    deploy(ready, "swallows_cancel", model=str(CODER / "model"), concurrency=1)
+    deploy(ready, "swallows_cancel", model=str(coder / "model"), concurrency=1)
     old = worker_of(ready, "swallows-cancel")
     for _ in range(2):
         with Stream(ready, "swallows-cancel") as stream:

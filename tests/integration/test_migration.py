@@ -22,17 +22,15 @@ from tests.fixtures.deployed import deploy, view, wait, workers
 from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
-CODER = Path(__file__).parents[2] / "functions" / "coder"
-MODEL = str(CODER / "model")
 AT = 24
 """Pieces after which a call waits for its gate, wherever it runs."""
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("platform"), nodes=2) as running:
         times = {"keep_alive": 300, "idle_timeout": 600, "timeout": 1200}
-        deploy(running, "gated_coder::fn", name="coder", model=MODEL, max_instances=2, **times)
+        deploy(running, "gated_coder::fn", name="coder", model=str(coder / "model"), max_instances=2, **times)
         yield running
 
 
@@ -179,8 +177,8 @@ def test_sllm_node_drain_moves_what_runs_there(cluster: Cluster, text: list[str]
     assert sllm(cluster, "node", "uncordon", source.node)["cordoned"] is False
 
 
-def test_what_cannot_be_carried_is_refused(cluster: Cluster) -> None:
-    deploy(cluster, "gated_coder::fn", name="stays", model=MODEL, resumable=False, keep_alive=300)
+def test_what_cannot_be_carried_is_refused(cluster: Cluster, coder: Path) -> None:
+    deploy(cluster, "gated_coder::fn", name="stays", model=str(coder / "model"), resumable=False, keep_alive=300)
     (instance,) = view(cluster, "stays").instances
     answer = cluster.http.post(f"{API}/instances/{instance.instance}/migrate", json={})
     assert answer.status_code == 400

@@ -18,16 +18,14 @@ from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
-CODER = Path(__file__).parents[2] / "functions" / "coder"
-MODEL = str(CODER / "model")
 ASK = {"prompt": "class Parser", "max_tokens": 300, "temperature": 0.8, "seed": 7}
 OPENAI = {"model": "coder", "prompt": "def ", "max_tokens": 200, "temperature": 0.7, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("platform")) as running:
-        deploy(running, str(CODER / "function.py"), name="coder", keep_alive=300)
+        deploy(running, str(coder / "function.py"), name="coder", keep_alive=300)
         yield running
 
 
@@ -174,11 +172,11 @@ def error_after_a_kill(cluster: Cluster, name: str, arguments: dict[str, Any]) -
     return stream.error
 
 
-def test_a_call_that_kills_every_worker_is_given_up(cluster: Cluster) -> None:
+def test_a_call_that_kills_every_worker_is_given_up(cluster: Cluster, coder: Path) -> None:
     """What it yielded just before may die with it: what came is the beginning of the right answer."""
     with Stream(cluster, "coder", {"prompt": "def ", "max_tokens": 64}) as stream:
         right = list(stream.values())
-    deploy(cluster, "fatal_to_its_worker", model=MODEL)
+    deploy(cluster, "fatal_to_its_worker", model=str(coder / "model"))
     with Stream(cluster, "fatal-to-its-worker") as stream:
         pieces = list(stream.values())
     assert 0 < len(pieces) <= 20
@@ -187,11 +185,11 @@ def test_a_call_that_kills_every_worker_is_given_up(cluster: Cluster) -> None:
     assert stream.error["code"] == "instance_lost"
 
 
-def test_a_function_that_yields_other_things_each_time_is_told_so(cluster: Cluster) -> None:
-    deploy(cluster, "never_the_same", model=MODEL)
+def test_a_function_that_yields_other_things_each_time_is_told_so(cluster: Cluster, coder: Path) -> None:
+    deploy(cluster, "never_the_same", model=str(coder / "model"))
     assert error_after_a_kill(cluster, "never-the-same", {})["code"] == "not_deterministic"
 
 
-def test_one_that_opted_out_ends_at_once(cluster: Cluster) -> None:
-    deploy(cluster, str(CODER / "function.py"), name="opted-out", resumable=False)
+def test_one_that_opted_out_ends_at_once(cluster: Cluster, coder: Path) -> None:
+    deploy(cluster, str(coder / "function.py"), name="opted-out", resumable=False)
     assert error_after_a_kill(cluster, "opted-out", ASK)["code"] == "instance_lost"

@@ -1,0 +1,22 @@
+"""What several modules of integration tests deploy."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.command import sllm
+
+CODER = Path(__file__).parents[2] / "functions" / "coder"
+
+
+@pytest.fixture(scope="session")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``functions/coder`` with its model converted: a node that converts it itself imports torch and transformers to do
+    it, 4.5 s of a CPU on each platform. Tests of that deploy ``functions/coder`` as it is."""
+    place = tmp_path_factory.mktemp("functions") / "coder"
+    shutil.copytree(CODER, place, ignore=shutil.ignore_patterns("model"))
+    # In a process of its own: what torch leaves in TMPDIR is not the tests'.
+    sllm({**os.environ, "TMPDIR": str(place.parent)}, "model", "convert", str(CODER / "model"), str(place / "model"))
+    return place
