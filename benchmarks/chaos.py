@@ -9,8 +9,8 @@ longest gap of one stream between one fault and the next; one that both fall int
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened. Lost is a call that
 does not end with the right end, after all that a client may do: ask again at the other gateway from the last event
-that it has. A plain stream whose own gateway was struck may break (``broken_with_their_gateway``): what it had said is
-judged. At the end the same processes have to be there as at the beginning, and no more memory of models.
+that it has, or call again where nobody knows a stream that had hardly begun (``called_again``). At the end the same
+processes have to be there as at the beginning, and no more memory of models.
 
 A full run is void unless 20 faults of each kind met a call in flight, a quick one unless 6 in all did.
 """
@@ -83,22 +83,9 @@ class Outcome:
         """Faults that met a call in flight, by kind."""
         return Counter(str(each.fault.kind) for each in self.struck if each.met)
 
-    def broken(self) -> list[Told]:
-        """Plain streams that ended with the gateway that they were read from."""
-        return [told for told in self.told if told.heard.error and not told.kept and self._gateway_struck(told)]
-
     def lost(self) -> list[Told]:
         """Calls that ended otherwise than they should have."""
-        broken = self.broken()
-        return [told for told in self.told if told.heard.error and told not in broken]
-
-    def _gateway_struck(self, told: Told) -> bool:
-        ended = told.ended if told.ended is not None else float("inf")
-        return any(
-            each.victim.gateway in told.gateways and each.begin <= ended and each.end >= told.begun
-            for each in self.struck
-            if each.victim.gateway
-        )
+        return [told for told in self.told if told.heard.error]
 
     def gaps(self, kind: str) -> list[float]:
         """Seconds without an event from each fault of a kind to the next fault, of all streams that it came upon."""
@@ -190,7 +177,10 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
     met, sums = outcome.met(), outcome.sums
     whole = run.case(case, "sllm")
     whole.extra = {"faults": len(outcome.struck), "met": met.total(), "streams": sums.streams, "events": sums.events}
-    whole.extra |= {"cuts": sum(told.cuts for told in outcome.told), "broken_with_their_gateway": len(outcome.broken())}
+    whole.extra |= {
+        "cuts": sum(told.cuts for told in outcome.told),
+        "called_again": sum(told.again for told in outcome.told),
+    }
     whole.extra |= {what: tally.sum for what, tally in outcome.tallies.items()}
     for kind in map(str, KINDS):
         found = run.case(kind, "sllm")

@@ -28,6 +28,10 @@ MANY: Final = 100
 TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 """Three times as long as a gateway is silent in a stream."""
 ENDED: Final = ("SUCCEEDED", "FAILED", "CANCELLED")
+MOVED: Final = "call_moved"
+UNKNOWN: Final = "call_not_found"
+YOUNG: Final = 100
+"""A stream with fewer events may not have been logged when its gateway died (docs/gateway.md): it is called again."""
 
 
 class Cut(Exception):
@@ -46,7 +50,15 @@ class Told:
     call: str = ""
     cuts: int = 0
     """How often it was cut off."""
+    again: int = 0
+    """How often it was called again, since nobody knew it."""
     done: bool = False
+
+    def forget(self) -> None:
+        """Its answer begins anew."""
+        self.call, self.again = "", self.again + 1
+        for had in (self.heard.ids, self.heard.values, self.heard.times):
+            had.clear()
 
     @property
     def running(self) -> bool:
@@ -122,6 +134,9 @@ class Reader:
             error = {"code": body[:200].decode(errors="replace"), "retryable": False}
         if error.get("retryable"):
             raise Cut(str(error))
+        if error.get("code") == UNKNOWN and not self._told.kept and len(self._told.heard.ids) < YOUNG:
+            self._told.forget()
+            raise Cut(str(error))
         self._told.heard.error = f"HTTP {answer.status_code}: {json.dumps(error)[:300]}"
         return False
 
@@ -131,8 +146,7 @@ class Reader:
         with contextlib.closing(answer):
             if not self._accepted(answer, 200):
                 return
-            if told.kept or not told.call:
-                told.call = answer.headers["sllm-call-id"]
+            told.call = answer.headers["sllm-call-id"]
             for data in answer.iter_bytes():
                 now = time.monotonic()
                 for event in parser.feed(data):
@@ -151,7 +165,9 @@ class Reader:
     def _broken(self, client: httpx.Client, data: str) -> None:
         """An error: of the call, or only of who reads it. Raises ``Cut`` for the latter."""
         told = self._told
-        if told.kept:
+        if json.loads(data)["error"]["code"] == MOVED:
+            raise Cut(data)
+        if told.kept or told.cuts:
             view = client.get(f"/v1/calls/{told.call}")
             if view.status_code != 200 or view.json()["state"] not in ENDED:
                 raise Cut(data)

@@ -48,24 +48,15 @@ def struck(component: str, begin: float, gateway: str = "", met: bool = True) ->
     return Struck(fault, Victim(component, 1, gateway), begin, begin, met)
 
 
-def told(*, kept: bool = False, error: str = "", times: tuple[float, ...] = (1.0, 2.0, 9.0)) -> Told:
+def told(*times: float, error: str = "") -> Told:
     heard = Heard(0, list(range(len(times))), list("abcdef"[: len(times)]), list(times), error)
-    return Told(heard, kept, gateways=["http://one"], begun=0.0, ended=10.0, done=not error)
-
-
-def test_a_stream_that_ends_with_its_gateway_is_broken_and_any_other_lost() -> None:
-    plain, kept, fine = told(error="cut"), told(kept=True, error="cut"), told()
-    mine, others, later = (struck("gateway", at, url) for at, url in ((3, "http://one"), (3, "http://two"), (11, "")))
-    outcome = Outcome(struck=[mine, struck("nats", 3.0)], told=[plain, kept, fine])
-    assert (outcome.broken(), outcome.lost()) == ([plain], [kept])
-    outcome.struck = [others, later]
-    assert (outcome.broken(), outcome.lost()) == ([], [plain, kept])
+    return Told(heard, kept=False, gateways=["http://one"], begun=0.0, ended=10.0, done=not error)
 
 
 def test_the_gap_after_a_fault() -> None:
     """Up to the next one, of streams that it came upon; one that both fall into is of both."""
-    late = told(times=(4.0, 5.0))
-    outcome = Outcome(struck=[struck("nats", 1.5), struck("worker", 3.0), struck("loaderd", 9.5)], told=[told(), late])
+    long, late = told(1.0, 2.0, 9.0), told(4.0, 5.0)
+    outcome = Outcome(struck=[struck("nats", 1.5), struck("worker", 3.0), struck("loaderd", 9.5)], told=[long, late])
     assert outcome.gaps("nats killed") == [7.0]
     assert outcome.gaps("worker killed") == [7.0]
     assert outcome.gaps("loaderd killed") == []
@@ -76,12 +67,21 @@ def test_the_gap_after_a_fault() -> None:
 def test_a_run_with_too_few_faults_that_met_a_call_is_void() -> None:
     for count, met in ((LEAST_IN_ALL, True), (LEAST_IN_ALL - 1, None)):
         run = Run(quick=True)
-        outcome = Outcome(struck=[struck("nats", 3.0)] * count + [struck("worker", 3.0, met=False)], told=[told()])
+        outcome = Outcome(
+            struck=[struck("nats", 3.0)] * count + [struck("worker", 3.0, met=False)], told=[told(1.0, 2.0)]
+        )
         judge(run, outcome, "embedded")
         assert {aim.met for aim in run.aims} == {met}
     run = Run(quick=False)
     judge(run, Outcome(struck=[struck("nats", 3.0)] * 500), "embedded")
     assert {aim.met for aim in run.aims} == {None}
+
+
+def test_a_call_that_failed_is_lost_and_one_that_is_forgotten_begins_anew() -> None:
+    lost, fine, again = told(1.0, error="cut"), told(1.0, 2.0), told(1.0, 2.0)
+    again.forget()
+    assert (again.call, again.again, again.heard.ids, again.heard.values, again.heard.times) == ("", 1, [], [], [])
+    assert Outcome(told=[lost, fine, again]).lost() == [lost]
 
 
 def test_a_counter_over_several_lives() -> None:
