@@ -95,6 +95,10 @@ OPERATIONS = (
     Operation("delete", f"{API}/models/{{digest}}", "Delete a model that no version uses", answer=http.ModelView),
     Operation("post", f"{API}/models/{{digest}}/validate", "Check every byte of a model", answer=http.ModelView),
     Operation(
+        "post", f"{API}/models/{{digest}}/pull", "Bring a model to the disks of nodes", http.PullRequest,
+        http.ModelView, media=EITHER,
+    ),
+    Operation(
         "post", f"{API}/instances/{{instance}}/migrate", "Move an instance's running calls. 202: it still goes on",
         http.MigrateRequest, http.MigrationView, statuses=(200, 202),
     ),

@@ -17,7 +17,7 @@ from sllm_runtime.protocol.errors import ModelNotFound, UnsupportedModel
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import sllm, sllm_json
-from tests.fixtures.deployed import deploy
+from tests.fixtures.deployed import deploy, wait
 from tests.fixtures.models import save_byte_tokenizer, save_model
 from tests.fixtures.sources import TOKEN, hub, object_store, s3_settings
 from tests.fixtures.waiting import until
@@ -42,6 +42,8 @@ def cluster(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     directory = tmp_path_factory.mktemp("models")
     store = tmp_path_factory.mktemp("store") / "buckets"
     shutil.copytree(shared / "tiny", store / "bucket" / "tiny")
+    save_model("llama", directory / "other", seed=9)
+    convert_directory(directory / "other", store / "bucket" / "converted")
     with hub(shared / "tiny", private=True) as server, object_store(store) as endpoint:
         env = {
             **s3_settings(endpoint), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": TOKEN,
@@ -103,6 +105,23 @@ def test_an_encoder_gives_the_vectors_of_transformers(cluster: Cluster) -> None:
         expected = torch.nn.functional.normalize(hidden.mean(0), dim=0)
         # bf16 weights: padding in the batch changes the order of sums.
         assert torch.allclose(torch.tensor(vector), expected, atol=0.02)
+
+
+def test_a_model_of_an_object_store_is_pulled_to_the_disk_before_anything_starts(cluster: Cluster) -> None:
+    digest = sllm_json(cluster.env, "model", "register", "s3://bucket/converted")["digest"]
+
+    def tiers() -> list[str]:
+        found: list[str] = cluster.http.get(f"{API}/nodes/n1").json()["tiers"].get(digest, [])
+        return found
+
+    wait(lambda: tiers() == ["source"], "the node knows it and has nothing of it")
+    pulled = sllm_json(cluster.env, "model", "pull", digest[:20], "--to", "n1")
+    assert (pulled["digest"], pulled["nodes"]) == (digest, ["n1"])
+    wait(lambda: tiers() == ["ssd"], "it lies on the disk, and not in memory")
+    name = digest.removeprefix("sha256:")
+    (copy,) = (cluster.data / "nodes" / "n1" / "loaderd" / "ssd").glob(f"{name}.0.bin")
+    assert copy.stat().st_size == pulled["bytes"]
+    assert "node n9 is not up" in sllm(cluster.env, "model", "pull", digest, "--to", "n9", expect=3).stderr
 
 
 def test_a_hub_an_object_store_and_a_directory_give_one_model(cluster: Cluster, shared: Path) -> None:

@@ -90,6 +90,14 @@ def flag_of(request: Request, key: str) -> bool:
     return given in _YES
 
 
+def digest_of(request: Request) -> str:
+    """The model's digest in the path, or its first digits. Raises ``InvalidRequest``."""
+    digest: str = request.path_params["digest"].lower()
+    if not _DIGEST.match(digest):
+        raise InvalidRequest(f"{quoted(digest)} is no digest: give at least 4 hex digits", field="digest")
+    return digest
+
+
 class Api:
     """The plain part: one question to the controller, one view."""
 
@@ -175,10 +183,7 @@ class Api:
         return await self._model(request, "validate")
 
     async def _model(self, request: Request, verb: Any) -> Response:
-        digest = request.path_params["digest"].lower()
-        if not _DIGEST.match(digest):
-            raise InvalidRequest(f"{quoted(digest)} is no digest: give at least 4 hex digits", field="digest")
-        ref = ctl.ModelRef(digest=digest, verb=verb)
+        ref = ctl.ModelRef(digest=digest_of(request), verb=verb)
         return shown(views.model(await self._controller.ask("model", ref, ctl.ModelInfo, timeout_s=90)))
 
     async def migrate(self, request: Request) -> Response:

@@ -16,7 +16,7 @@ from sllm_gateway.asgi import Receive, Scope, Send, answer, declared_length
 from sllm_gateway.controller import Controller
 from sllm_gateway.events import EventWriter, Source
 from sllm_gateway.lookup import ROUTE_WAIT_S
-from sllm_gateway.routes.api import body_of, shown
+from sllm_gateway.routes.api import body_of, digest_of, shown
 from sllm_gateway.routes.calling import wants_events
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable
@@ -39,6 +39,7 @@ from sllm_runtime.protocol.http import (
     DeployRequest,
     DeployResult,
     ModelRegisterRequest,
+    PullRequest,
     WithdrawnView,
 )
 from sllm_runtime.protocol.node import Progress
@@ -65,6 +66,7 @@ class Deploying:
             Route(f"{API}/functions", _Long(self, self.deploy), methods=["POST"]),
             Route(f"{API}/deployments/{{request}}", self.withdraw, methods=["DELETE"]),
             Route(f"{API}/models", _Long(self, self.register), methods=["POST"]),
+            Route(f"{API}/models/{{digest}}/pull", _Long(self, self.pull), methods=["POST"]),
         ]
 
     # --- bundles ----------------------------------------------------------------------------------
@@ -135,6 +137,20 @@ class Deploying:
                 yield sse.event(views.progress(news).model_dump_json().encode(), name="progress")
             elif news.model is not None:
                 yield sse.event(views.model(news.model).model_dump_json().encode(), name="done")
+
+    async def pull(self, request: Request) -> Source:
+        """A model to the disks of nodes."""
+        wanted = await body_of(request, PullRequest)
+        return self._pulling(ctl.Pull(digest=digest_of(request), nodes=wanted.nodes))
+
+    async def _pulling(self, verb: ctl.Pull) -> Source:
+        polls = self._controller.poll("pull", verb, ctl.Pulled, lambda answer: answer.model is not None)
+        async for news in polls:
+            if isinstance(news, Progress):
+                yield sse.event(views.progress(news).model_dump_json().encode(), name="progress")
+            elif news.model is not None:
+                there = views.model(news.model).model_copy(update={"nodes": news.nodes})
+                yield sse.event(there.model_dump_json().encode(), name="done")
 
     async def write(self, source: Source, scope: Scope, receive: Receive, send: Send) -> None:
         """As SSE, or (for who does not accept it) the result alone."""

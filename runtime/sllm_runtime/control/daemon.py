@@ -21,6 +21,7 @@ from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import Models
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
+from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, StartupTime
 from sllm_runtime.control.service import Service
 from sllm_runtime.control.standby import stand_by
@@ -103,6 +104,8 @@ async def lead(
         loop, ledger, nodes = await _take_over(bus, store, leadership, policy or StartupTime(), settings.nats_store)
         models = Models(loop, nodes)
         stack.push_async_callback(models.close)
+        pulls = Pulls(loop, nodes)
+        stack.push_async_callback(pulls.close)
         deployments = Deployments(loop, ledger, models, bus)
         stack.push_async_callback(deployments.close)
         deletions = Deletions(loop, ledger, bus)
@@ -112,7 +115,7 @@ async def lead(
         stack.callback(bus.on_reconnect(loop.listening_again))
         reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
         stack.push_async_callback(reports.unsubscribe)
-        service = Service(loop, ledger, leadership, bus, models, deployments, deletions)
+        service = Service(loop, ledger, leadership, bus, models, pulls, deployments, deletions)
         stack.push_async_callback(service.close)
         await service.open()
         deletions.resume()

@@ -9,7 +9,16 @@ from sllm_runtime.control.view import Instance
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
-from sllm_runtime.protocol.node import ModelCommand, Ok, PrepareModel, PrepareReply, StartInstance, StopInstance
+from sllm_runtime.protocol.node import (
+    KeepModels,
+    ModelCommand,
+    Ok,
+    PrepareModel,
+    PrepareReply,
+    PullModel,
+    StartInstance,
+    StopInstance,
+)
 from sllm_runtime.protocol.records import ModelRecord, Term, VersionRecord
 from sllm_runtime.protocol.subjects import TERM_KEY, node_command
 
@@ -58,6 +67,17 @@ class Nodes:
         command = PrepareModel(term=self._term, uri=uri, digest=digest, wait_s=LONG_POLL_S)
         timeout = LONG_POLL_S + RPC_TIMEOUT_S
         return await self._bus.call(node_command(node, "prepare"), command, PrepareReply, timeout_s=timeout)
+
+    async def pull(self, node: str, model: ModelRecord) -> PrepareReply:
+        """One long poll for all of a model on the node's disk."""
+        command = PullModel(term=self._term, model=model, wait_s=LONG_POLL_S)
+        timeout = LONG_POLL_S + RPC_TIMEOUT_S
+        return await self._bus.call(node_command(node, "pull"), command, PrepareReply, timeout_s=timeout)
+
+    async def keep(self, node: str, models: tuple[str, ...]) -> None:
+        """The models that are to lie on the node's SSD."""
+        command = KeepModels(term=self._term, models=models)
+        await self._bus.call(node_command(node, "keep"), command, Ok, timeout_s=COMMAND_S)
 
     async def model(self, node: str, verb: str, digest: str) -> str:
         """``validate`` or ``delete`` a model there; the node's note."""

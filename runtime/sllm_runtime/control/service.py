@@ -15,6 +15,7 @@ from sllm_runtime.control.lease import Leadership
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import Models
+from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.reports import suspect
 from sllm_runtime.control.view import Key
 from sllm_runtime.platform.bus import Bus, Subscription
@@ -43,11 +44,12 @@ class Service:
         leadership: Leadership,
         bus: Bus,
         models: Models,
+        pulls: Pulls,
         deployments: Deployments,
         deletions: Deletions,
     ) -> None:
         self._loop, self._ledger, self._leadership, self._bus = loop, ledger, leadership, bus
-        self._models, self._deployments, self._deletions = models, deployments, deletions
+        self._models, self._pulls, self._deployments, self._deletions = models, pulls, deployments, deletions
         self._polls: dict[tuple[Key, str], object] = {}
         self._subscriptions: list[Subscription] = []
 
@@ -64,6 +66,7 @@ class Service:
             "rollback": self.rollback,
             "delete": self._deletions.delete,
             "register": self.register,
+            "pull": self.pull,
             "models": self.models,
             "model": self.model,
             "nodes": self.nodes,
@@ -141,6 +144,9 @@ class Service:
     # --- models and nodes ---------------------------------------------------------------------------
     async def register(self, request: ctl.RegisterModel) -> ctl.Registered:
         return await self._models.register(request.uri, waited(request.wait_s))
+
+    async def pull(self, request: ctl.Pull) -> ctl.Pulled:
+        return await self._pulls.pull(request.digest, request.nodes, waited(request.wait_s))
 
     async def models(self, request: ctl.Listing) -> ctl.ModelList:
         return listing.models(self._loop.view, request.after)

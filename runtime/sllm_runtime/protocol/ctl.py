@@ -193,6 +193,23 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     next: str = ""
 
 
+class Pull(msgspec.Struct, frozen=True, kw_only=True):
+    """Have all of a model (by digest, or an unambiguous beginning of it) on the disks of ``nodes``; none named: of all
+    that are up. Long-polled: asked again, it joins."""
+
+    digest: str
+    nodes: tuple[str, ...] = ()
+    wait_s: float = LONG_POLL_S
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+    """``model`` when it is there, on ``nodes``; otherwise ``progress`` over all of them."""
+
+    model: ModelInfo | None = None
+    nodes: tuple[str, ...] = ()
+    progress: Progress | None = None
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A node's record with its last report, ``age_s`` seconds old. ``status`` None: never heard in this life."""
 
@@ -314,6 +331,7 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "rollback": (Rollback, FunctionInfo),
     "delete": (Delete, Ok),
     "register": (RegisterModel, Registered),
+    "pull": (Pull, Pulled),
     "models": (Listing, ModelList),
     "model": (ModelRef, ModelInfo),
     "nodes": (Listing, NodeList),

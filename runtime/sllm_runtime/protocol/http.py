@@ -127,8 +127,6 @@ class RollbackRequest(Frozen):
     version: int | None = None
 
 
-class DeletedView(Frozen):
-    """``deleted`` false: it takes no more calls and goes once those that run have ended."""
 class WarmupRequest(Frozen):
     """``POST /api/v1/functions/{name}/warmup``; ``version``: not the active one."""
 
@@ -146,6 +144,8 @@ class WarmView(Frozen):
     progress: ProgressView | None = None
 
 
+class DeletedView(Frozen):
+    """``deleted`` false: it takes no more calls and goes once those that run have ended."""
 
     function: str
     deleted: bool
@@ -159,6 +159,12 @@ class BundleView(Frozen):
 
 class ModelRegisterRequest(Frozen):
     uri: str = Field(min_length=1, max_length=2048)
+
+
+class PullRequest(Frozen):
+    """``POST /api/v1/models/{digest}/pull``; no ``nodes``: all that are up."""
+
+    nodes: tuple[str, ...] = Field(default=(), max_length=10_000)
 
 
 class MigrateRequest(Frozen):

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _DIGEST: Final = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
 app = typer.Typer(
-    cls=LazyGroup.of({}, order=("convert", "register", "list", "describe", "validate", "delete"), prefix="model"),
+    cls=LazyGroup.of(
+        {}, order=("convert", "register", "pull", "list", "describe", "validate", "delete"), prefix="model"
+    ),
     help="Convert, register and look after models.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -43,6 +45,26 @@ def register(
     with client(context) as connection, naming(going_on), output.progress(uri, quiet=json) as observe:
         result = connection.operation(f"{API}/models", {"uri": place}, observe)
     _one(ModelView.model_validate_json(result), json)
+
+
+@app.command()
+def pull(
+    context: typer.Context,
+    digest: Digest,
+    to: Annotated[
+        list[str] | None, typer.Option(help="A node; several may be named. All that are up if none is.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Bring a model to the disks of nodes, before anything starts there."""
+    going_on = "the nodes go on with it; `sllm model list --tiers` says where it lies"
+    with client(context) as connection, naming(going_on), output.progress(digest, quiet=json) as observe:
+        result = connection.operation(f"{API}/models/{quote(digest, safe='')}/pull", {"nodes": to or []}, observe)
+    view = ModelView.model_validate_json(result)
+    if json:
+        output.value(view.model_dump(mode="json"))
+    else:
+        output.text(f"{view.digest}: on the disk of {', '.join(view.nodes)}")
 
 
 def _one(view: ModelView, json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,7 @@ class Progress:
         self._title = title
         self._quiet = quiet
         self._stage = ""
+        self._since, self._from = 0.0, 0
         self._bar: Any = None
         self._task: Any = None
 
@@ -117,8 +119,19 @@ class Progress:
                 note(label + (f" ({show_bytes(view.total)})" if view.total and view.unit == "B" else ""))
         else:
             size = f"{show_bytes(view.done)}/{show_bytes(view.total)}" if view.total and view.unit == "B" else ""
+            size += self._rate(view) if size else ""
             self._bar.update(self._task, description=label, completed=view.done, total=view.total or None, size=size)
         self._stage = view.stage
+
+    def _rate(self, view: ProgressView) -> str:
+        """Bytes a second since this stage began; empty where nothing came yet."""
+        from sllm_runtime.protocol.quantities import show_bytes
+
+        now = time.monotonic()
+        if view.stage != self._stage or view.done < self._from:
+            self._since, self._from = now, view.done
+        seconds = now - self._since
+        return f", {show_bytes((view.done - self._from) / seconds)}/s" if view.done > self._from and seconds else ""
 
     def start(self) -> None:
         """Take the terminal's last line, if there is a terminal."""

@@ -17,14 +17,17 @@ from sllm_runtime.protocol.errors import ErrorBody, SllmError, StaleTerm
 from sllm_runtime.protocol.node import (
     Gpu,
     InstanceStatus,
+    KeepModels,
     ModelCommand,
     NodeStatus,
     Ok,
     PrepareModel,
     PrepareReply,
     Progress,
+    PullModel,
     StartInstance,
     StopInstance,
+    Storage,
 )
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, final
@@ -54,6 +57,14 @@ class ScriptedNode:
         self.commands: list[ModelCommand] = []
         self.instances: dict[str, InstanceStatus] = {}
         self.models: tuple[str, ...] = ()
+        self.remote: tuple[str, ...] = ()
+        self.copied: dict[str, int] = {}
+        self.storage: Storage | None = None
+        self.pulls: list[str] = []
+        self.kept: tuple[str, ...] | None = None
+        self.pulled = asyncio.Event()
+        """Until it is set, pulls go on."""
+        self.pulled.set()
         self.refuse: SllmError | None = None
         """Raised to every start."""
         self.problem: SllmError | None = None
@@ -73,6 +84,8 @@ class ScriptedNode:
             ("stop", StopInstance, self._stop),
             ("prepare", PrepareModel, self._prepare),
             ("model", ModelCommand, self._model),
+            ("pull", PullModel, self._pull),
+            ("keep", KeepModels, self._keep),
         )
         for verb, type_, handler in commands:
             self._served.append(await self.bus.serve(node_command(self.name, verb), type_, handler))
@@ -128,6 +141,9 @@ class ScriptedNode:
                 pool_idle=1,
                 python=self.python,
                 models=self.models,
+                remote=tuple(digest for digest in self.remote if digest not in self.copied),
+                copied=self.copied,
+                storage=self.storage,
                 instances=tuple(self.instances.values()),
             ),
         )
@@ -192,6 +208,23 @@ class ScriptedNode:
             adapter="base" if command.uri.startswith("/adapters/") else "",
         )
         return PrepareReply(model=record)
+
+    async def _pull(self, command: PullModel) -> PrepareReply:
+        self._obey(command.term)
+        self.pulls.append(command.model.digest)
+        if self.problem is not None:
+            raise self.problem
+        if not self.pulled.is_set():
+            return PrepareReply(progress=Progress(stage="copy", done=1, total=command.model.nbytes))
+        self.copied = {**self.copied, command.model.digest: command.model.nbytes}
+        self.models = tuple({*self.models, command.model.digest})
+        self.tell()
+        return PrepareReply(model=command.model)
+
+    async def _keep(self, command: KeepModels) -> Ok:
+        self._obey(command.term)
+        self.kept = command.models
+        return Ok()
 
     async def _model(self, command: ModelCommand) -> Ok:
         self._obey(command.term)

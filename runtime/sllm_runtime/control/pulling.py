@@ -1,0 +1,132 @@
+"""Models brought to the disks of nodes before anything starts there: by hand, or by their placement."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from sllm_runtime.control import registry
+from sllm_runtime.control.loop import Loop
+from sllm_runtime.control.models import AGAIN_S, TRIES
+from sllm_runtime.control.nodes import Nodes
+from sllm_runtime.control.view import View
+from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.ctl import Pulled
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    DeadlineExceeded,
+    ErrorBody,
+    NodeNotFound,
+    SllmError,
+    Unavailable,
+)
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.records import ModelRecord
+
+BUSY_TRIES: Final = 240
+"""Times that a copy which is being written beside a load is asked for again."""
+
+
+class Pull:
+    """One model on its way to one node; whoever wants it there joins."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.progress = Progress(stage="pull")
+        self.done = asyncio.Event()
+        self.error: ErrorBody | None = None
+
+    def result(self) -> None:
+        """Raises what the node raised, with its name. Valid when ``done``."""
+        if self.error is not None:
+            raise msgspec.structs.replace(self.error, message=f"{self.node}: {self.error.message}").to_error()
+
+
+class Pulls:
+    """Owns the pulls that go on: ``close`` ends them (the nodes go on with what they have begun)."""
+
+    def __init__(self, loop: Loop, nodes: Nodes) -> None:
+        self._loop, self._nodes = loop, nodes
+        self._running: dict[tuple[str, str], Pull] = {}
+        self._tasks = Tasks("pulls")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def join(self, model: ModelRecord, node: str) -> Pull:
+        """The running pull of ``model`` to ``node``, or a new one."""
+        key = (model.digest, node)
+        pull = self._running.get(key)
+        if pull is None:
+            pull = self._running[key] = Pull(node)
+            self._tasks.start(self._run(model, pull), f"pull {model.digest} to {node}")
+        return pull
+
+    async def pull(self, digest: str, nodes: tuple[str, ...], wait_s: float) -> Pulled:
+        """Long poll: the model when all of it is on the disk of each of ``nodes`` (none named: of all that are up),
+        else how far it is. Raises ``ModelNotFound``, ``NodeNotFound``, and what a node raised."""
+        model = registry.model_of(self._loop.view, digest)
+        pulls = [self.join(model, node) for node in targets(self._loop.view, nodes, time.monotonic())]
+        try:
+            async with asyncio.timeout(wait_s):
+                for pull in pulls:
+                    await pull.done.wait()
+        except TimeoutError:
+            return Pulled(progress=_all(pulls, model))
+        for pull in pulls:
+            pull.result()
+        return Pulled(model=registry.model_info(self._loop.view, model), nodes=tuple(pull.node for pull in pulls))
+
+    async def _run(self, model: ModelRecord, pull: Pull) -> None:
+        try:
+            await self._ask(model, pull)
+        except SllmError as error:
+            pull.error = error.body()
+        finally:
+            self._running.pop((model.digest, pull.node), None)
+            pull.done.set()
+
+    async def _ask(self, model: ModelRecord, pull: Pull) -> None:
+        silent = busy = 0
+        while True:
+            try:
+                reply = await self._nodes.pull(pull.node, model)
+            except (Unavailable, DeadlineExceeded) as error:
+                silent += 1  # a node that restarts; a full disk, which comes as one of these's kinds, is an answer
+                if silent >= TRIES or type(error) not in (Unavailable, DeadlineExceeded):
+                    raise
+            except Conflict:
+                busy += 1
+                if busy >= BUSY_TRIES:
+                    raise
+            else:
+                if reply.model is not None:
+                    return
+                silent = busy = 0
+                pull.progress = reply.progress or pull.progress
+                continue
+            await asyncio.sleep(AGAIN_S)
+
+
+def targets(view: View, nodes: Iterable[str], now: float) -> tuple[str, ...]:
+    """The nodes that are meant. Raises ``NodeNotFound`` for one that is not up, or if none is."""
+    up = sorted(name for name in view.nodes if view.alive(name, now))
+    wanted = tuple(dict.fromkeys(nodes)) or tuple(up)
+    missing = sorted(set(wanted) - set(up))
+    if missing or not wanted:
+        raise NodeNotFound(f"node {', '.join(missing) or '(any)'} is not up; `sllm node list` shows those that are")
+    return wanted
+
+
+def _all(pulls: list[Pull], model: ModelRecord) -> Progress:
+    """Of all of them together; the stage of the first that goes on."""
+    on = next((pull for pull in pulls if not pull.done.is_set()), pulls[0])
+    done = sum(model.nbytes if pull.done.is_set() else pull.progress.done for pull in pulls)
+    left = ", ".join(pull.node for pull in pulls if not pull.done.is_set())
+    return Progress(
+        stage=on.progress.stage, done=done, total=len(pulls) * model.nbytes, message=f"{on.progress.stage} to {left}"
+    )

@@ -1,0 +1,60 @@
+"""Models brought to the disks of nodes."""
+
+import asyncio
+
+import pytest
+
+from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol.errors import Forbidden, ModelNotFound, NodeNotFound
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.control.bench import Bench
+from tests.unit.control.scripted_node import ScriptedNode
+
+
+async def registered(bench: Bench) -> str:
+    told: ctl.Registered = await bench.gateway.ask("register", ctl.RegisterModel(uri="s3://bucket/m"))
+    assert told.model is not None
+    return told.model.digest
+
+
+async def pulled(bench: Bench, digest: str, *nodes: str, wait_s: float = 15.0) -> ctl.Pulled:
+    answer: ctl.Pulled = await bench.gateway.ask("pull", ctl.Pull(digest=digest, nodes=nodes, wait_s=wait_s))
+    return answer
+
+
+async def test_it_comes_to_every_node_that_is_up_or_to_those_that_are_named(bench: Bench, nats: Nats) -> None:
+    digest = await registered(bench)
+    async with ScriptedNode(await nats.bus("n2"), "n2") as other:
+        await until(lambda: "n2" in bench.controller.loop.view.nodes, what="the other node is known")
+        told = await pulled(bench, digest[:15], "n2")
+        assert told.nodes == ("n2",)
+        assert (bench.node.pulls, other.pulls) == ([], [digest])
+        told = await pulled(bench, digest)
+        assert told.model is not None
+        assert (told.model.record.digest, told.nodes) == (digest, ("n1", "n2"))
+        assert bench.node.pulls == [digest]
+
+
+async def test_how_far_it_is_is_told_and_who_asks_again_joins(bench: Bench) -> None:
+    digest = await registered(bench)
+    bench.node.pulled.clear()
+    asked = asyncio.create_task(pulled(bench, digest))
+    await until(lambda: bench.node.pulls, what="the node is asked")
+    told = await pulled(bench, digest, wait_s=0.1)
+    assert told.model is None
+    assert told.progress is not None
+    assert told.progress.total == 2**20
+    bench.node.pulled.set()
+    assert (await asked).nodes == ("n1",)
+
+
+async def test_what_fails_is_told_with_the_node(bench: Bench) -> None:
+    digest = await registered(bench)
+    bench.node.problem = Forbidden("the bucket refuses")
+    with pytest.raises(Forbidden, match="n1: the bucket refuses"):
+        await pulled(bench, digest)
+    with pytest.raises(NodeNotFound, match="node n9 is not up"):
+        await pulled(bench, digest, "n1", "n9")
+    with pytest.raises(ModelNotFound):
+        await pulled(bench, "sha256:ffff")
