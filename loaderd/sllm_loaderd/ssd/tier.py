@@ -91,10 +91,7 @@ class SsdDirectory:
                 self._remove(copy)
                 return None
             copy.readers += 1
-            copy.used_at = self._now()
-            modified = path.stat().st_mtime_ns
-            with contextlib.suppress(OSError):  # the order is a matter of speed alone
-                os.utime(path, ns=(copy.used_at, modified))
+            copy.used_at = self._used(path)
             return opened
 
     def holds(self, digest: str, rank: int) -> bool:
@@ -197,13 +194,22 @@ class SsdDirectory:
             if not whole:
                 partial.unlink(missing_ok=True)
                 return
+            used_at = self._used(partial)
             os.rename(partial, self._path(key))
-            self._ledger.copies[key] = Copy(key, nbytes, self._now())
+            self._ledger.copies[key] = Copy(key, nbytes, used_at)
         sync_directory(self._directory)
+
+    def _used(self, path: Path) -> int:
+        """Now, which becomes the access time of ``path``: the kernel's own may be one for all files of some ms."""
+        now = self._now()
+        with contextlib.suppress(OSError):  # the order is a matter of speed alone
+            os.utime(path, ns=(now, path.stat().st_mtime_ns))
+        return now
 
     def _closed(self, copy: Copy) -> None:
         with self._lock:
             copy.readers -= 1
+            copy.used_at = self._used(self._path(copy.key))  # the kernel may have noted each read by another clock
 
 
 class _OpenCopy(LocalFile):
