@@ -27,6 +27,8 @@ class Trace:
     call: str | None = None
     timeline: tuple[Span, ...] = ()
     progress: ProgressView | None = None
+    broken: bool = False
+    """Whether its stream, as last read, had no end."""
     observe: Observe = ignore
 
 
@@ -77,7 +79,7 @@ def value_of(event: Event, trace: Trace) -> tuple[bool, Any]:
             trace.timeline = parse_comment(event.comment)
         return False, None
     if event.event == "error":
-        raise body_of(json.loads(event.data)["error"]).to_error()
+        raise problem_of(event)
     if event.event == "progress":
         trace.progress = ProgressView.model_validate_json(event.data)
         trace.observe(trace.progress)
@@ -85,6 +87,11 @@ def value_of(event: Event, trace: Trace) -> tuple[bool, Any]:
     if event.event != "message" or event.done:
         return False, None  # events of later releases are none of the outputs
     return True, json.loads(event.data)
+
+
+def problem_of(event: Event) -> SllmError:
+    """What an ``error`` event says."""
+    return body_of(json.loads(event.data)["error"]).to_error()
 
 
 def result_of(event: Event, observe: Observe) -> str | None:
@@ -97,6 +104,7 @@ def result_of(event: Event, observe: Observe) -> str | None:
 
 def broken_off(trace: Trace) -> SllmError:
     """The stream ended without its end: the gateway or the connection died."""
+    trace.broken = True
     what = f"stream of call {trace.call}" if trace.call else "stream"
     return InstanceLost(f"the {what} broke off before its end; it may have been done in part")
 

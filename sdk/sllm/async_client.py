@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from types import TracebackType
@@ -13,6 +14,7 @@ import httpx
 from sllm import answers, transport
 from sllm.answers import Observe, Trace
 from sllm.connection import Connection
+from sllm.following import Following
 from sllm.sse import Event, Parser
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
@@ -66,11 +68,29 @@ class AsyncClient(Connection[httpx.AsyncClient]):
                 attempt += 1
 
     async def _values(self, path: str, body: bytes, trace: Trace) -> AsyncGenerator[Any, None]:
-        async with aclosing(self.events("POST", path, trace=trace, content=body, headers=transport.JSON)) as events:
+        async with aclosing(self._followed(path, body, trace)) as events:
             async for event in events:
                 found, value = answers.value_of(event, trace)
                 if found:
                     yield value
+
+    async def _followed(self, path: str, body: bytes, trace: Trace) -> AsyncGenerator[Event, None]:
+        """The events of a call, also where they come from several gateways, one after the other."""
+        following = Following(self.profile.urls)
+        reading = self.events("POST", path, trace=trace, content=body, headers=transport.JSON)
+        while True:
+            try:
+                async with aclosing(reading) as events:
+                    async for event in events:
+                        following.seen(event)
+                        if following.moved(event):
+                            raise answers.problem_of(event)
+                        yield event
+                return
+            except SllmError as error:
+                wait = following.broke(error, trace, time.monotonic())
+            await asyncio.sleep(wait)
+            reading = self.events("GET", following.path, trace=trace, headers=following.headers)
 
     # --- /api/v1 ----------------------------------------------------------------------------------
     async def request(self, method: str, path: str, **options: Any) -> Any:
@@ -92,6 +112,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
     ) -> AsyncGenerator[Event, None]:
         """As ``Client.events``."""
         trace = trace or Trace()
+        trace.broken = False
         headers = {**transport.SSE, **options.pop("headers", {})}
         try:
             async with self._http.stream(method, path, headers=headers, **options) as response:

@@ -14,6 +14,7 @@ from sllm import answers, transport
 from sllm.answers import Observe, Trace
 from sllm.async_client import AsyncClient
 from sllm.connection import Connection
+from sllm.following import Following
 from sllm.sse import Event, Parser
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
@@ -72,11 +73,29 @@ class Client(Connection[httpx.Client]):
                 attempt += 1
 
     def _values(self, path: str, body: bytes, trace: Trace) -> Generator[Any, None, None]:
-        with closing(self.events("POST", path, trace=trace, content=body, headers=transport.JSON)) as events:
+        with closing(self._followed(path, body, trace)) as events:
             for event in events:
                 found, value = answers.value_of(event, trace)
                 if found:
                     yield value
+
+    def _followed(self, path: str, body: bytes, trace: Trace) -> Generator[Event, None, None]:
+        """The events of a call, also where they come from several gateways, one after the other."""
+        following = Following(self.profile.urls)
+        reading = self.events("POST", path, trace=trace, content=body, headers=transport.JSON)
+        while True:
+            try:
+                with closing(reading) as events:
+                    for event in events:
+                        following.seen(event)
+                        if following.moved(event):
+                            raise answers.problem_of(event)
+                        yield event
+                return
+            except SllmError as error:
+                wait = following.broke(error, trace, time.monotonic())
+            time.sleep(wait)
+            reading = self.events("GET", following.path, trace=trace, headers=following.headers)
 
     # --- /api/v1 ----------------------------------------------------------------------------------
     def request(self, method: str, path: str, **options: Any) -> Any:
@@ -111,6 +130,7 @@ class Client(Connection[httpx.Client]):
         """The events of one SSE response up to and with its ``[DONE]``. Raises the typed error of a refused request,
         and ``InstanceLost`` where it broke off (an ``error`` event is an end)."""
         trace = trace or Trace()
+        trace.broken = False
         headers = {**transport.SSE, **options.pop("headers", {})}
         try:
             with self._http.stream(method, path, headers=headers, **options) as response:

@@ -27,6 +27,13 @@ class Profile:
     url: str
     token: str | None = None
     name: str = "default"
+    others: tuple[str, ...] = ()
+    """Further gateways of the same platform, where a stream that broke off is read on."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All gateways, ``url`` first."""
+        return (self.url, *(other for other in self.others if other != self.url))
 
     def __repr__(self) -> str:
         return f"Profile(name={self.name!r}, url={self.url!r}, token={'set' if self.token else None})"
@@ -137,8 +144,10 @@ def load(name: str | None = None, *, url: str | None = None, token: str | None =
     if name and not url:
         said = Given(None, token)
     # A stored token belongs to its own URL: it is never sent to another host by accident.
-    own = kept.get("token") if said.url in (None, str(kept.get("url", "")).rstrip("/")) else None
-    return Profile(_url(said.url or kept.get("url") or DEFAULT_URL), said.token or _token(own), asked or "default")
+    is_own = said.url in (None, str(kept.get("url", "")).rstrip("/"))
+    own, others = (kept.get("token"), kept.get("urls", [])) if is_own else (None, [])
+    url_ = _url(said.url or kept.get("url") or DEFAULT_URL)
+    return Profile(url_, said.token or _token(own), asked or "default", tuple(_url(other) for other in others))
 
 
 def _url(url: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from sllm.client import Client
 from sllm.sse import Parser
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait
@@ -105,6 +107,17 @@ def test_a_stream_outlives_its_gateway(cluster: Cluster, text: list[str]) -> Non
     seen += read_on(cluster, stream.call, len(seen) - 1)
     assert seen == text
     assert read_on(cluster, stream.call, -1) == text
+    cluster.wait_restarted("gateway", old)
+
+
+@pytest.mark.slow
+def test_a_client_reads_on_by_itself(cluster: Cluster, text: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its profile names both gateways."""
+    monkeypatch.setenv("SLLM_HOME", str(cluster.home))
+    with Client() as client, closing(client.stream("coder", ASK)) as values:
+        seen = [next(values) for _ in range(SEEN)]
+        old = cluster.kill("gateway")
+        assert seen + list(values) == text
     cluster.wait_restarted("gateway", old)
 
 

@@ -46,12 +46,21 @@ def answers_alive(url: str) -> bool:
         return False
 
 
-def claim(home: Path, asked: str, url: str, token: str, data: Path, alive: Callable[[str], bool]) -> str:
-    """Write the profile of the platform at ``url``, which answers already; its name: ``asked``, but ``free_name``'s
-    where that is ``default``. Two that claim at once take turns. Raises ``Conflict``, ``Unavailable`` after LOCK_S."""
+def claim(
+    home: Path,
+    asked: str,
+    url: str,
+    token: str,
+    data: Path,
+    alive: Callable[[str], bool],
+    urls: tuple[str, ...] = (),
+) -> str:
+    """Write the profile of the platform at ``url``, which answers already, with ``urls`` of all its gateways; its name:
+    ``asked``, but ``free_name``'s where that is ``default``. Two that claim at once take turns. Raises ``Conflict``,
+    ``Unavailable`` after LOCK_S."""
     with _turn(home):
         name = free_name(home, url, data, alive) if asked == DEFAULT else asked
-        write_profile(home, name, url, token)
+        write_profile(home, name, url, token, urls)
     return name
 
 
@@ -83,12 +92,13 @@ def _locked(fd: int) -> bool:
     return True
 
 
-def write_profile(home: Path, name: str, url: str, token: str) -> Path:
+def write_profile(home: Path, name: str, url: str, token: str, urls: tuple[str, ...] = ()) -> Path:
     """Set profile ``name``; others stay. Returns the file. Raises ``Conflict`` if the file there cannot be read."""
     path = home / "profiles.toml"
     document = _read(path)
     profiles = document.setdefault("profiles", {})
-    profiles[name] = {**profiles.get(name, {}), "url": url, "token": token}
+    kept = {key: value for key, value in profiles.get(name, {}).items() if key != "urls"}
+    profiles[name] = {**kept, "url": url, "token": token} | ({"urls": list(urls)} if len(urls) > 1 else {})
     write_private(path, _toml(document))
     return path
 

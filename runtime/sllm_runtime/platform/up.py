@@ -133,7 +133,7 @@ class Platform:
     async def _claim_profile(self) -> None:
         """Another platform that still runs keeps the profile ``default``; one that was asked for by name is taken."""
         options = self.options
-        wanted = (options.home, options.profile, options.url, self.token, options.data, answers_alive)
+        wanted = (options.home, options.profile, options.url, self.token, options.data, answers_alive, options.urls)
         self._profile = await asyncio.to_thread(claim, *wanted)
 
     async def _try_cluster(self) -> None:

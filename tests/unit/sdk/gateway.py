@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import CallNotFound, SllmError
 from sllm_runtime.protocol.http import DeployRequest, DeployResult, FunctionView, InstanceView, VersionView, error_view
 from sllm_runtime.protocol.manifest import Handler, Manifest
 
@@ -77,15 +77,19 @@ class Gateway:
     """The names of the deployments."""
     withdrawal: Answer = field(default_factory=Answer)
     """To who calls a deployment back."""
+    reads: list[Answer] = field(default_factory=list)
+    """What those get who read a call's stream on, in turn; after the last one no such call is known."""
+    read_after: list[str | None] = field(default_factory=list)
+    """Their ``Last-Event-ID``."""
     left: threading.Event = field(default_factory=threading.Event)
     """Set when a caller of a hanging answer has gone."""
     reached: threading.Event = field(default_factory=threading.Event)
 
     def forget(self) -> None:
         """As it was at the beginning."""
-        for memory in (self.answers, self.asked, self.bundles, self.refused, self.deployed):
+        for memory in (self.answers, self.asked, self.bundles, self.refused, self.deployed, self.reads):
             memory.clear()
-        for more in (self.instances, self.notes, self.requests):
+        for more in (self.instances, self.notes, self.requests, self.read_after):
             more.clear()
         self.left.clear()
         self.reached.clear()
@@ -144,6 +148,13 @@ class Gateway:
             if answer.hangs:
                 self.left.set()
 
+    async def events(self, request: Request) -> Response:
+        assert request.path_params["call"] == CALL
+        assert request.headers["authorization"] == f"Bearer {TOKEN}"
+        self.read_after.append(request.headers.get("last-event-id"))
+        unknown = Answer(problem=CallNotFound(f"no call {CALL} is kept"))
+        return await self._respond(self.reads.pop(0) if self.reads else unknown, request)
+
     async def functions(self, request: Request) -> Response:
         if request.method == "GET":
             return JSONResponse({"functions": [self.view("chat").model_dump(mode="json")]})
@@ -182,6 +193,7 @@ class Gateway:
                 "/api/v1/nodes/{node}", "/api/v1/explain/{what}", "/api/v1/events", "/metrics")  # fmt: skip
         return Starlette(
             routes=[
+                Route("/v1/calls/{call}/events", self.events, methods=["GET"]),
                 Route("/api/v1/functions", self.functions, methods=["GET", "POST"]),
                 Route("/api/v1/deployments/{request}", self.withdraw, methods=["DELETE"]),
                 Route("/api/v1/bundles/{digest}", self.bundle, methods=["HEAD", "PUT"]),

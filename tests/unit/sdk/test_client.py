@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sllm import AsyncClient, AsyncFunction, Client, Function
 from sllm.answers import Trace
+from sllm.following import FOLLOW_S, Following
 from sllm.remote import Remote
 from sllm.retry import Retry
+from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
     BY_CODE,
+    CallMoved,
     FunctionError,
     FunctionNotFound,
     InstanceLost,
@@ -30,7 +34,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.http import ProgressView
 from tests.fixtures.waiting import GIVE_UP_S
-from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, TOKEN, Answer, Gateway, error, progress, sse
+from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, TOKEN, Answer, Gateway, error, progress, running, sse
 
 QUICK = Retry(base_s=0.001, rand=lambda: 0.0)
 VALUES = (sse("a", id=0), ": heartbeat\n", sse({"b": [1]}, id=1), sse(None, id=2), TIMELINE, DONE)
@@ -145,6 +149,72 @@ def test_a_stream_that_breaks_off(gateway: Gateway, stream: Streams) -> None:
         with pytest.raises(InstanceLost, match=f"stream of call {CALL} broke off"):
             stream("chat")
     assert len(gateway.asked) == 3
+
+
+# --- read on after the death of a gateway -------------------------------------------------------------
+@pytest.fixture
+def other(gateway: Gateway, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    """A second gateway of the same platform, as its profile says."""
+    with running() as second:
+        write_profile(home, "default", gateway.url, TOKEN, (gateway.url, second.url))
+        monkeypatch.delenv("SLLM_URL")
+        monkeypatch.delenv("SLLM_TOKEN")
+        yield second
+
+
+MOVED = CallMoved("another gateway has it")
+
+
+@pytest.mark.parametrize("how", [Answer((sse("a", id=0),), breaks=True), Answer((sse("a", id=0), error(MOVED)))])
+def test_a_stream_is_read_on_at_another_gateway(gateway: Gateway, other: Gateway, stream: Streams, how: Answer) -> None:
+    """From after the last value that came whole; as often as it takes."""
+    gateway.will(how)
+    half = 'id: 2\ndata: "ha'
+    other.reads = [Answer((sse("b", id=1), half), breaks=True), Answer(problem=Unavailable("no journal just now"))]
+    gateway.reads = [Answer(problem=Unavailable("not yet")), Answer((sse("c", id=2), TIMELINE, DONE))]
+    trace = Trace()
+    assert stream("chat", trace=trace) == ["a", "b", "c"]
+    assert (other.read_after, gateway.read_after) == (["0", "1"], ["1", "1"])
+    assert (trace.call, len(gateway.asked), len(other.asked)) == (CALL, 1, 0)
+    assert trace.timeline
+
+
+def test_a_stream_without_a_value_is_read_from_its_beginning(gateway: Gateway, other: Gateway, stream: Streams) -> None:
+    gateway.will(Answer(breaks=True))
+    other.reads = [Answer(VALUES)]
+    assert stream("chat") == ["a", {"b": [1]}, None]
+    assert other.read_after == [None]
+
+
+def test_a_stream_that_nobody_has_says_how_it_broke_off(gateway: Gateway, other: Gateway, stream: Streams) -> None:
+    gateway.will(Answer((sse("a", id=0),), breaks=True))
+    with pytest.raises(InstanceLost, match=f"stream of call {CALL} broke off"):
+        stream("chat")
+    assert other.read_after == ["0"]
+
+
+def test_an_error_of_the_call_itself_ends_it_wherever_it_is_read(
+    gateway: Gateway, other: Gateway, stream: Streams
+) -> None:
+    gateway.will(Answer((sse("a", id=0),), breaks=True))
+    other.reads = [Answer((sse("b", id=1), error(FunctionError("its own"))))]
+    with pytest.raises(FunctionError, match="its own"):
+        stream("chat")
+    gateway.will(Answer((sse("a", id=0), error(InstanceLost("it died")))))
+    with pytest.raises(InstanceLost, match="it died"):
+        stream("chat")
+    assert len(other.read_after) == 1
+
+
+def test_a_gateway_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
+    following, trace, lost = Following(("http://a", "http://b")), Trace(call=CALL, broken=True), InstanceLost("gone")
+    now, asked = 0.0, []
+    with pytest.raises(InstanceLost, match="gone"):  # noqa: PT012 - it is raised after so many
+        for error_ in (lost, *[Unavailable("nobody there")] * 1000):
+            now += following.broke(error_, trace, now) + 0.01
+            asked.append(following.path)
+    assert FOLLOW_S < now < FOLLOW_S + 5
+    assert asked[:3] == [f"http://{name}/v1/calls/{CALL}/events" for name in ("b", "a", "b")]
 
 
 @pytest.fixture

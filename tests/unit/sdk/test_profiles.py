@@ -19,6 +19,16 @@ def test_what_the_platform_writes_is_found(home: Path) -> None:
     assert profiles.load() == profiles.Profile("http://127.0.0.1:7777", "t")
 
 
+def test_all_gateways_of_a_platform_are_found_with_its_own_url_only(home: Path) -> None:
+    urls = ("http://127.0.0.1:7777", "http://127.0.0.1:7778")
+    write_profile(home, "default", urls[0], "t", urls)
+    assert profiles.load().urls == urls
+    assert profiles.load(url=urls[0]).urls == urls
+    assert profiles.load(url="http://other:1").urls == ("http://other:1",)
+    write_profile(home, "default", urls[0], "t", urls[:1])
+    assert profiles.load().urls == urls[:1]
+
+
 def test_each_wins_over_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profiles.save("default", "http://profile:1", "profile")
     assert profiles.load().url == "http://profile:1"

@@ -1,0 +1,66 @@
+"""Where the stream of a call that broke off is read on: at another gateway of the profile, from after the last event.
+No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from sllm.answers import Trace
+from sllm.sse import Event
+from sllm_runtime.protocol.errors import CallMoved, SllmError
+from sllm_runtime.protocol.http import CALLS
+
+FOLLOW_S: Final = 30.0
+"""A gateway that dies is found dead, or started again, within seconds; so long it is asked for."""
+_WAITS_S: Final = (0.0, 0.1, 0.2, 0.5, 1.0)
+
+
+@dataclass
+class Following:
+    """One call's stream over all of its connections. ``urls``: the gateways, the one that was asked first."""
+
+    urls: tuple[str, ...]
+    call: str | None = None
+    last: str | None = None
+    """Id of the last output that is here."""
+    lost: SllmError | None = None
+    """How it broke off, since nothing has come after that."""
+    _since: float = 0.0
+    _tries: int = 0
+    _at: int = 0
+
+    def seen(self, event: Event) -> None:
+        """An event is here, whole."""
+        if event.id is not None and event.event == "message":
+            self.last, self.lost, self._tries = event.id, None, 0
+
+    @staticmethod
+    def moved(event: Event) -> bool:
+        """Whether its gateway says that another one has it."""
+        return event.event == "error" and json.loads(event.data)["error"].get("code") == CallMoved.code
+
+    def broke(self, error: SllmError, trace: Trace, now: float) -> float:
+        """Seconds to wait before the next gateway is asked. Raises how the stream broke off where that helps nothing:
+        it did not break off, no gateway has it, or none answers."""
+        if self.lost is None:
+            if not (trace.broken or isinstance(error, CallMoved)) or not (self.call or trace.call):
+                raise error
+            self.lost, self.call, self._since = error, self.call or trace.call, now
+        elif not error.retryable or now - self._since > FOLLOW_S:
+            raise self.lost from error
+        trace.call = self.call
+        self._tries += 1
+        self._at = (self._at + 1) % len(self.urls)
+        return _WAITS_S[min((self._tries - 1) // len(self.urls), len(_WAITS_S) - 1)]
+
+    @property
+    def path(self) -> str:
+        """Where to read on: the other gateways first, in turn."""
+        return f"{self.urls[self._at]}{CALLS}/{self.call}/events"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"Last-Event-ID": self.last} if self.last is not None else {}
