@@ -76,6 +76,14 @@ free_mb() { df -Pm "$here" | awk 'NR == 2 { print $4 }'; }
 
 memory_free_mb() { awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo 2>/dev/null || true; }
 
+# Before 3.13 Python reads the file that says where our packages lie (UTF-8) in the locale's encoding, at every start.
+path_is_readable() {
+    "$python" -c '
+import locale, os, sys
+path = os.fsencode(sys.argv[1])
+assert sys.version_info >= (3, 13) or path.decode(locale.getencoding()) == path.decode()' "$here" 2>/dev/null
+}
+
 announce() {
     lacking=$missing
     command -v make >/dev/null 2>&1 || lacking="make $lacking"
@@ -89,6 +97,8 @@ announce() {
     if [ -n "$missing" ]; then
         fail "no Python 3.11, 3.12 or 3.13 with venv was found${PYTHON:+ as PYTHON=$PYTHON}; install it and run this again"
     fi
+    path_is_readable ||
+        fail "$here has letters that Python cannot read in this locale: export LC_ALL=C.UTF-8, or use another folder"
     if [ -n "${WHEELHOUSE:-}" ]; then
         say "will download nothing: everything is taken from WHEELHOUSE=$WHEELHOUSE"
     else

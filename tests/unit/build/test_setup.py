@@ -92,15 +92,31 @@ def test_no_python_at_all_is_named_with_the_apt_line(tmp_path: Path) -> None:
     assert "apt-get install -y make python3 python3-venv\n" in done.stdout
 
 
-def test_too_little_disk_stops_it_before_anything_is_fetched(tmp_path: Path) -> None:
-    folder = bare_path(tmp_path / "bin")
+def path_with_a_full_disk(folder: Path) -> Path:
+    """A bare PATH whose ``df`` says that 7 MB are free."""
+    bare_path(folder)
     (folder / "df").unlink()
     (folder / "df").write_text("#!/bin/sh\necho head\necho disk 100 93 7 93% /\n")
     (folder / "df").chmod(0o755)
+    return folder
+
+
+def test_too_little_disk_stops_it_before_anything_is_fetched(tmp_path: Path) -> None:
+    folder = path_with_a_full_disk(tmp_path / "bin")
     done = Project.create(tmp_path / "sllm", folder).setup()
     assert done.returncode == 1
     assert "too little disk" in done.stdout
     assert "7 MB free" in done.stdout
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="from 3.13 on Python reads such a path in every locale")
+def test_a_folder_that_python_cannot_read_in_this_locale_is_named_before_anything_is_fetched(tmp_path: Path) -> None:
+    project = Project.create(tmp_path / "прое кт", path_with_a_full_disk(tmp_path / "bin"))
+    done = project.setup(LC_ALL="C")
+    assert done.returncode == 1, done.stdout
+    assert "прое кт has letters that Python cannot read in this locale: export LC_ALL=C.UTF-8" in done.stdout
+    assert not (project.folder / ".venv").exists()
+    assert "too little disk" in project.setup(LC_ALL="C.UTF-8").stdout, "it goes on to what is looked at next"
 
 
 def test_goes_on_offline_where_it_was_and_then_has_nothing_to_do(project: Project, wheelhouse: Path) -> None:
