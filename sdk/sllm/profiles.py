@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import msgspec
+
 from sllm_runtime.protocol.errors import InvalidRequest, NotFound
 
 DEFAULT_URL: Final = "http://127.0.0.1:8600"
@@ -48,13 +50,29 @@ def profiles_file() -> Path:
     return home() / "profiles.toml"
 
 
+class _Stored(msgspec.Struct):
+    url: str = ""
+    token: str | None = None
+    urls: tuple[str, ...] = ()
+
+
+class _Document(msgspec.Struct):
+    """What is read of the two files, which a person may have written; other keys are the owner's."""
+
+    url: str | None = None
+    profile: str | None = None
+    profiles: dict[str, _Stored] = {}
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        msgspec.convert(found, _Document)
     except FileNotFoundError:
         return {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, msgspec.ValidationError) as error:  # no UTF-8, no TOML, or a value of another type
         raise InvalidRequest(f"{path} cannot be read: {error}") from error
+    return found
 
 
 def project_settings() -> dict[str, Any]:

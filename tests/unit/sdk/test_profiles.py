@@ -92,5 +92,19 @@ def test_a_broken_file_is_named(home: Path) -> None:
         profiles.load()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["url = 3", "profile = []", "profiles = 3", "[profiles]\ndefault = 3", "[profiles.default]\nurl = 3",
+     "[profiles.default]\ntoken = {}", "[profiles.default]\nurls = 'http://x'", "\xfc"],
+)  # fmt: skip
+def test_a_value_of_another_type_is_named(home: Path, tmp_path: Path, text: str) -> None:
+    home.mkdir()
+    for file in (home / "profiles.toml", tmp_path / "sllm.toml"):
+        file.write_bytes(text.encode("latin-1"))
+        with pytest.raises(InvalidRequest, match=rf"{file.name} cannot be read"):
+            profiles.load()
+        file.unlink()
+
+
 def test_a_token_never_shows() -> None:
     assert "secret" not in repr(profiles.Profile("http://x", "secret"))
