@@ -17,7 +17,7 @@ SCHEMA_VERSION: Final = 1
 NAME = re.compile(r"^[a-z][a-z0-9-]{0,62}\Z")
 VERSION = re.compile(r"^v[0-9]+\Z")
 """What names a version where an adapter's name could stand."""
-ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
+ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z")
 
 MAX_PLACE: Final = 2048
 """Characters of where a model or an adapter is."""
@@ -39,9 +39,11 @@ def _name(value: str) -> str:
 
 
 def _env(value: dict[str, str]) -> dict[str, str]:
-    for key in value:
+    for key, text in value.items():
         if not ENV_NAME.match(key):
             raise ValueError(f"{key!r} is no environment variable's name")
+        if "\0" in text:
+            raise ValueError(f"{key!r} holds a NUL character, which no environment variable can; leave it out")
     return value
 
 

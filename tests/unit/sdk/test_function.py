@@ -103,6 +103,8 @@ def test_the_manifest_says_it_all() -> None:
         ({"name": "Not A Name"}, "name: 'Not A Name' is no name"),
         ({"min_instances": 3}, "min_instances 3 is above max_instances 1"),
         ({"engine": True}, "engine=True needs a model"),
+        ({"env": {"A=B": "c"}}, "env: 'A=B' is no environment variable's name"),
+        ({"env": {"A": "b\0c"}}, "env: 'A' holds a NUL character"),
         ({"cpu": -1}, "cpu: .*greater than 0"),
         ({"nme": "x"}, "there is no option 'nme'"),
         ({"model": "nowhere"}, "model directory .*/nowhere is not there"),
