@@ -1,0 +1,415 @@
+"""What a gateway that dies has left: logged, claimed by exactly one, gone on with; real NATS, a scripted node."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from sllm_gateway.call import Call, Marks, Order
+from sllm_gateway.journal import Journal
+from sllm_gateway.ledger import Ledger, streams
+from sllm_gateway.lives import Lives, Lost, Over
+from sllm_gateway.resumption import Resumption
+from sllm_gateway.roll import MOST, Roll
+from sllm_gateway.stored import Stored
+from sllm_gateway.succession import id_frames
+from sllm_gateway.table import Version
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.calls import Batch, CallOrder
+from sllm_runtime.protocol.errors import CallMoved
+from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
+from sllm_runtime.protocol.lives import MOST_LOGGED, SILENT_BEATS, TAG, WHOLE_S, Gone, Life, Log, More, Whole
+from sllm_runtime.protocol.records import Route
+from sllm_runtime.protocol.subjects import JOURNAL_STREAM, LIVES_STREAM, life_beat
+from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, entry, manifest, world
+from tests.unit.gateway.test_faults import SSE
+from tests.unit.gateway.test_resumption import engine
+
+
+def asked(call: str, life: str = "", gateway: str = GATEWAY, function: str = "tokens", **fields: object) -> CallOrder:
+    given_ = dict(function=function, version=1, kind="fn", seed=7, parts=1, durable=False, created=0.0)
+    return CallOrder(call=call, gateway=gateway, life=life, **{**given_, **fields})  # type: ignore[arg-type]
+
+
+# --- the log --------------------------------------------------------------------------------------
+def a_call(number: int, body: bytes = b"{}") -> Call:
+    route = entry_route()
+    order = Order(f"call-{number}", Version(route, 0.0), "fn", True, body, 7, 0.0)
+    return Call(order, Marks(route, sent=0.0), resumption=Resumption())
+
+
+def entry_route() -> Route:
+    return Route(function="tokens", version=1, manifest=manifest("tokens"), active=True, entries=())
+
+
+@dataclass
+class Gateway:
+    """Calls that go on, and what is written of them."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    calls: dict[int, Call] = field(default_factory=dict)
+    logs: list[Log] = field(default_factory=list)
+    now: float = 0.0
+
+    def do(self, what: str, number: int, count: int) -> None:
+        call = self.calls.get(number)
+        if what == "begin" and call is None:
+            self.calls[number] = call = a_call(number)
+            self.ledger.begin(call, asked(call.id))
+        elif what == "write":
+            self.now += count
+            self.logs += self.ledger.logs(self.now)
+        elif call is None:
+            return
+        elif what == "ids":
+            assert call.resumption is not None
+            generation = number % 2
+            known = len(call.resumption.known(generation))
+            new = tuple(range(known, known + count))
+            call.resumption.take([Frame(0, FrameKind.IDS, codec.pack(Ids(generation, known, new)))])
+        elif what == "moves":
+            call.epoch, call.numerics = call.epoch + 1, "f"
+        elif what == "again":
+            call.resumption = Resumption()
+        elif what == "end":
+            self.ledger.end(self.calls.pop(number).id)
+
+    def left(self) -> dict[str, tuple[int, str, tuple[tuple[int, ...], ...]]]:
+        return {
+            call.id: (call.epoch, call.numerics, call.resumption.recorded)
+            for call in self.calls.values()
+            if call.resumption is not None
+        }
+
+
+STEPS = st.tuples(
+    st.sampled_from(["begin", "begin", "ids", "ids", "write", "write", "moves", "again", "end"]),
+    st.integers(0, 3),
+    st.integers(1, 9),
+)
+
+
+@given(st.lists(STEPS, max_size=60), st.lists(STEPS, max_size=30))
+def test_what_is_written_is_what_there_was(
+    before: list[tuple[str, int, int]], after: list[tuple[str, int, int]]
+) -> None:
+    """Also of a log whose beginning has aged."""
+    gateway = Gateway()
+    for step in before:
+        gateway.do(*step)
+    gateway.do("write", 0, int(WHOLE_S) + 1)
+    aged = max(0, len(gateway.logs) - 1)
+    for step in after:
+        gateway.do(*step)
+    gateway.do("write", 0, 1)
+    for logs in (gateway.logs, gateway.logs[aged:]):
+        found = streams(codec.unpack(Log, codec.pack(log)) for log in logs)
+        assert {each.order.call: (each.epoch, each.numerics, each.ids) for each in found} == gateway.left()
+
+
+def test_a_stream_that_is_never_written_leaves_nothing() -> None:
+    gateway = Gateway()
+    gateway.do("begin", 0, 1)
+    gateway.do("end", 0, 1)
+    assert gateway.ledger.logs(0.0) == []
+
+
+def test_only_what_is_new_is_written() -> None:
+    gateway = Gateway()
+    for what in ("begin", "write", "write", "ids", "write", "end", "write"):
+        gateway.do(what, 0, 2)
+    assert [type(entry) for log in gateway.logs for entry in log.entries] == [Whole, More, Gone]
+    assert [len(log.entries) for log in gateway.logs] == [1, 1, 1]
+
+
+def test_what_cannot_go_on_elsewhere_or_is_large_is_left_out() -> None:
+    ledger = Ledger()
+    large, lasting = a_call(1, b"x" * (MOST_LOGGED + 1)), a_call(2)
+    lasting.resumption = None
+    for call in (large, lasting):
+        ledger.begin(call, asked(call.id))
+    assert len(ledger) == 0
+
+
+def test_messages_are_not_too_large() -> None:
+    ledger = Ledger()
+    for number in range(10):
+        call = a_call(number, b"x" * MOST_LOGGED)
+        ledger.begin(call, asked(call.id))
+    logs = ledger.logs(0.0)
+    assert all(len(codec.pack(log)) < 512 * 1024 for log in logs)
+    assert len(streams(logs)) == 10
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31), max_size=50), max_size=3))
+def test_recorded_ids_are_an_answers_beginning(ids: list[list[int]]) -> None:
+    while ids and not ids[-1]:
+        ids.pop()
+    resumption = Resumption()
+    resumption.take(id_frames(tuple(map(tuple, ids))))
+    assert resumption.recorded == tuple(map(tuple, ids))
+    assert resumption.delivered == 0
+
+
+# --- who is over ----------------------------------------------------------------------------------
+ME = Life(life="m" * 12, gateway="g1")
+OTHER = Life(life="o" * 12, gateway="g2")
+
+
+def roll(*lives: Life) -> Roll:
+    found = Roll("g1")
+    for life in (ME, *lives):
+        found.heard(life)
+    return found
+
+
+def silent(found: Roll, *others: Life) -> Roll:
+    """So many beats of one's own that whoever is not heard meanwhile is over."""
+    for beat in range(SILENT_BEATS):
+        found.beat()
+        for life in others:
+            found.heard(Life(life=life.life, gateway=life.gateway, beat=life.beat + beat + 1))
+    return found
+
+
+def test_who_beats_lives() -> None:
+    found = silent(roll(OTHER), OTHER)
+    assert found.over(OTHER.life, ME.life) is False
+    assert found.left(ME.life) == []
+    assert found.over("unknown", ME.life) is None
+
+
+def test_who_is_silent_is_over_but_oneself() -> None:
+    found = silent(roll(OTHER))
+    assert found.left(ME.life) == [OTHER]
+    assert found.over(ME.life, ME.life) is False
+
+
+def test_the_same_record_again_is_no_beat() -> None:
+    found = roll(OTHER)
+    for _ in range(SILENT_BEATS):
+        found.beat()
+        found.heard(OTHER)
+    assert found.left(ME.life) == [OTHER]
+
+
+@pytest.mark.parametrize("life", [Life(life="a" * 12, gateway="g1"), Life(life="b" * 12, gateway="g2", over=True)])
+def test_an_earlier_life_of_this_gateway_and_one_that_ended_are_over_at_once(life: Life) -> None:
+    assert roll(life).left(ME.life) == [life]
+
+
+def test_an_heir_that_lives_is_left_alone_and_one_that_died_is_not() -> None:
+    inherited = Life(life="i" * 12, gateway="g3", heir=OTHER.life)
+    found = roll(OTHER, inherited)
+    assert found.left(ME.life) == []
+    assert silent(found).left(ME.life) == [OTHER, inherited]
+    settled = Life(life="s" * 12, gateway="g3", heir=OTHER.life, settled=True)
+    assert settled not in silent(roll(OTHER, settled)).left(ME.life)
+    mine = Life(life="x" * 12, gateway="g3", heir=ME.life)
+    assert roll(mine).left(ME.life) == [mine]
+
+
+def test_lives_that_are_done_with_are_forgotten() -> None:
+    found = roll()
+    for number in range(3 * MOST):
+        found.heard(Life(life=f"{number:012x}", gateway="g2", heir=ME.life, settled=True))
+    assert found.over(f"{0:012x}", ME.life) is None
+    assert found.over(f"{3 * MOST - 1:012x}", ME.life)
+
+
+# --- fences ---------------------------------------------------------------------------------------
+def repeating(byte: bytes) -> Callable[[int], bytes]:
+    """So many random bytes, always these."""
+    return lambda count: byte * count
+
+
+@dataclass
+class Two:
+    a: Lives
+    b: Lives
+    journal_a: Journal
+    journal_b: Journal
+
+
+async def two(nats: Nats) -> Two:
+    """What two gateways write by; the streams are there."""
+    await (await StateStore.open(await nats.bus(CONTROLLER), create=True)).close()
+    found = []
+    for identity, byte in ((GATEWAY, b"a"), (GATEWAY_2, b"b")):
+        bus = await nats.bus(identity)
+        stored = Stored(bus)
+        found.append((Lives(bus, stored, identity, repeating(byte), time.monotonic), Journal(bus, stored)))
+    return Two(found[0][0], found[1][0], found[0][1], found[1][1])
+
+
+def a_log(call: str) -> Log:
+    return Log((Gone(call),))
+
+
+async def test_a_life_that_is_declared_over_writes_nothing_more(nats: Nats) -> None:
+    w = await two(nats)
+    await w.a.beat()
+    await w.a.write(a_log("call-1"))
+    assert await w.b.claim(w.a.me) is not None
+    with pytest.raises(Over):
+        await w.a.write(a_log("call-2"))
+    with pytest.raises(Over):
+        await w.a.beat()
+    assert await w.b.log_of(w.a.me.life) == [a_log("call-1")]
+
+
+async def test_a_life_that_beats_is_not_declared_over(nats: Nats) -> None:
+    w = await two(nats)
+    await w.a.beat()
+    seen = w.a.me
+    await w.a.beat()
+    assert await w.b.claim(seen) is None
+    await w.a.beat()
+
+
+async def test_one_of_many_declares_it_over(nats: Nats) -> None:
+    w = await two(nats)
+    await w.a.beat()
+    others = [
+        w.b,
+        *(Lives(w.b._bus, w.b._stored, f"g{n}", repeating(bytes([n])), time.monotonic) for n in range(5)),
+    ]
+    claims = await asyncio.gather(*(other.claim(w.a.me) for other in others))
+    assert len([claim for claim in claims if claim is not None]) == 1
+    (claim,) = [claim for claim in claims if claim is not None]
+    settled = await w.b.settle(claim)
+    assert settled is not None
+    assert settled.settled
+    assert await w.b.settle(claim) is None
+
+
+async def test_a_life_whose_record_was_lost_goes_on(nats: Nats) -> None:
+    w = await two(nats)
+    await w.a.beat()
+    await (await nats.bus(CONTROLLER)).jetstream.purge_stream(LIVES_STREAM, subject=life_beat(w.a.me.life))
+    with pytest.raises(Lost):
+        await w.a.write(a_log("call-1"))
+    await w.a.beat()
+    await w.a.write(a_log("call-1"))
+
+
+async def test_one_takes_a_call_over_and_the_other_writes_no_more_of_it(nats: Nats) -> None:
+    w = await two(nats)
+    first = asked("call-1", "a")
+    fence = await w.journal_a.write(JOURNAL_STREAM, "call-1", "order", first, 60)
+    await w.journal_a.write(JOURNAL_STREAM, "call-1", "batch-0", Batch(0, ()), 60, fence)
+    claims = await asyncio.gather(
+        *(w.journal_b.take_over(JOURNAL_STREAM, first, asked("call-1", str(n), GATEWAY_2), 60) for n in range(4))
+    )
+    assert len([claim for claim in claims if claim is not None]) == 1
+    with pytest.raises(CallMoved, match="/v1/calls/call-1/events"):
+        await w.journal_a.write(JOURNAL_STREAM, "call-1", "batch-1", Batch(0, ()), 60, fence)
+    assert await w.journal_b.take_over(JOURNAL_STREAM, first, first, 60) is None
+    (taken,) = [claim for claim in claims if claim is not None]
+    await w.journal_b.write(JOURNAL_STREAM, "call-1", "batch-1", Batch(0, ()), 60, taken)
+    journaled, _ = await w.journal_a.now(JOURNAL_STREAM, "call-1")
+    assert (journaled.batches, journaled.order and journaled.order.gateway) == (2, GATEWAY_2)
+
+
+async def test_what_is_created_twice_stays_as_it_was(nats: Nats) -> None:
+    w = await two(nats)
+    for order in (asked("call-1", "a"), asked("call-1", "b")):
+        await w.journal_a.create(JOURNAL_STREAM, "call-1", "order", order, 60)
+    assert (await w.journal_b.find("call-1"))[1].life == "a"
+
+
+# --- the whole gateway ----------------------------------------------------------------------------
+async def six(run: Run) -> None:
+    """Draws what it is not told, and says all of it again."""
+    (known, *_) = (*run.head.recorded, ())
+    for number in range(6):
+        if number >= len(known):
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (number,))))
+        if number >= run.head.delivered:
+            run.out(number)
+    run.end()
+
+
+async def test_what_a_gateway_left_is_gone_on_with_and_read(nats: Nats) -> None:
+    """A life of the same name, which ended without a word; its heir was killed as it had just begun."""
+    async with world(nats) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+    bus = await nats.bus(GATEWAY)
+    dead = Lives(bus, Stored(bus), GATEWAY, repeating(b"d"), time.monotonic)
+    await dead.beat()
+    call, ended = f"call-{dead.me.life[:TAG]}1", f"call-{dead.me.life[:TAG]}2"
+    whole = Whole(order=asked(call, dead.me.life), body=b"{}", epoch=3, numerics="f", exact=True, ids=((0, 1),))
+    await dead.write(Log((whole, replace(whole, order=asked(ended, dead.me.life)))))
+    await dead.write(Log((More(call=call, epoch=4, numerics="f", exact=True, ids=(Ids(0, 2, (2,)),)), Gone(ended))))
+    killed = Lives(bus, Stored(bus), GATEWAY, repeating(b"k"), time.monotonic)
+    await killed.beat()
+    assert await killed.claim(dead.me) is not None
+    async with world(nats, {"tokens": six}) as w:
+        answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": "1"})
+        assert answer.status_code == 200, answer.text
+        lines = [line for line in answer.text.splitlines() if line.startswith(("id:", "data:"))]
+        assert lines == [f"{part}" for n in range(2, 6) for part in (f"id: {n}", f"data: {n}")] + ["data: [DONE]"]
+        (opened,) = w.node.opened
+        assert opened.head.recorded == ((0, 1, 2),)
+        assert (opened.head.delivered, opened.head.seed) == (0, 7)
+        assert opened.head.epoch > 4
+        assert (await w.http.get(f"/v1/calls/{ended}/events")).status_code == 404
+
+
+async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_new_life(nats: Nats) -> None:
+    async with world(nats) as w:
+        stop = asyncio.Event()
+
+        async def waits(run: Run) -> None:
+            run.out(0)
+            await run.cancelled.wait()
+            stop.set()
+            run.end()
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=waits)
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            call = stream.headers["sllm-call-id"]
+            bus = await nats.bus(GATEWAY_2)
+            other = Lives(bus, Stored(bus), GATEWAY_2, repeating(b"o"), time.monotonic)
+            life = await _life_of(other, call)
+
+            async def logged() -> bool:
+                return [each.order.call for each in streams(await other.log_of(life))] == [call]
+
+            await until(logged, what="its stream is logged")
+
+            async def claimed() -> bool:
+                found = await other.find(life)
+                return found is not None and await other.claim(found) is not None
+
+            await until(claimed, what="it is declared over between two beats")
+            text = "".join([part async for part in stream.aiter_text()])
+        assert '"code":"call_moved"' in text
+        assert text.count("id: ") == 1
+        await until(stop.is_set, what="its instance was told")
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            assert await _life_of(other, stream.headers["sllm-call-id"]) != life
+
+
+async def _life_of(lives: Lives, call: str) -> str:
+    """The life that a call's id begins with."""
+    found = Roll("nobody")
+    watch = lives.watch(found.heard)
+    await watch.start()
+    try:
+        await until(lambda: found.of_call(call), what="its life is known")
+    finally:
+        await watch.close()
+    life = found.of_call(call)
+    assert life is not None
+    return life.life
