@@ -1,7 +1,8 @@
 """``python -m benchmarks.chaos``: processes are killed and stopped, one after the other, under a load of streams.
 
-Two nodes, two gateways, two controllers and the embedded NATS server. Four callers stream greedy and seeded calls of
-the demo model all the time, half of them kept (``Prefer: respond-async`` with an ``Idempotency-Key``), from either
+Two nodes, two gateways, two controllers and the embedded NATS server (``embedded``), or three servers outside, each
+with a copy of every stream (``cluster``), of which one at a time is struck. Four callers stream greedy and seeded calls
+of the demo model all the time, half of them kept (``Prefer: respond-async`` with an ``Idempotency-Key``), from either
 gateway. Faults come in the order that ``--seed`` gives (``chaos_schedule``): every component killed (SIGKILL) and
 stopped for 2 to 8 s (SIGSTOP), each kind once before any comes again. The next one strikes when each caller has heard
 something since the last and there is somebody to strike, whatever is still being started again by then. A sample is the
@@ -17,11 +18,14 @@ A full run is void unless 20 faults of each kind met a call in flight, a quick o
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +35,7 @@ from benchmarks.chaos_faults import Field, Tally, Victim, counted, gateways_of, 
 from benchmarks.chaos_schedule import KINDS, STOPPED_S, Fault, schedule
 from benchmarks.cold_cases import CODER
 from benchmarks.migration import Sums
+from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
 from benchmarks.record import Aim, percentile
 from benchmarks.runner import Run, main
@@ -104,27 +109,33 @@ class Plan:
     seconds: float
     least: int = LEAST_IN_ALL
     longest_s: float = STOPPED_S[1]
+    cluster: bool = False
 
 
 def measure(run: Run, cases: Sequence[str]) -> None:
-    """One platform, one time of faults."""
+    """For each case one platform and one time of faults."""
     minutes = 1.0 if run.quick else float(run.settings["minutes"])
     run.settings.update(minutes=minutes, callers=CALLERS, tokens=TOKENS, nodes=2, gateways=2, controllers=2)
     for case in cases:
         with run.attempt(case), tempfile.TemporaryDirectory(prefix="bx-", ignore_cleanup_errors=True) as name:
-            judge(run, wreck(run, Path(name), Plan(int(run.settings["seed"]), 60.0 * minutes)), case)
+            plan = Plan(int(run.settings["seed"]), 60.0 * minutes, cluster=case == "cluster")
+            judge(run, wreck(run, Path(name), plan), case)
 
 
 def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
     """Faults under load. Raises ``ProgramFailed`` if the platform does not come back from one."""
     outcome = Outcome()
-    with Platform(directory / "p", SETTINGS, nodes=2, gateways=2) as platform:
+    with contextlib.ExitStack() as stack:
+        nats = stack.enter_context(NatsCluster(directory / "nats")) if plan.cluster else None
+        settings = {**SETTINGS, **nats.env} if nats is not None else SETTINGS
+        platform = stack.enter_context(Platform(directory / "p", settings, nodes=2, gateways=2))
         name = platform.deploy(
             CODER, keep_alive=3600.0, concurrency=SLOTS, min_instances=2, max_instances=2, timeout=200.0
         )
         run.note("deployed")
-        right = [platform.stream(name, ask).values for ask in ASKS]
-        place, urls = Field(platform, name), gateways_of(platform)
+        with ThreadPoolExecutor(len(ASKS)) as pool:
+            right = [answer.values for answer in pool.map(functools.partial(platform.stream, name), ASKS)]
+        place, urls = Field(platform, name, nats), gateways_of(platform)
         platform.until_cold()
         run.note("the right answers are known, and all processes there")
         before, held = place.processes(), shared_mib(platform)
@@ -151,6 +162,7 @@ def _strike_on(run: Run, place: Field, callers: Callers, plan: Plan, outcome: Ou
         met = _meets(callers, victim)
         begin = time.monotonic()
         strike(victim, fault)
+        place.mend()
         outcome.struck.append(Struck(fault, victim, begin, time.monotonic(), met))
         run.note(f"{victim.name} {fault.kind.signal} {fault.stopped_s:.1f} s, {'met' if met else 'met no call'}")
     callers.until_all_hear(time.monotonic())
@@ -183,7 +195,7 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
     }
     whole.extra |= {what: tally.sum for what, tally in outcome.tallies.items()}
     for kind in map(str, KINDS):
-        found = run.case(kind, "sllm")
+        found = run.case(f"{case}: {kind}", "sllm")
         found.samples = [round(gap * 1e3, 1) for gap in outcome.gaps(kind)]
         found.extra = {"met": met[kind]} | ({"p99": percentile(found.samples, 99)} if found.samples else {})
         whole.samples += found.samples
@@ -201,4 +213,4 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("chaos", ("embedded",), measure, numbers={"minutes": 30.0, "seed": 1}))
+    sys.exit(main("chaos", ("embedded", "cluster"), measure, numbers={"minutes": 30.0, "seed": 1}))

@@ -86,14 +86,12 @@ class Reader:
         self._gateways, self._token, self._at = gateways, token, first
         self._function, self._arguments, self._told = function, arguments, told
         self._key = uuid.uuid4().hex
+        self._until = time.monotonic() + GIVE_UP_S
 
     def read(self) -> None:
         """Until it has ended; ``told.heard.error`` says why it was lost."""
-        told, until = self._told, time.monotonic() + GIVE_UP_S
+        told = self._told
         while not told.done and not told.heard.error:
-            if time.monotonic() > until:
-                told.heard.error = f"not ended after {GIVE_UP_S:g} s, at {told.gateways[-1]}"
-                break
             url = self._gateways[self._at % len(self._gateways)]
             told.gateways.append(url)
             try:
@@ -102,8 +100,16 @@ class Reader:
             except (Cut, httpx.TransportError):
                 told.cuts += 1
                 self._at += 1
+                self._give_up()
                 time.sleep(AGAIN_S)
         told.ended = time.monotonic()
+
+    def _give_up(self) -> bool:
+        """Whether it has been tried for too long."""
+        late = time.monotonic() > self._until
+        if late:
+            self._told.heard.error = f"not ended after {GIVE_UP_S:g} s, at {self._told.gateways[-1]}"
+        return late
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._token}", "Accept": "text/event-stream"}
@@ -147,7 +153,9 @@ class Reader:
             if not self._accepted(answer, 200):
                 return
             told.call = answer.headers["sllm-call-id"]
-            for data in answer.iter_bytes():
+            for data in answer.iter_bytes():  # heartbeats, at the least
+                if self._give_up():
+                    return
                 now = time.monotonic()
                 for event in parser.feed(data):
                     if event.event == "error":

@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from benchmarks.chaos_schedule import Fault
+from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
 from sllm_runtime.platform.process import start_time
@@ -39,10 +40,10 @@ class Victim:
 
 
 class Field:
-    """The platform that faults befall. ``function``: whose workers."""
+    """The platform that faults befall. ``function``: whose workers; ``nats``: the servers, if they are not its own."""
 
-    def __init__(self, platform: Platform, function: str) -> None:
-        self._platform, self._function = platform, function
+    def __init__(self, platform: Platform, function: str, nats: NatsCluster | None = None) -> None:
+        self._platform, self._function, self._nats = platform, function, nats
 
     def victim(self, fault: Fault) -> Victim:
         """Whom it befalls: one that has something to do, once there is one. Raises ``ProgramFailed``."""
@@ -59,6 +60,8 @@ class Field:
         """Those there are now; of nodes' daemons only where an instance takes calls."""
         if component == "worker":
             return [Victim(instance, pid) for instance in self.ready() for pid in self._pids(f"sllm-worker {instance}")]
+        if component == "nats" and self._nats is not None:
+            return [Victim(f"nats-{name}", pid) for name, pid in self._nats.pids().items()]
         running = running_of(self._platform)
         nodes = set(self.ready().values()) if component in ("invoker", "loaderd") else set()
         urls = dict(zip((f"gateway-g{number}" for number in range(1, 10)), running.urls, strict=False))
@@ -84,6 +87,11 @@ class Field:
     def processes(self) -> Counter[str]:
         """What runs, by title without what is the process's own."""
         return Counter(_OWN.sub("…", _title(process)) for process in self._platform.program.tree())
+
+    def mend(self) -> None:
+        """Start again what nobody else does."""
+        if self._nats is not None:
+            self._nats.start_missing()
 
     def until_back(self, before: Counter[str]) -> None:
         """Until all of ``before`` is there again. Raises ``ProgramFailed``."""

@@ -4,6 +4,9 @@ Two controllers, one node. A client asks for a function's description every 10 m
 answers: a sample is the longest time between two answers around the fault, from the last one before it. A stream of a
 ready function runs all the while: ``streams_interrupted`` counts those that lost, repeated or changed a value. A
 controller that was stopped goes on when the next one answers; its supervisor then starts it anew.
+
+The other cases (``failover_streams``): a worker, a node, a gateway, the server that leads JetStream is killed under a
+stream of the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks import failover_streams
 from benchmarks.platform import Platform
 from benchmarks.programs import ROOT, ProgramFailed
 from benchmarks.record import Aim, percentile
@@ -44,14 +48,14 @@ INTERVAL_S: Final = 0.03
 
 def measure(run: Run, cases: Sequence[str]) -> None:
     """Faults in turn."""
-    with (
-        tempfile.TemporaryDirectory(prefix="bf-", ignore_cleanup_errors=True) as name,
-        Platform(Path(name) / "p", {"SLLM_CONTROLLERS": "2"}) as platform,
-    ):
-        platform.deploy(ROOT / "functions" / "counter" / "function.py", keep_alive=600.0)
-        for case in cases:
-            with run.attempt(case):
-                _faults(run, platform, case)
+    with tempfile.TemporaryDirectory(prefix="bf-", ignore_cleanup_errors=True) as name:
+        if controllers := [case for case in cases if case in CASES]:
+            with Platform(Path(name) / "p", {"SLLM_CONTROLLERS": "2"}) as platform:
+                platform.deploy(ROOT / "functions" / "counter" / "function.py", keep_alive=600.0)
+                for case in controllers:
+                    with run.attempt(case):
+                        _faults(run, platform, case)
+        failover_streams.measure(run, Path(name), cases)
 
 
 def _faults(run: Run, platform: Platform, case: str) -> None:
@@ -130,4 +134,4 @@ def _answered(platform: Platform) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main("failover", tuple(CASES), measure))
+    sys.exit(main("failover", (*CASES, *failover_streams.STREAMS), measure))

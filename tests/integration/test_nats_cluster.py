@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.settings import Settings
-from sllm_runtime.platform.streams import STATE_STREAM
+from benchmarks.nats_cluster import NatsCluster
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, wait, wait_cold
-from tests.fixtures.nats_cluster import NatsCluster
+from tests.fixtures.deployed import deploy, wait_cold
 from tests.fixtures.streams import Stream
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
-
-
-def leader(nats: NatsCluster) -> str:
-    """The server that leads the stream of the state."""
-
-    async def ask() -> str:
-        bus = await Bus.connect(Settings.load({"SLLM_NATS_URL": nats.url}), "test", name="test")
-        try:
-            info = await bus.jetstream.stream_info(STATE_STREAM)
-        finally:
-            await bus.close()
-        assert info.cluster is not None
-        assert info.config.num_replicas == 3
-        return info.cluster.leader or ""
-
-    found: list[str] = []
-
-    def known() -> bool:
-        found[:] = [asyncio.run(ask())]
-        return bool(found[0])
-
-    wait(known, "the stream has a leader")
-    return found[0]
 
 
 def test_the_leader_of_the_state_is_killed(tmp_path: Path) -> None:
@@ -49,7 +22,7 @@ def test_the_leader_of_the_state_is_killed(tmp_path: Path) -> None:
         wait_cold(cluster, "cold")
         kept = cluster.http.post("/fn/slow-stream", json={"count": 5}, headers={"Idempotency-Key": "k"})
         assert kept.json() == list(range(5))
-        victim = leader(nats)
+        victim = nats.leader()
         with Stream(cluster, "slow-stream", {"count": 500, "pause": 0.02}) as stream:
             values = stream.values()
             assert next(values) == 0
@@ -61,6 +34,6 @@ def test_the_leader_of_the_state_is_killed(tmp_path: Path) -> None:
         again = cluster.http.post("/fn/slow-stream", json={"count": 5}, headers={"Idempotency-Key": "k"})
         assert again.json() == list(range(5))
         assert again.headers["sllm-call-id"] == kept.headers["sllm-call-id"]
-        assert leader(nats) != victim
+        assert nats.leader() != victim
         nats.start(victim)
         assert cluster.http.post("/fn/later", json={"text": "b"}).json() == "B"

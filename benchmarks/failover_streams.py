@@ -1,0 +1,130 @@
+"""Cases of ``failover``: what whoever reads a stream sees when something on its way is killed.
+
+A client reads a seeded stream of the demo model; when 50 events are here the fault strikes, and a sample is the longest
+gap between two events from then on. Every stream is compared with the answer where nothing happened.
+``worker``: the process that computes it. ``node``: its invoker and loaderd, with everything below them; a second node
+is there, which has the model on its disk. ``gateway``: the one that runs the call and is read from; the call is kept,
+and its client asks the other gateway from its last event on. ``jetstream``: of three NATS servers the one that leads
+the stream of the state, for a kept call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.chaos_client import GIVE_UP_S, Reader, Told
+from benchmarks.chaos_faults import Field, gateways_of, until
+from benchmarks.cold_cases import CODER
+from benchmarks.migration import Heard, Sums
+from benchmarks.nats_cluster import NatsCluster
+from benchmarks.platform import Platform
+from benchmarks.programs import ProgramFailed
+from benchmarks.record import Aim, percentile
+from benchmarks.runner import Run
+
+STREAMS: Final = ("worker", "node", "gateway", "jetstream")
+ASK: Final = {"prompt": "class Parser", "max_tokens": 1000, "temperature": 0.8, "seed": 7}
+AT: Final = 50
+KEPT: Final = ("gateway", "jetstream")
+SETTINGS: Final = {"SLLM_PRELOAD": "engine", "SLLM_CONTROLLERS": "2"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A platform with the demo model, the right answer, and the processes that are there while nothing happens."""
+
+    platform: Platform
+    field: Field
+    function: str
+    right: Sequence[Any]
+    processes: Counter[str]
+
+    def kill(self, what: str) -> float:
+        """A worker, a node or the first gateway; when. Raises ``ProgramFailed`` if it is not there."""
+        components = ("invoker", "loaderd") if what == "node" else (what,)
+        found = [min(self.field.victims(each), key=lambda victim: victim.name, default=None) for each in components]
+        at = time.monotonic()
+        for victim in found:
+            if victim is None:
+                raise ProgramFailed(f"no {what} is there")
+            os.kill(victim.pid, signal.SIGKILL)
+        return at
+
+
+def measure(run: Run, directory: Path, cases: Sequence[str]) -> None:
+    """Those of STREAMS that are among the cases; ``jetstream`` on a platform of its own."""
+    local = [case for case in cases if case in STREAMS and case != "jetstream"]
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(_place(directory / "local", {})) if local else None
+        for case in local:
+            assert place is not None
+            with run.attempt(case):
+                _case(run, place, case, functools.partial(place.kill, case))
+    if "jetstream" in cases:
+        with (
+            run.attempt("jetstream"),
+            NatsCluster(directory / "nats") as nats,
+            _place(directory / "cluster", nats.env) as place,
+        ):
+            _case(run, place, "jetstream", functools.partial(_kill_leader, nats), nats.start_missing)
+
+
+def _kill_leader(nats: NatsCluster) -> float:
+    leader = nats.leader()
+    at = time.monotonic()
+    nats.kill(leader)
+    return at
+
+
+@contextlib.contextmanager
+def _place(directory: Path, settings: dict[str, str]) -> Iterator[Place]:
+    with Platform(directory, {**SETTINGS, **settings}, nodes=2, gateways=2) as platform:
+        name = platform.deploy(CODER, keep_alive=3600.0, min_instances=1)
+        field = Field(platform, name)
+        platform.until_cold()
+        place = Place(platform, field, name, platform.stream(name, ASK).values, field.processes())
+        place.kill("node")  # the other one takes the model from its source, once
+        field.until_back(place.processes)
+        yield place
+
+
+def _case(
+    run: Run, place: Place, case: str, strike: Callable[[], float], mend: Callable[[], None] | None = None
+) -> None:
+    found, sums = run.case(case, "sllm"), Sums()
+    for _ in range(run.rounds if run.quick else 20):
+        found.samples.append(round(_gap(place, case, strike, sums) * 1e3, 1))
+        if mend is not None:
+            mend()
+        place.field.until_back(place.processes)
+    found.extra = {"p99": percentile(found.samples, 99), "tokens": sums.events, "wrong": sums.wrong}
+    run.aims.append(Aim(f"{case}: tokens lost, repeated or changed", float(sums.wrong), at_most=0.0))
+
+
+def _gap(place: Place, case: str, strike: Callable[[], float], sums: Sums) -> float:
+    """The longest time without an event from the fault on, in seconds."""
+    told = Told(Heard(0), kept=case in KEPT)
+    reader = Reader(gateways_of(place.platform), place.platform.token, place.function, ASK, told, first=0)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read)
+        until(lambda: len(told.heard.ids) >= AT or reading.done(), "the stream does not begin")
+        at = strike()
+        reading.result(GIVE_UP_S)
+    if told.heard.error:
+        raise ProgramFailed(f"the stream was lost: {told.heard.error}")
+    sums.add(told.heard, place.right)
+    gap = told.gap(at, math.inf)
+    if gap is None:
+        raise ProgramFailed("the stream had ended before the fault")
+    return gap
