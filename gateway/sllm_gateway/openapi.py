@@ -94,6 +94,8 @@ OPERATIONS = (
     Operation("get", f"{API}/models/{{digest}}", "One model", answer=http.ModelView),
     Operation("delete", f"{API}/models/{{digest}}", "Delete a model that no version uses", answer=http.ModelView),
     Operation("post", f"{API}/models/{{digest}}/validate", "Check every byte of a model", answer=http.ModelView),
+    Operation("get", f"{API}/placement", "Where models should lie, and do", answer=http.PlacementView),
+    Operation("post", f"{API}/placement", "Decide anew where models lie", answer=http.PlacementView),
     Operation(
         "post", f"{API}/models/{{digest}}/pull", "Bring a model to the disks of nodes", http.PullRequest,
         http.ModelView, media=EITHER,

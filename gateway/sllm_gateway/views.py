@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sllm_runtime.protocol.calls import Journaled
-from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo, Warmed
+from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo, Placements, Warmed
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import (
@@ -19,6 +19,8 @@ from sllm_runtime.protocol.http import (
     NodeDetailView,
     NodeView,
     PathView,
+    PlacedView,
+    PlacementView,
     ProgressView,
     StorageView,
     UsageView,
@@ -97,6 +99,21 @@ def model(info: ModelInfo | ModelRecord) -> ModelView:
     if isinstance(info, ModelRecord):
         return view
     return view.model_copy(update={"nodes": info.nodes, "used_by": info.used_by, "problem": info.problem})
+
+
+def placement(found: Placements) -> PlacementView:
+    return PlacementView(
+        models=tuple(
+            PlacedView(
+                model=each.model,
+                bytes=each.nbytes,
+                popularity=round(each.popularity, 3),
+                wanted=each.wanted,
+                there=each.there,
+            )
+            for each in found.models
+        )
+    )
 
 
 def migration(found: Migrated) -> MigrationView:

@@ -121,6 +121,8 @@ def test_a_model_of_an_object_store_is_pulled_to_the_disk_before_anything_starts
     name = digest.removeprefix("sha256:")
     (copy,) = (cluster.data / "nodes" / "n1" / "loaderd" / "ssd").glob(f"{name}.0.bin")
     assert copy.stat().st_size == pulled["bytes"]
+    (placed,) = [each for each in sllm_json(cluster.env, "model", "place")["models"] if each["model"] == digest]
+    assert (placed["there"], placed["wanted"], placed["popularity"]) == (["n1"], [], 0.0), "nothing was started on it"
     assert "node n9 is not up" in sllm(cluster.env, "model", "pull", digest, "--to", "n9", expect=3).stderr
 
 

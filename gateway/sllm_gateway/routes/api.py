@@ -120,6 +120,7 @@ class Api:
             Route(f"{API}/models/{{digest}}", self.model, methods=["GET"]),
             Route(f"{API}/models/{{digest}}", self.delete_model, methods=["DELETE"]),
             Route(f"{API}/models/{{digest}}/validate", self.validate_model, methods=["POST"]),
+            Route(f"{API}/placement", self.placement, methods=["GET", "POST"]),
             Route(f"{API}/instances/{{instance}}/migrate", self.migrate, methods=["POST"]),
             Route(f"{API}/nodes", self.nodes, methods=["GET"]),
             Route(f"{API}/nodes/{{node}}", self.node, methods=["GET"]),
@@ -185,6 +186,11 @@ class Api:
     async def _model(self, request: Request, verb: Any) -> Response:
         ref = ctl.ModelRef(digest=digest_of(request), verb=verb)
         return shown(views.model(await self._controller.ask("model", ref, ctl.ModelInfo, timeout_s=90)))
+
+    async def placement(self, request: Request) -> Response:
+        """Where models should lie and do; POST: decided anew."""
+        verb = ctl.Placement(redo=request.method == "POST")
+        return shown(views.placement(await self._controller.ask("placement", verb, ctl.Placements)))
 
     async def migrate(self, request: Request) -> Response:
         """200 when it is over; 202 when it still goes on after ``MIGRATE_WAIT_S``."""

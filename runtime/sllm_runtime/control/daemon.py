@@ -24,6 +24,7 @@ from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, StartupTime
 from sllm_runtime.control.service import Service
+from sllm_runtime.control.spreading import Spreading
 from sllm_runtime.control.standby import stand_by
 from sllm_runtime.control.sweeping import Sweeps
 from sllm_runtime.platform.bus import Bus
@@ -32,7 +33,8 @@ from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.node import NodeStatus
-from sllm_runtime.protocol.subjects import STATUS_ALL
+from sllm_runtime.protocol.records import Popularity
+from sllm_runtime.protocol.subjects import POPULARITY_KEY, STATUS_ALL
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +108,9 @@ async def lead(
         stack.push_async_callback(models.close)
         pulls = Pulls(loop, nodes)
         stack.push_async_callback(pulls.close)
+        popular = await store.get(POPULARITY_KEY, Popularity)
+        spreading = Spreading(loop, ledger, nodes, pulls, popular.models if popular is not None else {})
+        stack.push_async_callback(spreading.close)
         deployments = Deployments(loop, ledger, models, bus)
         stack.push_async_callback(deployments.close)
         deletions = Deletions(loop, ledger, bus)
@@ -115,11 +120,12 @@ async def lead(
         stack.callback(bus.on_reconnect(loop.listening_again))
         reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
         stack.push_async_callback(reports.unsubscribe)
-        service = Service(loop, ledger, leadership, bus, models, pulls, deployments, deletions)
+        service = Service(loop, ledger, leadership, bus, models, pulls, spreading, deployments, deletions)
         stack.push_async_callback(service.close)
         await service.open()
         deletions.resume()
         sweeps.start()
+        spreading.start()
         log.info("leads with term %d: %d function(s)", term, len(loop.view.functions))
         yield Controller(loop, service, leadership, term)
 

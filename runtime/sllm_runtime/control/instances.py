@@ -61,6 +61,8 @@ def report(view: View, instance: Instance, status: InstanceStatus, now: float) -
         record = msgspec.structs.replace(moved.record, fingerprint=status.fingerprint, capabilities=status.capabilities)
         moved = replace(moved, record=record, ready_at=now, spans=spans)
         view = _learn(view, moved, status)
+        if not instance.adopted:
+            view = replace(view, learned=view.learned.started(moved.key))
     busy = (instance.busy_since if instance.busy_since is not None else now) if status.running else None
     moved = replace(moved, seen=status, seen_at=now, busy_since=busy)
     return settle(view.put_instance(moved), instance, moved, now)

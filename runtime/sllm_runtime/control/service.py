@@ -17,6 +17,7 @@ from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import Models
 from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.reports import suspect
+from sllm_runtime.control.spreading import Spreading
 from sllm_runtime.control.view import Key
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
@@ -45,10 +46,12 @@ class Service:
         bus: Bus,
         models: Models,
         pulls: Pulls,
+        spreading: Spreading,
         deployments: Deployments,
         deletions: Deletions,
     ) -> None:
         self._loop, self._ledger, self._leadership, self._bus = loop, ledger, leadership, bus
+        self._spreading = spreading
         self._models, self._pulls, self._deployments, self._deletions = models, pulls, deployments, deletions
         self._polls: dict[tuple[Key, str], object] = {}
         self._subscriptions: list[Subscription] = []
@@ -67,6 +70,7 @@ class Service:
             "delete": self._deletions.delete,
             "register": self.register,
             "pull": self.pull,
+            "placement": self.placement,
             "models": self.models,
             "model": self.model,
             "nodes": self.nodes,
@@ -147,6 +151,9 @@ class Service:
 
     async def pull(self, request: ctl.Pull) -> ctl.Pulled:
         return await self._pulls.pull(request.digest, request.nodes, waited(request.wait_s))
+
+    async def placement(self, request: ctl.Placement) -> ctl.Placements:
+        return await self._spreading.redo() if request.redo else self._spreading.shown()
 
     async def models(self, request: ctl.Listing) -> ctl.ModelList:
         return listing.models(self._loop.view, request.after)

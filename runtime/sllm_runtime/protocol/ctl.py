@@ -210,6 +210,29 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None = None
 
 
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where models should lie. ``redo``: decide anew, and begin to bring what lacks."""
+
+    redo: bool = False
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that nodes read from a source: the nodes on whose SSDs it is ``wanted``, and those where all of it is.
+    ``popularity``: its starts of late."""
+
+    model: str
+    nbytes: int
+    popularity: float
+    wanted: tuple[str, ...] = ()
+    there: tuple[str, ...] = ()
+
+
+class Placements(msgspec.Struct, frozen=True, kw_only=True):
+    """The most popular first."""
+
+    models: tuple[Placed, ...]
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A node's record with its last report, ``age_s`` seconds old. ``status`` None: never heard in this life."""
 
@@ -332,6 +355,7 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "delete": (Delete, Ok),
     "register": (RegisterModel, Registered),
     "pull": (Pull, Pulled),
+    "placement": (Placement, Placements),
     "models": (Listing, ModelList),
     "model": (ModelRef, ModelInfo),
     "nodes": (Listing, NodeList),

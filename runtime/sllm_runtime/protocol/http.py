@@ -167,6 +167,22 @@ class PullRequest(Frozen):
     nodes: tuple[str, ...] = Field(default=(), max_length=10_000)
 
 
+class PlacedView(Frozen):
+    """A model that nodes read from a source. ``popularity``: its starts, each half as much after every hour."""
+
+    model: str
+    bytes: int
+    popularity: float
+    wanted: tuple[str, ...] = ()
+    there: tuple[str, ...] = ()
+
+
+class PlacementView(Frozen):
+    """``GET /api/v1/placement``, and ``POST`` to decide anew: the most popular models first, at most 1,000."""
+
+    models: tuple[PlacedView, ...]
+
+
 class MigrateRequest(Frozen):
     """``POST /api/v1/instances/{instance}/migrate``. ``to``: a node; empty: the scheduler chooses one."""
 

@@ -118,6 +118,13 @@ class Route(Record, frozen=True, kw_only=True):
     entries: tuple[RouteEntry, ...] = ()
 
 
+class Popularity(Record, frozen=True, kw_only=True):
+    """How often models were started of late. Key ``popularity``."""
+
+    models: dict[str, float] = {}
+    """By digest: starts, each half as much after every hour."""
+
+
 class Term(Record, frozen=True, kw_only=True):
     """The fence. Key ``term``, written once per election; on ``subjects.LEADER`` the leader says who it is."""
 

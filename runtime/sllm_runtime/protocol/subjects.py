@@ -122,6 +122,7 @@ STATE: Final = "sllm_state"
 """One KV bucket holds all records, so that one fence (the ``term`` key) covers every write of the leader."""
 TERM_KEY: Final = "term"
 LEASE_KEY: Final = "lease"
+POPULARITY_KEY: Final = "popularity"
 
 
 def function_key(function: str) -> str:

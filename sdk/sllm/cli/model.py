@@ -14,7 +14,8 @@ from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.cli.lazy import LazyGroup, load_contributed
 from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound
-from sllm_runtime.protocol.http import API, ModelListView, ModelView, NodeDetailView, NodeListView
+from sllm_runtime.protocol.http import API, ModelListView, ModelView, NodeDetailView, NodeListView, PlacementView
+from sllm_runtime.protocol.quantities import show_bytes
 
 if TYPE_CHECKING:
     from sllm.client import Client
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _DIGEST: Final = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
 app = typer.Typer(
     cls=LazyGroup.of(
-        {}, order=("convert", "register", "pull", "list", "describe", "validate", "delete"), prefix="model"
+        {}, order=("convert", "register", "pull", "place", "list", "describe", "validate", "delete"), prefix="model"
     ),
     help="Convert, register and look after models.",
     no_args_is_help=True,
@@ -65,6 +66,32 @@ def pull(
         output.value(view.model_dump(mode="json"))
     else:
         output.text(f"{view.digest}: on the disk of {', '.join(view.nodes)}")
+
+
+@app.command()
+def place(
+    context: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say where they should lie, and do.")] = False,
+    json: Json = False,
+) -> None:
+    """Decide anew on which nodes' SSDs models lie, by how often they are started, and begin to bring what lacks."""
+    with client(context) as connection:
+        found = connection.request("GET" if dry_run else "POST", f"{API}/placement")
+    placed = PlacementView.model_validate(found)
+    if json:
+        output.value(placed.model_dump(mode="json"))
+        return
+    rows = [
+        (
+            each.model[:19],
+            show_bytes(each.bytes),
+            f"{each.popularity:.1f}",
+            ", ".join(each.wanted),
+            ", ".join(each.there),
+        )
+        for each in placed.models
+    ]
+    output.table(("MODEL", "SIZE", "STARTS", "WANTED ON", "LIES ON"), rows, empty="no model is read from a source")
 
 
 def _one(view: ModelView, json: bool) -> None:

@@ -39,6 +39,8 @@ class Learned:
     """By version and where its weights were: what starts took beyond all that is told apart; None: of any version."""
     moves: Mapping[str, Line] = field(default_factory=lambda: _NOTHING)
     """By model: how long calls take to go on elsewhere, by their tokens."""
+    starts: Mapping[Version, int] = field(default_factory=lambda: _NOTHING)
+    """How often each version became ready, in this life of the controller."""
     least: float = WARM_SANDBOX_S
     """No sandbox is expected to take less."""
 
@@ -54,6 +56,13 @@ class Learned:
     def rest_s(self, key: Version, tier: str) -> float:
         """Of a version that never started from there: as others do."""
         return max(self.rest.get((key, tier), self.rest.get((None, tier), 0.0)), 0.0)
+
+    def started(self, key: Version) -> Learned:
+        """With one more start of version ``key``, whatever it took."""
+        kept = {name: count for name, count in self.starts.items() if name != key}
+        while len(kept) >= _MOST:
+            del kept[next(iter(kept))]
+        return replace(self, starts={**kept, key: self.starts.get(key, 0) + 1})
 
     def missed(self, key: Version, tier: str, seconds: float) -> Learned:
         """With one more start that took ``seconds`` more than its parts were expected to."""

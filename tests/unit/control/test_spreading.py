@@ -1,0 +1,113 @@
+"""Models are brought to where they should lie, by how often they are started."""
+
+import pytest
+
+from sllm_runtime.control import popularity
+from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.node import Storage
+from sllm_runtime.protocol.records import Popularity
+from sllm_runtime.protocol.subjects import POPULARITY_KEY
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.control.bench import Bench, controller_of, manifest
+from tests.unit.control.scripted_node import ScriptedNode, digest_of
+
+MIB = 2**20
+SOURCE = "s3://bucket/m"
+MODEL = digest_of(SOURCE)
+
+
+async def started(bench: Bench, *, limit: int = 8 * MIB) -> None:
+    """A function on a model that its node reads from a source has been started once."""
+    bench.node.storage, bench.node.remote = Storage(ssd_limit=limit), (MODEL,)
+    await bench.gateway.deploy(manifest(model=SOURCE, engine=True))
+
+
+def placed(told: ctl.Placements) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    return [(each.model, each.wanted, each.there) for each in told.models]
+
+
+async def test_what_is_started_is_brought_to_every_node_that_takes_it(bench: Bench, nats: Nats) -> None:
+    async with ScriptedNode(await nats.bus("n2"), "n2") as other:
+        other.storage, other.remote = Storage(ssd_limit=8 * MIB), (MODEL,)
+        other.tell()
+        nodes = bench.controller.loop
+        await until(lambda: (n2 := nodes.view.nodes.get("n2")) and n2.status and n2.status.storage, what="it is known")
+        await started(bench)
+        told: ctl.Placements = await bench.gateway.ask("placement", ctl.Placement(redo=True))
+        assert [(each.model, each.wanted) for each in told.models] == [(MODEL, ("n1", "n2"))]
+        assert told.models[0].popularity > 0.9
+
+        async def there() -> bool:
+            told: ctl.Placements = await bench.gateway.ask("placement", ctl.Placement())
+            return placed(told) == [(MODEL, ("n1", "n2"), ("n1", "n2"))]
+
+        await until(there, what="it lies where it should")
+        assert bench.node.kept == other.kept == (MODEL,)
+        assert bench.node.pulls == other.pulls == [MODEL]
+        await bench.gateway.ask("placement", ctl.Placement(redo=True))
+        assert bench.node.pulls == other.pulls == [MODEL], "what is there is not asked for"
+
+
+async def test_a_node_without_room_is_told_so_and_not_asked(bench: Bench) -> None:
+    await started(bench, limit=1000)
+    await bench.gateway.ask("placement", ctl.Placement(redo=True))
+    await until(lambda: bench.node.kept is not None, what="it is told what it keeps")
+    assert (bench.node.kept, bench.node.pulls) == ((), [])
+
+
+async def test_what_a_node_has_for_good_is_not_placed(bench: Bench) -> None:
+    bench.node.storage = Storage(ssd_limit=8 * MIB)
+    await bench.gateway.deploy(manifest(model=SOURCE, engine=True))
+    told: ctl.Placements = await bench.gateway.ask("placement", ctl.Placement(redo=True))
+    assert placed(told) == []
+    assert bench.node.pulls == []
+
+
+async def test_one_that_fails_is_tried_again_the_next_time(bench: Bench) -> None:
+    await started(bench)
+    bench.node.problem = Full("the SSD tier has no room")
+    await bench.gateway.ask("placement", ctl.Placement(redo=True))
+    await until(lambda: bench.node.pulls == [MODEL], what="it is asked for")
+    bench.node.problem = None
+
+    async def again() -> bool:
+        await bench.gateway.ask("placement", ctl.Placement(redo=True))
+        return MODEL in bench.node.copied
+
+    await until(again, what="it is brought")
+
+
+class Full(Unavailable):
+    """An answer, and no silence."""
+
+    code = "pool_exhausted"
+
+
+async def test_the_next_controller_knows_how_popular_models_are(bench: Bench, nats: Nats) -> None:
+    await started(bench)
+    before: ctl.Placements = await bench.gateway.ask("placement", ctl.Placement(redo=True))
+    stored = await bench.stored(POPULARITY_KEY, Popularity)
+    assert stored.models == {MODEL: pytest.approx(before.models[0].popularity)}
+    async with controller_of(nats, "ctl2") as other:
+        await until(lambda: other.loop.view.nodes["n1"].status, what="the node is heard")
+        assert placed(other.service._spreading.shown()) in (
+            [(MODEL, ("n1",), ())],
+            [(MODEL, ("n1",), ("n1",))],
+        )
+
+
+def test_popularity_halves_every_hour_and_is_forgotten_at_last() -> None:
+    once = popularity.after({}, {"a": 8.0, "b": 1.0}, 60.0)
+    assert once == {"a": 8.0, "b": 1.0}
+    assert popularity.after(once, {"b": 1.0}, popularity.HALF_LIFE_S) == {"a": 4.0, "b": 1.5}
+    assert popularity.after(once, {}, 8 * popularity.HALF_LIFE_S) == {"a": pytest.approx(8 / 256)}
+    assert popularity.after(once, {}, 100 * popularity.HALF_LIFE_S) == {}
+
+
+def test_only_as_many_as_a_record_takes_are_remembered() -> None:
+    many = {f"m{number:05}": float(1 + number) for number in range(popularity.MOST + 10)}
+    kept = popularity.after(many, {}, 0.0)
+    assert len(kept) == popularity.MOST
+    assert min(kept.values()) == 11.0
