@@ -1,8 +1,9 @@
 """``python -m benchmarks.engine``: our engine beside transformers on the same weights.
 
 ``decode_*``: a batch of equal prompts of 64 tokens to its last token, tokens a second of output; exact mode beside the
-fast one, transformers' generate and its continuous batching, and what memory bandwidth would allow. ``prefill_*``: one
-prompt of 1,024 tokens to its first token. ``large``: exact mode against the fast one with 0.5 G parameters.
+fast one, transformers' generate and its continuous batching, llama.cpp, and what memory bandwidth would allow.
+``prefill_*``: one prompt of 1,024 tokens to its first token. ``large``: exact mode against the fast one with 0.5 G
+parameters.
 ``poisson``: requests of mixed lengths at random times, and static batches. ``while_loading``: the first token of a
 model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in DRAM. ``stages_*``: layers in several
 processes (``engine_stages``). One thread, as an instance with ``cpu=1`` has. Greedy; the tokens of all systems are
@@ -21,6 +22,7 @@ import torch
 
 from benchmarks import engine_decode, engine_large, engine_loading, engine_poisson, engine_stages
 from benchmarks.engine_models import DTYPES, Demo
+from benchmarks.engine_peers import ABSENT
 from benchmarks.runner import Run, main
 
 CASES: Final = (
@@ -35,10 +37,6 @@ _ALONE: Final = {
     "large": engine_large.measure,
     "while_loading": engine_loading.while_loading,
     "start": engine_loading.start,
-}
-ABSENT: Final = {
-    "vllm": "its CPU build needs a torch of its own (2 GB) and minutes of warm-up: not in the peers' environment",
-    "llama.cpp": "it comes as source alone, whose build had not ended after ten minutes on two busy cores",
 }
 
 

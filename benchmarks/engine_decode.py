@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,8 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.engine_models import Demo, asked, outputs, prompts
+from benchmarks.engine_peers import Answer, Peer, llama
+from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, ratio
 from benchmarks.runner import Run
 
@@ -34,7 +37,8 @@ def measure(run: Run, name: str, demo: Demo) -> None:
         case = f"decode_{name}_b{batch}"
         with run.attempt(case, "tokens/s"):
             given = prompts(batch, PROMPT, demo.known.decoder.vocabulary)
-            _compare(run, case, demo, given, tokens)
+            with llama(run, case, name, batch, PROMPT + tokens) as peers:
+                _compare(run, case, demo, given, tokens, peers)
             if batch in AIMS:
                 _aim(run, case, "sllm", GENERATE, AIMS[batch])
             _aim(run, case, "sllm", "sllm fast", None)
@@ -45,11 +49,12 @@ def prefill(run: Run, name: str, demo: Demo) -> None:
     case = f"prefill_{name}"
     with run.attempt(case, "tokens/s"):
         given = prompts(1, LONG, demo.known.decoder.vocabulary)
-        _alternate(run, case, demo, given, 1, LONG)
+        with llama(run, case, name, 1, LONG) as peers:
+            _alternate(run, case, demo, given, 1, LONG, peers)
 
 
-def _compare(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], tokens: int) -> None:
-    reference = _alternate(run, case, demo, given, tokens, len(given) * tokens)
+def _compare(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], tokens: int, peers: Sequence[Peer]) -> None:
+    reference = _alternate(run, case, demo, given, tokens, len(given) * tokens, peers)
     if not run.quick or len(given) == BATCHES[-1]:
         _continuous(run, case, demo, given, reference)
     limit = run.case(case, LIMIT, "tokens/s")
@@ -57,28 +62,69 @@ def _compare(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], toke
     limit.samples += [round(len(given) * each / demo.nbytes, 1) for each in _rates(demo.nbytes, run.rounds)]
 
 
-def _alternate(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], tokens: int, counted: int) -> Outputs:
-    """Ours, exact and fast, and generate in turn, ``counted`` tokens each time; ours' outputs."""
+def _alternate(
+    run: Run,
+    case: str,
+    demo: Demo,
+    given: list[tuple[int, ...]],
+    tokens: int,
+    counted: int,
+    peers: Sequence[Peer],
+) -> Outputs:
+    """Ours, exact and fast, generate and ``peers`` in turn, ``counted`` tokens each time; ours' outputs."""
     settings = _settings(tokens)
-    ways: dict[str, Callable[[], Outputs]] = {
-        "sllm": lambda: _ours(demo, given, tokens, exact=True),
-        "sllm fast": lambda: _ours(demo, given, tokens, exact=False),
-        GENERATE: lambda: _generate(demo, given, settings),
+    ways: dict[str, Callable[[], Answer]] = {
+        "sllm": partial(_timed, lambda: _ours(demo, given, tokens, exact=True)),
+        "sllm fast": partial(_timed, lambda: _ours(demo, given, tokens, exact=False)),
+        GENERATE: partial(_timed, lambda: _generate(demo, given, settings)),
     }
-    reference: Outputs | None = None
+    reference: Outputs = {}
     for number in range(-1, run.rounds):
         for system, way in ways.items():
-            cpu, began = time.process_time(), time.perf_counter()
             found = way()
-            took, used = time.perf_counter() - began, time.process_time() - cpu
             if number < 0:
-                reference = reference or found
-                for at, prompt in enumerate(given):
-                    demo.same(prompt, reference[at], found[at])
-                continue
-            _take(run.case(case, system, "tokens/s"), counted / took, used)
-    assert reference is not None
+                reference = reference or found.outputs
+                _same(demo, given, reference, found.outputs)
+            else:
+                _take(run.case(case, system, "tokens/s"), counted / found.seconds, found.cpu_s)
+        for peer in peers:
+            _ask(run.case(case, peer.name, "tokens/s"), peer, demo, given, tokens, counted, reference, number)
     return reference
+
+
+def _timed(way: Callable[[], Outputs]) -> Answer:
+    cpu, began = time.process_time(), time.perf_counter()
+    found = way()
+    return Answer(time.perf_counter() - began, time.process_time() - cpu, found)
+
+
+def _ask(
+    made: Case,
+    peer: Peer,
+    demo: Demo,
+    given: list[tuple[int, ...]],
+    tokens: int,
+    counted: int,
+    reference: Outputs,
+    number: int,
+) -> None:
+    """One round of a peer; the first, ``number`` -1, is not counted. What it fails for is a result."""
+    if made.not_run:
+        return
+    try:
+        found = peer.ask(given, tokens)
+        if number < 0:
+            _same(demo, given, reference, found.outputs, rounded=True)
+        else:
+            _take(made, counted / found.seconds, found.cpu_s)
+    except ProgramFailed as error:
+        made.samples.clear()
+        made.not_run = str(error)[:300]
+
+
+def _same(demo: Demo, given: list[tuple[int, ...]], ours: Outputs, theirs: Outputs, *, rounded: bool = False) -> None:
+    for at, prompt in enumerate(given):
+        demo.same(prompt, ours[at], theirs[at], rounded=rounded)
 
 
 def _settings(tokens: int) -> Any:

@@ -121,6 +121,7 @@ def main(
         record.write(Path(options.json))
     else:
         show(record)
+        sys.stderr.write("no record written; --json FILE\n")
         if not options.quick:
             for path in write_charts(record.document(), machine.name()):
                 sys.stderr.write(f"chart: {path}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from benchmarks import gguf_model
+from benchmarks.cold_cases import MODEL
 from benchmarks.engine_models import Demo, converted, prompts, write_synthetic
 from benchmarks.engine_poisson import workload
 from benchmarks.load_model import Shape
 from benchmarks.programs import ProgramFailed
 from sllm_loaderd.convert.directory import convert_directory
-from sllm_runtime.worker.tensors import TypedTensors
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, decode_index, partition_name
+from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 from tests.fixtures.families import family
 
 
@@ -42,6 +46,20 @@ def test_the_demo_models_tensors_are_those_of_the_file() -> None:
     assert bool(tensors["model.norm.weight"].isfinite().all())
 
 
+def test_llama_cpp_gets_the_demo_models_weights(tmp_path: Path) -> None:
+    """Read back by our own converter of such files, which turns Q and K back as well."""
+    (tmp_path / "gguf").mkdir()
+    gguf_model.write(MODEL, tmp_path / "gguf" / "model.gguf", "bf16")
+    convert_directory(tmp_path / "gguf", tmp_path / "ck")
+    index = decode_index((tmp_path / "ck" / INDEX_NAME).read_bytes())
+    data = (tmp_path / "ck" / partition_name(0)).read_bytes()
+    made = TypedTensors(CheckpointTensors(index, (ctypes.c_ubyte * len(data)).from_buffer_copy(data)), torch.bfloat16)
+    model = TypedTensors(converted(), torch.bfloat16)
+    for name in made.shapes:
+        assert torch.equal(made[name], model[name]), name
+    assert made.shapes.keys() == model.shapes.keys()
+
+
 def test_outputs_that_rounding_does_not_explain_are_an_error() -> None:
     exact, rounded = (
         Demo(dtype, family("llama"), cast(Any, SimpleNamespace()), cast(Any, None))
@@ -52,6 +70,9 @@ def test_outputs_that_rounding_does_not_explain_are_an_error() -> None:
         row = family("llama")(input_ids=torch.tensor([prompt])).logits[0, -1]
     best, worst = int(row.argmax()), int(row.argmin())
     exact.same(prompt, (best, 5), (best, 5))
+    exact.same(prompt, (best,), (best,), rounded=True)
+    with pytest.raises(ProgramFailed):
+        exact.same(prompt, (best,), (worst,), rounded=True)
     for demo, theirs in ((exact, (worst,)), (rounded, (worst,)), (rounded, ()), (exact, ())):
         with pytest.raises(ProgramFailed):
             demo.same(prompt, (best,), theirs)

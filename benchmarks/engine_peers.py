@@ -1,0 +1,73 @@
+"""Peers of ``engine`` that run in the peers' environment: a child that is handed prompts as ids and hands ids back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks import gguf_model
+from benchmarks.cold_cases import MODEL
+from benchmarks.programs import PEER_ENVIRONMENT, PEERS, Program, ProgramFailed, peers_missing
+from benchmarks.runner import Run
+
+LLAMA: Final = "llama.cpp"
+ABSENT: Final = {
+    "vllm": "its CPU build needs another transformers than the other peers, and some 200 packages beside it",
+}
+_READY_S: Final = 60.0
+_ANSWER_S: Final = 300.0
+_SPARE: Final = 128
+"""Tokens of context beyond those that are asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of all prompts together. ``seconds`` and ``cpu_s`` are the peer's own count, without the way to it."""
+
+    seconds: float
+    cpu_s: float
+    outputs: dict[int, tuple[int, ...]]
+
+
+class Peer:
+    """One that runs. It has ended for good when ``ask`` raises ``ProgramFailed``."""
+
+    def __init__(self, name: str, program: Program) -> None:
+        self.name = name
+        self._program = program
+
+    def ask(self, prompts: list[tuple[int, ...]], tokens: int) -> Answer:
+        """Exactly ``tokens`` greedy ids for each prompt."""
+        self._program.say({"prompts": prompts, "tokens": tokens})
+        told = self._program.hear(_ANSWER_S)
+        return Answer(told["seconds"], told["cpu_s"], dict(enumerate(map(tuple, told["outputs"]))))
+
+
+@contextlib.contextmanager
+def llama(run: Run, case: str, dtype: str, batch: int, length: int) -> Iterator[list[Peer]]:
+    """llama.cpp with the demo model in ``dtype``, ``batch`` sequences of ``length`` tokens at once; nobody, and the
+    reason in the record, where it cannot run."""
+    made = run.case(case, LLAMA, "tokens/s")
+    if why := peers_missing():
+        made.not_run = why
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="bl-") as name, contextlib.ExitStack() as stack:
+        file = Path(name) / "model.gguf"
+        gguf_model.write(MODEL, file, dtype)
+        order = {"file": str(file), "slots": batch, "context": length + _SPARE}
+        argv = (str(PEERS / "python"), str(Path(__file__).parent / "peers" / "llama_cpp.py"), json.dumps(order))
+        peer = stack.enter_context(Program(argv, Path(name) / "log", env=PEER_ENVIRONMENT))
+        try:
+            peer.hear(_READY_S)
+        except ProgramFailed as error:
+            made.not_run = str(error)[:300]
+            yield []
+            return
+        made.notes = "its wheel's kernels are AVX2's; KV in float16, as it has it by itself"
+        yield [Peer(LLAMA, peer)]
