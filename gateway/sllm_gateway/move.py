@@ -16,11 +16,23 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import FEED_IDS
+from sllm_runtime.protocol.records import RouteEntry
 
 GAP: Final = 2
-"""Tokens (or outputs) that the destination may be behind when the source stops."""
+"""Tokens (or outputs) that the destination may be behind when the source stops, where a round costs a prefill. Where it
+is fed a round costs a step, and it is to be level: late by less than one token, so that the pause is less than two."""
 ROUNDS: Final = 5
 """Times the destination is told what it lacks; then the source stops, however far behind it is."""
+
+
+def leaving(entries: Sequence[RouteEntry]) -> dict[str, RouteEntry]:
+    """Where the calls of an instance are to go, by its name: to one that computes the same bits."""
+    known = {entry.instance: entry for entry in entries}
+    return {
+        entry.instance: known[entry.moves_to]
+        for entry in entries
+        if entry.moves_to in known and known[entry.moves_to].fingerprint == entry.fingerprint
+    }
 
 
 class Move:
@@ -67,9 +79,14 @@ class Move:
         return max(*behind, self._kept.delivered - self._outputs, 0) if behind else self._kept.delivered - self._outputs
 
     @property
+    def near(self) -> bool:
+        """Whether the destination is as little behind as rounds are for."""
+        return self.gap <= (0 if self.feeds else GAP)
+
+    @property
     def ready(self) -> bool:
         """Whether the source may stop: little is missing, or no further round would help."""
-        return self.computed and not self._kept.half and (self.gap <= GAP or self.round >= ROUNDS or self._ended)
+        return self.computed and not self._kept.half and (self.near or self.round >= ROUNDS or self._ended)
 
     @property
     def over(self) -> bool:

@@ -15,7 +15,7 @@ from sllm_gateway.call import Call
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Incoming, Link
 from sllm_gateway.metrics import Metrics
-from sllm_gateway.move import GAP, Move
+from sllm_gateway.move import Move, leaving
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.table import Version
 from sllm_runtime.platform.owned import Tasks
@@ -63,32 +63,26 @@ class Moves:
 
     def on_version(self, version: Version) -> None:
         """Its route has changed, or it was removed."""
-        entries = {entry.instance: entry for entry in version.route.entries}
-        leaving = {
-            name: entries[entry.moves_to]
-            for name, entry in entries.items()
-            if entry.moves_to in entries and entries[entry.moves_to].fingerprint == entry.fingerprint
-        }
         self._leaving.pop(version.key, None)
-        if leaving and not version.removed:
-            self._leaving[version.key] = leaving
+        if not version.removed and (found := leaving(version.route.entries)):
+            self._leaving[version.key] = found
 
     def tick(self, now: float) -> None:
         """Begin what should move, look after what moves."""
         for call in list(self._moving.values()):
             self._tend(call, now)
-        for key, leaving in self._leaving.items():
+        for key, where in self._leaving.items():
             for call in list(self._calls.values()):
                 if call.version.key == key:
-                    self._consider(call, leaving, now)
+                    self._consider(call, where, now)
 
-    def _consider(self, call: Call, leaving: dict[str, RouteEntry], now: float) -> None:
+    def _consider(self, call: Call, where: dict[str, RouteEntry], now: float) -> None:
         source = call.binding
         if call.over or call.stays or call.move is not None or now < call.move_after:
             return
         if call.resumption is None or source is None:
             return
-        entry = leaving.get(source.instance)
+        entry = where.get(source.instance)
         if entry is not None and source.accepted and not source.cancelled:
             if not source.following:
                 self._link.send_all(source.node, source.follow(now))
@@ -164,7 +158,7 @@ class Moves:
         """Switch, or tell the destination what it lacks."""
         if move.ready:
             self._switch(call, move, now)
-        elif move.feeds is None or not move.computed or move.gap <= GAP:
+        elif move.feeds is None or not move.computed or move.near:
             return
         elif move.feeds:
             self._link.send_all(move.binding.node, move.feed())

@@ -142,18 +142,19 @@ class Call:
 
 
 class IdRecorder:
-    """Sends the ids of one ``generate`` in small groups, of a call that moves at once; without credit they wait for
-    the next ones."""
+    """Sends the ids of one ``generate`` in small groups, of a call that moves at once but for the ``told`` ones that it
+    begins with; without credit they wait for the next ones."""
 
-    def __init__(self, call: Call, generation: int) -> None:
-        self._call, self._generation = call, generation
+    def __init__(self, call: Call, generation: int, told: int = 0) -> None:
+        self._call, self._generation, self._told = call, generation, told
         self._first = 0
         self._ids: list[int] = []
 
     def add(self, ids: tuple[int, ...], *, last: bool) -> None:
         """``ids`` were drawn."""
         self._ids.extend(ids)
-        due = last or self._call.following or len(self._ids) >= _IDS_TOGETHER
+        at_once = self._call.following and self._first + len(self._ids) >= self._told
+        due = last or at_once or len(self._ids) >= _IDS_TOGETHER
         if self._ids and due and self._call.record(self._generation, self._first, tuple(self._ids)):
             self._first += len(self._ids)
             self._ids.clear()

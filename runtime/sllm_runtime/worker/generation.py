@@ -9,7 +9,8 @@ from dataclasses import replace
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.worker.call import IdRecorder, current
 from sllm_runtime.worker.engine.base import Request
-from sllm_runtime.worker.engine.loop import EngineLoop, Piece, Sink
+from sllm_runtime.worker.engine.loop import EngineLoop
+from sllm_runtime.worker.engine.sinks import Piece, Sink
 from sllm_runtime.worker.engine.text import Decoder
 from sllm_runtime.worker.outgoing import CallEnded
 
@@ -33,7 +34,7 @@ class Generation:
             emitted = self._call.fed.known(number)
             # Ids that a resume takes as they are have no probabilities: where those are asked for, all is drawn again.
             if self._call.resumable and request.sampling.logprobs is None:
-                self._recorder = IdRecorder(self._call, number)
+                self._recorder = IdRecorder(self._call, number, len(emitted))
             seed = request.sampling.seed
             seed = self._call.head.seed + number if seed is None else seed
             request = replace(request, emitted=emitted, sampling=replace(request.sampling, seed=seed))

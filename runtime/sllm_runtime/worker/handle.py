@@ -12,7 +12,8 @@ from sllm_runtime.protocol.errors import FunctionError, SllmError
 from sllm_runtime.worker import prompts
 from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.engine.base import Request
-from sllm_runtime.worker.engine.loop import AsyncSink, EngineLoop, Mailbox, ThreadSink
+from sllm_runtime.worker.engine.loop import EngineLoop
+from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, ThreadSink
 from sllm_runtime.worker.generation import Generation
 from sllm_runtime.worker.tokens import Tokens
 

@@ -30,7 +30,7 @@ from sllm_runtime.protocol.manifest import TARGET_ATTRIBUTE, Manifest
 from sllm_runtime.worker import handler
 from sllm_runtime.worker.arriving import Report, Weights
 from sllm_runtime.worker.calls import described
-from sllm_runtime.worker.engine.loop import Mailbox
+from sllm_runtime.worker.engine.sinks import Mailbox
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.model import load_model
 from sllm_runtime.worker.values import encode

@@ -40,7 +40,7 @@ from sllm_runtime.protocol.worker import (
 from sllm_runtime.worker import isolation
 from sllm_runtime.worker.calls import Calls
 from sllm_runtime.worker.console import Console
-from sllm_runtime.worker.engine.loop import Mailbox
+from sllm_runtime.worker.engine.sinks import Mailbox
 from sllm_runtime.worker.openai import answer
 from sllm_runtime.worker.sender import Sender
 from sllm_runtime.worker.start import Stages, Started, start

@@ -25,7 +25,8 @@ from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.call import Call
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.engine.base import Request, Sampling
-from sllm_runtime.worker.engine.loop import AsyncSink, EngineLoop, Mailbox, Piece
+from sllm_runtime.worker.engine.loop import EngineLoop
+from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, Piece
 from sllm_runtime.worker.generation import Generation
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.prompts import Rules

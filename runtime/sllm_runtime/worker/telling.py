@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sllm_runtime.protocol.frames import Delta, FinishReason, TokenLogprob, ToolDelta
 from sllm_runtime.worker.engine.base import TokenChoice
-from sllm_runtime.worker.engine.loop import Piece
+from sllm_runtime.worker.engine.sinks import Piece
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
 from sllm_runtime.worker.tools.reader import CallReader
 

@@ -120,6 +120,22 @@ def test_it_is_ready_when_little_is_missing_or_after_the_last_round() -> None:
     assert moves[0].ready
 
 
+def test_one_that_is_fed_is_level_when_the_source_stops() -> None:
+    kept = Resumption()
+    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
+    kept.take(frames_of(answer, upto=4))
+    kept.watch()
+    moves = [move_of(kept, number) for number in (1, ROUNDS)]
+    kept.take(frames_of(answer, upto=6)[8:])
+    for move in moves:
+        move.feeds = True
+        move.take(frames_of(answer, delivered=4, upto=5))
+        assert (move.computed, move.gap, move.near) == (True, 1, False)
+    assert [move.ready for move in moves] == [False, True]
+    moves[0].take(frames_of(answer, delivered=4, upto=6)[6:])
+    assert (moves[0].gap, moves[0].ready) == (0, True)
+
+
 def test_a_round_feeds_what_is_missing() -> None:
     kept = Resumption()
     answer: list[Step] = [(number % 2, (number, number), [b"x"]) for number in range(10)]

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from sllm_runtime.protocol.errors import Cancelled, ContextLengthExceeded, FunctionError, InvalidRequest, Unavailable
 from sllm_runtime.worker.engine.admission import end_ids, max_context
 from sllm_runtime.worker.engine.base import Event, Request, Sampling
-from sllm_runtime.worker.engine.loop import AsyncSink, EngineLoop, Mailbox, ThreadSink
+from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.sampling import choose
+from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, ThreadSink
 from sllm_runtime.worker.engine.text import Detokenizer, StopMatcher
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.models import BUILDERS

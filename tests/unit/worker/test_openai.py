@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.worker import FeedCall
 from sllm_runtime.worker.prompts import options
 from tests.unit.worker.harness import Answer, Worker, Zygote, bundle_of, manifest
 
@@ -275,6 +276,30 @@ def test_a_stream_goes_on_where_its_reader_has_it(served: Worker, count: int) ->
         assert resumed.end is not None
         assert resumed.end.error is None
         assert resumed.deltas == whole.deltas[delivered:]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_running_call_takes_ids_that_it_had_elsewhere(served: Worker, count: int) -> None:
+    """Whenever they come, in any order: its text, its finish and its usage are the same, and its ids are told once."""
+    asked = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True, "n": count, "stop": ["zzzz"]}
+    whole = completion(served, **asked)
+    drawn: dict[int, tuple[int, ...]] = {}
+    for part in whole.ids:
+        drawn[part.generation] = drawn.get(part.generation, ()) + part.ids
+    number = served.call({"model": "m", "prompt": "def f", **asked}, kind="completion", follow=True)
+    for first, upto in ((0, 5), (9, 12), (3, 20), (3, 20), (0, 60), (50, 60)):
+        for generation, ids in drawn.items():
+            served.send(FeedCall(number, generation, first, ids[first:upto]))
+    fed = served.finish(number)
+    assert fed.deltas == whole.deltas
+    told: dict[int, tuple[int, ...]] = {}
+    for part in fed.ids:
+        assert part.first == len(told.get(part.generation, ()))
+        told[part.generation] = told.get(part.generation, ()) + part.ids
+    assert told == drawn
+    assert fed.end is not None
+    assert whole.end is not None
+    assert fed.end.usage == whole.end.usage
 
 
 def test_more_choices_than_are_told_at_once(served: Worker) -> None:

@@ -20,7 +20,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.worker.engine.base import Engine
 from sllm_runtime.worker.engine.choice import Settings, choose_engine
-from sllm_runtime.worker.engine.loop import EngineLoop, ThreadSink
+from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.batch import Batches
 from sllm_runtime.worker.engine.ours.engine import OurEngine
@@ -30,6 +30,7 @@ from sllm_runtime.worker.engine.ours.numerics import EXACT, FAST, LEVELS
 from sllm_runtime.worker.engine.ours.scheduler import Chunk
 from sllm_runtime.worker.engine.ours.scheduler import Sequence as Running
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
+from sllm_runtime.worker.engine.sinks import ThreadSink
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.families import family
 from tests.fixtures.models import BUILDERS

@@ -17,12 +17,13 @@ import torch
 
 from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError, StartFailed, Unavailable
 from sllm_runtime.worker.engine.base import Request
-from sllm_runtime.worker.engine.loop import EngineLoop, ThreadSink
+from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.ours.edge import Edges, dtype_name
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.scheduler import Limits
+from sllm_runtime.worker.engine.sinks import ThreadSink
 from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S
 from tests.fixtures.nursery import Nursery, kill
 from tests.fixtures.suspended import suspend
