@@ -66,6 +66,8 @@ def bring(uri: str, staging: Path, cache: Path, known: str, *, direct: bool = Fa
             return ChildOutcome("", fingerprint)
         remote = source.local() is None
         entries = source.entries() if remote or direct else []
+        if remote:
+            _say(ChildProgress("fetch", 0, sum(entry.nbytes for entry in entries)))
         converted = any(entry.name == INDEX_NAME for entry in entries)
         if remote and converted:
             digest = take_index(source, entries, staging, _named(uri))

@@ -19,7 +19,7 @@ from sllm_loaderd.held import Held
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.sources.directory import DirectorySource
 from sllm_loaderd.store import ModelStore
-from sllm_runtime.protocol.errors import InternalError, SllmError
+from sllm_runtime.protocol.errors import InternalError, SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NOW
 
@@ -52,9 +52,10 @@ _Key = tuple[str, bool]
 class Registrations:
     """Owns the conversions that run. ``close`` ends them."""
 
-    def __init__(self, store: ModelStore, at_once: int, held: Held) -> None:
+    def __init__(self, store: ModelStore, at_once: int, held: Held, listing_s: float) -> None:
         self._store = store
         self._held = held
+        self._listing_s = listing_s
         self._slots = asyncio.Semaphore(at_once)
         self._running: dict[_Key, _Registration] = {}
         self._later: dict[str, asyncio.Task[None]] = {}
@@ -181,12 +182,26 @@ class Registrations:
         finally:
             await _end(process)
 
+    async def _first_word(self, uri: str, said: asyncio.StreamReader) -> bytes:
+        """The child's first line, which a remote source's has once its objects are listed: from then on each request
+        is bounded by itself. Others wait for this one's slot. Raises ``Unavailable``."""
+        try:
+            async with asyncio.timeout(self._listing_s if _is_remote(uri) else None):
+                return await said.readline()
+        except TimeoutError as error:
+            raise Unavailable(
+                f"{uri} did not say within {self._listing_s:g} s what it has; check the network and the server, and"
+                " register it again",
+                field="model",
+            ) from error
+
     async def _listen(
         self, uri: str, process: asyncio.subprocess.Process, report: Callable[[ChildProgress], None]
     ) -> ChildOutcome:
         if process.stdout is None:
             raise InternalError("the conversion has no output")
-        while line := await process.stdout.readline():
+        line = await self._first_word(uri, process.stdout)
+        while line:
             message = _DECODER.decode(line)
             if isinstance(message, ChildOutcome | ChildError):
                 with contextlib.suppress(TimeoutError):  # it has said all; what is left of it is ended anyway
@@ -195,11 +210,17 @@ class Registrations:
                     raise message.error.to_error()
                 return message
             report(message)
+            line = await process.stdout.readline()
         code = await process.wait()
         raise InternalError(
             f"the conversion of {uri} ended with status {code} and no result; if it was killed, memory was short",
             stage="convert",
         )
+
+
+def _is_remote(uri: str) -> bool:
+    """Whether it is a server's to answer."""
+    return "://" in uri and not uri.startswith("file://")
 
 
 _DECODER = msgspec.json.Decoder(ChildMessage)

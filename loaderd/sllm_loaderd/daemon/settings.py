@@ -59,6 +59,8 @@ class LoaderSettings(Settings):
     """When safetensors are converted, unless a registration says it. The same on all nodes of a cluster."""
     conversions: int = Field(1, ge=1, le=16)
     """Conversions at a time; others wait."""
+    listing_timeout: float = Field(120.0, gt=0)
+    """Seconds within which a remote source says what it has, when a model is registered."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -68,8 +70,8 @@ class LoaderSettings(Settings):
 
 _FLAGS = (
     "node", "data", "socket", "chunk_bytes", "pool_bytes", "prefault_bytes", "huge_pages", "ssd_bytes", "peer_listen",
-    "io_threads", "remote_threads", "convert", "conversions", "bulk", "direct", "pinned", "overlap", "integrity",
-    "fake_devices", "cuda_devices",
+    "io_threads", "remote_threads", "convert", "conversions", "listing_timeout", "bulk", "direct", "pinned", "overlap",
+    "integrity", "fake_devices", "cuda_devices",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 from sllm_loaderd.files import is_small_file
 from sllm_loaderd.sources import Entry
+from sllm_loaderd.sources.attempts import RemoteLimits
 from sllm_loaderd.sources.remote import Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
 from sllm_runtime.protocol.errors import (
@@ -90,7 +91,11 @@ class HubSource:
         from huggingface_hub import HfApi
 
         if self._listed is None:
-            info = self._call(lambda: HfApi().model_info(self._name, revision=self._revision, files_metadata=True))
+            info = self._call(
+                lambda: HfApi().model_info(
+                    self._name, revision=self._revision, files_metadata=True, timeout=RemoteLimits().stall_s
+                )
+            )
             files = [Entry(s.rfilename, s.size or 0, s.blob_id or "") for s in info.siblings or []]
             entries = sorted((entry for entry in files if _wanted(entry.name)), key=lambda entry: entry.name)
             self._listed = (info.sha or self._revision, entries)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,24 @@ def test_a_file_that_changes_while_it_is_read(model: StoredModel, harm: str, wor
         again = node.wish(model, device=0)
         node.until(lambda: again.ended)
         assert again.ended == [None]
+
+
+async def test_a_source_that_says_nothing_holds_up_no_other_for_long(tmp_path: Path) -> None:
+    """Its server takes the connection and no more; one model at a time is registered."""
+    numbers_model(tmp_path / "here")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}/slow"
+        async with loaderd(tmp_path, conversions=1, listing_timeout=1) as daemon, asyncio.TaskGroup() as tasks:
+            hangs = tasks.create_task(_refusal(daemon, uri))
+            waits = tasks.create_task(daemon.control.register(str(tmp_path / "here")))
+            assert uri in (await hangs).message
+            assert (await waits).model in (await daemon.control.status()).models
+
+
+async def _refusal(daemon: LoaderProcess, uri: str) -> SllmError:
+    with pytest.raises(Unavailable) as caught:
+        await daemon.control.register(uri)
+    return caught.value
 
 
 HARMS: dict[str, type[SllmError]] = {"gone": ModelNotFound, "changed": Conflict, "longer": Conflict}
