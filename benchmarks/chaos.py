@@ -103,13 +103,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, and with which faults. ``least``: faults that are to meet a call, however long that takes."""
+    """How long, and with which faults. ``least`` in all and ``least_of_each`` kind are to meet a call, however long
+    that takes."""
 
     seed: int
     seconds: float
     least: int = LEAST_IN_ALL
+    least_of_each: int = 0
     longest_s: float = STOPPED_S[1]
     cluster: bool = False
+
+    def enough(self, met: Counter[str]) -> bool:
+        """Whether so many have."""
+        return met.total() >= self.least and all(met[str(kind)] >= self.least_of_each for kind in KINDS)
 
 
 def measure(run: Run, cases: Sequence[str]) -> None:
@@ -118,7 +124,8 @@ def measure(run: Run, cases: Sequence[str]) -> None:
     run.settings.update(minutes=minutes, callers=CALLERS, tokens=TOKENS, nodes=2, gateways=2, controllers=2)
     for case in cases:
         with run.attempt(case), tempfile.TemporaryDirectory(prefix="bx-", ignore_cleanup_errors=True) as name:
-            plan = Plan(int(run.settings["seed"]), 60.0 * minutes, cluster=case == "cluster")
+            each, cluster = 0 if run.quick else LEAST_OF_EACH, case == "cluster"
+            plan = Plan(int(run.settings["seed"]), 60.0 * minutes, least_of_each=each, cluster=cluster)
             judge(run, wreck(run, Path(name), plan), case)
 
 
@@ -153,7 +160,7 @@ def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
 def _strike_on(run: Run, place: Field, callers: Callers, plan: Plan, outcome: Outcome) -> None:
     """One fault after the other, until the time is over and enough of them met a call."""
     faults, until = schedule(plan.seed, plan.longest_s), time.monotonic() + plan.seconds
-    while time.monotonic() < until or outcome.met().total() < plan.least:
+    while time.monotonic() < until or not plan.enough(outcome.met()):
         fault = next(faults)
         time.sleep(fault.gap_s)
         victim = place.victim(fault)
@@ -199,7 +206,7 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
         found.samples = [round(gap * 1e3, 1) for gap in outcome.gaps(kind)]
         found.extra = {"met": met[kind]} | ({"p99": percentile(found.samples, 99)} if found.samples else {})
         whole.samples += found.samples
-    enough = met.total() >= LEAST_IN_ALL if run.quick else all(met[str(kind)] >= LEAST_OF_EACH for kind in KINDS)
+    enough = Plan(0, 0.0, least_of_each=0 if run.quick else LEAST_OF_EACH).enough(met)
     figures = {
         "calls lost": len(outcome.lost()),
         "tokens lost": sums.lost,
