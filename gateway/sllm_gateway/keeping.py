@@ -4,9 +4,10 @@ their journal by whoever names them."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,6 +21,7 @@ from sllm_gateway.journal import CLAIMED_S, Journal, digest, kept_s
 from sllm_gateway.replay import After, body_of
 from sllm_gateway.replay import stream_of as encoder_of
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.calls import READING_S, CallOrder, Journaled, KeyClaim, Reading
 from sllm_runtime.protocol.errors import CallNotFound, Cancelled, InvalidRequest, JournalExpired, SllmError, Unavailable
@@ -132,9 +134,9 @@ class Keeping:
         await self._writer.write(source, receive, send, headers=headers, failed=failed)
 
     async def _read(self, order: CallOrder, after: After, at_once: bool) -> AsyncGenerator[bytes, None]:
-        journaled, past, said = Journaled(), False, -READING_S
+        journaled, past = Journaled(), False
         waiting: list[bytes] = []
-        async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
+        async with self._told(order), aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
             async for entry in entries:
                 if entry is None:
                     past = True
@@ -145,9 +147,6 @@ class Keeping:
                     if not journaled.exact:
                         after.inexact()
                     waiting.append(after.frames(frames))
-                if self._clock() - said > READING_S:
-                    said = self._clock()
-                    self._bus.publish_now(subjects.READING, Reading(call=order.call))
                 if past and (any(waiting) or entry is None) and waiting:
                     yield b"".join(waiting)
                     waiting.clear()
@@ -175,7 +174,7 @@ class Keeping:
     async def collect(self, order: CallOrder) -> tuple[Journaled, list[Frame]]:
         """All that is written of it, and its answer's frames, once it has ended."""
         journaled, frames, past = Journaled(), list[Frame](), False
-        async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
+        async with self._told(order), aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
             async for entry in entries:
                 if entry is None:
                     past = True
@@ -185,6 +184,21 @@ class Keeping:
                 if past and journaled.ended is not None:
                     break
         return journaled, frames
+
+    @asynccontextmanager
+    async def _told(self, order: CallOrder) -> AsyncGenerator[None, None]:
+        """Inside, the gateway that has the call knows that somebody reads it, also while nothing comes of it."""
+        telling = asyncio.create_task(self._tell(order.call))
+        try:
+            yield
+        finally:
+            await end({telling})
+
+    async def _tell(self, call: str) -> None:
+        while True:
+            with contextlib.suppress(Unavailable):
+                self._bus.publish_now(subjects.READING, Reading(call=call))
+            await asyncio.sleep(READING_S)
 
 
 def require_kept(journaled: Journaled) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
+from sllm_gateway import keeping
 from sllm_gateway.app import running
 from sllm_gateway.server import listen, make_server
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol.calls import Reading
 from sllm_runtime.protocol.frames import FrameKind, Ids, Usage
 from tests.fixtures.nats import GATEWAY_2, Nats
 from tests.fixtures.waiting import until
@@ -232,6 +234,26 @@ async def test_nobody_reads_it_any_more(nats: Nats) -> None:
         await until(left.cancelled.is_set, what="the one with a key is ended")
         gate.opened.set()
         assert (await reaches(w.http, durable, "SUCCEEDED"))["result"] == [0, 1]
+
+
+@pytest.mark.parametrize("headers", [SSE, {}])
+async def test_a_reader_is_one_also_while_nothing_comes(
+    nats: Nats, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gateway, whichever has the call, hears of it again and again."""
+    monkeypatch.setattr(keeping, "READING_S", 0.01)
+    async with world(nats) as w:
+        gate, heard = Gate(), list[str]()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        await (await nats.bus(GATEWAY_2)).subscribe(subjects.READING, Reading, lambda said, _: heard.append(said.call))
+        asking = asyncio.create_task(w.http.post("/fn/gate", json={}, headers=key("quiet") | headers))
+        await until(lambda: gate.runs, what="it runs")
+        before = len(heard)
+        await until(lambda: len(heard) > before + 20, what="the reader is told of")
+        gate.opened.set()
+        answer = await asking
+        assert answer.status_code == 200
+        assert set(heard) == {answer.headers["sllm-call-id"]}
 
 
 def engine(name: str) -> Any:

@@ -33,6 +33,7 @@ from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, entry, manifest, world
 from tests.unit.gateway.test_faults import SSE
+from tests.unit.gateway.test_kept_calls import second
 from tests.unit.gateway.test_resumption import engine
 
 
@@ -399,6 +400,21 @@ async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_n
         await until(stop.is_set, what="its instance was told")
         async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
             assert await _life_of(other, stream.headers["sllm-call-id"]) != life
+
+
+async def test_a_stream_of_a_gateway_that_lives_is_not_found_at_another(nats: Nats) -> None:
+    """Once that one has beaten twice."""
+    async with world(nats) as w, second(nats) as other:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=_forever)
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            answer = await other.get(f"/v1/calls/{stream.headers['sllm-call-id']}/events")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "call_not_found")
+
+
+async def _forever(run: Run) -> None:
+    run.out(0)
+    await run.cancelled.wait()
+    run.end()
 
 
 async def _life_of(lives: Lives, call: str) -> str:
