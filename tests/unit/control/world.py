@@ -45,6 +45,7 @@ class FakeNode:
     def __init__(self, name: str, cpu: float, gpus: int) -> None:
         self.name, self.cpu = name, cpu
         self.gpus = tuple(Gpu(index=index, kind="L4", memory=24 * GIB) for index in range(gpus))
+        self.labels: dict[str, str] = {}
         self.instances: dict[str, InstanceStatus] = {}
         self.holds: dict[str, tuple[float, tuple[int, ...]]] = {}
         self.sequence, self.life, self.alive = 0, 0, True
@@ -72,6 +73,7 @@ class FakeNode:
             free_cpu=self.cpu - sum(cpu for cpu, _ in self.holds.values()),
             free_memory=(64 - len(self.holds)) * GIB,
             gpus=tuple(msgspec.structs.replace(gpu, used_by=taken.get(gpu.index)) for gpu in self.gpus),
+            labels=self.labels,
             instances=tuple(self.instances.values()),
         )
 
