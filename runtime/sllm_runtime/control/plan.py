@@ -228,7 +228,8 @@ def _stop(instance: Instance, stop: Stop) -> SendStop:
 
 
 def _strays(view: View, now: float) -> tuple[View, list[Action]]:
-    """Instances that a node works on and nobody knows: of a lost start command, or back from a silence. Ended."""
+    """Instances that a node works on and nobody knows: of a lost start command, or back from a silence. Ended; calls
+    that still run there go on elsewhere, nobody has cancelled them."""
     there: dict[str, str] = {}
     for name, node in view.nodes.items():
         if node.status is None or not view.alive(name, now):
@@ -240,5 +241,5 @@ def _strays(view: View, now: float) -> tuple[View, list[Action]]:
     if not due and view.orphans.keys() == there.keys():
         return view, []
     marks: Mapping[str, float] = {name: now if name in due else view.orphans[name] for name in there}
-    stops = [SendStop(there[name], name, "the controller does not know it", 0.0) for name in due]
+    stops = [SendStop(there[name], name, "the controller does not know it", 0.0, resume=True) for name in due]
     return replace(view, orphans=marks), list(stops)

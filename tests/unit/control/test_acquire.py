@@ -156,6 +156,7 @@ async def test_a_silent_node_has_lost_its_instances(bench: Bench, monkeypatch: p
     await until(lambda: has_events(bench, {"node.alive", "node.lost", "instance.lost"}), what="the events are stored")
     bench.node.silent = False
     await until(lambda: [s.instance for s in bench.node.stops] == [name], what="the stray is ended")
+    assert bench.node.stops[0].resume, "its calls go on elsewhere"
 
 
 async def test_acquire_of_what_is_not_there(bench: Bench) -> None:

@@ -255,6 +255,7 @@ def test_what_a_node_does_and_nobody_knows_is_ended(world: World) -> None:
     (action,) = world.plan()
     assert isinstance(action, SendStop)
     assert action.instance == name
+    assert action.resume, "calls that run there were cancelled by nobody: they go on elsewhere"
     world.hear_all()
     assert world.plan() == ()
     assert world.view.orphans == {}
