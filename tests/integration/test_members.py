@@ -30,26 +30,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def coder(cluster: Cluster, name: str, **options: Any) -> str:
-    deploy(cluster, str(CODER / "function.py"), name=name, **{**SMALL, **options})
+def deployed(cluster: Cluster, coder: Path, name: str, **options: Any) -> str:
+    deploy(cluster, str(coder / "function.py"), name=name, **{**SMALL, **options})
     return name
 
 
 @pytest.fixture(scope="module")
-def one(cluster: Cluster) -> str:
-    return coder(cluster, "one", dtype="float32")
+def one(cluster: Cluster, coder: Path) -> str:
+    return deployed(cluster, coder, "one", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def staged(cluster: Cluster) -> str:
-    return coder(cluster, "staged", dtype="float32", parallelism={"pipeline": 2})
+def staged(cluster: Cluster, coder: Path) -> str:
+    return deployed(cluster, coder, "staged", dtype="float32", parallelism={"pipeline": 2})
 
 
 @pytest.fixture(scope="module")
-def ranked(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+def ranked(cluster: Cluster, coder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     place = tmp_path_factory.mktemp("ranks") / "model"
     sllm(cluster.env, "model", "convert", str(CODER / "model"), str(place), "--plan", "auto:2")
-    return coder(cluster, "ranked", dtype="float32", parallelism={"tensor": 2}, model=str(place))
+    return deployed(cluster, coder, "ranked", dtype="float32", parallelism={"tensor": 2}, model=str(place))
 
 
 def said(cluster: Cluster, name: str, arguments: dict[str, Any]) -> list[str]:
@@ -126,6 +126,6 @@ def test_a_process_killed_in_mid_stream(
     wait_gone(set(old.values()))
 
 
-def test_what_is_not_shared_out_as_asked_is_refused_by_name(cluster: Cluster) -> None:
+def test_what_is_not_shared_out_as_asked_is_refused_by_name(cluster: Cluster, coder: Path) -> None:
     with pytest.raises(SllmError, match="convert it with --plan auto:2"):
-        coder(cluster, "unconverted", parallelism={"tensor": 2})
+        deployed(cluster, coder, "unconverted", parallelism={"tensor": 2})

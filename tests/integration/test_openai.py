@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait_cold
 
-CODER = Path(__file__).parents[2] / "functions" / "coder" / "function.py"
+CODER = Path(__file__).parents[2] / "functions" / "coder"
 PROMPT = "import os\n\n\ndef "
 ASK: dict[str, Any] = {"model": "coder", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
 MESSAGES: Any = [{"role": "system", "content": "import os\n\n\n"}, {"role": "user", "content": "def "}]
@@ -43,7 +43,7 @@ def adapter(directory: Path, seed: int) -> Path:
 
 def with_tools(directory: Path) -> Path:
     """The demo model with a chat template that tells it of tools."""
-    shutil.copytree(CODER.parent / "model", directory)
+    shutil.copytree(CODER / "model", directory)
     file = directory / "tokenizer_config.json"
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}# <tool_call>\n{% endif %}"
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
@@ -51,13 +51,19 @@ def with_tools(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("openai")) as started:
         homes = {name: str(adapter(started.home / name, seed)) for seed, name in enumerate(("loud", "wide"))}
-        deploy(started, str(CODER), name="coder", keep_alive=1, adapters=homes)
+        deploy(started, str(coder / "function.py"), name="coder", keep_alive=1, adapters=homes)
         deploy(started, "kinds::awaited", name="awaited", keep_alive=1)
-        deploy(started, str(CODER), name="caller", keep_alive=1, model=str(with_tools(started.home / "caller")))
-        deploy(started, "inexact", name="inexact", keep_alive=1, model=str(CODER.parent / "model"))
+        deploy(
+            started,
+            str(coder / "function.py"),
+            name="caller",
+            keep_alive=1,
+            model=str(with_tools(started.home / "caller")),
+        )
+        deploy(started, "inexact", name="inexact", keep_alive=1, model=str(coder / "model"))
         yield started
 
 
