@@ -80,7 +80,7 @@ def test_no_more_than_it_may_have(world: World, instances: int) -> None:
 
 
 async def test_over_the_bus(bench: Bench) -> None:
-    await bench.gateway.deploy(deployable(max_instances=2, keep_alive=0, memory="1GiB"))
+    await bench.gateway.deploy(deployable(max_instances=2, keep_alive=600, memory="1GiB"))
     bench.node.behave = lambda command: InstanceState.STARTING
     wish = ctl.Warmup(function="chat", instances=2, wait_s=0.2)
     told: ctl.Warmed = await bench.gateway.ask("warmup", wish)
@@ -90,7 +90,7 @@ async def test_over_the_bus(bench: Bench) -> None:
     bench.node.put(bench.node.held[-1].instance, InstanceState.READY)
     assert (await asked).ready == 2
     for started in bench.node.held:
-        bench.node.put(started.instance, InstanceState.READY, idle_s=5.0)
+        bench.node.put(started.instance, InstanceState.READY, idle_s=1000.0)
     await bench.none_left()
     with pytest.raises(FunctionNotFound):
         await bench.gateway.ask("warmup", ctl.Warmup(function="nobody"))
