@@ -173,7 +173,7 @@ def test_fed_ids_are_as_if_drawn(data: st.DataObject, dtype: torch.dtype) -> Non
     core = engine(
         dtype=dtype,
         kv=data.draw(st.integers(4, 8)) * page_bytes(),
-        prefill=data.draw(st.sampled_from([16, 256])),
+        prefill=data.draw(st.sampled_from([48, 256])),
         running=data.draw(st.integers(1, 6)),
     )
     rows = driver.rows_of(core)
@@ -182,16 +182,17 @@ def test_fed_ids_are_as_if_drawn(data: st.DataObject, dtype: torch.dtype) -> Non
     got = dict.fromkeys(numbers, tuple[int, ...]())
     for number in numbers:
         core.add(stream(number))
-    for _ in range(200):
-        if not core.busy:
-            break
-        number = data.draw(st.sampled_from(numbers))
-        first = data.draw(st.integers(0, len(whole[number][0])))
-        ids = whole[number][0][first : first + data.draw(st.sampled_from([0, 1, 2, 5, 30]))]
-        got[number] += core.feed(number, first, ids)
-        if data.draw(st.integers(0, 29)) == 7:
-            core.sleep()
-            core.wake()
+    moments = data.draw(st.integers(1, 40))
+    while core.busy:
+        if moments > 0:
+            moments -= 1
+            number = data.draw(st.sampled_from(numbers))
+            first = data.draw(st.integers(0, len(whole[number][0])))
+            ids = whole[number][0][first : first + data.draw(st.sampled_from([0, 1, 2, 5, 30]))]
+            got[number] += core.feed(number, first, ids)
+            if data.draw(st.integers(0, 29)) == 7:
+                core.sleep()
+                core.wake()
         for event in core.step():
             assert event.error is None
             got[event.request] += event.ids

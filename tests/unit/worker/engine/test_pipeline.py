@@ -85,7 +85,8 @@ def stages(
             made, EXACT, cuts[1], edges, depth=depth or len(borders), kv_bytes=kv, fingerprint="same", limits=limits
         )
         with contextlib.closing(pipeline):
-            yield Made(OurEngine(made, frozenset(), EXACT, kv, limits=limits, runner=pipeline), pipeline, pids)
+            core = OurEngine(made, frozenset(), EXACT, kv, proven=True, limits=limits, runner=pipeline)
+            yield Made(core, pipeline, pids)
     finally:
         for pair in pairs:
             for each in pair:
@@ -143,6 +144,25 @@ def test_steps_overtake_nothing_however_many_are_on_their_way(nursery: Nursery, 
             most = max(most, len(core._steps))
         assert {number: ids(each) for number, each in events.items()} == {n: expected[n % 4] for n in range(17)}
         assert most == 2, "three on their way, of which a step ends one"
+
+
+def test_ids_are_fed_while_steps_are_on_their_way(nursery: Nursery) -> None:
+    """One, several, none, and such as are being drawn just then, which are not taken twice."""
+    expected, fed, turn = run(engine("llama"), *ASKED), 0, 0
+    with stages(nursery, "llama", 0, 1, 2, 3, limits=Limits(prefill=40, quantum=16)) as made:
+        got = dict.fromkeys(range(8), tuple[int, ...]())
+        for each in many(8):
+            made.core.add(each)
+        while made.core.busy:
+            number, size = turn % 8, (1, 2, 0, 7)[turn // 8 % 4]
+            first = max(0, len(got[number]) - turn % 3)
+            new = made.core.feed(number, first, expected[number % 4][first : first + size])
+            got[number] += new
+            fed, turn = fed + len(new), turn + 1
+            for event in made.core.step():
+                got[event.request] += ids([event])
+    assert got == {number: expected[number % 4] for number in range(8)}
+    assert fed > 8
 
 
 def test_joins_leaves_sleeps_and_too_little_memory_change_no_token(nursery: Nursery) -> None:
