@@ -24,6 +24,7 @@ from sllm_runtime.protocol.subjects import (
 )
 
 STREAMS: Final = (JOURNAL_STREAM, CALLS_STREAM)
+_TRIES: Final = 5
 CLAIMED_S: Final = 60.0
 """A key is taken for so long before its call is known: then its gateway has died between the two."""
 
@@ -52,11 +53,16 @@ class Journal:
 
         ``order``: sequence of the call's order as its writer knows it. Raises ``CallMoved`` where there is a later one.
         """
-        fence = (call_entry(stream, call, "order"), order) if order is not None else None
-        try:
-            return await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, fence=fence)
-        except Changed as error:
-            raise moved(call) from error
+        subject = call_entry(stream, call, "order")
+        fence = (subject, order) if order is not None else None
+        for _ in range(_TRIES):
+            with contextlib.suppress(Changed):
+                return await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, fence=fence)
+            # A cluster also refuses a write while the one before, which was given up, is on its way.
+            there = await self._stored.last(stream, subject)
+            if there is None or there[0] != order:
+                raise moved(call)
+        raise Unavailable(f"the journal of {call} cannot be written: NATS refuses it; call again")
 
     async def create(self, stream: str, call: str, name: str, entry: Entry, keep_s: float) -> None:
         """Write ``entry``, unless one is there."""

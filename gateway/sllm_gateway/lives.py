@@ -65,9 +65,10 @@ class Lives:
         if there is None and self._clock() - self._beaten < LIVES_AGE_S / 2:
             self._sequence = 0
             raise Lost
-        if there is None or codec.unpack(Life, there[1]) != self.me:
+        if there is None or codec.unpack(Life, there[1]).heir:
             raise Over
-        self._sequence = there[0]  # it was stored, and its acknowledgement lost
+        # It was stored and its acknowledgement lost, or a cluster had another's write in flight just then.
+        self._sequence = there[0]
 
     async def write(self, log: Log) -> None:
         """More of its log. Raises ``Over`` or ``Lost``."""
