@@ -48,10 +48,10 @@ def measure(run: Run, cases: Sequence[str]) -> None:
         for case in cases:
             if case.startswith("decode_"):
                 dtype = case.removeprefix("decode_")
-                run.note(case)
-                demo = Demo.load(dtype)
-                engine_decode.measure(run, dtype, demo)
-                engine_decode.prefill(run, dtype, demo)
+                with run.attempt(case, "tokens/s"):
+                    demo = Demo.load(dtype)
+                    engine_decode.measure(run, dtype, demo)
+                    engine_decode.prefill(run, dtype, demo)
                 for peer, why in ABSENT.items():
                     run.case(f"{case}_b1", peer, "tokens/s").not_run = why
             elif case == "poisson":
