@@ -34,7 +34,7 @@ from benchmarks.record import Aim, percentile
 from benchmarks.runner import Run
 
 STREAMS: Final = ("worker", "node", "gateway", "jetstream")
-ASK: Final = {"prompt": "class Parser", "max_tokens": 1000, "temperature": 0.8, "seed": 7}
+ASK: Final = {"prompt": "class Parser", "max_tokens": 500, "temperature": 0.8, "seed": 7}
 AT: Final = 50
 KEPT: Final = ("gateway", "jetstream")
 SETTINGS: Final = {"SLLM_PRELOAD": "engine", "SLLM_CONTROLLERS": "2"}
@@ -105,6 +105,7 @@ def _case(
     found, sums = run.case(case, "sllm"), Sums()
     for _ in range(run.rounds if run.quick else 20):
         found.samples.append(round(_gap(place, case, strike, sums) * 1e3, 1))
+        run.note(f"{case}: {found.samples[-1]:g} ms")
         if mend is not None:
             mend()
         place.field.until_back(place.processes)
