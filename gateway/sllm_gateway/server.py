@@ -1,4 +1,5 @@
-"""uvicorn with two additions: connections that a response can free, and a life that the daemon governs."""
+"""uvicorn with three additions: connections that a response can free, bounds on what comes before a request is one, and
+a life that the daemon governs."""
 
 from __future__ import annotations
 
@@ -6,31 +7,94 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from sllm_gateway import errors
 from sllm_gateway.asgi import Scope
 from sllm_gateway.settings import GatewaySettings
-from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.errors import HeadTimeout, HeadTooLarge, InvalidRequest
+from sllm_runtime.protocol.limits import MAX_HEAD
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection. Stands in ``scope["state"]["connection"]`` of its requests."""
+    """A client's connection. Stands in ``scope["state"]["connection"]`` of its requests.
+
+    Until a request's headers are complete nobody has looked at its token, so what comes before is bounded in bytes
+    (MAX_HEAD) and in time (once to twice ``head_s``).
+    """
 
     _lost = False
     _on_lost: Callable[[], None] | None = None
+    _head: int | None = None
+    """Bytes so far of a head that is not complete."""
+    _look: asyncio.TimerHandle
+
+    def __init__(self, *args: Any, head_s: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_s = head_s
+        self._served: object = self
+        """The last request when this connection was looked at and waited for one; itself: it did not."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "connection": self}
+        self._look = self.loop.call_later(self._head_s, self._look_after)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._lost = True
+        self._look.cancel()
         if self._on_lost is not None:
             self._on_lost()
+
+    # --- before there is a request ------------------------------------------------------------------
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head is not None:
+            self._head += len(data)
+            if self._head > MAX_HEAD:
+                self._refuse(HeadTooLarge(f"the headers are larger than {MAX_HEAD} bytes; send less"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head = 0
+
+    def on_headers_complete(self) -> None:
+        self._head = None
+        super().on_headers_complete()
+
+    def _look_after(self) -> None:
+        """Close it if it has waited for the same request since it was last looked at. A connection that waits for its
+        next request in good order is left to uvicorn's own timer."""
+        served = self.cycle
+        waits = (served is None or served.response_complete) and self.timeout_keep_alive_task is None
+        if waits and self._served is served:
+            self._refuse(HeadTimeout(f"no request was here after {self._head_s:g} s; connect when there is one"))
+            return
+        self._served = served if waits else self
+        self._look = self.loop.call_later(self._head_s, self._look_after)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets an error of ours as well."""
+        self._refuse(InvalidRequest(msg))
+
+    def _refuse(self, error: InvalidRequest) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # else it would be read as part of the response
+            self.transport.write(self._answer(error))
+        self.transport.close()
+
+    @staticmethod
+    def _answer(error: InvalidRequest) -> bytes:
+        body = errors.body(error, None, openai=False)
+        lines = [*errors.headers(error, None), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        head = b"".join(b"%b: %b\r\n" % line for line in lines)
+        return STATUS_LINE[error.status] + head + b"\r\n" + body
+
+    # --- while it is answered -----------------------------------------------------------------------
 
     @contextlib.contextmanager
     def watched(self, on_lost: Callable[[], None]) -> Iterator[None]:
@@ -104,7 +168,7 @@ def make_server(app: Any, settings: GatewaySettings) -> Server:
     """A server for ``app``, not started."""
     config = uvicorn.Config(
         app,
-        http=Connection,
+        http=partial(Connection, head_s=settings.head_timeout),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

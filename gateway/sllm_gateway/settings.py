@@ -24,6 +24,8 @@ class GatewaySettings(Settings):
     token_file: Path | None = None
     """Holds the bearer token; without one only loopback is served."""
     max_body: int = Field(default=limits.MAX_BODY, gt=0)
+    head_timeout: float = Field(default=limits.HEAD_TIMEOUT_S, gt=0)
+    """Once to twice as long may a request's line and headers take."""
     body_timeout: float = Field(default=limits.BODY_TIMEOUT_S, gt=0)
     """From a request's headers to the end of its body."""
     max_output: int = Field(default=limits.MAX_BODY, gt=0)

@@ -138,6 +138,19 @@ class BodyTooLarge(InvalidRequest):
     code, status = "body_too_large", 413
 
 
+class HeadTooLarge(InvalidRequest):
+    """A request's line and headers."""
+
+    code, status = "head_too_large", 431
+
+
+class HeadTimeout(InvalidRequest):
+    """A request's line and headers did not come within their time."""
+
+    code, status, retryable = "head_timeout", 408, True
+    exit_code = 5
+
+
 class BodyTimeout(InvalidRequest):
     """The body did not come within its time. Nothing was begun, so it may be sent again."""
 

@@ -38,6 +38,10 @@ STALL_S: Final = 1.0
 """A ticker that is later than this did not run (a paused machine, no CPU): what others sent meanwhile still waits to be
 read, so nobody's silence counts from before."""
 SLOW_CONSUMER_S: Final = 30.0
+MAX_HEAD: Final = 64 * 1024
+"""A request's line and headers. What one read brings beyond that is taken too."""
+HEAD_TIMEOUT_S: Final = 30.0
+"""A connection without a request, or with half a one, is closed after this long, at the latest after twice as long."""
 BODY_TIMEOUT_S: Final = 60.0
 """A request's body is wholly there after this long: the largest at 4.5 Mbit/s."""
 HEADERS_WAIT_S: Final = 1.0

@@ -1,0 +1,109 @@
+"""What comes before there is a request, on a bare socket: bounded in bytes and in time."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from sllm_runtime.protocol.limits import MAX_HEAD
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import GIVE_UP_S
+from tests.unit.gateway.peer import Run, World, entry, manifest, world
+
+SOON_S = 0.1
+ASKED = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def connected(w: World) -> AsyncIterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", int(w.url.rpartition(":")[2]))) as sock:
+        sock.setblocking(False)
+        yield sock
+
+
+async def rest(sock: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 2**16), GIVE_UP_S):
+            got += piece
+    return got
+
+
+async def until_answered(sock: socket.socket, body: bytes) -> bytes:
+    got = b""
+    while not got.endswith(body):
+        piece = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 2**16), GIVE_UP_S)
+        assert piece, got
+        got += piece
+    return got
+
+
+def error(answer: bytes) -> tuple[int, str]:
+    """Status and code."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+async def send(sock: socket.socket, data: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, data)
+
+
+async def test_headers_without_end_are_cut(nats: Nats) -> None:
+    async with world(nats) as w, connected(w) as sock:
+        await send(sock, b"GET /livez HTTP/1.1\r\nx: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                await send(sock, b"a" * MAX_HEAD)
+            pytest.fail("all of it was taken")
+
+
+async def test_headers_that_are_too_large_are_told_so(nats: Nats) -> None:
+    async with world(nats) as w, connected(w) as sock:
+        await send(sock, b"GET /livez HTTP/1.1\r\nx: " + b"a" * MAX_HEAD)
+        assert error(await rest(sock)) == (431, "head_too_large")
+
+
+@pytest.mark.parametrize("begun", [b"", b"\r\n", b"GET /li", b"GET /livez HTTP/1.1\r\nhost: x\r\n"])
+async def test_a_connection_without_a_request_is_closed(nats: Nats, begun: bytes) -> None:
+    async with world(nats, head_timeout=SOON_S) as w, connected(w) as sock:
+        await send(sock, begun)
+        assert error(await rest(sock)) == (408, "head_timeout")
+
+
+@pytest.mark.parametrize("begun", [b"\r\n", b"GET /li"])
+async def test_so_is_one_that_has_had_one(nats: Nats, begun: bytes) -> None:
+    async with world(nats, head_timeout=SOON_S) as w, connected(w) as sock:
+        await send(sock, ASKED)
+        answer = await until_answered(sock, b"ok\n")
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+        await send(sock, begun)
+        assert error(await rest(sock)) == (408, "head_timeout")
+
+
+async def test_one_that_waits_for_its_next_request_stays(nats: Nats) -> None:
+    async with world(nats, head_timeout=SOON_S) as w, connected(w) as sock:
+        for _ in range(2):
+            await send(sock, ASKED)
+            assert (await until_answered(sock, b"ok\n")).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(5 * SOON_S)  # it is looked at meanwhile, more than once
+
+
+async def test_one_that_is_answered_stays(nats: Nats) -> None:
+    async def slow(run: Run) -> None:
+        await asyncio.sleep(5 * SOON_S)
+        run.out(1)
+        run.end()
+
+    async with world(nats, head_timeout=SOON_S) as w:
+        await w.deploy(manifest("slow"), entry(), script=slow)
+        assert (await w.http.post("/fn/slow", json={})).json() == [1]
+
+
+async def test_what_is_no_http_gets_an_error_like_any_other(nats: Nats) -> None:
+    async with world(nats) as w, connected(w) as sock:
+        await send(sock, b"FOO bar\r\n\r\n")
+        assert error(await rest(sock)) == (400, "invalid_request")
