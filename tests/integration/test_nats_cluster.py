@@ -1,16 +1,20 @@
-"""Three NATS servers, one of which is killed: the one that leads the state's stream."""
+"""Three NATS servers: the one that leads the state's stream is killed, and a gateway whose log lies on them."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from benchmarks.nats_cluster import NatsCluster
+from sllm.client import Client
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait_cold
 from tests.fixtures.streams import Stream
 
+CODER = Path(__file__).parents[2] / "functions" / "coder"
+ASK = {"prompt": "class Parser", "max_tokens": 200, "temperature": 0.8, "seed": 7}
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 
@@ -37,3 +41,17 @@ def test_the_leader_of_the_state_is_killed(tmp_path: Path) -> None:
         assert nats.leader() != victim
         nats.start(victim)
         assert cluster.http.post("/fn/later", json={"text": "b"}).json() == "B"
+
+
+def test_a_stream_outlives_its_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fences hold where three servers agree on each write."""
+    with NatsCluster(tmp_path / "nats") as nats, Cluster(tmp_path, env=nats.env, gateways=2) as cluster:
+        deploy(cluster, str(CODER / "function.py"), name="coder", keep_alive=300)
+        monkeypatch.setenv("SLLM_HOME", str(cluster.home))
+        with Client() as client:
+            text = list(client.stream("coder", ASK))
+            with closing(client.stream("coder", ASK)) as values:
+                seen = [next(values) for _ in range(20)]
+                old = cluster.kill("gateway")
+                assert seen + list(values) == text
+        cluster.wait_restarted("gateway", old)
