@@ -25,7 +25,7 @@ setup:
 	@sh setup.sh
 
 demo: setup
-	@$(PY) tools/demo.py $(if $(KEEP),--keep)
+	@SLLM_PARENT_PID=$$PPID exec $(PY) tools/demo.py $(if $(KEEP),--keep)
 
 check: setup
 	.venv/bin/ruff check .

@@ -39,7 +39,8 @@ def quick(tmp_path: Path, coder: Path) -> Path:
 def checkout(tree: Path, coder: Path) -> Path:
     """The demo and its function, which is let go of soon."""
     (tree / "tools").mkdir()
-    shutil.copy(ROOT / "tools" / "demo.py", tree / "tools")
+    for name in ("demo.py", "main_job.py"):
+        shutil.copy(ROOT / "tools" / name, tree / "tools")
     shutil.copytree(coder, tree / "functions" / "coder")
     function = tree / "functions" / "coder" / "function.py"
     text, changed = KEEP_ALIVE.subn('keep_alive="1s"', function.read_text())
@@ -88,11 +89,12 @@ class Demo:
 
 
 @contextmanager
-def demo(tree: Path, *words: str, below: tuple[str, ...] = ()) -> Iterator[Demo]:
-    """``tools/demo.py`` in a process group of its own, as a shell would run it; ``below``: a program that runs it."""
+def demo(tree: Path, *words: str, below: tuple[str, ...] = (), **more: str) -> Iterator[Demo]:
+    """``tools/demo.py`` in a process group of its own, as a shell would run it; ``below``: a program that runs it.
+    ``more``: of its environment."""
     argv = [*below, sys.executable, "-u", "tools/demo.py", *words]
     with subprocess.Popen(
-        argv, cwd=tree, env=environment(tree), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        argv, cwd=tree, env=environment(tree) | more, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, process_group=0,
     ) as process:  # fmt: skip
         try:
@@ -171,6 +173,40 @@ def test_kill_9_leaves_nothing(quick: Path, below: tuple[str, ...]) -> None:
         running.process.wait(GIVE_UP_S)
         wait_gone(family)
     nothing_left(quick)
+
+
+@pytest.fixture
+def importing(tree: Path) -> Path:
+    """A checkout in which an import of the demo takes as long as a test likes."""
+    (tree / "tools" / "rich.py").write_text("import signal\nprint('importing')\nsignal.pause()\n")
+    return tree
+
+
+def test_ctrl_c_while_it_imports(importing: Path) -> None:
+    with demo(importing) as running:
+        running.until("importing\n")
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.end() == 130
+    assert running.printed == "importing\n"
+
+
+def test_it_ends_with_its_parent_while_it_imports(importing: Path) -> None:
+    with demo(importing, below=("sh", "-c", '"$@"; exit $?', "make")) as running:
+        running.until("importing\n")
+        family = running.family()
+        assert family
+        running.process.kill()
+        running.end()
+        wait_gone(family)
+    assert running.printed == "importing\n"
+
+
+def test_it_does_nothing_if_its_parent_was_dead_before_it_began(importing: Path) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait(GIVE_UP_S)
+    with demo(importing, SLLM_PARENT_PID=str(gone.pid)) as running:
+        assert running.end() == 1
+    assert running.printed == ""
 
 
 @pytest.mark.parametrize("words", [(), ("--keep",)])
