@@ -12,10 +12,12 @@ import io
 import sys
 import zipfile
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
 from sllm import ignore, pickled
+from sllm.doctor.software import EXTRAS
 from sllm.function import ModelFunction
 from sllm_runtime.protocol.errors import BodyTooLarge, InvalidBundle
 from sllm_runtime.protocol.limits import MAX_BUNDLE
@@ -28,6 +30,8 @@ MAX_FILES: Final = 10_000
 MANY_FILES: Final = 200
 MUCH: Final = 5 << 20
 """Bytes. A bundle above this, or of more than ``MANY_FILES``, may hold what nobody meant to send."""
+OURS: Final = ("sllm", "sllm_runtime", "numpy")
+"""What workers import beside their extra's modules."""
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 
 
@@ -81,7 +85,31 @@ def locate(source: Path) -> tuple[Path, str]:
     wrong = next((part for part in parts if not part.isidentifier()), None)
     if wrong is not None:
         raise InvalidBundle(f"{source}: {wrong!r} can be no module's name, so that it cannot be imported; rename it")
+    _refuse_shadow(source, root, parts[0])
     return root, ".".join(parts)
+
+
+def _refuse_shadow(source: Path, root: Path, name: str) -> None:
+    """Raises ``InvalidBundle`` if a worker may know another module by the ``name`` of what stands in ``root``."""
+    other = _other_module(root, name)
+    if other:
+        raise InvalidBundle(
+            f"{source} is imported as {name!r}, but so is another module here ({other}); rename the file"
+        )
+
+
+def _other_module(root: Path, name: str) -> str:
+    """Where another module of that name is; empty if there is none."""
+    if name in sys.stdlib_module_names and name != "test":  # the interpreter's own tests, which nothing imports
+        return "Python's own"
+    sites = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    found = PathFinder.find_spec(name, sites)
+    if found is None:
+        return "of the workers" if name in (*OURS, *EXTRAS["worker"]) else ""
+    places = [Path(place).resolve() for place in (found.origin, *(found.submodule_search_locations or ())) if place]
+    if {root / f"{name}.py", root / name, root / name / "__init__.py"} & set(places):
+        return ""  # it is installed from here
+    return str(places[0]) if places else "installed"
 
 
 def _attribute(function: ModelFunction[Any, Any, Any], source: Path) -> str:
@@ -117,7 +145,7 @@ def _names(
     also = tuple(f"!{pattern}" for pattern in include)
     inside = (model.relative_to(root) for model in models if model.is_relative_to(root) and model != root)
     also = (*(f"/{name.as_posix()}/" for name in inside), *also)
-    names = []
+    names: list[str] = []
     for name in ignore.files(root, ignore.spec(root, also), outside):
         names.append(name)
         if len(names) > MAX_FILES:
@@ -125,6 +153,10 @@ def _names(
     own = source.relative_to(root).as_posix()
     if own not in names:
         raise InvalidBundle(f"{own} itself is ignored by {root / ignore.IGNORE_FILE}; remove that pattern")
+    for pattern in include:
+        only = ignore.spec_of(pattern)
+        if not any(only.match_file(name) for name in names):
+            raise InvalidBundle(f"include={pattern!r} matches no file below {root}; correct it or leave it out")
     return names
 
 

@@ -45,6 +45,14 @@ def spec(root: Path, also: tuple[str, ...] = ()) -> GitIgnoreSpec:
         raise InvalidBundle(f"{own} cannot be used: {error}") from error
 
 
+def spec_of(pattern: str) -> GitIgnoreSpec:
+    """One pattern of a function's ``include``. Raises ``InvalidBundle`` if it is none."""
+    try:
+        return GitIgnoreSpec.from_lines([pattern])
+    except ValueError as error:
+        raise InvalidBundle(f"include={pattern!r} is no pattern: {error}") from error
+
+
 def files(root: Path, rules: GitIgnoreSpec, outside: list[str] | None = None) -> Iterator[str]:
     """Paths below ``root`` (posix, relative, sorted by directory) that no rule ignores.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from sllm_runtime.protocol.quantities import Bytes, KeepAlive, Seconds, parse_gpu
 
@@ -70,7 +70,18 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Parallelism(Frozen):
+class Described(Frozen):
+    """What people write: true and false, which pydantic would take for 1 and 0, are numbers nowhere."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("this is no switch: true and false mean nothing here")
+        return value
+
+
+class Parallelism(Described):
     """Processes that an instance is split over, all on one node."""
 
     tensor: int = Field(default=1, ge=1, le=64)
@@ -84,7 +95,7 @@ class Parallelism(Frozen):
         return self.tensor * self.pipeline
 
 
-class Slo(Frozen):
+class Slo(Described):
     """Latency aims that the autoscaler and the scheduler try to keep."""
 
     ttft: Seconds | None = Field(default=None, gt=0)
@@ -105,7 +116,7 @@ class Handler(Frozen):
     """``"3.11"`` when the bundle holds pickled byte code, which only that minor version can run."""
 
 
-class Resources(Frozen):
+class Resources(Described):
     """What an instance needs of its node."""
 
     gpu: tuple[str, ...] = ()

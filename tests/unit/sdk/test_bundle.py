@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -84,6 +85,15 @@ def test_include_wins(tmp_path: Path) -> None:
     text = FUNCTION.replace("@model_function\n", '@model_function(include=["w.pt", "notes.md"])\n')
     write(tmp_path, {"function.py": text, "w.pt": "3", "notes.md": "4", ".sllmignore": "*.md"})
     assert build(tmp_path).files == ("function.py", "notes.md", "w.pt")
+
+
+@pytest.mark.parametrize("pattern", ["nothing/*", "w.py", "data"])
+def test_an_include_that_matches_nothing_is_named(tmp_path: Path, pattern: str) -> None:
+    text = FUNCTION.replace("@model_function\n", f'@model_function(include=["w.pt", "{pattern}"])\n')
+    write(tmp_path, {"function.py": text, "w.pt": "3"})
+    (tmp_path / "data").mkdir()
+    with pytest.raises(InvalidBundle, match=re.escape(f"include='{pattern}' matches no file")):
+        build(tmp_path)
 
 
 def test_a_package_is_kept_whole(tmp_path: Path) -> None:

@@ -59,11 +59,15 @@ def test_garbage_is_named(tmp_path: Path, text: str, target: str, said: str) -> 
         ("empty", r"empty has no function\.py"),
         ("two-words.py", "'two-words' can be no module's name"),
         ("json.py", "imported as 'json', but so is another module here"),
+        ("wave.py", "imported as 'wave', but so is another module here"),
+        ("torch.py", "imported as 'torch', but so is another module here"),
+        ("numpy.py", "imported as 'numpy', but so is another module here"),
+        ("yaml.py", r"imported as 'yaml', but so is another module here \(.*site-packages"),
     ],
 )
 def test_paths_that_cannot_be_imported(tmp_path: Path, target: str, said: str) -> None:
     (tmp_path / "empty").mkdir()
-    for name in ("notes.txt", "two-words.py", "json.py"):
+    for name in ("notes.txt", "two-words.py", "json.py", "wave.py", "torch.py", "numpy.py", "yaml.py"):
         (tmp_path / name).write_text(ONE)
     with pytest.raises(InvalidBundle, match=said):
         load.load(str(tmp_path / target))
