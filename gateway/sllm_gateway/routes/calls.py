@@ -85,7 +85,7 @@ class CallRoutes:
         query = Request(scope, receive).query_params
         function, state, after = query.get("function"), query.get("state"), query.get("after", "")
         limit = query.get("limit", "100")
-        if not limit.isdigit() or not 1 <= int(limit) <= MOST:
+        if not (limit.isascii() and limit.isdigit()) or not 1 <= int(limit) <= MOST:
             raise InvalidRequest(f"limit must be between 1 and {MOST}", field="limit")
         if state is not None and state not in CallState.__members__:
             raise InvalidRequest(f"state must be one of {', '.join(CallState.__members__)}", field="state")

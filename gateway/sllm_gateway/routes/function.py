@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from sllm_gateway.asgi import Receive, Scope, Send, read_body
 from sllm_gateway.errors import quoted
 from sllm_gateway.keeping import wish_of
@@ -9,6 +12,8 @@ from sllm_gateway.outputs import FunctionBody, FunctionStream
 from sllm_gateway.routes.calling import Caller, wants_events
 from sllm_gateway.table import Version
 from sllm_runtime.protocol.errors import VersionNotFound
+
+VERSION: Final = re.compile(r"v[1-9][0-9]{0,8}\Z")
 
 
 class FunctionRoute:
@@ -41,6 +46,6 @@ class FunctionRoute:
         name, number = path["name"], path.get("version")
         if number is None:
             return await self._caller.lookup.find(name)
-        if not (number.startswith("v") and number[1:].isdigit() and len(number) < 12):
+        if not VERSION.match(number):
             raise VersionNotFound(f"{quoted(number)} is no version; write /fn/{quoted(name)[1:-1]}/v<n>")
         return await self._caller.lookup.find(name, int(number[1:]))

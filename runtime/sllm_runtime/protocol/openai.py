@@ -28,7 +28,7 @@ WITHOUT_MEANING: Final = frozenset(
 )  # fmt: skip
 """OpenAI's fields that change no answer here."""
 
-_MODEL: Final = re.compile(r"([^:]+)(?::v(\d{1,9}))?(?::([^:]+))?\Z")
+_MODEL: Final = re.compile(r"([^:]+)(?::v([1-9][0-9]{0,8}))?(?::([^:]+))?\Z")
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,8 @@ async def test_bodies_and_values_of_many_parts_arrive_whole(nats: Nats) -> None:
     [
         ("/fn/nothing", b"{}", 404, "function_not_found", None),
         ("/fn/typed/v9", b"{}", 404, "version_not_found", None),
+        ("/fn/typed/v\u0661", b"{}", 404, "version_not_found", None),
+        ("/fn/typed/v01", b"{}", 404, "version_not_found", None),
         ("/fn/typed/nine", b"{}", 404, "version_not_found", None),
         ("/fn/typed", b"{", 400, "malformed_json", None),
         ("/fn/typed", b"\xff", 400, "malformed_json", None),

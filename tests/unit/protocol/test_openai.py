@@ -15,10 +15,17 @@ _NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@given(_NAMES, st.none() | st.integers(0, 10**8), st.none() | _NAMES.filter(lambda name: not name[1:].isdigit()))
+@given(_NAMES, st.none() | st.integers(1, 10**8), st.none() | _NAMES.filter(lambda name: not name[1:].isdigit()))
 def test_names_of_models(function: str, version: int | None, adapter: str | None) -> None:
     parts = [function, *([] if version is None else [f"v{version}"]), *([] if adapter is None else [adapter])]
     assert model_name(":".join(parts)) == ModelName(function, version, adapter)
+
+
+@pytest.mark.parametrize("text", ["a:v\u0661", "a:v01", "a:v0"])
+def test_versions_are_written_in_one_way(text: str) -> None:
+    named = model_name(text)
+    assert named is not None
+    assert named.version is None
 
 
 @pytest.mark.parametrize("text", ["", ":", "a:", ":a", "a:v1:b:c", "a::b", "a:b:v1", "a:b\n:c:d"])
