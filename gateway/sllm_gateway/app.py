@@ -73,7 +73,7 @@ class Gateway:
         self._announcer = Announcer(bus, "gateway", clock, wall)
         self._leader = Leader(bus)
         self.calls = Calls(bus, self._leader, settings, self.metrics, clock, self._starts, self._ended)
-        self.table = RouteTable(self._on_version, wall)
+        self.table = RouteTable(self._on_version)
         responder = Responder(self.calls, self._starts, settings, clock)
         controller = Controller(self._leader, clock)
         self._lookup = Lookup(self.table, controller, clock)

@@ -17,12 +17,10 @@ from sllm_runtime.protocol.records import Route
 class Version:
     """One version of a function. The object stays the same while its route changes."""
 
-    def __init__(self, route: Route, since: float) -> None:
+    def __init__(self, route: Route) -> None:
         self.route = route
         self.function = route.function
         self.number = route.version
-        self.since = since
-        """Unix seconds at which this gateway first saw it."""
         self.removed = False
         self._arguments: Arguments | None = None
 
@@ -45,10 +43,9 @@ class Version:
 class RouteTable:
     """All routes by function and version. ``on_change`` is called with the version after each change."""
 
-    def __init__(self, on_change: Callable[[Version], None], wall: Callable[[], float]) -> None:
+    def __init__(self, on_change: Callable[[Version], None]) -> None:
         self._versions: dict[str, dict[int, Version]] = {}
         self._on_change = on_change
-        self._wall = wall
         self._changed = asyncio.Event()
         """Set, and replaced by a new one, at each change."""
 
@@ -65,7 +62,7 @@ class RouteTable:
                 self._versions.pop(function, None)
             return
         if version is None:
-            version = Version(route, self._wall())
+            version = Version(route)
             self._versions.setdefault(function, {})[version.number] = version
         version.route = route
         self._on_change(version)

@@ -137,4 +137,4 @@ def _ids(version: Version) -> list[str]:
 
 
 def _view(id_: str, version: Version) -> dict[str, object]:
-    return {"id": id_, "object": "model", "created": int(version.since), "owned_by": "sllm"}
+    return {"id": id_, "object": "model", "created": int(version.route.created), "owned_by": "sllm"}

@@ -41,6 +41,7 @@ def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | No
         manifest=version.manifest,
         model=version.model,
         active=view.active(key),
+        created=version.created,
         entries=tuple(entries),
     )
 

@@ -115,6 +115,8 @@ class Route(Record, frozen=True, kw_only=True):
     model: str | None = None
     active: bool = False
     """Whether calls that name no version go here."""
+    created: float = 0.0
+    """Unix seconds at which the version was made; 0 of a controller that does not tell. For people."""
     entries: tuple[RouteEntry, ...] = ()
 
 

@@ -108,7 +108,9 @@ async def test_a_later_version_that_fails_keeps_the_route_of_the_one_before(benc
     failed = await bench.stored(subjects.version_key("chat", 2), VersionRecord)
     assert failed.state is VersionState.FAILED
     assert failed.error == error
-    assert (await bench.stored(subjects.route_key("chat", 1), Route)).active
+    kept = await bench.stored(subjects.route_key("chat", 1), Route)
+    assert kept.active
+    assert kept.created == (await bench.stored(subjects.version_key("chat", 1), VersionRecord)).created > 0
     assert await bench.stored(subjects.route_key("chat", 2), Route) is None
     with pytest.raises(VersionNotFound, match="v1"):
         await bench.gateway.acquire(version=2)

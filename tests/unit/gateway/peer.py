@@ -48,6 +48,8 @@ from tests.fixtures.nats import CONTROLLER, GATEWAY, NODE, Nats
 from tests.fixtures.waiting import until
 
 BEAT_S = 0.2
+CREATED = 1_700_000_000.5
+"""Unix seconds at which versions were made."""
 
 
 def manifest(name: str, *, streams: bool = True, **fields: Any) -> Manifest:
@@ -261,7 +263,14 @@ class ScriptedController:
         return await self.on_acquire(request)
 
     async def route(self, described: Manifest, *entries: RouteEntry, version: int = 1, active: bool = True) -> Route:
-        route = Route(function=described.name, version=version, manifest=described, active=active, entries=entries)
+        route = Route(
+            function=described.name,
+            version=version,
+            manifest=described,
+            active=active,
+            created=CREATED,
+            entries=entries,
+        )
         await self.store.put(subjects.route_key(described.name, version), route)
         return route
 

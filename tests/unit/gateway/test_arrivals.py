@@ -13,7 +13,7 @@ from tests.unit.gateway.peer import manifest
 
 def call_named(name: str) -> Call:
     route = Route(function="fn", version=1, manifest=manifest("fn"), active=True)
-    order = Order(name, Version(route, 0.0), "fn", True, b"{}", 1, 0.0)
+    order = Order(name, Version(route), "fn", True, b"{}", 1, 0.0)
     return Call(order, Marks(route, sent=0.0))
 
 

@@ -27,7 +27,7 @@ class Lagging:
     """A gateway's table whose watch delivers when the test says so."""
 
     def __init__(self) -> None:
-        self.table = RouteTable(lambda _: None, time.time)
+        self.table = RouteTable(lambda _: None)
         self.held: list[tuple[str, Route | None]] = []
         self.lags = True
 

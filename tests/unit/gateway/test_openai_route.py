@@ -11,7 +11,7 @@ from sllm_runtime.protocol.frames import TokenLogprob, ToolDelta, Usage
 from sllm_runtime.protocol.node import Progress
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import Run, World, entry, manifest, starting, world
+from tests.unit.gateway.peer import CREATED, Run, World, entry, manifest, starting, world
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -264,7 +264,8 @@ async def test_models_and_unknown_fields(nats: Nats, caplog: pytest.LogCaptureFi
         await model(w)
         await w.deploy(manifest("plain"), entry("i2"))
         assert [found.id async for found in api.models.list()] == ["coder"]
-        assert (await api.models.retrieve("coder")).owned_by == "sllm"
+        found = await api.models.retrieve("coder")
+        assert (found.owned_by, found.created) == ("sllm", int(CREATED))
         with caplog.at_level("INFO"):
             answer = await api.completions.create(model="coder", prompt="x", extra_body={"zzz": 1, "top_k": 5})
         assert answer.choices[0].text

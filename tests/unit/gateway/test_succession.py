@@ -45,7 +45,7 @@ def asked(call: str, life: str = "", gateway: str = GATEWAY, function: str = "to
 # --- the log --------------------------------------------------------------------------------------
 def a_call(number: int, body: bytes = b"{}") -> Call:
     route = entry_route()
-    order = Order(f"call-{number}", Version(route, 0.0), "fn", True, body, 7, 0.0)
+    order = Order(f"call-{number}", Version(route), "fn", True, body, 7, 0.0)
     return Call(order, Marks(route, sent=0.0), resumption=Resumption())
 
 
