@@ -17,7 +17,8 @@ pinned to a core. Every connection is open before its request is sent. All funct
 The numbers of streams are 200, N and 1000: N is the most at which the bare endpoint keeps the pace in this run (p99
 of its token delay within one interval), at most 1000. Tokens are checked: all of them, in order, due when the pace
 says; a stream with others is an error. A peer that does not finish a load before its deadline is not asked again in
-that case; after an unfinished load the next one waits until all have come to rest. ``--quick`` asks the peers at 200
+that case, and one that finished no stream at all in no larger one of that kind; after an unfinished load the next one
+waits until all have come to rest. ``--quick`` asks the peers at 200
 streams only, and makes paced streams and deadlines shorter.
 """
 
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -56,6 +57,8 @@ class Bench:
     generator: Generator
     systems: Sequence[System]
     missing: dict[str, str]
+    broken: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By kind of load and system: the case of which it finished no stream."""
 
     @property
     def deadline_s(self) -> float:
@@ -67,23 +70,35 @@ class Bench:
 
     def measure(self, case: str, unit: str, loads: dict[str, Load]) -> None:
         """Every system's load, in turn, ``rounds`` times."""
-        for name, reason in self.missing.items():
+        left_out = self._left_out(case)
+        for name, reason in (self.missing | left_out).items():
             self.run.case(case, name, unit).not_run = reason
-        given_up: set[str] = set()
-        if self.run.quick and case.endswith(("_n", "_1000")):
-            given_up = {system.name for system in self.systems[2:]}
-            for name in given_up:
-                self.run.case(case, name, unit).not_run = "left out with --quick"
+        given_up = set(left_out)
         for _ in range(self.run.rounds):
             for system in self.systems:
                 if system.name in given_up:
                     continue
-                outcome, usage = self.generator.run(system, loads[system.name])
-                if not note(self.run.case(case, system.name, unit), loads[system.name], outcome, usage):
-                    if system.name not in ("sllm", "bare"):
-                        given_up.add(system.name)
-                    self.run.note(f"{case}: {system.name} did not finish")
+                load = loads[system.name]
+                outcome, usage = self.generator.run(system, load)
+                if not note(self.run.case(case, system.name, unit), load, outcome, usage):
+                    given_up |= self._gave_up(case, system.name, whole=outcome.failed == load.streams)
                     settle(self.systems)
+
+    def _left_out(self, case: str) -> dict[str, str]:
+        """Peers that are not asked in this case, each with the reason."""
+        if self.run.quick and case.endswith(("_n", "_1000")):
+            return {system.name: "left out with --quick" for system in self.systems[2:]}
+        kind = case.partition("_")[0]
+        return {name: f"it finished no stream of {of}" for (which, name), of in self.broken.items() if which == kind}
+
+    def _gave_up(self, case: str, name: str, *, whole: bool) -> set[str]:
+        """Who is not asked again in this case."""
+        self.run.note(f"{case}: {name} did not finish")
+        if name in ("sllm", "bare"):
+            return set()
+        if whole:
+            self.broken[case.partition("_")[0], name] = case
+        return {name}
 
 
 def note(case: Case, load: Load, outcome: Outcome, usage: Usage) -> bool:
