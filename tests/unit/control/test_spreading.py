@@ -18,9 +18,22 @@ SOURCE = "s3://bucket/m"
 MODEL = digest_of(SOURCE)
 
 
+async def known(bench: Bench, name: str, node: ScriptedNode) -> None:
+    """The controller has heard what ``node`` has."""
+    node.tell()
+
+    def heard() -> bool:
+        found = bench.controller.loop.view.nodes.get(name)
+        status = found.status if found is not None else None
+        return status is not None and (status.storage, status.remote) == (node.storage, node.remote)
+
+    await until(heard, what=f"what {name} has is known")
+
+
 async def started(bench: Bench, *, limit: int = 8 * MIB) -> None:
     """A function on a model that its node reads from a source has been started once."""
     bench.node.storage, bench.node.remote = Storage(ssd_limit=limit), (MODEL,)
+    await known(bench, "n1", bench.node)
     await bench.gateway.deploy(manifest(model=SOURCE, engine=True))
 
 
@@ -31,9 +44,7 @@ def placed(told: ctl.Placements) -> list[tuple[str, tuple[str, ...], tuple[str, 
 async def test_what_is_started_is_brought_to_every_node_that_takes_it(bench: Bench, nats: Nats) -> None:
     async with ScriptedNode(await nats.bus("n2"), "n2") as other:
         other.storage, other.remote = Storage(ssd_limit=8 * MIB), (MODEL,)
-        other.tell()
-        nodes = bench.controller.loop
-        await until(lambda: (n2 := nodes.view.nodes.get("n2")) and n2.status and n2.status.storage, what="it is known")
+        await known(bench, "n2", other)
         await started(bench)
         told: ctl.Placements = await bench.gateway.ask("placement", ctl.Placement(redo=True))
         assert [(each.model, each.wanted) for each in told.models] == [(MODEL, ("n1", "n2"))]
