@@ -41,8 +41,9 @@ from benchmarks.record import Aim, percentile
 from benchmarks.runner import Run, main
 
 CALLERS: Final = 4
+INSTANCES: Final = 2
 SLOTS: Final = 3
-"""Of each of two instances: one that is ready has a call of four that run."""
+"""Of each instance: one that is ready has a call of four that run."""
 TOKENS: Final = 400
 ASKS: Final = tuple(
     {"prompt": prompt, "max_tokens": TOKENS, "temperature": temperature, "seed": 7}
@@ -137,12 +138,18 @@ def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
         settings = {**SETTINGS, **nats.env} if nats is not None else SETTINGS
         platform = stack.enter_context(Platform(directory / "p", settings, nodes=2, gateways=2))
         name = platform.deploy(
-            CODER, keep_alive=3600.0, concurrency=SLOTS, min_instances=2, max_instances=2, timeout=200.0
+            CODER,
+            keep_alive=3600.0,
+            concurrency=SLOTS,
+            min_instances=INSTANCES,
+            max_instances=INSTANCES,
+            timeout=200.0,
         )
         run.note("deployed")
         with ThreadPoolExecutor(len(ASKS)) as pool:
             right = [answer.values for answer in pool.map(functools.partial(platform.stream, name), ASKS)]
         place, urls = Field(platform, name, nats), gateways_of(platform)
+        place.until_ready(INSTANCES)
         platform.until_cold()
         run.note("the right answers are known, and all processes there")
         before, held = place.processes(), shared_mib(platform)

@@ -93,6 +93,10 @@ class Field:
         if self._nats is not None:
             self._nats.start_missing()
 
+    def until_ready(self, instances: int) -> None:
+        """Until so many instances take calls. Raises ``ProgramFailed``."""
+        until(lambda: len(self.ready()) == instances, f"not {instances} instances take calls")
+
     def until_back(self, before: Counter[str]) -> None:
         """Until all of ``before`` is there again. Raises ``ProgramFailed``."""
         until(lambda: not before - self.processes() and bool(self.ready()), "not all processes are back")
