@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from sllm_runtime.control.view import Instance
+from sllm_runtime.control.view import Instance, Key, View
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.quantities import LOAD_TIME
 
@@ -14,10 +14,11 @@ HANDOVER_S: Final = 1.0
 started for is on its way."""
 
 
-def floor(manifest: Manifest, *, active: bool, trial: bool) -> int:
-    """Instances that run without a caller: ``min_instances`` of the active version, one for a deployment's trial."""
-    least = manifest.min_instances if active else 0
-    return max(least, 1) if trial else least
+def floor(view: View, key: Key, manifest: Manifest) -> int:
+    """Instances that run without a caller: ``min_instances`` of the active version, one for a deployment's trial, what
+    somebody wants warm."""
+    warm, _ = view.warm.get(key, (0, 0.0))
+    return max(manifest.min_instances if view.active(key) else 0, int(key in view.trials), warm)
 
 
 def wanted(manifest: Manifest, *, least: int, running: int, waiting: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from sllm_runtime.control.autoscale import HANDOVER_S
+from sllm_runtime.control.autoscale import HANDOVER_S, floor
 from sllm_runtime.control.fits import Need, free, memory_of, need_of, short, total
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import Instance, Key, Move, Node, View
@@ -108,8 +108,7 @@ def evictable(request: Request, view: View, instance: Instance, now: float) -> b
     if instance.key == request.key or instance.key in view.trials:
         return False
     ready = sum(1 for other in view.of(instance.key) if other.ready)
-    least = instance.manifest.min_instances if view.active(instance.key) else 0
-    return ready > max(least, view.warm.get(instance.key, (0, 0.0))[0])
+    return ready > floor(view, instance.key, instance.manifest)
 
 
 def room_made(request: Request, need: Need, view: View, node: Node, now: float) -> tuple[Instance, ...] | None:

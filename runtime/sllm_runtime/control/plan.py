@@ -139,12 +139,11 @@ def _version(view: View, key: Key, mine: list[Instance], context: Context) -> Vi
 
 def _scale(view: View, version: VersionRecord, live: list[Instance], context: Context) -> View:
     key, manifest = (version.function, version.version), version.manifest
-    waiting, trial = view.demand(key), key in view.trials
-    warm = warmup.least(view, key)
-    least = max(autoscale.floor(manifest, active=view.active(key), trial=trial), warm)
+    waiting, least = view.demand(key), autoscale.floor(view, key, manifest)
     running = sum(instance.running for instance in live)
     wanted = autoscale.wanted(manifest, least=least, running=running, waiting=waiting)
-    held = backoff.active(view.failures.get(key), context.now, asked=bool(waiting or warm) or trial)
+    asked = bool(waiting) or key in view.warm or key in view.trials
+    held = backoff.active(view.failures.get(key), context.now, asked=asked)
     if len(live) < wanted and not held:
         for _ in range(wanted - len(live)):
             view, placed = _place(view, version, context)

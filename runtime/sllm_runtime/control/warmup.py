@@ -38,11 +38,6 @@ def lapsed(view: View, now: float) -> View:
     return replace(view, warm=without(view.warm, over)) if over else view
 
 
-def least(view: View, key: Key) -> int:
-    """Instances of a version that are wanted for no call."""
-    return view.warm.get(key, (0, 0.0))[0]
-
-
 def granted(view: View, key: Key) -> View:
     """Nobody waits for it any more: its instances live by their keep-alive."""
     return replace(view, warm=without(view.warm, [key])) if key in view.warm else view
