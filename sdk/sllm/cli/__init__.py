@@ -6,8 +6,11 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit; Ctrl-C counts from here, also while the rest is imported."""
+    """Run the command line and exit; Ctrl-C counts from here, and is answered when no import is under way."""
     try:
+        from sllm.cli import ctrl_c
+
+        ctrl_c.prepare()
         from sllm.cli.main import main as run
 
         run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -45,12 +46,22 @@ def prepare() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the life of the program
-    for name, kind in (("stdout", Results), ("stderr", Notes)):
-        stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper:  # anything else was put there by who runs this in a process of its own
-            encoding, lines = stream.encoding, stream.line_buffering
-            made = kind(stream.detach(), encoding=encoding, errors="backslashreplace", line_buffering=lines)
-            setattr(sys, name, made)
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGALRM}
+    )  # between two streams there is none
+    try:
+        _replace("stdout", Results)
+        _replace("stderr", Notes)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _replace(name: str, kind: type[io.TextIOWrapper]) -> None:
+    stream = getattr(sys, name)
+    if type(stream) is io.TextIOWrapper:  # anything else was put there by who runs this in a process of its own
+        encoding, lines = stream.encoding, stream.line_buffering
+        made = kind(stream.detach(), encoding=encoding, errors="backslashreplace", line_buffering=lines)
+        setattr(sys, name, made)
 
 
 def close_stdout() -> None:

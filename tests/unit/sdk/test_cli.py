@@ -246,6 +246,41 @@ def test_ctrl_c_at_any_moment_of_the_start() -> None:
         assert process.returncode == -signal.SIGINT or b"Traceback" not in errors
 
 
+LOST = """
+import os, signal, sys
+from sllm.cli import ctrl_c
+ctrl_c.prepare()
+class Drops:
+    def __del__(self): os.kill(os.getpid(), signal.SIGINT)  # what is raised here goes nowhere
+class Lock:
+    taken = False
+    def __enter__(self):
+        self.taken = True
+        os.kill(os.getpid(), signal.SIGINT)
+        return self
+    def __exit__(self, *_): self.taken = False
+lock = Lock()
+try:
+    if sys.argv[1] == "import":
+        sys.path.insert(0, sys.argv[2])
+        import drops
+    else:
+        with lock:
+            signal.pause()
+    signal.pause()
+except KeyboardInterrupt:
+    sys.exit(9 if lock.taken else 130)
+"""
+
+
+@pytest.mark.parametrize("place", ["import", "with"])
+def test_ctrl_c_where_nothing_can_be_raised(place: str, tmp_path: Path) -> None:
+    (tmp_path / "drops.py").write_text("import __main__\n__main__.Drops()\n")
+    argv = [sys.executable, "-c", LOST, place, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, timeout=GIVE_UP_S, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 # --- deployment -----------------------------------------------------------------------------------
 def test_deploy(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "function.py").write_text(TEXT)
