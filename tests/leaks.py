@@ -133,6 +133,8 @@ def threads() -> dict[str, Thing]:
 
 
 _REPORTED: set[str] = set()
+_OF_OTHERS: set[str] = set()
+"""Shared memory that was in use by others."""
 LOOKS = {"processes": processes, "files": files, "descriptors": descriptors, "threads": threads}
 
 
@@ -153,16 +155,22 @@ def left_behind(before: Found, now: Found) -> Found:
 
 def _settle(before: Found, kinds: frozenset[str]) -> Found:
     """What is left when everything that was about to close has had its time."""
-    left = left_behind(before, look(kinds))
+    left = _of_this_run(left_behind(before, look(kinds)))
     if not left:
         return left
     gc.collect()
     deadline = time.monotonic() + GRACE_SECONDS
     while left and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        left = left_behind(before, look(kinds))
+        left = _of_this_run(left_behind(before, look(kinds)))
+    return left
+
+
+def _of_this_run(left: Found) -> Found:
+    """Without the shared memory that others hold: nobody waits for it to go."""
     for path in list(left.get("files", ())):
-        if path.startswith(str(SHARED_MEMORY)) and _in_use_by_strangers(path):
+        if path.startswith(str(SHARED_MEMORY)) and (path in _OF_OTHERS or _in_use_by_strangers(path)):
+            _OF_OTHERS.add(path)
             del left["files"][path]
     return {kind: things for kind, things in left.items() if things}
 
