@@ -13,8 +13,8 @@ CODER = Path(__file__).parents[2] / "functions" / "coder"
 
 @pytest.fixture(scope="session")
 def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``functions/coder`` with its model converted: a node that converts it itself imports torch and transformers to do
-    it, 4.5 s of a CPU on each platform. Tests of that deploy ``functions/coder`` as it is."""
+    """``functions/coder`` with its model converted once, for tests that are about something else; those of conversion
+    deploy ``functions/coder`` as it is."""
     place = tmp_path_factory.mktemp("functions") / "coder"
     shutil.copytree(CODER, place, ignore=shutil.ignore_patterns("model"))
     # In a process of its own: what torch leaves in TMPDIR is not the tests'.

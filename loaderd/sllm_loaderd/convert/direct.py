@@ -15,6 +15,7 @@ from typing import Final
 
 import xxhash
 
+from sllm_loaderd.convert.execution import execution_plan
 from sllm_loaderd.convert.plan import StoragePlan, alias_records, plan_storage
 from sllm_loaderd.convert.safetensors import MAX_HEADER, parse_header, torch_tensors
 from sllm_loaderd.convert.shards import check_shards, decode_shard_index
@@ -46,7 +47,6 @@ _AHEAD: Final = 256 * KIB
 """Read at once of each file; most headers are within."""
 _SAMPLES: Final = 64
 _SHARDS: Final = "model.safetensors.index.json"
-_CONFIG: Final = "config.json"
 
 
 @dataclass(slots=True)
@@ -177,11 +177,7 @@ def _sampled(read: Callable[[memoryview, int], None], nbytes: int) -> str:
 
 
 def _plan(directory: Path, found: _Files) -> StoragePlan:
-    module = None
-    if (directory / _CONFIG).is_file():
-        from sllm_loaderd.convert.module import module_plan
-
-        module = module_plan(directory, {name: tensor.shape for name, tensor in found.tensors.items()})
+    module = execution_plan(directory, {name: tensor.shape for name, tensor in found.tensors.items()})
     # Two names with the same bytes are not looked for: that would be to read them.
     plan = plan_storage(found.tensors, {}, module, lambda one, two: False, by_names=True)
     fused = next((name for name, stored in plan.stored.items() if stored.parts != (name,)), None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sllm_loaderd.convert.auto_ranks import auto_shares
+from sllm_loaderd.convert.execution import execution_plan
 from sllm_loaderd.convert.formats import open_source
 from sllm_loaderd.convert.partitions import Progress, Written, full_order, lay_out, write_partitions
 from sllm_loaderd.convert.plan import StoragePlan, alias_records, plan_storage
@@ -123,11 +124,7 @@ def _plan(directory: Path, source: TensorSource) -> StoragePlan:
     def same_bytes(a: str, b: str) -> bool:
         return _same_bytes(source, a, b)
 
-    module = None
-    if (directory / _CONFIG).is_file():
-        from sllm_loaderd.convert.module import module_plan
-
-        module = module_plan(directory, {name: tensor.shape for name, tensor in source.tensors.items()})
+    module = execution_plan(directory, {name: tensor.shape for name, tensor in source.tensors.items()})
     by_names = source.extras.adapter is not None
     return plan_storage(source.tensors, source.ties, module, same_bytes, by_names=by_names)
 

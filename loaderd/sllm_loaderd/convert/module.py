@@ -21,8 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def module_plan(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> ModulePlan | None:
-    """The plan for a model directory whose files hold tensors of these ``shapes``; None if its architecture is
-    unknown here (no config.json, or one of another library), and then the order of the files has to do."""
+    """The plan for a directory with a config.json; None if that is of another library (see ``execution_plan``)."""
     model = _meta_model(directory)
     if model is None:
         return None
@@ -33,10 +32,9 @@ def module_plan(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Modul
 
 
 def _meta_model(directory: Path) -> Any:
-    config_path = directory / "config.json"
-    if not config_path.is_file():
-        return None
     import transformers
+
+    config_path = directory / "config.json"
 
     try:
         names = json.loads(config_path.read_bytes()).get("architectures") or []
