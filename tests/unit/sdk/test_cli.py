@@ -28,6 +28,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.http import CandidateView, ExplainView, GpuView, InstanceView, NodeDetailView, StartView
+from tests.fixtures.modules import own_modules
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
 
@@ -38,26 +39,21 @@ TEXT = (
 PIECES = (sse("de", id=0), sse("f é", id=1), TIMELINE, DONE)
 
 
-def sllm(*words: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SLLM, *words],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONUTF8": "1", **env},
-        timeout=60,
-        check=False,
-    )
+def sllm(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONUTF8": "1"}
+    return subprocess.run([*SLLM, *words], capture_output=True, text=True, env=env, timeout=60, check=False)
 
 
-def here(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def here(*words: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """The same in this process, which saves the start of a program: for what depends on no signal and no terminal."""
     out, errors = io.StringIO(), io.StringIO()
     before = dict(os.environ)
     os.environ.update(env)
     try:
-        with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as stop:
-            main(words)
+        with pytest.MonkeyPatch.context() as patch, own_modules(), pytest.raises(SystemExit) as stop:
+            patch.setattr(sys, "stdin", io.StringIO(stdin))
+            with redirect_stdout(out), redirect_stderr(errors):
+                main(words)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -89,22 +85,22 @@ def test_text_is_printed_as_it_comes(gateway: Gateway) -> None:
 
 def test_json_is_one_value_a_line(gateway: Gateway) -> None:
     gateway.will(Answer(PIECES))
-    done = sllm("fn", "invoke", "chat", "text=x", "--json")
+    done = here("fn", "invoke", "chat", "text=x", "--json")
     assert [json.loads(line) for line in done.stdout.splitlines()] == ["de", "f é"]
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(here("fn", "invoke", "chat", "text=x", "--json", "-v").stderr)
     assert told["call"] == CALL
     assert told["timeline"][1] == {"name": "first_token", "at": 0.1, "ms": 20.0}
     gateway.will(Answer(json={"a": [1]}))
-    assert document(sllm("fn", "invoke", "chat", "--no-stream", "--json")) == {"a": [1]}
+    assert document(here("fn", "invoke", "chat", "--no-stream", "--json")) == {"a": [1]}
 
 
 def test_arguments_by_word_file_and_stdin(gateway: Gateway, tmp_path: Path) -> None:
     gateway.will(Answer(PIECES))
     (tmp_path / "args.json").write_text('{"a": 1, "text": "below"}')
-    sllm("fn", "invoke", "chat", "text=12", "n=12", "other=12", "--args", "@args.json")
+    here("fn", "invoke", "chat", "text=12", "n=12", "other=12", "--args", "@args.json")
     assert gateway.asked[-1][2] == {"a": 1, "text": "12", "n": 12, "other": 12}
-    sllm("fn", "invoke", "chat", "--json-args", "-", stdin='{"text": "from stdin"}')
+    here("fn", "invoke", "chat", "--json-args", "-", stdin='{"text": "from stdin"}')
     assert gateway.asked[-1][2] == {"text": "from stdin"}
     assert [path for method, path, *_ in gateway.asked if method == "GET"] == ["/api/v1/functions/chat"]
 
@@ -136,7 +132,7 @@ def test_wrong_arguments(gateway: Gateway, words: list[str], said: str) -> None:
 )
 def test_an_errors_own_status(gateway: Gateway, problem: Any) -> None:
     gateway.will(Answer(problem=problem))
-    done = sllm("fn", "invoke", "chat", "--json")
+    done = here("fn", "invoke", "chat", "--json")
     assert done.returncode == problem.exit_code == BY_CODE[problem.code].exit_code
     found = refused(done)
     assert (found["code"], found["message"]) == (problem.code, "no")
@@ -148,7 +144,7 @@ def test_an_errors_own_status(gateway: Gateway, problem: Any) -> None:
 
 def test_an_error_in_mid_stream(gateway: Gateway) -> None:
     gateway.will(Answer((sse("de", id=0), error(StartFailed("weights are broken", stage="weights")))))
-    done = sllm("fn", "invoke", "chat")
+    done = here("fn", "invoke", "chat")
     assert (done.returncode, done.stdout) == (5, "de\n")
     assert "weights are broken (weights)  [start_failed]" in done.stderr
 
@@ -284,23 +280,23 @@ def test_ctrl_c_where_nothing_can_be_raised(place: str, tmp_path: Path) -> None:
 # --- deployment -----------------------------------------------------------------------------------
 def test_deploy(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "function.py").write_text(TEXT)
-    done = sllm("fn", "deploy", ".")
+    done = here("fn", "deploy", ".")
     assert (done.returncode, done.stdout) == (0, f"chat v1: POST {gateway.url}/fn/chat\n")
     assert re.search(r"chat: 1 files, \d+ B", done.stderr)
-    found = document(sllm("fn", "deploy", "function.py::hello", "--json"))
+    found = document(here("fn", "deploy", "function.py::hello", "--json"))
     assert ".sllmignore" not in done.stderr
     (tmp_path / "much").write_bytes(bytes(bundle.MUCH))
-    assert ".sllmignore" in sllm("fn", "deploy", "function.py::hello").stderr
+    assert ".sllmignore" in here("fn", "deploy", "function.py::hello").stderr
     assert (found["version"], found["function"]["name"]) == (1, "chat")
     gateway.notes.append("slo: nothing acts on it yet")
-    assert "chat: slo: nothing acts on it yet\n" in sllm("fn", "deploy", "function.py::hello").stderr
-    assert document(sllm("fn", "deploy", "function.py::hello", "--json"))["notes"] == gateway.notes
+    assert "chat: slo: nothing acts on it yet\n" in here("fn", "deploy", "function.py::hello").stderr
+    assert document(here("fn", "deploy", "function.py::hello", "--json"))["notes"] == gateway.notes
 
 
 def test_nothing_is_deployed_where_one_is_wrong(gateway: Gateway, tmp_path: Path) -> None:
     second = "\n@model_function(memory='much')\ndef second(text: str) -> str:\n    return text\n"
     (tmp_path / "function.py").write_text(TEXT + second)
-    done = sllm("fn", "deploy", "function.py", "--json")
+    done = here("fn", "deploy", "function.py", "--json")
     assert (done.returncode, refused(done)["code"]) == (2, "invalid_manifest")
     assert (gateway.deployed, gateway.bundles) == ([], {})
 
@@ -308,19 +304,19 @@ def test_nothing_is_deployed_where_one_is_wrong(gateway: Gateway, tmp_path: Path
 def test_a_deployment_that_fails(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "function.py").write_text(TEXT)
     gateway.will(Answer((progress("sandbox"), error(NoCapacity("needs an H100; node n1 has none")))))
-    done = sllm("fn", "deploy", "function.py")
+    done = here("fn", "deploy", "function.py")
     assert done.returncode == 5
     assert "needs an H100; node n1 has none" in done.stderr
 
 
 # --- the rest -------------------------------------------------------------------------------------
 def test_init_begins_a_function_that_can_be_deployed(gateway: Gateway, tmp_path: Path) -> None:
-    found = document(sllm("fn", "init", "hello", "--json"))
+    found = document(here("fn", "init", "hello", "--json"))
     assert "function.py" in found["files"]
-    assert document(sllm("fn", "deploy", "hello", "--json"))["function"]["name"] == "hello"
-    again = sllm("fn", "init", "hello")
+    assert document(here("fn", "deploy", "hello", "--json"))["function"]["name"] == "hello"
+    again = here("fn", "init", "hello")
     assert (again.returncode, "is there already" in again.stderr) == (2, True)
-    assert "there are: basic, class, llm" in sllm("fn", "init", "x", "--template", "none").stderr
+    assert "there are: basic, class, llm" in here("fn", "init", "x", "--template", "none").stderr
     assert not (tmp_path / "x").exists()
 
 
@@ -423,25 +419,25 @@ def test_sllm_toml_of_the_project(gateway: Gateway, tmp_path: Path, monkeypatch:
 
 
 def test_doctor() -> None:
-    found = document(sllm("doctor", "--json"))
+    found = document(here("doctor", "--json"))
     assert found["healthy"] is True
     assert {"check", "level", "what", "remedy"} == set(found["checks"][0])
-    broken = sllm("doctor", "--json", SLLM_NATS_URL="nats://127.0.0.1:9")
+    broken = here("doctor", "--json", SLLM_NATS_URL="nats://127.0.0.1:9")
     assert broken.returncode == 1
     assert [each["check"] for each in json.loads(broken.stdout)["checks"] if each["level"] == "failure"] == ["nats"]
 
 
 def test_retries_are_not_seen(gateway: Gateway) -> None:
     gateway.will(Answer(problem=QueueFull("full")), Answer(PIECES))
-    done = sllm("fn", "invoke", "chat")
+    done = here("fn", "invoke", "chat")
     assert (done.returncode, done.stdout, done.stderr) == (0, "def é\n", "")
 
 
 def test_completion() -> None:
-    done = sllm(_SLLM_COMPLETE="complete_bash", COMP_WORDS="sllm fn de", COMP_CWORD="2")
+    done = here(_SLLM_COMPLETE="complete_bash", COMP_WORDS="sllm fn de", COMP_CWORD="2")
     assert done.stdout.split() == ["deploy", "describe", "delete"]
-    assert "--install-completion" in sllm("--help").stdout
-    assert "--install-completion" not in sllm("fn", "--help").stdout
+    assert "--install-completion" in here("--help").stdout
+    assert "--install-completion" not in here("fn", "--help").stdout
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
