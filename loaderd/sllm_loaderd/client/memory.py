@@ -17,6 +17,7 @@ MAP_NORESERVE: Final = 0x4000
 MADV_HUGEPAGE: Final = 14
 MADV_POPULATE_READ: Final = 22
 MADV_POPULATE_WRITE: Final = 23
+MADV_COLLAPSE: Final = 25
 HUGE_PAGE: Final = 2 * 2**20
 """Chunks are mapped at these borders, so that the kernel can use huge pages for them."""
 

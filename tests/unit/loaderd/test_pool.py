@@ -255,6 +255,25 @@ def test_chunks_of_2_mib_lie_at_its_borders_and_ask_for_huge_pages() -> None:
         pool.close()
 
 
+@pytest.mark.parametrize("huge", [False, True])
+def test_pages_made_ahead_are_made_huge(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    advise = memory.advise
+
+    def noted(address: int, size: int, advice: int) -> bool:
+        asked.append(advice)
+        return advise(address, size, advice)
+
+    monkeypatch.setattr(memory, "advise", noted)
+    pool = ChunkPool(memory.HUGE_PAGE, memory.HUGE_PAGE, memory.HUGE_PAGE, huge=huge)
+    try:
+        assert pool.wait_prefaulted(memory.HUGE_PAGE, WAIT)
+    finally:
+        pool.close()
+    ours = [memory.MADV_HUGEPAGE, memory.MADV_POPULATE_WRITE, memory.MADV_COLLAPSE]
+    assert asked == (ours if huge else ours[1:2])
+
+
 @pytest.mark.parametrize(
     ("content", "have", "after"),
     [
