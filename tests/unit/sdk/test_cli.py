@@ -47,14 +47,14 @@ def sllm(*words: str) -> subprocess.CompletedProcess[str]:
 def here(*words: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """The same in this process, which saves the start of a program: for what depends on no signal and no terminal."""
     out, errors = io.StringIO(), io.StringIO()
-    before = dict(os.environ)
+    before, before_stdin = dict(os.environ), sys.stdin
     os.environ.update(env)
+    sys.stdin = io.StringIO(stdin)
     try:
-        with pytest.MonkeyPatch.context() as patch, own_modules(), pytest.raises(SystemExit) as stop:
-            patch.setattr(sys, "stdin", io.StringIO(stdin))
-            with redirect_stdout(out), redirect_stderr(errors):
-                main(words)
+        with own_modules(), redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+            main(words)
     finally:
+        sys.stdin = before_stdin
         os.environ.clear()
         os.environ.update(before)
     assert isinstance(stop.value.code, int)
