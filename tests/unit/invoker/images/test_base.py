@@ -1,0 +1,107 @@
+"""The base image is made once for each state of the installation, by one process of this machine at a time."""
+
+import asyncio
+import sys
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker.images import base, places
+from sllm_invoker.images.base import Base
+from sllm_runtime.protocol.errors import Unavailable
+from tests.fixtures.waiting import GIVE_UP_S
+
+PRODUCER = """
+import sys, io, json, tarfile
+if sys.argv[1] == "digests":
+    print(json.dumps({"system": "a" * 64, "base": "b" * 64, "python": "3.11", "library_path": True}))
+else:
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
+        tar.addfile(tarfile.TarInfo(sys.argv[1]))
+"""
+
+
+class Store:
+    """An engine's image store as a record of what it was asked; the engine itself is in the tests that need one."""
+
+    def __init__(self) -> None:
+        self.images: dict[str, object] = {}
+
+    async def has_image(self, reference: str) -> bool:
+        return reference in self.images
+
+    async def import_image(self, reference: str, archive: Path, changes: Sequence[str]) -> None:
+        assert reference not in self.images
+        self.images[reference] = (names_in(archive), tuple(changes))
+
+    async def build_image(self, reference: str, context: Path) -> None:
+        assert reference not in self.images
+        await asyncio.sleep(0)  # whoever came at the same time has its turn
+        self.images[reference] = described(context)
+
+
+def names_in(archive: Path) -> list[str]:
+    with tarfile.open(archive) as tar:
+        return tar.getnames()
+
+
+def described(context: Path) -> tuple[str, list[str]]:
+    assert {path.name for path in context.iterdir()} == {places.CONTAINERFILE, base.LAYER}
+    return (context / places.CONTAINERFILE).read_text(), names_in(context / base.LAYER)
+
+
+@pytest.fixture
+def producer(tmp_path: Path) -> tuple[str, ...]:
+    path = tmp_path / "producer.py"
+    path.write_text(PRODUCER)
+    return (sys.executable, str(path))
+
+
+def test_a_containerfile_adds_one_layer_and_keeps_the_configuration() -> None:
+    assert places.over("localhost/sllm-system:aa", "layer.tar", "base") == (
+        "FROM localhost/sllm-system:aa\nADD layer.tar /\nLABEL sllm.image=base\n"
+    )
+
+
+def test_a_container_of_the_base_is_nobody() -> None:
+    assert places.configuration("system", library_path=False) == (
+        "ENV PATH=/opt/sllm/bin:/usr/bin:/bin", "ENV HOME=/tmp", "ENV LANG=C.UTF-8",
+        "USER 65534:65534", "WORKDIR /tmp", "LABEL sllm.image=system",
+    )  # fmt: skip
+    assert "ENV LD_LIBRARY_PATH=/opt/python/lib" in places.configuration("system", library_path=True)
+
+
+async def test_it_is_made_of_two_layers_once_however_many_ask(tmp_path: Path, producer: tuple[str, ...]) -> None:
+    store, scratch = Store(), tmp_path / "images"
+    told: list[str] = []
+    nodes = [Base(store, scratch, {}, producer) for _ in range(3)]
+    async with asyncio.timeout(GIVE_UP_S):
+        names = await asyncio.gather(*(node.ensure(told.append) for node in nodes))
+    reference, system = f"localhost/sllm-base:{'b' * 32}", f"localhost/sllm-system:{'a' * 32}"
+    assert set(names) == {reference}
+    assert set(store.images) == {reference, system}
+    assert store.images[system] == (["system"], places.configuration("system", library_path=True))
+    assert store.images[reference] == (places.over(system, base.LAYER, "base"), ["ours"])
+    assert told == ["base: interpreter and packages", "base: worker"]
+    assert [path.name for path in scratch.iterdir()] == ["lock"]
+
+
+async def test_only_ours_is_made_anew_when_only_ours_has_changed(tmp_path: Path, producer: tuple[str, ...]) -> None:
+    store = Store()
+    told: list[str] = []
+    store.images[f"localhost/sllm-system:{'a' * 32}"] = "there"
+    await Base(store, tmp_path / "images", {}, producer).ensure(told.append)
+    assert told == ["base: worker"]
+
+
+async def test_what_cannot_be_listed_is_told_with_its_last_words(tmp_path: Path) -> None:
+    broken = (sys.executable, "-c", "import sys; sys.exit('no distribution named sllm')")
+    with pytest.raises(Unavailable, match="no distribution named sllm"):
+        await Base(Store(), tmp_path, {}, broken).ensure()
+
+
+async def test_a_program_that_does_not_end_is_ended() -> None:
+    with pytest.raises(Unavailable, match="took more than"):
+        await base.output((sys.executable, "-c", "import time; time.sleep(3600)"), {}, 0.2)

@@ -1,0 +1,44 @@
+"""The commands by which an image comes to be in an engine's store: golden, for both engines."""
+
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker.images.store import Store
+
+
+class Recorded:
+    """A command line that writes down what it is given, and says ``answer``."""
+
+    def __init__(self, kind: str, answer: str = "") -> None:
+        self.kind, self.answer = kind, answer
+        self.words: list[tuple[str, ...]] = []
+
+    async def command(self, *words: str, data: bytes | None = None, within_s: float = 60.0) -> str:
+        self.words.append(words)
+        return self.answer
+
+
+async def test_an_image_is_there_when_the_engine_names_it() -> None:
+    assert await Store(Recorded("podman", "cf36bd176997\n")).has_image("localhost/sllm-base:aa")
+    nothing = Recorded("docker", "")
+    assert not await Store(nothing).has_image("localhost/sllm-base:aa")
+    assert nothing.words == [("images", "--quiet", "localhost/sllm-base:aa")]
+
+
+@pytest.mark.parametrize("kind", ["podman", "docker"])
+async def test_an_import_carries_the_configuration(kind: str) -> None:
+    engine = Recorded(kind)
+    await Store(engine).import_image("localhost/a:b", Path("/tmp/a.tar"), ("USER 65534", "WORKDIR /tmp"))
+    expected = ("import", "--change", "USER 65534", "--change", "WORKDIR /tmp", "/tmp/a.tar", "localhost/a:b")
+    assert engine.words == [expected]
+
+
+@pytest.mark.parametrize(("kind", "local"), [("podman", ("--pull=never",)), ("docker", ())])
+async def test_a_build_has_no_network_and_no_registry(kind: str, local: tuple[str, ...]) -> None:
+    engine = Recorded(kind)
+    await Store(engine).build_image("localhost/a:b", Path("/tmp/c"))
+    assert engine.words == [
+        ("build", "--quiet", *local, "--network", "none", "--tag", "localhost/a:b", "--file", "/tmp/c/Containerfile",
+         "/tmp/c")
+    ]  # fmt: skip
