@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -57,6 +58,8 @@ class Instances:
         self._past: OrderedDict[str, InstanceStatus] = OrderedDict()
         self._tasks = Tasks(f"instances of {node}")
         self._ticked = clock()
+        self._living: set[asyncio.Task[None]] = set()
+        self._left = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -93,7 +96,9 @@ class Instances:
             clock=self._clock,
         )
         instance = self._instances[order.instance] = Instance(order, around)
-        self._tasks.start(self._live(instance), order.instance)
+        living = self._tasks.start(self._live(instance), order.instance)
+        self._living.add(living)
+        living.add_done_callback(self._gone)
         self._changed()
         return "begun"
 
@@ -103,6 +108,10 @@ class Instances:
         finally:
             self.ledger = self.ledger.release(instance.order.instance)
             self._changed()
+
+    def _gone(self, living: asyncio.Task[None]) -> None:
+        self._living.discard(living)
+        self._left.set()
 
     def reserve(self, nbytes: int) -> None:
         """``nbytes`` of the node's memory are loaderd's: instances to come share the rest."""
@@ -130,6 +139,19 @@ class Instances:
                 self._past[name] = instance.status()
                 if len(self._past) > REMEMBERED:
                     self._past.popitem(last=False)
+
+    async def leave(self, within_s: float) -> None:
+        """Begin no more, and wait until all have ended, at most ``within_s``. The controller, which hears of it, ends
+        them: calls that can be carried go on at other nodes."""
+        self.draining = True
+        self._changed()
+        try:
+            async with asyncio.timeout(within_s):
+                while self._living:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            log.warning("%d instance(s) have not left within %g s and are ended", len(self._living), within_s)
 
     async def close(self) -> None:
         """End all of them now."""

@@ -148,8 +148,17 @@ class Node:
             self._announcer.tell(Kind.NODE_STARTED, f"life {self._boot}", node=self._node)
             stopped = self._tasks.start(_wait(stop), "stop")
             await asyncio.wait({stopped, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._failure.done():
+                await self._leave()
         if self._failure.done():
             self._failure.result()
+
+    async def _leave(self) -> None:
+        """Everything goes on but new starts, while what runs here has time to go elsewhere or to end."""
+        seconds = self._settings.node_drain
+        if seconds:
+            self._announcer.tell(Kind.NODE_DRAINING, f"at most {seconds:g} s", node=self._node)
+            await self._instances.leave(seconds)
 
     async def _end(self) -> None:
         """Instances first: their callers are told before the bus is closed."""

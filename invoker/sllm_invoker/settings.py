@@ -41,6 +41,8 @@ class InvokerSettings(Settings):
     """A PID and a mount namespace for sandboxes, where the kernel permits them."""
     private: tuple[Path, ...] = ()
     """What functions must not see, beside what this node knows itself: other identities, tokens, other nodes' data."""
+    node_drain: float = Field(default=0.0, ge=0)
+    """Seconds that instances have to leave when this node is stopped: the controller moves what can move."""
     bundle_cache: Bytes = Field(default=1000 * 2**20, ge=0)
     """Bytes of bundles kept on disk."""
 

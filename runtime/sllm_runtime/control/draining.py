@@ -1,4 +1,5 @@
-"""Nodes that an operator cordons or drains: nothing starts there, and what is there leaves. Pure."""
+"""Nodes that are cordoned or drained, by an operator or because they are stopped: nothing starts there, and what is
+there leaves. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def cordon(view: View, name: str, *, cordoned: bool, drain: bool) -> View:
 def advance(view: View, now: float) -> View:
     """Send away what runs on drained nodes: calls that can be carried move, others end where they are."""
     for name, node in view.nodes.items():
-        if node.record.draining:
+        if node.record.draining or (node.status is not None and node.status.draining):
             for instance in tuple(view.on(name).values()):
                 if instance.live:
                     view = _leave(view, instance, now)

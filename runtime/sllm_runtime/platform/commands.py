@@ -20,6 +20,7 @@ from typing import Annotated, Final
 import typer
 
 from sllm_runtime.platform.daemon import READY, READY_FD
+from sllm_runtime.platform.joining import Joined, JoinSettings
 from sllm_runtime.platform.local import DEFAULT_PORT, Layout, Options
 from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.platform.process import PARENT, die_with_parent, tail
@@ -31,7 +32,7 @@ from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, St
 _DETACH_S: Final = 90.0
 _DOWN_S: Final = 15.0
 
-Nodes = Annotated[int, typer.Option("--nodes", min=1, max=64, help="Nodes on this machine; they share nothing.")]
+Nodes = Annotated[int, typer.Option("--nodes", min=0, max=64, help="Nodes on this machine; they share nothing.")]
 Gateways = Annotated[int, typer.Option("--gateways", min=1, max=16, help="Gateways, on consecutive ports.")]
 Controllers = Annotated[
     int,
@@ -44,6 +45,10 @@ Host = Annotated[str, typer.Option("--host", help="Address that the gateways lis
 Data = Annotated[Path | None, typer.Option("--data", help="Where everything is kept (default: <SLLM_HOME>/run).")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Return when ready; `sllm down` stops it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Node = Annotated[
+    bool,
+    typer.Option("--node", help="Join the cluster of SLLM_NATS_URL as node SLLM_NODE, no more."),
+]
 WithParent = Annotated[bool, typer.Option("--with-parent", help="Stop when the process that started this ends.")]
 
 
@@ -57,9 +62,14 @@ def up(
     detach: Detach = False,
     as_json: Json = False,
     with_parent: WithParent = False,
+    node: Node = False,
 ) -> int:
     """Start the platform on this machine: NATS, controller, gateways, and for each node an invoker and a loader."""
     settings = Settings.load()
+    if node:
+        if detach:
+            raise InvalidRequest("--node and --detach do not go together; run it as a service", field="detach")
+        return _join((data or settings.home / "run").absolute(), as_json, with_parent)
     options = Options(
         home=settings.home.absolute(),
         data=(data or settings.home / "run").absolute(),
@@ -76,10 +86,7 @@ def up(
         _note(warning)
     if detach:
         return _detached(options, port, as_json)
-    if with_parent:
-        starter = os.environ.get(PARENT)
-        die_with_parent(signal.SIGTERM, int(starter) if starter else None)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    _begin(with_parent)
     with _progress(quiet=as_json) as report:
 
         async def run() -> int:
@@ -93,6 +100,34 @@ def up(
     return 0
 
 
+def _begin(with_parent: bool) -> None:
+    if with_parent:
+        starter = os.environ.get(PARENT)
+        die_with_parent(signal.SIGTERM, int(starter) if starter else None)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+
+def _join(data: Path, as_json: bool, with_parent: bool) -> int:
+    """``--node``."""
+    settings = JoinSettings.load()
+    _require_writable(data)
+    _begin(with_parent)
+
+    def show(running: Running) -> None:
+        if as_json:
+            document = {"node": settings.node, "data": running.data, "pid": running.pid, "pids": running.pids}
+            sys.stdout.write(json.dumps(document) + "\n")
+            sys.stdout.flush()
+
+    async def run() -> int:
+        return await Joined(data, settings, os.environ, _note).run(show)
+
+    status = asyncio.run(run())
+    if status:
+        raise typer.Exit(status)
+    return 0
+
+
 def down(data: Data = None, as_json: Json = False) -> None:
     """Stop the platform that runs here, in order."""
     settings = Settings.load()
@@ -101,12 +136,13 @@ def down(data: Data = None, as_json: Json = False) -> None:
     if running is None:
         raise NotFound(f"no platform runs on {directory}")
     with _progress(quiet=as_json) as report:
-        report(f"stopping {running.url}")
+        what = running.url or running.data
+        report(f"stopping {what}")
         stop_running(running)
     if as_json:
-        sys.stdout.write(json.dumps({"stopped": running.url, "pid": running.pid}) + "\n")
+        sys.stdout.write(json.dumps({"stopped": what, "pid": running.pid}) + "\n")
     else:
-        _note(f"stopped {running.url}")
+        _note(f"stopped {what}")
 
 
 def _require_writable(directory: Path) -> None:

@@ -138,6 +138,20 @@ def _private_directory(path: Path) -> None:
         raise PermissionError(f"{path} belongs to somebody else; remove it or choose a shorter --data")
 
 
+def node_specs(layout: Layout, name: str, drain_s: float, environment: Mapping[str, str]) -> list[ChildSpec]:
+    """The programs of one node that joins a cluster: how it is reached, and who the node is, stand in ``environment``.
+
+    Makes their directories. ``drain_s``: seconds that its instances have to leave when it is stopped.
+    """
+    layout.node(name).mkdir(parents=True, exist_ok=True, mode=0o700)
+    if layout.socket(name).parent == layout.far_sockets:
+        _private_directory(layout.far_sockets)
+    base = {key: value for key, value in environment.items() if key not in _NOT_HANDED_ON}
+    loader, invoker = _node(1, layout, base, name, None)
+    invoker = replace(invoker, env={**invoker.env, "SLLM_NODE_DRAIN": str(drain_s)}, grace_s=drain_s + invoker.grace_s)
+    return [loader, invoker]
+
+
 def specs(
     options: Options, layout: Layout, server: EmbeddedNats | None, environment: Mapping[str, str]
 ) -> list[ChildSpec]:
@@ -154,7 +168,7 @@ def specs(
         own = {"SLLM_CONTROLLER": name, **store}
         found.append(_daemon(layout, base, name, "sllm_runtime.control", name, 3, own))
     for name in options.node_names:
-        found += _node(options, layout, base, name)
+        found += _node(options.nodes, layout, base, name, name)
     for name, port in zip(options.gateway_names, options.ports, strict=True):
         own = {
             "SLLM_GATEWAY": name,
@@ -195,9 +209,10 @@ def _nats(server: EmbeddedNats) -> ChildSpec:
     )
 
 
-def _node(options: Options, layout: Layout, base: Mapping[str, str], name: str) -> list[ChildSpec]:
+def _node(nodes: int, layout: Layout, base: Mapping[str, str], name: str, identity: str | None) -> list[ChildSpec]:
+    """``nodes``: as many share this machine. ``identity``: whose file it has; None: what the environment says."""
     directory, socket = layout.node(name), layout.socket(name)
-    shared = {"SLLM_NODE": name, "SLLM_LOADERD_SOCKET": str(socket)} | _share(base, options.nodes)
+    shared = {"SLLM_NODE": name, "SLLM_LOADERD_SOCKET": str(socket)} | _share(base, nodes)
     loader = shared | {"SLLM_DATA": str(directory / "loaderd"), "SLLM_SOCKET": str(socket)}
     private = [
         str(path)
@@ -206,7 +221,7 @@ def _node(options: Options, layout: Layout, base: Mapping[str, str], name: str) 
     invoker = shared | {"SLLM_DATA_DIR": str(directory / "invoker"), "SLLM_PRIVATE": json.dumps(private)}
     return [
         _daemon(layout, base, f"loaderd-{name}", "sllm_loaderd", None, 1, loader),
-        _daemon(layout, base, f"invoker-{name}", "sllm_invoker", name, 2, invoker),
+        _daemon(layout, base, f"invoker-{name}", "sllm_invoker", identity, 2, invoker),
     ]
 
 

@@ -8,16 +8,15 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.chronicle import Chronicle
-from sllm_runtime.platform.daemon import FORCED, ready
+from sllm_runtime.platform.daemon import ready
 from sllm_runtime.platform.disk import DiskWatch, free, require_room
+from sllm_runtime.platform.lifetime import Stop, keep, reap
 from sllm_runtime.platform.local import CONTROLLER, NATS, UP, Layout, Options, drain_s, prepare, specs
 from sllm_runtime.platform.nats_server import LEAST_STORE, EmbeddedNats
 from sllm_runtime.platform.owned import Tasks
@@ -26,12 +25,11 @@ from sllm_runtime.platform.profile import answers_alive, claim, release
 from sllm_runtime.platform.running import Lock, Running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.supervise import Supervisor
-from sllm_runtime.protocol.errors import Conflict, InternalError, SllmError, StartFailed, Unavailable
+from sllm_runtime.protocol.errors import Conflict, SllmError, StartFailed
 from sllm_runtime.protocol.quantities import show_bytes
 
 log = logging.getLogger(__name__)
 
-_ORPHANS_EVERY_S = 1.0
 _READY_S = 30.0
 _STOP_S = 15.0
 _POLL_S = 0.02
@@ -52,8 +50,7 @@ class Platform:
         self._nats_url = options.nats_url or ""
         self._profile = options.profile
         self._tasks = Tasks("up")
-        self.stop = asyncio.Event()
-        self.signal: int | None = None
+        self._lifetime = Stop()
         self.began = time.monotonic()
 
     async def run(self, on_ready: Callable[[Running], None]) -> int:
@@ -65,13 +62,13 @@ class Platform:
         drain_s(self._environment)
         for port in self.options.ports:
             require_port(self.options.host, port)
-        with Lock(self.options.data) as lock, self._signals():
+        with Lock(self.options.data) as lock, self._lifetime.heard():
             become_subreaper()
             try:
                 await self._until_stopped(lock, on_ready)
             finally:
                 await self._stop()
-        return 128 + signal.SIGINT if self.signal == signal.SIGINT else 0
+        return self._lifetime.status
 
     async def _until_stopped(self, lock: Lock, on_ready: Callable[[Running], None]) -> None:
         server = prepare(self.options, self.layout, self.token)
@@ -80,25 +77,14 @@ class Platform:
         else:
             await self._try_cluster()
         self._supervisor = supervisor = self._supervise(server, lock)
-        stopping: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
-        starting: asyncio.Future[Any] = asyncio.ensure_future(self._start(supervisor))
-        try:
-            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                return
-            await starting
+
+        async def started() -> None:
             await self._claim_profile()
             lock.write(self._running())
             on_ready(self._running())
             ready()
-            failed: asyncio.Future[Any] = supervisor.failed
-            await asyncio.wait([failed, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if supervisor.failed.done():
-                raise _given_up(supervisor.failed.result())
-        finally:
-            for task in (starting, stopping):
-                task.cancel()
-            await asyncio.wait([starting, stopping])
+
+        await keep(supervisor, self._lifetime, self._start(supervisor), started)
 
     def _supervise(self, server: EmbeddedNats | None, lock: Lock) -> Supervisor:
         """The keeper of everything that runs, and what looks on; nothing is started yet."""
@@ -108,7 +94,7 @@ class Platform:
             changed=lambda: lock.write(self._running()),
             restarted=chronicle.restarted,
         )
-        self._tasks.start(self._end_orphans(supervisor), "orphans")
+        self._tasks.start(reap(supervisor), "orphans")
         self._tasks.start(chronicle.run(), "chronicle")
         if server is not None:
 
@@ -159,54 +145,15 @@ class Platform:
             pids=self._supervisor.pids() if self._supervisor else {},
         )
 
-    async def _end_orphans(self, supervisor: Supervisor) -> None:
-        """What lost its parent came to us (subreaper): nothing of that kind may go on."""
-        died = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, died.set)
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ORPHANS_EVERY_S):
-                    await died.wait()
-            died.clear()
-            ended = end_orphans(set(supervisor.pids().values()))
-            if ended:
-                log.info("ended %d processes that had lost their parent", ended)
-
     async def _stop(self) -> None:
         self._report("stopping")
         if self._supervisor is not None:
             await self._supervisor.stop()
         await self._tasks.close()
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         end_orphans(set())
         shutil.rmtree(self.layout.far_sockets, ignore_errors=True)
         with contextlib.suppress(SllmError, OSError):
             await asyncio.to_thread(release, self.options.home, self._profile, self.options.url)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-
-        def asked(number: int) -> None:
-            if self.stop.is_set():
-                os._exit(FORCED)  # the kernel ends the children with us
-            self.signal = number
-            self.stop.set()
-
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        for number in numbers:
-            loop.add_signal_handler(number, asked, number)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-
-def _given_up(error: BaseException) -> SllmError:
-    if isinstance(error, StartFailed | Unavailable):
-        return error
-    return InternalError(f"the supervisor failed: {type(error).__name__}: {error}")
 
 
 def require_disk(options: Options) -> str:

@@ -23,6 +23,8 @@ class Kind(StrEnum):
     """A call ended for its caller with an error that is not the caller's own: field ``code``."""
     NODE_STARTED = "node.started"
     """A new life of its invoker: whatever ran on this node is gone."""
+    NODE_DRAINING = "node.draining"
+    """Its invoker was asked to stop; what runs there has some time to go elsewhere or to end."""
     NODE_STOPPING = "node.stopping"
     LOADER_CONNECTED = "loader.connected"
     LOADER_LOST = "loader.lost"

@@ -77,6 +77,15 @@ def test_one_that_finds_no_room_goes_on_and_is_asked_for_again() -> None:
     assert len(world.live(CHAT)) == 2
 
 
+def test_calls_of_a_node_that_says_it_is_stopped_move() -> None:
+    world, source = running()
+    world.nodes["n1"].draining = True
+    world.hear_all()
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    assert world.view.instances[destination].record.node == "n2"
+
+
 def test_a_node_that_is_not_there() -> None:
     world, _ = running()
     with pytest.raises(NodeNotFound):

@@ -48,7 +48,7 @@ class FakeNode:
         self.labels: dict[str, str] = {}
         self.instances: dict[str, InstanceStatus] = {}
         self.holds: dict[str, tuple[float, tuple[int, ...]]] = {}
-        self.sequence, self.life, self.alive = 0, 0, True
+        self.sequence, self.life, self.alive, self.draining = 0, 0, True, False
 
     def restart(self) -> None:
         self.life, self.sequence = self.life + 1, 0
@@ -74,6 +74,7 @@ class FakeNode:
             free_memory=(64 - len(self.holds)) * GIB,
             gpus=tuple(msgspec.structs.replace(gpu, used_by=taken.get(gpu.index)) for gpu in self.gpus),
             labels=self.labels,
+            draining=self.draining,
             instances=tuple(self.instances.values()),
         )
 

@@ -1,6 +1,5 @@
 """An existing NATS cluster instead of the embedded server: TLS, client certificates, no JetStream, nobody there."""
 
-import base64
 import json
 import os
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized, Unavailable
 from tests.fixtures.certificates import make_certificates
+from tests.fixtures.credentials import Operator, new_key
 
 
 @pytest.fixture(scope="module")
@@ -73,50 +73,15 @@ async def test_a_certificate_file_that_is_none(tls_server: EmbeddedNats, certifi
         await Bus.connect(settings(tls_server, certificates, ca="ext"), "ctl", name="test")
 
 
-def jwt(issuer: nkeys.KeyPair, subject: str, name: str, kind: str, **claims: object) -> str:
-    """A NATS JWT (version 2) as ``nsc`` makes them."""
-
-    def part(document: object) -> str:
-        return base64.urlsafe_b64encode(json.dumps(document).encode()).rstrip(b"=").decode()
-
-    body = {"iss": issuer.public_key.decode(), "sub": subject, "name": name, "iat": 1, "jti": name}
-    head = {"typ": "JWT", "alg": "ed25519-nkey"}
-    signed = f"{part(head)}.{part({**body, 'nats': {'type': kind, 'version': 2, **claims}})}"
-    return f"{signed}.{base64.urlsafe_b64encode(issuer.sign(signed.encode())).rstrip(b'=').decode()}"
-
-
-def new_key(prefix: int) -> nkeys.KeyPair:
-    return nkeys.from_seed(nkeys.encode_seed(os.urandom(32), prefix))
-
-
 @pytest.mark.parametrize("ours", [True, False], ids=["signed by the account", "signed by another"])
 async def test_a_credentials_file(tmp_path: Path, ours: bool) -> None:
-    operator, account, stranger, system, user = (
-        new_key(prefix)
-        for prefix in (
-            nkeys.PREFIX_BYTE_OPERATOR,
-            *3 * [nkeys.PREFIX_BYTE_ACCOUNT],
-            nkeys.PREFIX_BYTE_USER,
-        )
-    )
-    me, it, sys_it, you = (key.public_key.decode() for key in (operator, account, system, user))
-    plain = {"subs": -1, "conn": -1, "data": -1, "payload": -1, "leaf": -1, "imports": -1, "exports": -1}
-    stored = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
-    account_jwt = jwt(operator, it, "sllm", "account", limits={**plain, **stored})
-    system_jwt = jwt(operator, sys_it, "SYS", "account", limits=plain)
-    user_jwt = jwt(account if ours else stranger, you, "controller", "user", subs=-1, data=-1, payload=-1)
-    creds = tmp_path / "user.creds"
-    creds.write_text(
-        f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n\n"
-        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
-    )
+    operator = Operator()
+    stranger = None if ours else new_key(nkeys.PREFIX_BYTE_ACCOUNT)
+    creds = operator.credentials(tmp_path / "user.creds", "controller", signer=stranger)
     port, config, log = free_port(), tmp_path / "nats.conf", tmp_path / "nats.log"
     document = {
         "listen": f"127.0.0.1:{port}",
-        "operator": jwt(operator, me, "operator", "operator"),
-        "resolver": "MEMORY",
-        "resolver_preload": {it: account_jwt, sys_it: system_jwt},
-        "system_account": sys_it,
+        **operator.config,
         "jetstream": {"store_dir": str(tmp_path / "store")},
     }
     config.write_text(json.dumps(document))

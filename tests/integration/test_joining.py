@@ -1,0 +1,94 @@
+"""``sllm up --node``: a machine that joins a cluster of three NATS servers over TLS, with credentials of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.nats_cluster import NatsCluster
+from sllm_runtime.platform.process import start_time
+from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.subjects import node_rights
+from tests.fixtures.certificates import make_certificates
+from tests.fixtures.cluster import QUICK, Cluster
+from tests.fixtures.credentials import Operator
+from tests.fixtures.deployed import client_of, deploy, wait
+from tests.fixtures.waiting import GIVE_UP_S
+
+NODE = "i-0123456789abcdef0"
+
+
+@contextmanager
+def joined(directory: Path, env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """The command as a service manager runs it, and what it says when it is ready."""
+    argv = [sys.executable, "-m", "sllm_runtime.platform", "up", "--node", "--json", "--with-parent"]
+    log = directory / "node.log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [*argv, "--data", str(directory / "node")],
+            env={"PATH": os.environ["PATH"], "TMPDIR": str(directory), **QUICK, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+    try:
+        line = Cluster.first_line(process)
+        assert line, log.read_text()
+        document = json.loads(line)
+        yield process, document
+    finally:
+        process.terminate()
+        process.wait(GIVE_UP_S)
+        if process.stdout is not None:
+            process.stdout.close()
+    assert all(start_time(pid) is None for pid in document["pids"].values()), document
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, dict[str, str], Path]]:
+    """A platform without a node, and the environment of a machine that is to be one."""
+    directory = tmp_path_factory.mktemp("joining")
+    tls = make_certificates(directory)
+    files = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    operator = Operator()
+    with NatsCluster(
+        directory / "nats", {**{key: str(tls / name) for key, name in files.items()}, "verify": True}, operator.config
+    ) as nats:
+        access = {"CA": "ca.pem", "CERT": "client.pem", "KEY": "client.key"}
+        shared = {**nats.env, **{f"SLLM_NATS_{key}": str(tls / name) for key, name in access.items()}}
+        all_rights = operator.credentials(directory / "platform.creds", "platform")
+        own = operator.credentials(directory / "node.creds", NODE, node_rights(NODE))
+        node = {**shared, "SLLM_NODE": NODE, "SLLM_NATS_CREDS": str(own), "SLLM_HOME": str(directory / "node-home")}
+        with Cluster(directory, nodes=0, env={**shared, "SLLM_NATS_CREDS": str(all_rights)}) as started:
+            yield started, node, directory
+
+
+@pytest.mark.slow
+def test_a_call_through_a_node_that_joined_and_its_end(cluster: tuple[Cluster, dict[str, str], Path]) -> None:
+    """Each stage of its boot is told; SIGTERM lets the call that runs end, and nothing new starts there."""
+    platform, env, directory = cluster
+    with joined(directory, env) as (process, document):
+        assert document["node"] == NODE
+        deploy(platform, "slow_stream", name="paced")
+        with client_of(platform) as client:
+            assert list(client.stream("paced", {"count": 5, "pause": 0.001})) == list(range(5))
+            with closing(client.stream("paced", {"count": 300, "pause": 0.01})) as values:
+                assert next(values) == 0
+                process.send_signal(signal.SIGTERM)
+
+                def draining() -> bool:
+                    return all(node["draining"] for node in platform.http.get(f"{API}/nodes").json()["nodes"])
+
+                wait(draining, "the node says that it takes no more")
+                assert list(values) == list(range(1, 300))
+        assert process.wait(GIVE_UP_S) == 0
+    told = (directory / "node.log").read_text()
+    for stage in ("boot machine: ", "boot nats: ", "boot daemons: ", "READY "):
+        assert stage in told, told
