@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from sllm_runtime.control.view import Instance, Key, Node, View
@@ -112,20 +112,23 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
         return None
     reported = {instance.instance for instance in status.instances}
     name = node.record.node
-    unseen = [i for i in view.on(name).values() if not i.ended and i.record.instance not in reported]
-    back = {i.record.instance for i in leaving}
+    there = view.on(name)
+    unseen = [] if there.keys() <= reported else [i for i in there.values() if _unseen(i, reported)]
     taken = {index for i in unseen for index in i.gpus}
+    back = {None, *(i.record.instance for i in leaving)}
     return Capacity(
         node=name,
         cpu=status.free_cpu - _cpu(unseen) + _cpu(leaving),
         memory=status.free_memory - _memory(view, unseen) + _memory(view, leaving),
-        gpus=tuple(
-            gpu for gpu in status.gpus if gpu.index not in taken and (gpu.used_by is None or gpu.used_by in back)
-        ),
+        gpus=tuple([gpu for gpu in status.gpus if gpu.used_by in back and gpu.index not in taken]),
         labels=status.labels,
         drivers=status.drivers,
         python=status.python,
     )
+
+
+def _unseen(instance: Instance, reported: Set[str]) -> bool:
+    return instance.record.instance not in reported and not instance.ended
 
 
 def _cpu(instances: Sequence[Instance]) -> float:

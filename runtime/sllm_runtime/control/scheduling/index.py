@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final, TypeAlias
+from itertools import compress
+from operator import is_, is_not
+from typing import Final, TypeAlias, TypeVar
 
 from sllm_runtime.control.fits import Need, memory_of, need_of
 from sllm_runtime.control.scheduling.servers import Server, server
@@ -20,8 +22,11 @@ Order: TypeAlias = tuple[float, int, str]
 """Seconds of waiting, less free memory first, then by name."""
 MOST_NEEDS: Final = 100_000
 """Versions whose needs are kept."""
-MOST_PATHS: Final = 64
-"""Paths whose order is kept; beyond, all are forgotten and made again as they are asked for."""
+MOST_ORDERS: Final = 256
+"""Orders, by path and kind of accelerator, that are kept; beyond, all are forgotten and made again as they are asked
+for."""
+
+V = TypeVar("V")
 
 
 class Servers:
@@ -35,7 +40,7 @@ class Servers:
         self._ssd: dict[str, dict[str, None]] = {}
         self._yielding: dict[str, Server] = {}
         self._busy: dict[str, Server] = {}
-        self._paths: dict[str, _Path] = {}
+        self._orders: dict[tuple[str, str], _Order] = {}
         self._needs: dict[Key, tuple[Manifest, Mapping[str, ModelRecord], Need]] = {}
 
     def of(self, view: View) -> Mapping[str, Server]:
@@ -44,11 +49,7 @@ class Servers:
         old_nodes, old_there = self._last
         if nodes is old_nodes and there is old_there:
             return self._all
-        changed = {name for name, node in nodes.items() if old_nodes.get(name) is not node}
-        changed |= {name for name, placed in there.items() if old_there.get(name) is not placed}
-        changed |= old_there.keys() - there.keys()
-        changed |= old_nodes.keys() - nodes.keys()
-        for name in changed:
+        for name in {*_changed(old_nodes, nodes), *_changed(old_there, there)}:
             before, node = self._all.get(name), nodes.get(name)
             if node is not None and node.status is not None:
                 self._put(before, server(view, node, node.status, before))
@@ -96,30 +97,29 @@ class Servers:
             self._names = sorted(self._all)
         return [self._all[name] for name in self._names]
 
-    def by_memory(self) -> Iterator[Server]:
-        """Every server, most free memory first."""
-        waits, _ = self.by_wait("")
+    def by_memory(self, kind: str = "") -> Iterator[Server]:
+        """Every server that has an accelerator of ``kind`` free (empty: every one), most free memory first."""
+        waits, _ = self.by_wait("", kind)
         return (server for _, server in waits)
 
     def in_dram(self, digest: str) -> list[Server]:
-        """Those with all of the model in memory, most free memory first."""
-        found = (self._all[name] for name in self._dram.get(digest, ()))
-        return sorted(found, key=lambda server: (-server.free.memory, server.name))
+        """Those with all of the model in memory, in no order."""
+        return [self._all[name] for name in self._dram.get(digest, ())]
 
     def on_ssd(self, digest: str) -> list[Server]:
         """Those with the model on their SSD, in no order."""
         return [self._all[name] for name in self._ssd.get(digest, ())]
 
-    def by_wait(self, path: str) -> tuple[Iterator[tuple[float, Server]], float]:
-        """All servers with the seconds that a load by ``path`` waits there, shortest first; and bytes per second, of
-        which none has more."""
-        found = self._paths.get(path)
+    def by_wait(self, path: str, kind: str = "") -> tuple[Iterator[tuple[float, Server]], float]:
+        """All servers that have an accelerator of ``kind`` free (empty: all) with the seconds that a load by ``path``
+        waits there, shortest first; and bytes per second, of which none has more."""
+        found = self._orders.get((path, kind))
         if found is None:
-            if len(self._paths) >= MOST_PATHS:
-                self._paths.clear()
-            found = self._paths[path] = _Path(path)
+            if len(self._orders) >= MOST_ORDERS:
+                self._orders.clear()
+            found = self._orders[path, kind] = _Order(path, kind)
             for server in self._all.values():
-                found.put(None, server)
+                found.put(server)
         return ((order[0], self._all[order[2]]) for order in found.order), found.fastest
 
     @property
@@ -143,17 +143,17 @@ class Servers:
             self._names = None
         self._all[after.name] = after
         _mark(self._yielding, after, after.yielding)
-        _mark(self._busy, after, after.busy)
-        for path in self._paths.values():
-            path.put(before, after)
+        _mark(self._busy, after, bool(after.working))
+        for order in self._orders.values():
+            order.put(after)
 
     def _drop(self, gone: Server) -> None:
         self._forget_models(gone)
         self._names = None
         for marked in (self._all, self._yielding, self._busy):
             marked.pop(gone.name, None)
-        for path in self._paths.values():
-            path.put(gone, None)
+        for order in self._orders.values():
+            order.drop(gone.name)
 
     def _forget_models(self, server: Server | None) -> None:
         if server is None:
@@ -166,30 +166,45 @@ class Servers:
                     del table[digest]
 
 
-class _Path:
-    """Servers by how long a load waits on one path."""
+class _Order:
+    """Servers with a free accelerator of a kind (lower case; empty: all servers) by how long a load waits on a path."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, path: str, kind: str) -> None:
         self.order: list[Order] = []
+        self._places: dict[str, Order] = {}
         self.fastest = 0.0
         """At least the bandwidth of each; not lowered when one becomes slower, which only makes searches longer."""
-        self._name = name
+        self._path, self._kind = path, kind
 
-    def put(self, before: Server | None, after: Server | None) -> None:
-        """``after`` in the place of ``before``."""
-        old = self._of(before) if before is not None else None
-        new = self._of(after) if after is not None else None
+    def put(self, server: Server) -> None:
+        """In place of what it was."""
+        new, old = self._of(server), self._places.get(server.name)
         if old == new:
             return
-        if old is not None:
-            del self.order[bisect_left(self.order, old)]
+        self.drop(server.name)
         if new is not None:
             insort(self.order, new)
+            self._places[server.name] = new
 
-    def _of(self, server: Server) -> Order:
-        wait, bandwidth = server.wait(self._name)
+    def drop(self, name: str) -> None:
+        old = self._places.pop(name, None)
+        if old is not None:
+            del self.order[bisect_left(self.order, old)]
+
+    def _of(self, server: Server) -> Order | None:
+        if self._kind and self._kind not in server.spare:
+            return None
+        wait, bandwidth = server.wait(self._path)
         self.fastest = max(self.fastest, bandwidth)
         return (wait, -server.free.memory, server.name)
+
+
+def _changed(old: Mapping[str, V], new: Mapping[str, V]) -> Iterable[str]:
+    """The names whose value is not the one it was. A view is copied at each change, so most have the same names in the
+    same order, which is told without a step of Python for each."""
+    if len(old) == len(new) and all(map(is_, old, new)):
+        return compress(new, map(is_not, old.values(), new.values()))
+    return [name for name, value in new.items() if old.get(name) is not value] + list(old.keys() - new.keys())
 
 
 def _mark(table: dict[str, Server], server: Server, marked: bool) -> None:

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Final
 
 from sllm_runtime.control.fits import ANY_GPU, Need, short, suits
 from sllm_runtime.control.placement import Migrate, Request
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moves import MOST_MOVES, Amounts, Movable, Moves, Target, search
-from sllm_runtime.control.scheduling.rooms import CLOSE_S, Start, by_time, quickest
-from sllm_runtime.control.scheduling.servers import Server
-from sllm_runtime.control.view import Instance, Move, View
+from sllm_runtime.control.scheduling.rooms import CLOSE_S, Room, Start, by_time, quickest
+from sllm_runtime.control.scheduling.servers import Server, at_work
+from sllm_runtime.control.view import Instance, Key, Move, View
 
 SETTLED_S: Final = 30.0
 """No instance is moved or preempted sooner after it became ready, which is also when it took over what was moved."""
@@ -29,23 +30,47 @@ class Moving:
     view: View
     servers: Servers
     now: float
+    moved: Set[str]
+    """Instances that are left alone."""
+    _elsewhere: dict[tuple[Key, frozenset[str], int], list[Room]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: Request, view: View, servers: Servers, now: float) -> Moving:
+        """Of one decision."""
+        return cls(request, view, servers, now, _moved(view, now))
+
+    def elsewhere(self, instance: Instance, server: Server, count: int) -> list[Room]:
+        """Up to ``count`` rooms for ``instance`` of ``server`` on other servers, on accelerators of its kind: on others
+        the same model draws other tokens. Looked for once for each version: a cluster runs many instances of few."""
+        kinds = frozenset(gpu.kind for gpu in server.held.get(instance.record.instance, ()))
+        asked = (instance.key, kinds, count)
+        rooms = self._elsewhere.get(asked)
+        if rooms is None:
+            rooms = self._elsewhere[asked] = self._rooms(instance, kinds, count + 1)
+        return [room for room in rooms if room.server is not server][:count]
+
+    def _rooms(self, instance: Instance, kinds: frozenset[str], count: int) -> list[Room]:
+        view, servers, key = self.view, self.servers, instance.key
+        need, may = servers.need(view, key, instance.manifest), servers.may(view, key, self.now)
+        start = Start(key, need, view.model_of(key), view.learned, lambda other: kinds <= other.kinds and may(other))
+        return quickest(start, servers, count)
 
 
 def removable(view: View, instance: Instance, now: float) -> bool:
     """Whether its running calls could go on elsewhere now: it is engine-backed and resumable, has been ready for
     SETTLED_S, and nothing is being done to it."""
-    if not instance.ready or not instance.running or instance.key in view.trials:
-        return False
-    if not instance.carries:
-        return False
+    return at_work(instance) and _settled(view, instance, now) and instance.record.instance not in _moved(view, now)
+
+
+def _settled(view: View, instance: Instance, now: float) -> bool:
     since = instance.ready_at if instance.ready_at is not None else instance.placed
-    return now - since >= SETTLED_S and _left_alone(view, instance.record.instance, now)
+    return now - since >= SETTLED_S and instance.key not in view.trials
 
 
-def _left_alone(view: View, name: str, now: float) -> bool:
-    """Whether it is in no migration, nor was lately."""
+def _moved(view: View, now: float) -> Set[str]:
+    """Instances that are in a migration, or were lately."""
     lately = (each for each in view.migrations.values() if each.ended is None or now - each.ended < SETTLED_S)
-    return name not in view.moves and not any(name in (each.source, each.destination) for each in lately)
+    return view.moves.keys() | {name for each in lately for name in (each.source, each.destination)}
 
 
 def under_way(view: View, request: Request) -> list[Move]:
@@ -58,7 +83,7 @@ def quickest_move(moving: Moving, start: Start, best: float) -> tuple[float, Mig
     for on the MOST_SERVERS where it would start soonest were they empty."""
     found: tuple[float, Migrate] | None = None
     limit, servers = best, moving.servers
-    for guess, server in by_time(start, servers, servers.busy, 0.0, best)[:MOST_SERVERS]:
+    for guess, server in islice(by_time(start, servers, servers.busy, 0.0, best), MOST_SERVERS):
         if guess.seconds >= limit - CLOSE_S:
             break
         moves = _off(moving, start, server, limit - guess.seconds)
@@ -106,8 +131,8 @@ def _lacks(moving: Moving, need: Need, server: Server) -> Iterator[Lack]:
     asks = need.labels or need.container or need.python
     if asks and short(replace(need, memory=0, cpu=0.0, gpus=()), server.free):
         return
-    now, view, servers = moving.now, moving.view, moving.servers
-    there = [instance for instance in server.instances.values() if removable(view, instance, now)]
+    now, view, servers, moved = moving.now, moving.view, moving.servers, moving.moved
+    there = [i for i in server.working if i.record.instance not in moved and _settled(view, i, now)]
     there.sort(key=lambda instance: (instance.busy_s(now), instance.record.instance))
     needs = [servers.need(view, instance.key, instance.manifest) for instance in there]
     for kind, count in need.gpus or ((ANY_GPU, 0),):
@@ -154,22 +179,17 @@ def _movables(moving: Moving, server: Server, lack: Lack, within: float) -> list
 
 
 def _movable(moving: Moving, server: Server, instance: Instance, gives: Amounts, count: int, within: float) -> Movable:
-    """It with the servers it could go to: an instance of it is started there while it works on here. On accelerators of
-    another kind the same model draws other tokens."""
-    view, servers, key = moving.view, moving.servers, instance.key
-    may = servers.may(view, key, moving.now)
-    need = servers.need(view, key, instance.manifest)
-    kinds = frozenset(gpu.kind for gpu in server.held.get(instance.record.instance, ()))
-    model = view.model_of(key)
+    """It with the servers it could go to in less than ``within`` seconds: an instance of it is started there while it
+    works on here."""
+    view = moving.view
+    model = view.model_of(instance.key)
     resume = view.learned.resume_s(model.digest if model is not None else "", instance.busy_s(moving.now))
-    start = Start(
-        key, need, model, view.learned, lambda other: other is not server and kinds <= other.kinds and may(other)
-    )
-    rooms = quickest(start, servers, count, within - resume)
-    targets = (
-        Target(room.server.name, _amounts(need.memory, need.cpu, len(room.gpus)), room.estimate.seconds + resume)
-        for room in rooms
-    )
+    targets = []
+    for room in moving.elsewhere(instance, server, count):
+        seconds = room.estimate.seconds + resume
+        if seconds < within:
+            need = moving.servers.need(view, instance.key, instance.manifest)
+            targets.append(Target(room.server.name, _amounts(need.memory, need.cpu, len(room.gpus)), seconds))
     return Movable(instance.record.instance, gives, tuple(targets))
 
 

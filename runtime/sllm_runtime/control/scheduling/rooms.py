@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush, merge
 from math import inf
 from typing import Final, TypeAlias
 
@@ -12,7 +13,7 @@ from sllm_runtime.control.fits import Need
 from sllm_runtime.control.scheduling.estimate import estimate, largest
 from sllm_runtime.control.scheduling.index import May, Servers
 from sllm_runtime.control.scheduling.learned import Learned
-from sllm_runtime.control.scheduling.prediction import Estimate
+from sllm_runtime.control.scheduling.prediction import Estimate, Tier
 from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.view import Key
 from sllm_runtime.protocol.loader import DISK, path_of
@@ -38,10 +39,12 @@ class Start:
         """What it takes there."""
         return estimate(server, self.key, self.model, self.learned, release)
 
-    @property
-    def least(self) -> tuple[float, float]:
-        """Seconds that it takes however near the weights are: beside their coming, and after it."""
-        return self.learned.least + self.learned.import_s(self.key), self.learned.setup_s(self.key)
+    def least(self, tier: Tier, weights: float, release: float = 0.0) -> float:
+        """Seconds that it takes at the least where the weights come from ``tier`` and are there after ``weights``:
+        added up in the order of ``Estimate.seconds``, so that it is never more by a rounding."""
+        learned, key = self.learned, self.key
+        beside = learned.least + learned.import_s(key)
+        return release + max(beside, weights) + learned.setup_s(key) + learned.rest_s(key, tier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Room:
 
 
 _Found: TypeAlias = list[tuple[tuple[float, int, str], Room]]
+_Tier: TypeAlias = tuple[Tier, Iterable[tuple[float, Server]]]
+"""Servers that have the weights in one place, each with the least seconds until these are there; in rising order."""
 
 
 def quickest(start: Start, servers: Servers, count: int = 1, within: float = inf) -> list[Room]:
@@ -63,7 +68,8 @@ def quickest(start: Start, servers: Servers, count: int = 1, within: float = inf
     rooms: list[Room] = []
     for rank in range(max(len(start.need.gpus), 1)):
         found: _Found = []
-        for tier in _tiers(start, servers):
+        kind = start.need.gpus[rank][0].lower() if start.need.gpus else ""
+        for tier in _tiers(start, servers, kind):
             _look(start, rank, tier, found, count - len(rooms), within)
         taken = {room.server.name for room in rooms}
         rooms += [room for _, room in found if room.server.name not in taken and room.estimate.seconds < within]
@@ -74,34 +80,38 @@ def quickest(start: Start, servers: Servers, count: int = 1, within: float = inf
 
 def by_time(
     start: Start, servers: Servers, among: Mapping[str, Server], release: float, within: float
-) -> list[tuple[Estimate, Server]]:
+) -> Iterator[tuple[Estimate, Server]]:
     """Those of the servers ``among`` that may be asked and where it would start in less than ``within`` seconds, were
-    there room after ``release`` of them; quickest first."""
+    there room after ``release`` of them; quickest first, by name where equal. No more are looked at than are taken."""
     if not among:
-        return []
-    beside, after = start.least
-    found = []
-    for tier in _tiers(start, servers):
-        for weights, server in tier:
-            if release + max(beside, weights) + after >= within:
-                break
-            if server.name not in among or not start.may(server):
-                continue
+        return
+    seen: list[tuple[float, str, Estimate, Server]] = []
+    for least, _, server in merge(*(_leasts(start, tier, release) for tier in _tiers(start, servers))):
+        while seen and seen[0][0] < least:
+            _, _, guess, next_one = heappop(seen)
+            yield guess, next_one
+        if least >= within:
+            break
+        if server.name in among and start.may(server):
             guess = start.on(server, release)
-            if guess.seconds < within:
-                found.append((guess, server))
-    return sorted(found, key=lambda each: (each[0].seconds, each[1].name))
+            if (seconds := guess.seconds) < within:
+                heappush(seen, (seconds, server.name, guess, server))
+    while seen:
+        _, _, guess, server = heappop(seen)
+        yield guess, server
 
 
-def _look(
-    start: Start, rank: int, tier: Iterable[tuple[float, Server]], found: _Found, count: int, within: float
-) -> None:
-    """The rooms of a tier. It comes with the least seconds until the weights are there, in rising order: no more is
-    looked at than can matter."""
-    beside, after = start.least
-    for weights, server in tier:
+def _leasts(start: Start, tier: _Tier, release: float) -> Iterator[tuple[float, str, Server]]:
+    where, ordered = tier
+    return ((start.least(where, weights, release), server.name, server) for weights, server in ordered)
+
+
+def _look(start: Start, rank: int, tier: _Tier, found: _Found, count: int, within: float) -> None:
+    """The rooms of a tier. No more is looked at than can matter."""
+    where, ordered = tier
+    for weights, server in ordered:
         enough = found[-1][0][0] - CLOSE_S if len(found) >= count else within
-        if max(beside, weights) + after >= enough:
+        if start.least(where, weights) >= enough:
             return
         gpus = server.devices(start.need, rank)
         if gpus is None or not start.may(server):
@@ -111,35 +121,43 @@ def _look(
         del found[count:]
 
 
-def _tiers(start: Start, servers: Servers) -> Iterator[Iterable[tuple[float, Server]]]:
-    """The servers by where they have the weights; each tier in rising order of when these are there at the soonest."""
+def _tiers(start: Start, servers: Servers, kind: str = "") -> Iterator[_Tier]:
+    """The servers with a free accelerator of ``kind`` (empty: all) by where they have the weights."""
     model = start.model
     if model is None:
-        yield _weightless(servers)
+        yield "none", _weightless(servers, kind)
         return
     digest = model.digest
-    yield ((0.0, server) for server in servers.in_dram(digest))
+    yield "dram", _roomiest(servers.in_dram(digest), kind)
     near = servers.on_ssd(digest)
     if len(near) <= FEW:
-        yield ((0.0, server) for server in near if digest not in server.stored.dram)
-    else:
+        yield "ssd", _roomiest([server for server in near if digest not in server.stored.dram], kind)
+    elif near:
+        ordered = _waits(servers, DISK, model, kind)
         yield (
-            each
-            for each in _waits(servers, DISK, model)
-            if digest in each[1].stored.ssd and digest not in each[1].stored.dram
+            "ssd",
+            (each for each in ordered if digest in each[1].stored.ssd and digest not in each[1].stored.dram),
         )
     if len(near) < len(servers):
+        ordered = _waits(servers, path_of(model.uri), model, kind)
         yield (
-            each
-            for each in _waits(servers, path_of(model.uri), model)
-            if digest not in each[1].stored.ssd and digest not in each[1].stored.dram
+            "remote",
+            (each for each in ordered if digest not in each[1].stored.ssd and digest not in each[1].stored.dram),
         )
 
 
-def _weightless(servers: Servers) -> Iterator[tuple[float, Server]]:
+def _roomiest(among: list[Server], kind: str) -> list[tuple[float, Server]]:
+    """Those with a free accelerator of ``kind``, most free memory first."""
+    found = [server for server in among if kind in server.spare] if kind else among
+    if len(found) > 1:
+        found.sort(key=lambda server: (-server.free.memory, server.name))
+    return [(0.0, server) for server in found]
+
+
+def _weightless(servers: Servers, kind: str) -> Iterator[tuple[float, Server]]:
     """Those with a warm sandbox first."""
     cold = []
-    for server in servers.by_memory():
+    for server in servers.by_memory(kind):
         if server.status.pool_idle > 0:
             yield 0.0, server
         else:
@@ -148,7 +166,7 @@ def _weightless(servers: Servers) -> Iterator[tuple[float, Server]]:
         yield 0.0, server
 
 
-def _waits(servers: Servers, path: str, model: ModelRecord) -> Iterator[tuple[float, Server]]:
-    waits, fastest = servers.by_wait(path)
+def _waits(servers: Servers, path: str, model: ModelRecord, kind: str) -> Iterator[tuple[float, Server]]:
+    waits, fastest = servers.by_wait(path, kind)
     read = largest(model) / fastest if fastest else 0.0
     return ((wait + read, server) for wait, server in waits)

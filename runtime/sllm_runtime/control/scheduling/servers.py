@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
@@ -38,7 +39,7 @@ class Stored:
         return cls(*said, frozenset(status.resident), frozenset(status.models).difference(status.remote))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Server:
     """A node that has reported: what it has free, what its storage holds and how fast that comes."""
 
@@ -54,16 +55,26 @@ class Server:
     paths: Mapping[str, PathLoad]
     spare: Mapping[str, tuple[Gpu, ...]]
     """Free accelerators by kind in lower case; ``ANY_GPU``: all of them."""
-    kinds: frozenset[str]
-    """Of all its accelerators."""
-    held: Mapping[str, tuple[Gpu, ...]]
-    """Those that each instance holds."""
     yielding: bool
     """Whether an instance of it is idle or on its way out: nothing else could make room."""
-    busy: bool
-    """Whether an instance of it is at work on calls that could go on elsewhere."""
+    working: tuple[Instance, ...]
+    """Its instances that are at work on calls which could go on elsewhere."""
     coming: int
     """Bytes of weights that were sent for since its report, by ``path`` not told apart: its queues do not show them."""
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Of all its accelerators."""
+        return frozenset(gpu.kind for gpu in self.status.gpus)
+
+    @cached_property
+    def held(self) -> Mapping[str, tuple[Gpu, ...]]:
+        """The accelerators that each instance holds."""
+        found: dict[str, tuple[Gpu, ...]] = {}
+        for gpu in self.status.gpus:
+            if gpu.used_by is not None:
+                found[gpu.used_by] = (*found.get(gpu.used_by, ()), gpu)
+        return found
 
     def path(self, model: ModelRecord) -> PathLoad | None:
         """The way ``model`` would come by; None if it is in DRAM."""
@@ -113,6 +124,7 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
     capacity = free(view, node)
     assert capacity is not None
     stored = Stored.of(status, before.stored if before is not None else None)
+    yielding, working, starting = _sorted_out(there)
     return Server(
         name=name,
         node=node,
@@ -124,29 +136,38 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
         stored=stored,
         paths={path.path: path for path in status.paths} or EMPTY,
         spare=_by_kind(capacity.gpus),
-        kinds=frozenset(gpu.kind for gpu in status.gpus),
-        held=_held(status.gpus),
-        yielding=any(i.stop is not None or (i.state is InstanceState.READY and not i.running) for i in there.values()),
-        busy=any(i.running and i.ready and i.carries for i in there.values()),
-        coming=_coming(view, there, status, stored),
+        yielding=yielding,
+        working=tuple(working),
+        coming=_coming(view, starting, status, stored) if starting else 0,
     )
 
 
-def _coming(view: View, there: Mapping[str, Instance], status: NodeStatus, stored: Stored) -> int:
-    starting = [i for i in there.values() if i.state in STARTING]
-    if not starting:
-        return 0
+def at_work(instance: Instance) -> bool:
+    """Whether it works on calls that could go on elsewhere."""
+    return instance.ready and instance.running > 0 and instance.carries
+
+
+def _sorted_out(there: Mapping[str, Instance]) -> tuple[bool, list[Instance], list[Instance]]:
+    """Whether one of them is idle or on its way out, those at work on what could go on elsewhere, those that start."""
+    yielding, working, starting = False, [], []
+    for instance in there.values():
+        state = instance.record.state
+        if instance.stop is not None:
+            yielding = True
+        elif state is InstanceState.READY:
+            if not instance.running:
+                yielding = True
+            elif instance.carries:
+                working.append(instance)
+        if state in STARTING:
+            starting.append(instance)
+    return yielding, working, starting
+
+
+def _coming(view: View, starting: Sequence[Instance], status: NodeStatus, stored: Stored) -> int:
     reported = {instance.instance for instance in status.instances}
     models = (view.model_of(i.key) for i in starting if i.record.instance not in reported)
     return sum(max(m.partitions, default=0) for m in models if m is not None and m.digest not in stored.dram)
-
-
-def _held(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:
-    found: dict[str, tuple[Gpu, ...]] = {}
-    for gpu in gpus:
-        if gpu.used_by is not None:
-            found[gpu.used_by] = (*found.get(gpu.used_by, ()), gpu)
-    return found
 
 
 def _by_kind(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:

@@ -35,12 +35,12 @@ class StartupTime:
             late = now > max(move.decided + move.seconds for move in moves) + OVERDUE_S
             waits = Wait(f"waits for {len(moves)} instance(s) to go on elsewhere")
             return _here(room) or waits if late else waits
-        if room is not None:  # nobody makes way for accelerators that are less wanted than these
+        if room is not None and room.rank + 1 < len(start.need.gpus):  # nobody makes way for what is less wanted
             start = replace(start, need=replace(start.need, gpus=start.need.gpus[: room.rank + 1]))
         best = room.estimate.seconds if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
         if self._moves:
-            moving = Moving(request, view, self._servers, now)
+            moving = Moving.of(request, view, self._servers, now)
             made = quickest_move(moving, start, made[0] if made is not None else best) or made
         if made is not None:
             return made[1]
@@ -61,7 +61,7 @@ class Preemption:
         made = quickest_ending(request, start, view, self._servers, now, best)
         if made is not None:
             return made[1]
-        moving = Moving(request, view, self._servers, now)
+        moving = Moving.of(request, view, self._servers, now)
         for _, server in by_time(start, self._servers, self._servers.busy, RELEASE_S, best):
             stopped = fewest_removed(moving, start, server)
             if stopped:
