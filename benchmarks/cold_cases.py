@@ -30,7 +30,7 @@ _ARGUMENTS: Final = {"prompt": PROMPT, "max_tokens": TOKENS}
 _GONE_S: Final = 5.0
 _QUIET_TRIES: Final = 15
 _IDLE_CPU_S: Final = 0.2
-_STAGES: Final = ("queue", "sandbox", "import", "weights", "setup", "first_token")
+_STAGES: Final = ("queue", "sandbox", "convert", "import", "weights", "setup", "first_token")
 
 
 @dataclass

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.node import NodeStatus, Progress
 from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.timeline import CONVERT, IMPORT, SANDBOX, SETUP, WEIGHTS
 
 Key = tuple[str, int]
-_ORDER = ("pending", "sandbox", "import", "weights", "setup")
+_ORDER = ("pending", SANDBOX, CONVERT, IMPORT, WEIGHTS, SETUP)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sllm_gateway.call import Call
-from sllm_runtime.protocol.timeline import FIRST_TOKEN, IMPORT, QUEUE, SANDBOX, TOKENS, WEIGHTS, Span, shift
+from sllm_runtime.protocol.timeline import CONVERT, FIRST_TOKEN, IMPORT, QUEUE, SANDBOX, TOKENS, WEIGHTS, Span, shift
 
 
 def spans(call: Call) -> tuple[Span, ...]:
@@ -24,7 +24,7 @@ def spans(call: Call) -> tuple[Span, ...]:
         names = {span.name for span in found}
         more = [span for span in shift(call.end.spans, sent) if span.name not in names]
         coming = [span for span in more if span.name == WEIGHTS and (marks.started or span.at + span.ms > sent)]
-        before = sum(span.name in (QUEUE, SANDBOX, IMPORT) for span in found)
+        before = sum(span.name in (QUEUE, SANDBOX, CONVERT, IMPORT) for span in found)
         found[before:before] = map(_from_here, coming)
         found += [span for span in more if span.name != WEIGHTS]
     return tuple(found)

@@ -49,6 +49,7 @@ class Instance:
         self._fingerprint = ""
         self._capabilities: tuple[str, ...] = ()
         self._began = around.clock()
+        self._prepared: tuple[Span, ...] = ()
         self._assigned_ms = 0.0
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
@@ -139,7 +140,7 @@ class Instance:
     # --- start --------------------------------------------------------------------------------------
     async def _begin(self, stack: AsyncExitStack) -> None:
         try:
-            prepared = await prepare(self.order, self._around.suppliers, stack, self._report)
+            prepared = await prepare(self.order, self._around.suppliers, stack, self._report, self._around.clock)
             await self._assign(prepared, stack)
         except SllmError as error:
             self._conclude(verdicts.failed(error, self._stage))
@@ -164,6 +165,7 @@ class Instance:
         output = Output(sandbox, around.log)
         stack.push_async_callback(output.silence)
         work = Work(self.order, sandbox.wire, around.ready, around.consumed, self._silent, around.clock)
+        self._prepared = prepared.spans
         self._assigned_ms = (around.clock() - self._began) * 1000
         followers = [Follower.of(seat, around.log, partial(self._hear, seat.member.number)) for seat in others]
         for follower in followers:
@@ -252,7 +254,7 @@ class Instance:
         self._fingerprint = clip(ready.fingerprint, NAME_BYTES)
         self._capabilities = clip_names(ready.capabilities)
         self._around.suppliers.proofs.keep(self.order, ready.proof)
-        self._spans = (Span(SANDBOX, 0.0, self._assigned_ms), *shift(clip_spans(ready.spans), self._assigned_ms))
+        self._spans = (*self._prepared, *shift(clip_spans(ready.spans), self._assigned_ms))
         self._progress = None
         work.open(feeds=FEEDS in ready.capabilities)
         self._move(InstanceState.READY)

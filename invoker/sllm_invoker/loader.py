@@ -20,7 +20,7 @@ from sllm_runtime.protocol.limits import MAX_MESSAGE
 from sllm_runtime.protocol.loader import CPU, CUDA, FAKE, START, ModelInfo, Status, place_of
 from sllm_runtime.protocol.node import Ok, Progress
 from sllm_runtime.protocol.records import ModelRecord
-from sllm_runtime.protocol.timeline import WEIGHTS
+from sllm_runtime.protocol.timeline import CONVERT
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +151,7 @@ class Loader:
         try:
             fd = await grant()
         except NotFound:
+            report(Progress(stage=CONVERT))
             known = {*await control.models(), *sources}
             for lacking in (record for record in (model, *adapters) if record.digest not in known):
                 await self._fetch(control, lacking, report)
@@ -172,7 +173,7 @@ class Loader:
 
     async def _fetch(self, control: LoaderControl, model: ModelRecord, report: Report) -> None:
         def on_progress(stage: str, done: int, total: int) -> None:
-            report(Progress(stage=WEIGHTS, done=done, total=total, message=stage))
+            report(Progress(stage=CONVERT, done=done, total=total, message=stage))
 
         failure: SllmError = NotFound(f"model {model.digest} has no source to make it from")
         for source in _places(model):

@@ -14,13 +14,14 @@ from sllm_invoker.bundles import BundleCache
 from sllm_invoker.pool import WarmPool
 from sllm_invoker.proofs import Proofs
 from sllm_invoker.sandbox import Sandbox
+from sllm_invoker.start_times import StartTimes
 from sllm_invoker.wiring import members
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.protocol.errors import InvalidCheckpoint, SllmError
 from sllm_runtime.protocol.loader import CPU
 from sllm_runtime.protocol.node import Progress, StartInstance
 from sllm_runtime.protocol.records import ModelRecord
-from sllm_runtime.protocol.timeline import IMPORT, WEIGHTS
+from sllm_runtime.protocol.timeline import IMPORT, WEIGHTS, Span
 from sllm_runtime.protocol.worker import Assign, Member
 
 Report = Callable[[Progress], None]
@@ -77,22 +78,27 @@ class Prepared:
     workdir: Path
     devices: tuple[str, ...] = (CPU,)
     """What the loader sessions may load to."""
+    spans: tuple[Span, ...] = ()
+    """What it took, in ms from the beginning on."""
 
 
-async def prepare(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report) -> Prepared:
+async def prepare(
+    order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report, clock: Callable[[], float]
+) -> Prepared:
     """Everything for ``order``. What is acquired is freed by ``stack``, also when a part fails.
 
     Raises the first part's ``SllmError``.
     """
+    times = StartTimes(report, clock)
     check_partitions(order)
     # The stack unwinds backwards: the directory goes last, when nothing can write to it any more.
     workdir = suppliers.workdirs.make(order.instance)
     stack.push_async_callback(suppliers.workdirs.remove, workdir)
     those = members(order.manifest.parallelism)
     tasks = (
-        asyncio.ensure_future(_sandboxes(order, those, suppliers, stack)),
-        asyncio.ensure_future(_bundle(order, suppliers, stack)),
-        asyncio.ensure_future(_weights(order, those, suppliers, stack, report)),
+        asyncio.ensure_future(times.timed(_sandboxes(order, those, suppliers, stack))),
+        asyncio.ensure_future(times.timed(_bundle(order, suppliers, stack))),
+        asyncio.ensure_future(_weights(order, those, suppliers, stack, times.told)),
     )
     try:
         sandboxes, bundle, (sessions, devices) = await asyncio.gather(*tasks)
@@ -102,9 +108,8 @@ async def prepare(order: StartInstance, suppliers: Suppliers, stack: AsyncExitSt
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
     seats = zip(those, sandboxes, sessions, strict=True)
-    return Prepared(
-        tuple(Seat(member, sandbox, (bundle, *session)) for member, sandbox, session in seats), workdir, devices
-    )
+    ready = tuple(Seat(member, sandbox, (bundle, *session)) for member, sandbox, session in seats)
+    return Prepared(ready, workdir, devices, times.spans())
 
 
 def check_partitions(order: StartInstance) -> None:
@@ -136,6 +141,7 @@ async def _sandboxes(
         if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
             stack.push_async_callback(suppliers.weights.gone, holder(order, member))
         stack.push_async_callback(sandbox.close)
+        await sandbox.confine(order.manifest.memory + order.weights, order.manifest.cpu)
         made.append(sandbox)
     return tuple(made)
 
@@ -183,6 +189,7 @@ def _stage(name: str) -> Iterator[None]:
 def assignment(order: StartInstance, prepared: Prepared, seat: Seat, proofs: Proofs, edges: int = 0) -> Assign:
     """What the worker of ``seat`` is told; ``edges`` more descriptors join it to the others."""
     manifest = order.manifest
+    home = seat.sandbox.home or str(prepared.workdir)
     return Assign(
         instance=order.instance,
         function=order.function,
@@ -192,12 +199,12 @@ def assignment(order: StartInstance, prepared: Prepared, seat: Seat, proofs: Pro
         model=order.model.digest if order.model is not None else None,
         devices=prepared.devices,
         adapters={name: adapter.digest for name, adapter in order.adapters.items()},
-        env={"TMPDIR": str(prepared.workdir), **manifest.env},
+        env={"TMPDIR": home, **manifest.env},
         memory_limit=manifest.memory + order.weights,
         threads=max(1, int(manifest.cpu)),
         gpus=order.gpus,
         proof=proofs.get(order),
-        workdir=str(prepared.workdir),
+        workdir=home,
         member=seat.member,
         fds=len(seat.fds) + edges,
     )

@@ -10,6 +10,8 @@ import msgspec
 _NO_TOKEN: Final = re.compile(r"[^A-Za-z0-9_.-]")
 QUEUE: Final = "queue"
 SANDBOX: Final = "sandbox"
+CONVERT: Final = "convert"
+"""Beside ``sandbox``, in a start on a node that lacks the model: it is fetched and converted there first."""
 IMPORT: Final = "import"
 WEIGHTS: Final = "weights"
 SETUP: Final = "setup"
@@ -17,7 +19,7 @@ FIRST_TOKEN: Final = "first_token"
 TOKENS: Final = "tokens"
 
 START_STAGES: Final = (SANDBOX, IMPORT, WEIGHTS, SETUP)
-"""Stages of an instance's start, in order of their beginning; ``import`` and ``weights`` overlap."""
+"""Stages of every start of an instance, in order of their beginning; ``import`` and ``weights`` overlap."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
