@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.fixtures.cluster import Cluster
+from tests.fixtures.command import here
 from tests.fixtures.deployed import deploy, live, wait, wait_cold, worker_of
 from tests.fixtures.streams import Stream, parse
 from tests.fixtures.waiting import GIVE_UP_S
@@ -166,12 +167,12 @@ def test_a_function_that_raises(cluster: Cluster) -> None:
     assert "Traceback" not in answer.text
     wait_cold(cluster, "raises")
     other = cluster.http.post("/fn/raises", json={"text": "another call"})
-    logged = cli(cluster, "fn", "logs", "raises", "--call", error["call_id"])
+    logged = here(cluster.env, "fn", "logs", "raises", "--call", error["call_id"])
     assert "Traceback (most recent call last)" in logged.stdout
     assert "raises.py" in logged.stdout
     assert "ValueError: no such thing" in logged.stdout
     assert "another call" not in logged.stdout
-    assert "another call" in cli(cluster, "fn", "logs", "raises", "--call", error_of(other)["call_id"]).stdout
+    assert "another call" in here(cluster.env, "fn", "logs", "raises", "--call", error_of(other)["call_id"]).stdout
 
 
 def test_a_generator_that_raises_after_two_values(cluster: Cluster) -> None:
@@ -218,7 +219,7 @@ def test_a_function_that_prints_without_end_harms_nobody(cluster: Cluster) -> No
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(cluster.http.post, "/fn/prints-a-lot", json={"lines": 20_000}) for _ in range(4)]
         assert [call.result().json() for call in calls] == [20_000] * 4
-    logged = cli(cluster, "fn", "logs", "prints-a-lot", "--limit", "10000", "--json").stdout.splitlines()
+    logged = here(cluster.env, "fn", "logs", "prints-a-lot", "--limit", "10000", "--json").stdout.splitlines()
     assert 0 < len(logged) <= 10_000
     assert sum(json.loads(line)["dropped"] for line in logged) > 0
 
@@ -437,20 +438,12 @@ def state(cluster: Cluster) -> tuple[Any, ...]:
     return versions, [m["digest"] for m in models], sorted(cluster.http.get("/v1/models").json()["data"], key=str)
 
 
-def cli(cluster: Cluster, *words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "sllm", *words], env=cluster.env, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == expect, (done.stdout, done.stderr)
-    return done
-
-
 @pytest.mark.parametrize("name", sorted(GARBAGE))
 def test_deploying_garbage_says_what_and_where(cluster: Cluster, tmp_path: Path, name: str) -> None:
     text, says = GARBAGE[name]
     (tmp_path / name).write_text(text)
     before = state(cluster)
-    done = cli(cluster, "fn", "deploy", str(tmp_path / name), "--json", expect=2)
+    done = here(cluster.env, "fn", "deploy", str(tmp_path / name), "--json", expect=2)
     assert done.stdout == ""
     error = json.loads(done.stderr.splitlines()[-1])["error"]
     for words in says:
@@ -459,10 +452,10 @@ def test_deploying_garbage_says_what_and_where(cluster: Cluster, tmp_path: Path,
 
 
 def test_deploying_what_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
-    done = cli(cluster, "fn", "deploy", str(tmp_path / "missing.py"), expect=2)
+    done = here(cluster.env, "fn", "deploy", str(tmp_path / "missing.py"), expect=2)
     assert "missing.py" in done.stderr
     (tmp_path / "some.py").write_text("from sllm import model_function\n@model_function\ndef fn() -> int: return 1\n")
-    done = cli(cluster, "fn", "deploy", f"{tmp_path}/some.py::other", expect=2)
+    done = here(cluster.env, "fn", "deploy", f"{tmp_path}/some.py::other", expect=2)
     assert "other" in done.stderr
     assert "there: fn" in done.stderr
 
@@ -540,7 +533,7 @@ def test_what_no_node_can_ever_satisfy(cluster: Cluster, tmp_path: Path) -> None
         "from sllm import model_function\n@model_function(memory='900TiB')\ndef fn() -> int:\n    return 1\n"
     )
     before = state(cluster)
-    done = cli(cluster, "fn", "deploy", str(file), "--json", expect=2)
+    done = here(cluster.env, "fn", "deploy", str(file), "--json", expect=2)
     error = json.loads(done.stderr.splitlines()[-1])["error"]
     assert error["code"] == "unsatisfiable"
     assert "n1" in error["message"]

@@ -1,25 +1,25 @@
 """The command line against a real platform: what a person types, and what Ctrl-C leaves."""
 
+import contextlib
 import json
 import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sllm import Client, Function
+from tests.fixtures import command
 from tests.fixtures.cluster import Cluster
+from tests.fixtures.command import SLLM, Done
 from tests.fixtures.deployed import wait
 from tests.fixtures.waiting import GIVE_UP_S
 
 ROOT = Path(__file__).parents[2]
-SLLM = [sys.executable, "-m", "sllm"]
 SLOW_SETUP = """
 import time
 from pathlib import Path
@@ -42,13 +42,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield found
 
 
-def sllm(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SLLM, *words], cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=90, check=False
-    )
+def sllm(cluster: Cluster, *words: str) -> Done:
+    """As a program of its own, from the top of the repository."""
+    argv = [*SLLM, *words]
+    return subprocess.run(argv, cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=90, check=False)
 
 
-def document(done: subprocess.CompletedProcess[str]) -> Any:
+def here(cluster: Cluster, *words: str) -> Done:
+    """The same in this process."""
+    with contextlib.chdir(ROOT):
+        return command.here(cluster.env, *words, expect=None)
+
+
+def document(done: Done) -> Any:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -56,25 +62,25 @@ def document(done: subprocess.CompletedProcess[str]) -> Any:
 def test_the_life_of_a_function(cluster: Cluster) -> None:
     """Found by the profile that `sllm up` wrote: no URL and no token is given."""
     assert document(sllm(cluster, "fn", "deploy", "functions/echo", "--json"))["version"] == 1
-    assert document(sllm(cluster, "fn", "deploy", "functions/echo/function.py::echo", "--json"))["unchanged"] is True
+    assert document(here(cluster, "fn", "deploy", "functions/echo/function.py::echo", "--json"))["unchanged"] is True
     assert document(sllm(cluster, "fn", "invoke", "echo", "text=12", "times=2", "--json"))["text"] == "12 12"
-    refused = sllm(cluster, "fn", "invoke", "echo", "times=2", "--json")
+    refused = here(cluster, "fn", "invoke", "echo", "times=2", "--json")
     assert (refused.returncode, json.loads(refused.stderr)["error"]["field"]) == (2, "text")
-    assert [each["name"] for each in document(sllm(cluster, "fn", "list", "--json"))["functions"]] == ["echo"]
-    assert document(sllm(cluster, "fn", "history", "echo", "--json"))[0]["active"] is True
-    assert document(sllm(cluster, "node", "list", "--json"))["nodes"][0]["alive"] is True
-    assert document(sllm(cluster, "fn", "delete", "echo", "--json"))["deleted"] is True
-    assert sllm(cluster, "fn", "describe", "echo").returncode == 3
+    assert [each["name"] for each in document(here(cluster, "fn", "list", "--json"))["functions"]] == ["echo"]
+    assert document(here(cluster, "fn", "history", "echo", "--json"))[0]["active"] is True
+    assert document(here(cluster, "node", "list", "--json"))["nodes"][0]["alive"] is True
+    assert document(here(cluster, "fn", "delete", "echo", "--json"))["deleted"] is True
+    assert here(cluster, "fn", "describe", "echo").returncode == 3
 
 
 def test_what_a_function_raises_is_in_its_log(cluster: Cluster) -> None:
     file = "tests/fixtures/functions/raises.py"
-    name = document(sllm(cluster, "fn", "deploy", file, "--json"))["function"]["name"]
-    failed = sllm(cluster, "fn", "invoke", name, "text=oh", "-v")
+    name = document(here(cluster, "fn", "deploy", file, "--json"))["function"]["name"]
+    failed = here(cluster, "fn", "invoke", name, "text=oh", "-v")
     assert failed.returncode == 1
     assert "ValueError: oh" in failed.stderr
-    wait(lambda: "raise ValueError(text)" in sllm(cluster, "fn", "logs", name).stdout, "the log has the traceback")
-    assert "Traceback" in sllm(cluster, "fn", "logs", name).stdout
+    wait(lambda: "raise ValueError(text)" in here(cluster, "fn", "logs", name).stdout, "the log has the traceback")
+    assert "Traceback" in here(cluster, "fn", "logs", name).stdout
     with started(cluster, "fn", "logs", name, "-f") as process:
         assert first_byte(process)
         assert interrupt(process)[0] == 130
@@ -86,7 +92,7 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, errors
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(cluster: Cluster, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A command that runs; it is dead afterwards."""
     pipe = subprocess.PIPE
@@ -104,7 +110,7 @@ def first_byte(process: subprocess.Popen[str]) -> bytes:
 
 
 def test_ctrl_c_ends_the_work_of_a_call(cluster: Cluster) -> None:
-    document(sllm(cluster, "fn", "deploy", "functions/counter", "--json"))
+    document(here(cluster, "fn", "deploy", "functions/counter", "--json"))
     with started(cluster, "fn", "invoke", "counter", "to=100000", "interval=0.05") as process:
         assert first_byte(process) == b"1"
         status, errors = interrupt(process)
@@ -125,10 +131,10 @@ def test_ctrl_c_of_a_deployment_undoes_it(cluster: Cluster, tmp_path: Path) -> N
         status, errors = interrupt(process)
     assert status == 130
     assert "slow is not deployed: what was begun is undone" in errors
-    assert sllm(cluster, "fn", "describe", "slow").returncode == 3
+    assert here(cluster, "fn", "describe", "slow").returncode == 3
     gate.touch()
-    assert document(sllm(cluster, "fn", "deploy", str(folder), "--json"))["version"] == 1
-    assert document(sllm(cluster, "fn", "invoke", "slow", "--json")) == "ready"
+    assert document(here(cluster, "fn", "deploy", str(folder), "--json"))["version"] == 1
+    assert document(here(cluster, "fn", "invoke", "slow", "--json")) == "ready"
 
 
 def _starting(client: Client) -> list[dict[str, Any]]:

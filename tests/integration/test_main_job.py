@@ -18,7 +18,7 @@ from sllm.answers import Trace
 from sllm_runtime.protocol import timeline
 from sllm_runtime.protocol.http import API, CALL_ID, EVENT_STREAM, SERVER_TIMING
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.command import sllm, sllm_json
+from tests.fixtures.command import here, sllm_json
 from tests.fixtures.deployed import (
     client_of,
     deploy,
@@ -185,7 +185,7 @@ def test_the_least_instances_come_back_after_what_kills_them(cluster: Cluster, w
         cluster.kill(what)
     wait(lambda: ready(cluster, "stays") - before, "another one without a call")
     assert not ready(cluster, "stays") & before
-    sllm(cluster.env, "fn", "delete", "stays", "--force")
+    here(cluster.env, "fn", "delete", "stays", "--force")
 
 
 def test_instances_are_there_before_anybody_calls(cluster: Cluster) -> None:
@@ -194,9 +194,9 @@ def test_instances_are_there_before_anybody_calls(cluster: Cluster) -> None:
     assert (told["wanted"], told["ready"], told["version"]) == (2, 2, 1)
     assert len(ready(cluster, "warmed")) == 2
     assert ask(cluster, "warmed", text="a")[1].timeline[1].name == timeline.FIRST_TOKEN, "no start was waited for"
-    many = sllm(cluster.env, "fn", "warmup", "warmed", "--instances", "3", expect=2)
+    many = here(cluster.env, "fn", "warmup", "warmed", "--instances", "3", expect=2)
     assert "max_instances is 2" in many.stderr
-    sllm(cluster.env, "fn", "delete", "warmed", "--force")
+    here(cluster.env, "fn", "delete", "warmed", "--force")
 
 
 # --- kinds of functions ---------------------------------------------------------------------------

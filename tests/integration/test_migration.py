@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +15,7 @@ import pytest
 from sllm_runtime.protocol.errors import InternalError, Unavailable
 from sllm_runtime.protocol.http import API, InstanceView
 from tests.fixtures.cluster import Cluster
+from tests.fixtures.command import sllm_json
 from tests.fixtures.deployed import deploy, view, wait, workers
 from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
@@ -107,11 +105,7 @@ def read_while(cluster: Cluster, gate: Path, act: Callable[[], object]) -> list[
 
 def sllm(cluster: Cluster, *words: str) -> dict[str, Any]:
     """What the command line prints."""
-    env = {**cluster.env, "SLLM_URL": cluster.url, "SLLM_TOKEN": cluster.token}
-    argv = [sys.executable, "-m", "sllm", *words, "--json"]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=5 * GIVE_UP_S, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = sllm_json({**cluster.env, "SLLM_URL": cluster.url, "SLLM_TOKEN": cluster.token}, *words)
     return found
 
 

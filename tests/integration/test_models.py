@@ -16,7 +16,7 @@ from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_runtime.protocol.errors import ModelNotFound, UnsupportedModel
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.command import sllm, sllm_json
+from tests.fixtures.command import here, sllm_json
 from tests.fixtures.deployed import deploy, wait
 from tests.fixtures.models import save_byte_tokenizer, save_model
 from tests.fixtures.sources import TOKEN, hub, object_store, s3_settings
@@ -94,7 +94,7 @@ def test_text_is_that_of_transformers(cluster: Cluster, tmp_path: Path, name: st
 
 
 def test_an_encoder_gives_the_vectors_of_transformers(cluster: Cluster) -> None:
-    sllm(cluster.env, "fn", "deploy", str(EMBED / "function.py"))
+    here(cluster.env, "fn", "deploy", str(EMBED / "function.py"))
     texts = ["def connect(host, port): open a socket", "import os"]
     answer = cluster.http.post("/fn/embed", json={"texts": texts}).json()
     module: Any = transformers.AutoModel.from_pretrained(EMBED / "model").eval()
@@ -123,7 +123,7 @@ def test_a_model_of_an_object_store_is_pulled_to_the_disk_before_anything_starts
     assert copy.stat().st_size == pulled["bytes"]
     (placed,) = [each for each in sllm_json(cluster.env, "model", "place")["models"] if each["model"] == digest]
     assert (placed["there"], placed["wanted"], placed["popularity"]) == (["n1"], [], 0.0), "nothing was started on it"
-    assert "node n9 is not up" in sllm(cluster.env, "model", "pull", digest, "--to", "n9", expect=3).stderr
+    assert "node n9 is not up" in here(cluster.env, "model", "pull", digest, "--to", "n9", expect=3).stderr
 
 
 def test_a_hub_an_object_store_and_a_directory_give_one_model(cluster: Cluster, shared: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_hub_an_object_store_and_a_directory_give_one_model(cluster: Cluster, 
     assert "ssd" in found["tiers"][digest]
     assert found["storage"]["integrity"]
     assert "disk" in {path["path"] for path in found["storage"]["paths"]}
-    assert f"{node}: " in sllm(cluster.env, "model", "list", "--tiers").stdout
+    assert f"{node}: " in here(cluster.env, "model", "list", "--tiers").stdout
     assert model["nodes"] == ["n1"]
 
 
@@ -160,7 +160,7 @@ def test_each_partition_goes_to_its_own_device(cluster: Cluster, shared: Path, t
         return [device["used"] for device in devices]
 
     asyncio.run(until(lambda: all(used >= size for used, size in zip(held(), sizes, strict=True))))
-    sllm(cluster.env, "fn", "delete", "parted", "--force")
+    here(cluster.env, "fn", "delete", "parted", "--force")
 
 
 def test_an_instance_states_its_engine_and_its_numerics_class(cluster: Cluster, shared: Path) -> None:
@@ -168,8 +168,8 @@ def test_an_instance_states_its_engine_and_its_numerics_class(cluster: Cluster, 
     (instance,) = sllm_json(cluster.env, "fn", "describe", "stated")["instances"]
     assert instance["capabilities"][0].startswith("engine:")
     assert len(instance["fingerprint"]) >= 12
-    assert instance["fingerprint"][:12] in sllm(cluster.env, "fn", "describe", "stated").stdout
-    sllm(cluster.env, "fn", "delete", "stated", "--force")
+    assert instance["fingerprint"][:12] in here(cluster.env, "fn", "describe", "stated").stdout
+    here(cluster.env, "fn", "delete", "stated", "--force")
 
 
 @pytest.mark.parametrize(

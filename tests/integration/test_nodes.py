@@ -11,7 +11,7 @@ import pytest
 
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.command import sllm, sllm_json
+from tests.fixtures.command import here, sllm_json
 from tests.fixtures.deployed import client_of, deploy, descendants, view, wait
 
 CODER = Path(__file__).parents[2] / "functions" / "coder" / "function.py"
@@ -106,4 +106,4 @@ def test_each_node_says_its_share_of_the_machine(cluster: Cluster) -> None:
     assert set(found) == set(NODES)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert sum(node["memory"] for node in found.values()) <= machine
-    assert [line.split()[0] for line in sllm(cluster.env, "node", "list").stdout.splitlines()[1:]] == list(NODES)
+    assert [line.split()[0] for line in here(cluster.env, "node", "list").stdout.splitlines()[1:]] == list(NODES)

@@ -12,7 +12,7 @@ from sllm import Client
 from sllm_runtime.protocol.errors import Cancelled, Conflict, FunctionNotFound, StartFailed
 from sllm_runtime.protocol.http import API, DeployResult
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.command import sllm, sllm_json
+from tests.fixtures.command import here, sllm, sllm_json
 from tests.fixtures.deployed import client_of, deploy, events, live, view, wait
 
 
@@ -184,7 +184,7 @@ def test_delete_by_force_cancels_them(cluster: Cluster, client: Client, tmp_path
     put(cluster, "forced", 1)
     call = Running(client, "forced", tmp_path / "gate")
     (instance,) = live(cluster, "forced")
-    sllm(cluster.env, "fn", "delete", "--force", "forced")
+    here(cluster.env, "fn", "delete", "--force", "forced")
     with pytest.raises(Cancelled):
         call.finish()
     assert cluster.http.post("/fn/forced").status_code == 404
@@ -199,6 +199,6 @@ def test_the_command_line_tells_the_same(cluster: Cluster) -> None:
     described = sllm_json(cluster.env, "fn", "describe", "told")
     assert (described["name"], described["active"], described["url"]) == ("told", 1, "/fn/told")
     assert "told" in [function["name"] for function in sllm_json(cluster.env, "fn", "list")["functions"]]
-    assert sllm(cluster.env, "fn", "invoke", "told").stdout == "11\n"
+    assert here(cluster.env, "fn", "invoke", "told").stdout == "11\n"
     assert sllm_json(cluster.env, "fn", "delete", "told")["deleted"] is True
-    assert "function_not_found" in sllm(cluster.env, "fn", "describe", "told", "--json", expect=3).stderr
+    assert "function_not_found" in here(cluster.env, "fn", "describe", "told", "--json", expect=3).stderr

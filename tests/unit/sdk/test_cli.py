@@ -1,6 +1,5 @@
 """The command line as a program of its own: what is on stdout, what on stderr, and the exit status."""
 
-import io
 import json
 import os
 import pty
@@ -9,14 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sllm import bundle, profiles
-from sllm.cli.main import main
 from sllm_runtime.protocol.errors import (
     BY_CODE,
     FunctionNotFound,
@@ -28,7 +25,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.http import CandidateView, ExplainView, GpuView, InstanceView, NodeDetailView, StartView
-from tests.fixtures.modules import own_modules
+from tests.fixtures import command
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
 
@@ -45,20 +42,8 @@ def sllm(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def here(*words: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    """The same in this process, which saves the start of a program: for what depends on no signal and no terminal."""
-    out, errors = io.StringIO(), io.StringIO()
-    before, before_stdin = dict(os.environ), sys.stdin
-    os.environ.update(env)
-    sys.stdin = io.StringIO(stdin)
-    try:
-        with own_modules(), redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as stop:
-            main(words)
-    finally:
-        sys.stdin = before_stdin
-        os.environ.clear()
-        os.environ.update(before)
-    assert isinstance(stop.value.code, int)
-    return subprocess.CompletedProcess(list(words), stop.value.code, out.getvalue(), errors.getvalue())
+    """The same in this process, which saves the start of a program."""
+    return command.here(os.environ | env, *words, stdin=stdin, expect=None)
 
 
 def document(done: subprocess.CompletedProcess[str]) -> Any:
