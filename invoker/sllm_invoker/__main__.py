@@ -8,8 +8,10 @@ import resource
 import sys
 from typing import Final
 
+from sllm_invoker.containers import choice
 from sllm_invoker.node import Node, sandbox_environment
 from sllm_invoker.process_driver import ProcessDriver
+from sllm_invoker.sandbox import SandboxDriver
 from sllm_invoker.settings import InvokerSettings
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.daemon import ready, run_daemon
@@ -21,14 +23,18 @@ MAX_FILES: Final = 65536
 
 
 async def serve(settings: InvokerSettings, stop: asyncio.Event) -> None:
-    """One node until ``stop``. Raises ``Unavailable`` if the bus cannot be reached."""
+    """One node until ``stop``. Raises ``Unavailable`` if the bus cannot be reached, or no container where one must be
+    had."""
+    engine = await choice.engine_for(settings)
     bus = await Bus.connect(settings, settings.node, name=f"sllm-invoker {settings.node}", jetstream=False)
-    driver = ProcessDriver(
-        sandbox_environment(os.environ, settings),
-        argv=settings.fork_server,
-        isolate=settings.isolate,
-        on_end=lambda: end_orphans(set()),
-    )
+    environment = sandbox_environment(os.environ, settings)
+    driver: SandboxDriver
+    if engine is not None:
+        driver = choice.driver(settings, engine, environment)
+    else:
+        driver = ProcessDriver(
+            environment, argv=settings.fork_server, isolate=settings.isolate, on_end=lambda: end_orphans(set())
+        )
     try:
         await Node(settings, bus, driver).run(stop, ready)
     finally:

@@ -29,7 +29,10 @@ def oom_kills() -> int:
 
 
 def for_lack_of_memory(end: Exit, tail: Sequence[str], killed_for_memory: bool) -> bool:
-    """Whether ``end`` looks like memory: the kernel killed somebody meanwhile, or the last lines say so."""
+    """Whether ``end`` looks like memory: the kernel killed somebody meanwhile, or the last lines say so. A container
+    knows of itself whether it was the one."""
+    if end.out_of_memory is not None and end.signal == signal.SIGKILL:
+        return end.out_of_memory
     if end.signal == signal.SIGKILL and not end.asked:
         return killed_for_memory
     return bool(end.code or end.signal) and any(_NO_MEMORY.search(line) for line in tail)
@@ -55,7 +58,8 @@ def start_error(
     )
 
 
-def lost_error(instance: str, end: Exit, tail: Sequence[str], killed_for_memory: bool) -> SllmError:
+def lost_error(instance: str, end: Exit, tail: Sequence[str], killed_for_memory: bool, limit: int) -> SllmError:
     """The error of a ready instance whose worker died."""
-    why = "ran out of memory" if for_lack_of_memory(end, tail, killed_for_memory) else "died"
+    lacked = for_lack_of_memory(end, tail, killed_for_memory)
+    why = f"ran out of memory (limit {show_bytes(limit)})" if lacked else "died"
     return InstanceLost(f"instance {instance} {why} while it worked on this call: {end}. Call again")

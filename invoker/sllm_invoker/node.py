@@ -22,10 +22,10 @@ from sllm_invoker.logs import LogSink
 from sllm_invoker.models import Models
 from sllm_invoker.pool import WarmPool
 from sllm_invoker.preparation import Suppliers
-from sllm_invoker.process_driver import ProcessDriver
 from sllm_invoker.proofs import Proofs
 from sllm_invoker.relay import Relay
 from sllm_invoker.report import Reporter
+from sllm_invoker.sandbox import SandboxDriver
 from sllm_invoker.settings import InvokerSettings
 from sllm_invoker.storage import copied, dram_used, path_loads, remote, resident, storage
 from sllm_invoker.workdir import Workdirs
@@ -72,7 +72,7 @@ def sandbox_environment(environment: Mapping[str, str], settings: InvokerSetting
 class Node:
     """The invoker of one node. ``run`` is its life."""
 
-    def __init__(self, settings: InvokerSettings, bus: Bus, driver: ProcessDriver) -> None:
+    def __init__(self, settings: InvokerSettings, bus: Bus, driver: SandboxDriver) -> None:
         self._settings = settings
         self._bus = bus
         self._driver = driver

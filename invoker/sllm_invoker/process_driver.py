@@ -70,6 +70,10 @@ class ProcessSandbox:
         return self.hello.python
 
     @property
+    def home(self) -> str:
+        return ""
+
+    @property
     def wire(self) -> AsyncWire:
         return self._wire
 
@@ -84,6 +88,9 @@ class ProcessSandbox:
     @property
     def exited(self) -> asyncio.Future[Exit]:
         return self._exited
+
+    async def confine(self, memory: int, cpu: float) -> None:
+        """The worker limits itself."""
 
     def _dead(self) -> None:
         """The pidfd is readable: nothing of this process will run again."""

@@ -18,6 +18,8 @@ class Exit:
     signal: int = 0
     asked: bool = False
     """Whether we killed it."""
+    out_of_memory: bool | None = None
+    """Whether the kernel killed it for memory; None: this sandbox cannot know."""
 
     def __str__(self) -> str:
         if self.signal:
@@ -45,6 +47,10 @@ class Sandbox(Protocol):
         """Version its worker runs, as ``3.11.7``."""
 
     @property
+    def home(self) -> str:
+        """Directory that its instance is to use, as its worker sees it; "": one on this machine."""
+
+    @property
     def wire(self) -> AsyncWire:
         """The socket to its worker, after the worker's ``Hello``."""
 
@@ -60,6 +66,9 @@ class Sandbox(Protocol):
     def exited(self) -> asyncio.Future[Exit]:
         """Done as soon as the worker is dead, or given up: within seconds of ``kill`` in any case."""
 
+    async def confine(self, memory: int, cpu: float) -> None:
+        """Set the limits of the instance that it becomes: bytes of private memory, cores. Raises ``Unavailable``."""
+
     def kill(self) -> None:
         """Kill the worker and its process group now. Repeatable."""
 
@@ -69,6 +78,10 @@ class Sandbox(Protocol):
 
 class SandboxDriver(Protocol):
     """Makes sandboxes of one sort."""
+
+    @property
+    def python(self) -> str:
+        """Version of its workers' Python; empty before it is known."""
 
     async def start(self) -> None:
         """Begin; raises ``Unavailable`` if this machine cannot run this driver."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -41,6 +42,18 @@ class InvokerSettings(Settings):
     """A PID and a mount namespace for sandboxes, where the kernel permits them."""
     private: tuple[Path, ...] = ()
     """What functions must not see, beside what this node knows itself: other identities, tokens, other nodes' data."""
+    sandbox: Literal["auto", "podman", "docker", "process"] = "process"
+    """What functions run in. ``auto``: a container where an engine works, else, saying so loudly, a process."""
+    require_isolation: bool = False
+    """Nothing but containers: where none can be had the node does not start."""
+    image: str = ""
+    """Of containers; default: made of this installation."""
+    container_memory: Bytes = Field(default=1 << 30, ge=64 * 2**20)
+    """Bytes that a container may use beside what the function that it runs has: Python, torch, /tmp."""
+    container_tmp: Bytes = Field(default=512 * 2**20, ge=2**20)
+    """Bytes of a container's /tmp, where the function's code lies as well."""
+    container_pids: int = Field(default=256, ge=16, le=65536)
+    """Processes and threads of one container."""
     node_drain: float = Field(default=0.0, ge=0)
     """Seconds that instances have to leave when this node is stopped: the controller moves what can move."""
     bundle_cache: Bytes = Field(default=1000 * 2**20, ge=0)

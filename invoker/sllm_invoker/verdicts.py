@@ -52,7 +52,7 @@ def died_at_start(order: StartInstance, stage: str, end: Exit, tail: Sequence[st
 
 def died(order: StartInstance, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
     """Its worker ended though nobody had asked it to."""
-    return lost(exits.lost_error(order.instance, end, tail, for_memory))
+    return lost(exits.lost_error(order.instance, end, tail, for_memory, order.manifest.memory + order.weights))
 
 
 def broken(instance: str, error: SllmError) -> Verdict:

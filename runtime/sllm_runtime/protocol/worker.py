@@ -224,6 +224,13 @@ class Private(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(text, type=cls)
 
 
+RENDEZVOUS: Final = "/run/sllm/invoker"
+"""Socket by which the first process of a container finds its invoker. It is told one ``Spawn`` there and answers with
+one ``Exited``; the connection's end is the end of both."""
+CONTAINER_HOME: Final = "/tmp/instance"
+"""``Assign.workdir`` in a container: below its own /tmp."""
+
+
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag="spawn"):
     """Fork one worker. Comes with 3 descriptors: its socket, its stdout pipe, its stderr pipe."""
 
@@ -245,6 +252,9 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     sandbox: str
     code: int
     signal: int = 0
+    out_of_memory: bool = False
+    """The kernel killed something of its container for memory. A fork server, whose workers have no group of their own,
+    does not know."""
 
 
 class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag="zygote"):

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -114,7 +115,7 @@ class Zygote:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(fds, parent, self._import_s)
+            become_worker(fds, parent, lambda: self._import_s)
         for fd in fds:
             os.close(fd)
         self._workers[pid] = request.sandbox
@@ -170,8 +171,9 @@ def _end_all() -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def _become_worker(fds: list[int], parent: int, import_s: float) -> NoReturn:
-    """In the child: nothing of the fork server is left but its imports. Ends by ``os._exit`` whatever happens."""
+def become_worker(fds: list[int], parent: int, importing: Callable[[], float]) -> NoReturn:
+    """In a child: nothing of its parent is left but its imports; ``importing`` does the rest of them and returns the
+    seconds that all took. Ends by ``os._exit`` whatever happens."""
     status = 70
     try:
         os.setsid()
@@ -181,6 +183,7 @@ def _become_worker(fds: list[int], parent: int, import_s: float) -> NoReturn:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         sock = _take_descriptors(fds)
+        import_s = importing()
         _reseed()
         from sllm_runtime.worker.main import main
 

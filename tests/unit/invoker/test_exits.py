@@ -31,9 +31,15 @@ def test_lack_of_memory_is_told_from_other_deaths(end: Exit, tail: list[str], ke
     assert error.stage == "import"
     assert str(end) in error.message
     assert all(line in error.message for line in tail)
-    lost = exits.lost_error("i-1", end, tail, kernel)
+    lost = exits.lost_error("i-1", end, tail, kernel, 2**30)
     assert type(lost) is InstanceLost
-    assert ("memory" in lost.message) is memory
+    assert ("memory (limit 1.0 GiB)" in lost.message) is memory
+
+
+@pytest.mark.parametrize("was", [True, False])
+def test_a_container_knows_of_itself_whether_it_lacked_memory(was: bool) -> None:
+    end = Exit(0, signal.SIGKILL, out_of_memory=was)
+    assert exits.for_lack_of_memory(end, [], killed_for_memory=not was) is was
 
 
 def test_how_it_ended_is_said() -> None:

@@ -1,0 +1,72 @@
+"""Which driver a node's sandboxes come from: what its settings ask for, and what this machine can do."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Final
+
+from sllm_invoker import machine
+from sllm_invoker.containers import probe
+from sllm_invoker.containers.arguments import Owner
+from sllm_invoker.containers.driver import ContainerDriver, Sizes
+from sllm_invoker.containers.engine import Engine
+from sllm_invoker.images.base import Base
+from sllm_invoker.images.store import Store
+from sllm_invoker.settings import InvokerSettings
+from sllm_runtime.protocol.errors import InvalidRequest, Unavailable
+
+log = logging.getLogger(__name__)
+
+COMMAND: Final = ("python", "-m", "sllm_runtime.worker.container")
+"""What an image runs: the Python that its PATH leads to."""
+
+
+async def engine_for(settings: InvokerSettings) -> Engine | None:
+    """The engine that sandboxes run on; ``None``: they are processes.
+
+    Raises ``InvalidRequest`` where isolation is required and not asked for, ``Unavailable`` where it cannot be had.
+    """
+    wanted = settings.sandbox
+    if wanted == "process":
+        if settings.require_isolation:
+            raise InvalidRequest(
+                "SLLM_REQUIRE_ISOLATION is set, and processes isolate nobody: set SLLM_SANDBOX to auto",
+                field="SLLM_SANDBOX",
+            )
+        return None
+    try:
+        engine = await probe.find(wanted)
+    except Unavailable as error:
+        if wanted != "auto" or settings.require_isolation:
+            raise
+        log.warning(
+            "FUNCTIONS ARE NOT ISOLATED: sandboxes are processes, fit for a machine for development alone (%s)."
+            " SLLM_REQUIRE_ISOLATION=true refuses this",
+            error.message,
+        )
+        return None
+    log.info("sandboxes are containers of %s", " ".join(engine.words))
+    return engine
+
+
+def driver(settings: InvokerSettings, engine: Engine, environment: Mapping[str, str]) -> ContainerDriver:
+    """Containers of ``settings.image``, else of the base image, which is made with ``environment``."""
+    place = settings.data_dir.absolute()
+    sizes = Sizes(
+        memory=settings.container_memory,
+        cpu=machine.cores(),
+        pids=settings.container_pids,
+        tmp=settings.container_tmp,
+    )
+    owner = Owner(node=settings.node, place=str(place), boot=uuid.uuid4().hex)
+
+    async def image() -> str:
+        if settings.image:
+            return settings.image
+        scratch = settings.home / "images"
+        scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return await Base(Store(engine), scratch, environment).ensure(lambda step: log.info("image: %s", step))
+
+    return ContainerDriver(engine, image, COMMAND, owner, place / "sandboxes", sizes)

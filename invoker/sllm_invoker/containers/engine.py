@@ -1,0 +1,129 @@
+"""A container engine, by its command line: each command with a deadline, each failure with its own last words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, Final
+
+from sllm_invoker.containers import arguments
+from sllm_invoker.containers.arguments import ContainerSpec, Kind, Owner
+from sllm_runtime.protocol.errors import Unavailable
+
+COMMAND_S: Final = 60.0
+"""An engine that has not answered by then hangs. A loaded machine takes seconds to start a container."""
+MAX_AT_ONCE: Final = 4
+"""Commands that one node runs at one time: each is a process of its own, and engines lock their store."""
+_WORDS: Final = 400
+_GONE: Final = ("no such container", "no container with name or id")
+
+
+class EngineFailed(Unavailable):
+    """The engine refused a command, or hangs. ``said``: the end of what it said."""
+
+    said = ""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """``program``: its path; ``options``: what this machine needs before every command (``probe`` finds out)."""
+
+    kind: Kind
+    program: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (self.program, *self.options)
+
+    async def command(self, *words: str, data: bytes | None = None, within_s: float = COMMAND_S) -> str:
+        """What the command prints, ``data`` at its stdin. Raises ``EngineFailed``; cancelled, the command is killed."""
+        out, _err = await self._run(words, data, within_s)
+        return out
+
+    async def _run(self, words: Sequence[str], data: bytes | None, within_s: float) -> tuple[str, str]:
+        # Files, not pipes: what an engine puts into the background may hold on to a pipe's end for ever.
+        with contextlib.ExitStack() as stack:
+            out, err = stack.enter_context(_file()), stack.enter_context(_file())
+            given = stack.enter_context(_file(data)) if data is not None else asyncio.subprocess.DEVNULL
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.words, *words, stdin=given, stdout=out, stderr=err,
+                    start_new_session=True,  # a Ctrl-C at the terminal is the platform's
+                )  # fmt: skip
+            except OSError as error:
+                raise EngineFailed(f"{self.program} cannot be run: {error}") from error
+            try:
+                async with asyncio.timeout(within_s):
+                    code = await process.wait()
+            except TimeoutError as error:
+                raise EngineFailed(
+                    f"`{self.kind} {words[0]}` has not ended within {within_s:g} s; see whether {self.kind} answers"
+                ) from error
+            finally:
+                await _end(process)
+            said = _text(err).strip()
+            if code != 0:
+                failed = EngineFailed(f"`{self.kind} {words[0]}` failed ({code}): {said[-_WORDS:]}")
+                failed.said = said
+                raise failed
+            return _text(out), said
+
+    # --- containers -----------------------------------------------------------------------------------
+    async def run(self, spec: ContainerSpec, command: tuple[str, ...]) -> None:
+        """Start a container in the background."""
+        await self.command(*arguments.run(self.kind, spec, command))
+
+    async def limit(self, name: str, memory: int, cpu: float) -> None:
+        """Other limits for a container that runs: bytes of memory, cores."""
+        await self.command("update", *arguments.limits(memory, cpu), name)
+
+    async def remove(self, name: str) -> None:
+        """Kill and remove it; one that is not there is no error."""
+        try:
+            await self.command(*arguments.remove(self.kind, name))
+        except EngineFailed as error:
+            if not any(words in error.said.lower() for words in _GONE):
+                raise
+
+    async def wait(self, name: str, within_s: float = COMMAND_S) -> int:
+        """The exit code of its process 1, once that has ended."""
+        return int((await self.command("wait", name, within_s=within_s)).strip() or -1)
+
+    async def last_words(self, name: str) -> str:
+        """What it wrote before its worker had pipes of its own; "" where the engine cannot say."""
+        try:
+            out, err = await self._run(("logs", "--tail", "5", name), None, 10.0)
+        except EngineFailed:
+            return ""
+        return " | ".join(line for line in (out + err).splitlines() if line.strip())[-_WORDS:]
+
+    async def of_node(self, owner: Owner) -> tuple[str, ...]:
+        """Names of the containers that this node has made, in this life or an earlier one."""
+        return tuple((await self.command(*arguments.of_node(owner))).split())
+
+
+def _file(content: bytes = b"") -> BinaryIO:
+    """In memory, at its beginning."""
+    file = os.fdopen(os.memfd_create("engine", os.MFD_CLOEXEC), "w+b")
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Nothing of a command goes on without us. What it has put into the background does."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

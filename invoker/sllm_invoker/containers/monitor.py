@@ -1,0 +1,39 @@
+"""A container's monitor (podman's conmon): a process of the engine's that becomes our child, since nobody else is left
+above it. Somebody has to wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+
+class Monitor:
+    """The process whose id stands in ``file``; none where the engine wrote none (docker). Owns a pidfd till it ends."""
+
+    def __init__(self, file: Path) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._pidfd: int | None = None
+        self._pid = 0
+        with contextlib.suppress(OSError, ValueError):
+            self._pid = int(file.read_text())
+            self._pidfd = os.pidfd_open(self._pid)
+        if self._pidfd is None:
+            self._ended.set_result(None)
+        else:
+            self._loop.add_reader(self._pidfd, self._dead)
+
+    def _dead(self) -> None:
+        assert self._pidfd is not None
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        with contextlib.suppress(ChildProcessError):  # somebody else's child
+            os.waitpid(self._pid, os.WNOHANG)
+        self._ended.set_result(None)
+
+    async def ended(self, within_s: float) -> bool:
+        """Whether it has ended by then."""
+        _, late = await asyncio.wait([self._ended], timeout=within_s)
+        return not late

@@ -1,0 +1,202 @@
+"""One container as a sandbox: seen by its first process's pidfd, heard over two sockets, removed on every path."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from sllm_invoker.containers.engine import Engine, EngineFailed
+from sllm_invoker.containers.monitor import Monitor
+from sllm_invoker.containers.rendezvous import Rendezvous
+from sllm_invoker.sandbox import Exit
+from sllm_runtime.platform.process import KILLED_S
+from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import ProtocolError, SllmError
+from sllm_runtime.protocol.worker import CONTAINER_HOME, Exited, FromZygote, Hello
+
+log = logging.getLogger(__name__)
+
+WAIT_S: Final = 10.0
+"""The engine says the exit code of a container whose first process could not."""
+LEAST_CPU: Final = 1.0
+"""A quota is a right and a bound: a function that asked for a tenth of a core would take a minute to start."""
+_OF_SIGNAL: Final = 128
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a container that runs consists of; its sandbox owns all of it."""
+
+    rendezvous: Rendezvous
+    first: AsyncWire
+    """To its process 1."""
+    wire: AsyncWire
+    """To its worker."""
+    stdout: int
+    stderr: int
+    pidfd: int
+    pid: int
+    monitor: Monitor
+
+
+def end_of(report: Exited, asked: bool) -> Exit:
+    """How the worker ended, as process 1 of its container says."""
+    return Exit(report.code, report.signal, asked, report.out_of_memory)
+
+
+def end_by_code(code: int | None, asked: bool) -> Exit:
+    """The same of a container whose process 1 could not say: from its exit code (``None``: unknown)."""
+    if asked:
+        return Exit(code=0, signal=signal.SIGKILL, asked=True)
+    if code is not None and code > _OF_SIGNAL:
+        return Exit(0, code - _OF_SIGNAL)
+    return Exit(code)
+
+
+class ContainerSandbox:
+    """Used once. ``close`` on every path; ``failed`` is told the name of one that the engine could not remove."""
+
+    def __init__(self, name: str, engine: Engine, parts: Parts, base: int, failed: Callable[[str], None]) -> None:
+        """``base``: bytes that it needs before it runs anything of a function."""
+        self._name = name
+        self._base = base
+        self._engine = engine
+        self._parts = parts
+        self._failed = failed
+        self._pid = parts.pid
+        self._asked = False
+        self._closing: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._dead: asyncio.Future[None] = self._loop.create_future()
+        self._exited: asyncio.Future[Exit] = self._loop.create_future()
+        self._given_up: asyncio.TimerHandle | None = None
+        self.hello = Hello(pid=0, python="")
+        self._loop.add_reader(parts.pidfd, self._on_death)
+        self._watching = asyncio.create_task(self._watch(), name=f"watch {name}")
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def pid(self) -> int:
+        """Of its process 1, as seen from here."""
+        return self._pid
+
+    @property
+    def python(self) -> str:
+        return self.hello.python
+
+    @property
+    def home(self) -> str:
+        return CONTAINER_HOME
+
+    @property
+    def wire(self) -> AsyncWire:
+        return self._parts.wire
+
+    @property
+    def stdout(self) -> int:
+        return self._parts.stdout
+
+    @property
+    def stderr(self) -> int:
+        return self._parts.stderr
+
+    @property
+    def exited(self) -> asyncio.Future[Exit]:
+        return self._exited
+
+    async def confine(self, memory: int, cpu: float) -> None:
+        """Give it the limits of the function that it becomes. Raises ``Unavailable``."""
+        await self._engine.limit(self._name, self._base + memory, max(cpu, LEAST_CPU))
+
+    # --- its end --------------------------------------------------------------------------------------
+    def _on_death(self) -> None:
+        """Its process 1 has ended, and with it everything else in it."""
+        self._loop.remove_reader(self._parts.pidfd)
+        self._pid = 0
+        if not self._dead.done():
+            self._dead.set_result(None)
+
+    async def _watch(self) -> None:
+        report = await self._report()
+        await self._dead
+        if report is not None:
+            end = end_of(report, self._asked)
+        elif self._asked:
+            end = end_by_code(None, asked=True)
+        else:
+            end = end_by_code(await self._code(), asked=False)
+        self._settle(end)
+
+    async def _report(self) -> Exited | None:
+        """What process 1 says before it ends, if it can."""
+        try:
+            payload = await self._parts.first.receive()
+            body = codec.unpack(FromZygote, payload).body if payload is not None else None
+        except (ProtocolError, OSError) as error:
+            log.warning("sandbox %s: %s", self._name, error)
+            return None
+        return body if isinstance(body, Exited) else None
+
+    async def _code(self) -> int | None:
+        try:
+            return await self._engine.wait(self._name, WAIT_S)
+        except SllmError as error:
+            log.warning("how sandbox %s ended is not known: %s", self._name, error.message)
+            return None
+
+    def _settle(self, end: Exit) -> None:
+        if self._given_up is not None:
+            self._given_up.cancel()
+        if not self._exited.done():
+            self._exited.set_result(end)
+
+    def _hangs(self) -> None:
+        log.error("sandbox %s (pid %d) has not ended %g s after SIGKILL: given up", self._name, self._pid, KILLED_S)
+        self._settle(Exit(None, asked=True))
+
+    def kill(self) -> None:
+        """SIGKILL to process 1: the kernel ends the rest. Repeatable."""
+        if self._pid == 0:
+            return
+        self._asked = True
+        if self._given_up is None:
+            self._given_up = self._loop.call_later(KILLED_S, self._hangs)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._parts.pidfd, signal.SIGKILL)
+
+    async def close(self) -> Exit:
+        """Kill it, wait for its end, have the engine remove it, free the descriptors. Repeatable."""
+        self.kill()
+        end = await asyncio.shield(self._exited)
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close {self._name}")
+        await asyncio.shield(self._closing)
+        return end
+
+    async def _close(self) -> None:
+        parts = self._parts
+        self._loop.remove_reader(parts.pidfd)
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        for wire in (parts.wire, parts.first):
+            wire.close()
+        for fd in (parts.stdout, parts.stderr, parts.pidfd):
+            os.close(fd)
+        try:
+            await self._engine.remove(self._name)
+        except EngineFailed as error:
+            log.error("sandbox %s is dead but not removed: %s", self._name, error.message)
+            self._failed(self._name)
+        if not await parts.monitor.ended(KILLED_S):
+            log.warning("the monitor of sandbox %s has not ended", self._name)
+        parts.rendezvous.close()
