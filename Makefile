@@ -1,9 +1,10 @@
 # Every target begins with `setup`, which takes milliseconds when there is nothing to do.
-.PHONY: help setup demo check test test-all bench-peers wheelhouse dist clean
+.PHONY: help setup demo check test test-all infra-tools infra-check bench-peers wheelhouse dist clean
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
 PEERS := .venv-peers
+INFRA := .venv-infra
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 WHEEL = env -u WHEELHOUSE $(PY) -m pip wheel -q -w "$(WHEELHOUSE)" --find-links "$(WHEELHOUSE)"
 RUN_TESTS := $(PY) tools/run_tests.py
@@ -16,6 +17,8 @@ help:
 	@echo 'make test-all     all tests, on new random examples'
 	@echo 'make check        ruff, mypy, import-linter'
 	@echo 'make setup        .venv; see the head of setup.sh for PYTHON, WHEELHOUSE, TORCH, TORCH_INDEX'
+	@echo 'make infra-check  terraform fmt, validate, test and checkov; TF_MIRROR_DIR: where the providers lie'
+	@echo 'make infra-tools  checkov, in an environment of its own'
 	@echo 'make bench-peers  the systems the benchmarks compare with, in an environment of their own'
 	@echo 'make wheelhouse   every wheel that setup needs into WHEELHOUSE=DIR, for a machine with no network'
 	@echo 'make dist         wheel and source archive with their SHA-256'
@@ -50,6 +53,17 @@ $(PEERS)/.done: benchmarks/peers.txt tools/install_torch.py
 	$(PEERS)/bin/python -m pip install -q -r benchmarks/peers.txt
 	touch $@
 
+infra-check: setup
+	$(RUN_TESTS) tests/unit/infra $(ARGS)
+
+infra-tools: setup $(INFRA)/.done
+
+$(INFRA)/.done: infra/terraform/tools.txt
+	test -x $(INFRA)/bin/python || $(PY) -m venv $(INFRA)
+	$(INFRA)/bin/python -m pip install -q "$$(sed -n '/^pip==/p' constraints.txt)"
+	$(INFRA)/bin/python -m pip install -q -r infra/terraform/tools.txt
+	touch $@
+
 wheelhouse:
 	@test -n "$(WHEELHOUSE)" || { echo 'say WHEELHOUSE=DIR' >&2; exit 1; }
 	@env -u WHEELHOUSE sh setup.sh
@@ -65,4 +79,4 @@ dist: setup
 clean:
 	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
-	$(if $(CLEAN_VENV),rm -rf .venv $(PEERS) .setup.lock)
+	$(if $(CLEAN_VENV),rm -rf .venv $(PEERS) $(INFRA) .setup.lock)

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Make this machine one of the cluster, at each boot, by the stages of its kind. Each may run again: what it has done it
+# finds done. The first that fails ends the boot, is named in the log, and the machine's group is told.
+set -Eeuo pipefail
+umask 077
+settings=${1:-/etc/sllm/boot.env}
+here=$(dirname "$0")
+# shellcheck source=/dev/null
+. "$settings"
+# shellcheck source=/dev/null
+. "$here/cloud.sh"
+# What this kind of machine does beside account and software.
+# shellcheck source=/dev/null
+. "$here/stages.sh"
+
+say() { printf 'sllm-boot: %s\n' "$*"; }
+
+uptime_s() { cut -d ' ' -f 1 /proc/uptime; }
+
+stage='' reported=''
+failed() { # STATUS LINE
+    [ "$BASHPID" = "$$" ] && [ -z "$reported" ] || return 0
+    reported=yes
+    say "stage $stage FAILED with status $1 at line $2; this machine does not join" >&2
+    cloud_failed || say 'its group was not told' >&2
+}
+trap 'failed $? $LINENO' ERR
+
+run() { # STAGE
+    local began
+    stage=$1 began=$(uptime_s)
+    "$stage"
+    say "stage $stage done: $began to $(uptime_s) s after boot"
+}
+
+# The daemons are not root: what they may read, functions may.
+account() {
+    id "$ACCOUNT" >/dev/null 2>&1 || useradd --system --home-dir "$MOUNT" --shell /usr/sbin/nologin "$ACCOUNT"
+}
+
+# One environment for each artifact; `current` changes in one step.
+software() {
+    local target=$PREFIX/$ARTIFACT_SHA256 work
+    if [ ! -e "$target/.done" ]; then
+        rm -rf "$target"
+        mkdir -p "$PREFIX"
+        chmod 755 "$PREFIX"
+        work=$PREFIX/.new
+        rm -rf "$work"
+        mkdir "$work"
+        cloud_fetch "$ARTIFACT_URL" "$work/artifact.tar.gz"
+        printf '%s  %s\n' "$ARTIFACT_SHA256" "$work/artifact.tar.gz" | sha256sum --check --quiet --strict
+        mkdir "$work/wheels"
+        tar --extract --no-same-owner --file "$work/artifact.tar.gz" --directory "$work/wheels"
+        (umask 022; install_wheels "$target" "$work/wheels")
+        rm -rf "$work"
+        touch "$target/.done"
+    fi
+    ln -sfn "$target" "$PREFIX/current.new"
+    mv -T "$PREFIX/current.new" "$PREFIX/current"
+}
+
+install_wheels() { # TARGET WHEELS: no network, no package that the archive does not hold
+    local pip wheel
+    "$(python)" -m venv --without-pip "$1"
+    pip=$(only "$2"/pip-*.whl) wheel=$(only "$2"/sllm-*.whl)
+    PYTHONPATH=$pip "$1/bin/python" -m pip install --quiet --no-index --find-links "$2" --no-cache-dir \
+        "sllm[$EXTRAS] @ file://$wheel"
+}
+
+python() { # the first interpreter that will do
+    command -v python3.13 || command -v python3.12 || command -v python3.11
+}
+
+only() { # FILES: the one of them
+    if [ "$#" != 1 ] || [ ! -e "$1" ]; then
+        say "the artifact holds not one file like $1" >&2
+        return 1
+    fi
+    printf '%s\n' "$1"
+}
+
+put() { # FILE: stdin becomes it in one step, for the daemons' eyes only
+    cat >"$1.new"
+    chown "$ACCOUNT" "$1.new"
+    chmod 400 "$1.new"
+    mv "$1.new" "$1"
+}
+
+mkdir -p "$RUN"
+for each in $STAGES; do run "$each"; done
+say "done $(uptime_s) s after boot"

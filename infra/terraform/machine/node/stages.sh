@@ -1,0 +1,85 @@
+# shellcheck shell=bash disable=SC2154
+# The stages of a GPU node. Sourced by boot.sh, whose settings and functions they use.
+
+readonly ARRAY=/dev/md/sllm
+
+instance_disks() {
+    lsblk --nodeps --noheadings --output PATH,MODEL | sed -n "s/^\([^ ]*\)  *$CLOUD_DISKS *\$/\1/p"
+}
+
+release() { # DISK: take what lies on it from who holds it
+    local holder kind held
+    held=$(lsblk --noheadings --list --output PATH,TYPE "$1" | tail -n +2 | sort -u)
+    while read -r holder kind; do
+        case $kind in
+        raid*) mdadm --stop "$holder" ;;
+        lvm) umount --quiet "$holder" || true; dmsetup remove "$holder" ;;
+        esac
+    done <<<"$held"
+    wipefs --all --quiet "$1"
+}
+
+# The SSD tier. What was there before a reboot is not trusted, and after a stop the disks are new ones.
+storage() {
+    mkdir -p "$MOUNT"
+    mountpoint --quiet "$MOUNT" || make_tier
+    chown "$ACCOUNT" "$MOUNT"
+    chmod 700 "$MOUNT"
+}
+
+make_tier() {
+    local found disks disk device
+    found=$(instance_disks)
+    if [ -z "$found" ]; then
+        say "no instance-store disk: the SSD tier lies on the root volume"
+        return 0
+    fi
+    mapfile -t disks <<<"$found"
+    for disk in "${disks[@]}"; do release "$disk"; done
+    device=${disks[0]}
+    if [ "${#disks[@]}" -gt 1 ]; then
+        device=$ARRAY
+        mdadm --create "$device" --run --force --homehost=any --level=0 --raid-devices="${#disks[@]}" "${disks[@]}"
+    fi
+    mkfs.xfs -f -K -q "$device"
+    mount -o noatime,nodiscard "$device" "$MOUNT"
+}
+
+# Chunks of the DRAM pool are shared memory that asks for huge pages (docs/loaderd.md).
+memory() {
+    printf 'advise\n' >"$HUGE_PAGES/shmem_enabled"
+}
+
+gpus() {
+    nvidia-smi --list-gpus | grep --quiet '^GPU ' # a machine whose driver found none is no node
+    nvidia-smi --persistence-mode=1 >/dev/null
+    mkdir -p "$(dirname "$CDI_FILE")"
+    nvidia-ctk --quiet cdi generate --output="$CDI_FILE.new"
+    mv "$CDI_FILE.new" "$CDI_FILE"
+}
+
+# Below RUN, which is memory: nothing of it is on a disk.
+credentials() {
+    local node
+    node=$(cloud_node)
+    cloud_secret "$PARAMETER_PREFIX/nats/ca" | put "$RUN/nats-ca.pem"
+    cloud_secret "$PARAMETER_PREFIX/node/key" | "$PREFIX/current/bin/python" -m sllm_runtime.platform.node_credentials \
+        "$node" | put "$RUN/nats.creds"
+}
+
+environment() {
+    local node address labels token
+    node=$(cloud_node)
+    address=$(cloud_address)
+    labels=$(cloud_labels)
+    token=$(cloud_secret "$PARAMETER_PREFIX/node/peer-token")
+    {
+        printf 'SLLM_NODE=%s\n' "$node"
+        # shellcheck disable=SC2153 # the first is the pool's, of the settings
+        printf 'SLLM_LABELS=%s,%s\n' "$LABELS" "$labels"
+        printf 'SLLM_PEER_LISTEN=%s:%s\n' "$address" "$PEER_PORT"
+        printf 'SLLM_PEER_TOKEN=%s\n' "$token"
+    } | put "$RUN/node.env"
+    : | put "$RUN/ready" # node.sh writes it
+    chmod 600 "$RUN/ready"
+}

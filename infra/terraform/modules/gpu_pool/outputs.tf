@@ -1,0 +1,29 @@
+output "group_name" {
+  description = "Name of the Auto Scaling group: what the controller's node provider is told."
+  value       = aws_autoscaling_group.nodes.name
+}
+
+output "scaler_policy_arn" {
+  description = "Policy that lets the controller size this group and nothing else; attach it to the controller's role."
+  value       = aws_iam_policy.scaler.arn
+}
+
+output "node_role_name" {
+  description = "Role of the nodes."
+  value       = aws_iam_role.node.name
+}
+
+output "launch_template_id" {
+  description = "Launch template of the nodes."
+  value       = aws_launch_template.node.id
+}
+
+output "node_env" {
+  description = "The environment file of the nodes' daemons as it is rendered; without secrets."
+  value       = local.node_env
+}
+
+output "boot_env" {
+  description = "What the boot script reads, as it is rendered; without secrets."
+  value       = local.boot_env
+}

@@ -1,0 +1,196 @@
+"""What a GPU node does at each boot, with stub commands in PATH: its order, again and again, and where it fails."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.terraform import why_no_terraform
+from tests.unit.infra.stage import Machine
+
+pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
+
+DONE = ["account", "storage", "memory", "gpus", "software", "credentials", "environment"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine.create(tmp_path / "machine")
+
+
+def stages(output: str) -> list[str]:
+    return [line.split()[2] for line in output.splitlines() if " done: " in line]
+
+
+def test_a_first_boot(machine: Machine) -> None:
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    assert stages(done.stdout) == DONE
+    disks = machine.calls("wipefs", "mdadm", "mkfs.xfs", "mount")
+    assert [line.split()[0] for line in disks] == ["wipefs", "wipefs", "mdadm", "mkfs.xfs", "mount"]
+    assert disks[2].endswith("--level=0 --raid-devices=2 /dev/nvme1n1 /dev/nvme2n1")
+    assert disks[4] == f"mount -o noatime,nodiscard /dev/md/sllm {machine.folder}/mnt"
+    assert (machine.folder / "sys/shmem_enabled").read_text() == "advise\n"
+    assert (machine.folder / "cdi/nvidia.yaml").read_text() == "cdi\n"
+    assert (machine.folder / "run/nats.creds").read_text() == "creds of i-0abc by SECRET of /sllm/prod/node/key\n"
+    assert (machine.folder / "run/node.env").read_text().splitlines() == [
+        "SLLM_NODE=i-0abc",
+        "SLLM_LABELS=pool=chat-gpu,zone=us-east-1a,type=g6.xlarge,market=spot",
+        "SLLM_PEER_LISTEN=10.42.128.7:8610",
+        "SLLM_PEER_TOKEN=SECRET of /sllm/prod/node/peer-token",
+    ]
+
+
+def test_software_comes_from_the_archive_alone(machine: Machine) -> None:
+    machine.run("boot.sh")
+    (install,) = [line for line in machine.calls("python") if "-m pip install" in line]
+    wheels = machine.folder / "opt/.new/wheels"
+    assert f"--no-index --find-links {wheels}" in install
+    assert install.endswith(f"sllm[server,worker,cuda] @ file://{wheels}/sllm-0.1.0-py3-none-any.whl")
+    assert not (machine.folder / "opt/.new").exists()
+    assert (machine.folder / "opt/current").resolve().parent == machine.folder / "opt"
+
+
+def test_secrets_are_in_no_log_and_for_one_account(machine: Machine) -> None:
+    done = machine.run("boot.sh")
+    assert "SECRET" not in done.stdout
+    assert not any("SECRET" in line for line in (machine.folder / "calls").read_text().splitlines())
+    for name in ("nats-ca.pem", "nats.creds", "node.env"):
+        assert (machine.folder / "run" / name).stat().st_mode & 0o777 == 0o400
+
+
+def test_running_it_again_does_nothing_twice(machine: Machine) -> None:
+    machine.run("boot.sh")
+    before = (machine.folder / "run/node.env").read_text()
+    again = machine.run("boot.sh")
+    assert again.returncode == 0, again.stdout
+    assert stages(again.stdout) == DONE
+    assert machine.calls("wipefs", "mdadm", "mkfs.xfs", "mount", "python3.13") == []
+    assert [line for line in machine.calls("aws") if line.startswith("aws s3")] == []
+    assert (machine.folder / "run/node.env").read_text() == before
+
+
+def test_a_reboot_makes_the_disks_anew(machine: Machine) -> None:
+    machine.run("boot.sh")
+    machine.reboot()
+    held = "*) printf '%s disk\\n/dev/md127 raid0\\n' \"${@: -1}\" ;;\n"
+    shown = (machine.folder / "answers/lsblk").read_text()
+    machine.answer("lsblk", shown.replace("*) printf '%s disk\\n' \"${@: -1}\" ;;\n", held))
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    disks = [" ".join(line.split()[:3]) for line in machine.calls("wipefs", "mdadm", "mkfs.xfs")]
+    assert disks[0] == "mdadm --stop /dev/md127"
+    assert disks[-2:] == ["mdadm --create /dev/md/sllm", "mkfs.xfs -f -K"]
+    assert machine.calls("python3.13") == [], "software stays"
+    assert (machine.folder / "run/nats.creds").exists(), "credentials are fetched anew"
+
+
+def test_one_disk_is_no_array(machine: Machine) -> None:
+    assert machine.run("boot.sh", disks="/dev/nvme1n1").returncode == 0
+    assert machine.calls("mdadm") == []
+    assert machine.calls("mount") == [f"mount -o noatime,nodiscard /dev/nvme1n1 {machine.folder}/mnt"]
+
+
+def test_no_disk_is_said(machine: Machine) -> None:
+    done = machine.run("boot.sh", disks="")
+    assert done.returncode == 0, done.stdout
+    assert machine.calls("mdadm", "mkfs.xfs", "mount", "wipefs") == []
+    assert "no instance-store disk" in done.stdout
+
+
+def test_another_archive_is_not_installed(machine: Machine) -> None:
+    (machine.folder / "artifact.tar.gz").write_bytes(b"something else")
+    done = machine.run("boot.sh")
+    assert done.returncode != 0
+    assert "stage software FAILED" in done.stdout
+    assert machine.calls("python3.13", "python") == []
+    assert not (machine.folder / "opt/current").exists()
+
+
+def test_an_archive_without_our_wheel(machine: Machine) -> None:
+    digest = machine.pack("pip-25.0-py3-none-any.whl")
+    (machine.folder / "boot.env").write_text(machine.settings(digest))
+    done = machine.run("boot.sh")
+    assert done.returncode != 0
+    assert "sllm-*.whl" in done.stdout
+    assert "stage software FAILED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "stage"),
+    [
+        ("lsblk", "exit 1", "storage"),
+        ("mdadm", "exit 1", "storage"),
+        ("mkfs.xfs", "exit 1", "storage"),
+        ("mount", "exit 32", "storage"),
+        ("nvidia-smi", "echo 'No devices were found'", "gpus"),
+        ("nvidia-ctk", "exit 1", "gpus"),
+        ("python3.13", "exit 1", "software"),
+        ("aws", 'case $1 in ssm) exit 254 ;; s3) cp "$ARTIFACT" "${@: -1}" ;; esac', "credentials"),
+    ],
+)
+def test_the_first_stage_that_fails_ends_it(machine: Machine, command: str, answer: str, stage: str) -> None:
+    machine.answer(command, answer + "\n")
+    done = machine.run("boot.sh")
+    assert done.returncode != 0
+    assert stages(done.stdout) == DONE[: DONE.index(stage)]
+    assert done.stdout.count("FAILED") == 1, done.stdout
+    assert f"stage {stage} FAILED" in done.stdout
+    assert not (machine.folder / "run/node.env").exists(), "the node's service does not start without it"
+    (told,) = [line for line in machine.calls("aws") if "autoscaling" in line]
+    assert "--lifecycle-hook-name arrive --lifecycle-action-result ABANDON --instance-id i-0abc" in told
+
+
+def test_a_boot_that_failed_may_be_repeated(machine: Machine) -> None:
+    machine.answer("nvidia-ctk", "exit 1\n")
+    assert machine.run("boot.sh").returncode != 0
+    machine.answer("nvidia-ctk", 'for word; do case $word in --output=*) : >"${word#--output=}" ;; esac; done\n')
+    done = machine.run("boot.sh")
+    assert stages(done.stdout) == DONE, done.stdout
+    assert machine.calls("mdadm", "mkfs.xfs") == [], "what was done stays"
+
+
+NOTICE = '*spot/instance-action) [ -e "$STATE/notice" ] && printf \'{"action":"terminate"}\' || exit 22 ;;\n'
+ENDS = '*target-lifecycle-state) [ -e "$STATE/notice" ] && printf Terminated || printf InService ;;\n'
+
+
+@pytest.mark.parametrize(("what", "said"), [(NOTICE, "spot notice"), (ENDS, "its group ends it")])
+def test_a_node_that_is_taken_away_is_drained_first(machine: Machine, what: str, said: str) -> None:
+    machine.run("boot.sh")
+    answers = (machine.folder / "answers/curl").read_text()
+    machine.answer("curl", answers.replace("*instance-id)", what + "*instance-id)"))
+    # The node is ready after the first look; the notice is there after the second.
+    ready = machine.folder / "run/ready"
+    machine.answer("sleep", f'[ -s {ready} ] && : >"$STATE/notice"; echo READY >{ready}\n')
+    done = machine.run("watch.sh")
+    assert done.returncode == 0, done.stdout
+    assert said in done.stdout
+    happened = [" ".join(line.split()[:3]) for line in machine.calls("aws", "systemctl")]
+    assert happened == [
+        "aws autoscaling complete-lifecycle-action",
+        "systemctl stop sllm-node.service",
+        "aws autoscaling complete-lifecycle-action",
+    ]
+    hooks = [line.split("--lifecycle-hook-name ")[1].split()[0] for line in machine.calls("aws")]
+    assert hooks == ["arrive", "drain"]
+
+
+def test_a_node_that_goes_before_it_is_ready(machine: Machine) -> None:
+    machine.run("boot.sh")
+    answers = (machine.folder / "answers/curl").read_text()
+    ends = "*target-lifecycle-state) printf Terminated ;;\n"
+    machine.answer("curl", answers.replace("*instance-id)", ends + "*instance-id)"))
+    machine.answer("aws", "exit 254\n")
+    done = machine.run("watch.sh")
+    assert done.returncode == 0, done.stdout
+    assert machine.calls("systemctl") == ["systemctl stop sllm-node.service"]
+    assert "no lifecycle action waits for this node" in done.stdout
+
+
+def test_the_node_says_when_it_is_ready(machine: Machine) -> None:
+    machine.run("boot.sh")
+    program = machine.folder / "opt/current/bin/sllm"
+    program.write_text('#!/usr/bin/env bash\necho "$*"; echo READY >&"$SLLM_READY_FD"\n')
+    program.chmod(0o755)
+    done = machine.run("node.sh")
+    assert done.stdout == "up --node\n"
+    assert (machine.folder / "run/ready").read_text() == "READY\n"

@@ -1,0 +1,54 @@
+"""What the rendered environment files name, the daemons read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker.settings import InvokerSettings
+from sllm_loaderd.daemon.settings import LoaderSettings
+from sllm_runtime.platform.settings import PREFIX, Settings
+from tests.fixtures.terraform import render, why_no_terraform
+from tests.unit.infra.stage import MACHINE
+
+pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
+
+NOT_OURS = {"AWS_DEFAULT_REGION"}
+"""boto3 reads it."""
+OF_THE_MACHINE = set(re.findall(r"printf '(SLLM_[A-Z_]+)=", (MACHINE / "node/stages.sh").read_text()))
+
+
+def node_env(tmp_path: Path) -> dict[str, str]:
+    text = render(
+        tmp_path / "home",
+        "modules/gpu_pool/templates/node.env.tftpl",
+        home="/mnt/sllm",
+        nats_url="tls://nats-0.sllm.internal:4222,tls://nats-1.sllm.internal:4222",
+        nats_ca="/run/sllm/nats-ca.pem",
+        nats_creds="/run/sllm/nats.creds",
+        node_drain_s=90,
+        settings={"AWS_DEFAULT_REGION": "us-east-1", "SLLM_POOL_SIZE": "4"},
+    )
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+def known(*settings: type[Settings]) -> set[str]:
+    return {PREFIX + name.upper() for kind in settings for name in kind.model_fields}
+
+
+def test_each_variable_is_one_that_the_node_reads(tmp_path: Path) -> None:
+    assert {"SLLM_NODE", "SLLM_LABELS", "SLLM_PEER_LISTEN", "SLLM_PEER_TOKEN"} == OF_THE_MACHINE
+    unknown = set(node_env(tmp_path)) | OF_THE_MACHINE
+    assert unknown - known(InvokerSettings, LoaderSettings) == NOT_OURS
+
+
+def test_the_daemons_take_the_values(tmp_path: Path) -> None:
+    """Each value passes the daemon's own validation, together with those that boot.sh and ``sllm up`` add."""
+    own = {"SLLM_NODE": "i-0abc", "SLLM_LABELS": "pool=chat,zone=us-east-1a", "SLLM_PEER_LISTEN": "10.0.0.1:8610"}
+    environment = node_env(tmp_path) | own
+    paths = {"data_dir": tmp_path, "loaderd_socket": tmp_path / "socket"}
+    invoker = InvokerSettings.load(environment, **paths)
+    assert (invoker.replicas, invoker.pool_size, invoker.nats_creds) == (3, 4, Path("/run/sllm/nats.creds"))
+    loader = LoaderSettings.load(environment, data=tmp_path, socket=tmp_path / "socket")
+    assert (loader.cuda_devices, loader.peer_listen) == ("all", "10.0.0.1:8610")
