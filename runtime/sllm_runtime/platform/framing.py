@@ -19,7 +19,7 @@ from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.limits import MAX_FDS, MAX_MESSAGE
 
 HEADER = struct.Struct(">I")
-_READ = 256 * 1024
+READ_BYTES = 256 * 1024
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
 
@@ -30,22 +30,32 @@ class Splitter:
         self._buffer = bytearray()
         self._max = max_message
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Payloads that are complete now. Raises ``ProtocolError`` when a length is above the limit."""
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
+        """Payloads that are complete now; ``data`` is the caller's again afterwards. Raises ``ProtocolError`` when a
+        length is above the limit."""
+        if not self._buffer:  # nearly always: a read ends where a message does
+            payloads, used = self._split(data)
+            self._buffer += data[used:]
+            return payloads
         self._buffer += data
+        payloads, used = self._split(self._buffer)
+        del self._buffer[:used]
+        return payloads
+
+    def _split(self, data: bytes | bytearray | memoryview) -> tuple[list[bytes], int]:
+        """Whole payloads at the beginning of ``data``, and how many bytes of it they take."""
         payloads: list[bytes] = []
-        start = 0
-        while len(self._buffer) - start >= HEADER.size:
-            (length,) = HEADER.unpack_from(self._buffer, start)
+        start, size = 0, len(data)
+        while size - start >= HEADER.size:
+            (length,) = HEADER.unpack_from(data, start)
             if length > self._max:
                 raise ProtocolError(f"message of {length} bytes is above the limit of {self._max}")
             end = start + HEADER.size + length
-            if end > len(self._buffer):
+            if end > size:
                 break
-            payloads.append(bytes(self._buffer[start + HEADER.size : end]))
+            payloads.append(bytes(data[start + HEADER.size : end]))
             start = end
-        del self._buffer[:start]
-        return payloads
+        return payloads, start
 
 
 class Descriptors:
@@ -90,12 +100,16 @@ def frame(payload: bytes) -> bytes:
     return HEADER.pack(len(payload)) + payload
 
 
-def receive(sock: socket.socket, fds: Descriptors) -> bytes:
-    """One ``recvmsg``; b"" at the end of the stream."""
-    data, ancillary, _flags, _address = sock.recvmsg(_READ, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+def receive(sock: socket.socket, fds: Descriptors, into: bytearray) -> memoryview:
+    """One ``recvmsg``: what it brought, valid until the next one; nothing at the end of the stream.
+
+    ``into`` is the reader's own, of READ_BYTES. Memory made for each read would be mapped, shrunk and unmapped again by
+    the kernel, which takes longer than most messages.
+    """
+    size, ancillary, _flags, _address = sock.recvmsg_into([into], _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             numbers = array.array("i")
             numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
             fds.add(numbers)
-    return data
+    return memoryview(into)[:size]

@@ -9,7 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from sllm_runtime.platform.framing import Descriptors, Splitter, frame, receive
+from sllm_runtime.platform.framing import READ_BYTES, Descriptors, Splitter, frame, receive
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
 from sllm_runtime.protocol.limits import MAX_FDS, MAX_MESSAGE
 
@@ -25,6 +25,7 @@ class BlockingWire:
         self.sock = sock
         self.fds = Descriptors()
         self._splitter = Splitter(max_message)
+        self._read_into = bytearray(READ_BYTES)
         self._ready: deque[bytes] = deque()
 
     def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
@@ -62,7 +63,7 @@ class BlockingWire:
     def receive(self) -> bytes | None:
         """The next message, ``None`` at the end. The socket's own timeout applies (``TimeoutError``)."""
         while not self._ready:
-            data = receive(self.sock, self.fds)
+            data = receive(self.sock, self.fds, self._read_into)
             if not data:
                 return None
             self._ready.extend(self._splitter.feed(data))
@@ -87,6 +88,7 @@ class AsyncWire:
         self._turn = 0
         self._loop = asyncio.get_running_loop()
         self._splitter = Splitter(max_message)
+        self._read_into = bytearray(READ_BYTES)
         self._ready: deque[bytes] = deque()
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._queued = 0
@@ -150,7 +152,7 @@ class AsyncWire:
             self._stop_reading()  # nobody asks: what comes stays with the kernel
             return
         try:
-            data = receive(self.sock, self.fds)
+            data = receive(self.sock, self.fds, self._read_into)
             self._ready.extend(self._splitter.feed(data))
             self._ended = not data
         except (BlockingIOError, InterruptedError):

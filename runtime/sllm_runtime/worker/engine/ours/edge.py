@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from sllm_runtime.platform.framing import Descriptors, Splitter, frame, receive
+from sllm_runtime.platform.framing import READ_BYTES, Descriptors, Splitter, frame, receive
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError
 from sllm_runtime.protocol.limits import MAX_PART
@@ -59,6 +59,7 @@ class Edges:
         self._ended = False
         self._clock = clock
         self._splitter = Splitter()
+        self._read_into = bytearray(READ_BYTES)
         self._fds = Descriptors(1)
         self._inbox: deque[bytes] = deque()
         self._most = _OTHER_MESSAGES
@@ -199,8 +200,9 @@ class Edges:
             self._read()
 
     def _read(self) -> None:
+        data: bytes | memoryview
         try:
-            data = receive(self._before, self._fds)
+            data = receive(self._before, self._fds, self._read_into)
         except BlockingIOError:
             return
         except ConnectionError:
