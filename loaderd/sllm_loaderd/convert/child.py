@@ -1,7 +1,8 @@
 """`python -m sllm_loaderd.convert.child`: fetch and convert one model, in a process of its own.
 
 So the daemon never imports torch, a hub's or a store's library, and a conversion can be killed. Says one JSON object
-per line on stdout: progress, then an outcome.
+per line on stdout: progress, then an outcome. Fetching is nobody else's affair; before it converts it waits for its
+turn, a line on stdin.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 import psutil
 
-from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
+from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress, ChildReady
 from sllm_loaderd.convert.direct import index_directly
 from sllm_loaderd.convert.directory import write_checkpoint
 from sllm_loaderd.convert.remote import take_index
@@ -54,10 +56,20 @@ def _reporter(stage: str) -> Progress:
     return report
 
 
-def bring(uri: str, staging: Path, cache: Path, known: str, *, direct: bool = False) -> ChildOutcome:
+def _wait_for_turn() -> None:
+    """Until the daemon says so. It ends us when it is asked to, and we end when it does."""
+    _say(ChildReady())
+    if not sys.stdin.readline():
+        raise SystemExit(1)
+
+
+def bring(
+    uri: str, staging: Path, cache: Path, known: str, *, direct: bool = False, turn: Callable[[], None] = lambda: None
+) -> ChildOutcome:
     """Put the checkpoint of ``uri`` into ``staging``, unless its fingerprint is ``known``. Raises ``SllmError``.
 
-    ``direct``: safetensors are not converted, where they can be loaded as they are.
+    ``direct``: safetensors are not converted, where they can be loaded as they are. ``turn`` returns when a conversion
+    may begin.
     """
     source = open_source(uri, SourceSettings(peer_token=os.environ.get(PEER_TOKEN, "")))
     with contextlib.closing(source):
@@ -80,7 +92,7 @@ def bring(uri: str, staging: Path, cache: Path, known: str, *, direct: bool = Fa
                 sys.stderr.write(f"{uri} is converted first: {reason}\n")
             else:
                 return ChildOutcome(digest, fingerprint, tuple(e for e in entries if e.name.endswith(".safetensors")))
-        return _converted(source, fingerprint, staging, cache)
+        return _converted(source, fingerprint, staging, cache, turn)
 
 
 def _named(uri: str) -> str:
@@ -88,8 +100,9 @@ def _named(uri: str) -> str:
     return uri.rpartition("/")[2] if uri.startswith("peer://") else ""
 
 
-def _converted(source: Source, fingerprint: str, staging: Path, cache: Path) -> ChildOutcome:
+def _converted(source: Source, fingerprint: str, staging: Path, cache: Path, turn: Callable[[], None]) -> ChildOutcome:
     directory = resolve(source, cache, _reporter("fetch"), fingerprint)
+    turn()
     if (directory / INDEX_NAME).is_file():
         checkpoint = open_checkpoint(directory)
         copy_checkpoint(checkpoint, staging, _reporter("convert"))
@@ -124,7 +137,7 @@ def main() -> None:
     die_with_parent(signal.SIGKILL, int(args.parent))
     signal.signal(signal.SIGTERM, _stop)
     try:
-        _say(bring(args.uri, Path(args.staging), Path(args.cache), args.known, direct=args.direct))
+        _say(bring(args.uri, Path(args.staging), Path(args.cache), args.known, direct=args.direct, turn=_wait_for_turn))
     except SllmError as error:
         failure = error
     except MemoryError:

@@ -16,6 +16,10 @@ class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
     total: int
 
 
+class ChildReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Everything is on this machine; the conversion begins when a line comes back. Others may have to end before."""
+
+
 class ChildOutcome(msgspec.Struct, frozen=True, tag="outcome"):
     """``digest`` of the checkpoint in the staging directory; empty if the source is what it was (``known``).
 
@@ -33,4 +37,4 @@ class ChildError(msgspec.Struct, frozen=True, tag="error"):
     error: ErrorBody
 
 
-ChildMessage = ChildProgress | ChildOutcome | ChildError
+ChildMessage = ChildProgress | ChildReady | ChildOutcome | ChildError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress
+from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress, ChildReady
 from sllm_loaderd.held import Held
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.sources.directory import DirectorySource
@@ -31,6 +31,8 @@ _STOP_S = 5.0
 FIRST_LOAD_S = 600.0
 """A model that nobody loads is converted all the same, after this."""
 _LINE_LIMIT = 4 * MIB
+MOST_CHILDREN = 16
+"""Models that are fetched, converted or wait for it at a time, each in a process of its own."""
 
 
 @dataclass(eq=False)
@@ -56,7 +58,9 @@ class Registrations:
         self._store = store
         self._held = held
         self._listing_s = listing_s
-        self._slots = asyncio.Semaphore(at_once)
+        self._children = asyncio.Semaphore(MOST_CHILDREN)
+        self._turns = asyncio.Semaphore(at_once)
+        """To convert. A source that hangs holds none."""
         self._running: dict[_Key, _Registration] = {}
         self._later: dict[str, asyncio.Task[None]] = {}
         """Conversions of models that can be loaded already, by digest."""
@@ -109,7 +113,7 @@ class Registrations:
         if known is not None and await asyncio.to_thread(self._unchanged, known):
             return known.digest
         report = functools.partial(self._tell, (uri, converted))
-        async with self._slots:
+        async with self._children:
             with self._store.staging() as staging:
                 arguments = ["--known", known.fingerprint if known else "", *([] if converted else ["--direct"])]
                 outcome = await self._convert(uri, staging, report, *arguments)
@@ -142,7 +146,7 @@ class Registrations:
             if (record := self._store.recall(uri)) is not None and record.digest == digest:
                 await self._held.loaded(record, FIRST_LOAD_S)
                 await self._held.hand_over(record)
-            async with self._slots:
+            async with self._children:
                 with self._store.staging() as staging:
                     outcome = await self._convert(uri, staging, lambda progress: None, "--known", "", "--idle")
                     known = self._store.recall(uri)
@@ -173,14 +177,15 @@ class Registrations:
             str(os.getpid()),
             # Where torch would litter the machine's temporary directory.
             env={"TORCHINDUCTOR_CACHE_DIR": str(self._store.cache / "inductor"), **os.environ},
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT,
         )
-        try:
-            return await self._listen(uri, process, report)
-        finally:
-            await _end(process)
+        async with contextlib.AsyncExitStack() as turn:  # given back when the process is dead
+            try:
+                return await self._listen(uri, process, report, turn)
+            finally:
+                await _end(process)
 
     async def _first_word(self, uri: str, said: asyncio.StreamReader) -> bytes:
         """The child's first line, which a remote source's has once its objects are listed: from then on each request
@@ -196,10 +201,14 @@ class Registrations:
             ) from error
 
     async def _listen(
-        self, uri: str, process: asyncio.subprocess.Process, report: Callable[[ChildProgress], None]
+        self,
+        uri: str,
+        process: asyncio.subprocess.Process,
+        report: Callable[[ChildProgress], None],
+        turn: contextlib.AsyncExitStack,
     ) -> ChildOutcome:
-        if process.stdout is None:
-            raise InternalError("the conversion has no output")
+        if process.stdout is None or process.stdin is None:
+            raise InternalError("the conversion has no pipes")
         line = await self._first_word(uri, process.stdout)
         while line:
             message = _DECODER.decode(line)
@@ -209,7 +218,11 @@ class Registrations:
                 if isinstance(message, ChildError):
                     raise message.error.to_error()
                 return message
-            report(message)
+            if isinstance(message, ChildReady):
+                await turn.enter_async_context(self._turns)
+                process.stdin.write(b"\n")
+            else:
+                report(message)
             line = await process.stdout.readline()
         code = await process.wait()
         raise InternalError(

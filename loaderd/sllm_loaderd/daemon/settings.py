@@ -58,7 +58,7 @@ class LoaderSettings(Settings):
     convert: Literal["now", "later", "never"] = "now"
     """When safetensors are converted, unless a registration says it. The same on all nodes of a cluster."""
     conversions: int = Field(1, ge=1, le=16)
-    """Conversions at a time; others wait."""
+    """Conversions at a time; others wait, with all that they fetch on this machine."""
     listing_timeout: float = Field(120.0, gt=0)
     """Seconds within which a remote source says what it has, when a model is registered."""
 

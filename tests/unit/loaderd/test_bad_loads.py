@@ -20,8 +20,10 @@ from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, Forbidden, ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.limits import CHUNK_BYTES
 from tests.fixtures.loaderd import LoaderProcess, loaded, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.range_server import range_server
 from tests.fixtures.small_disk import fill, small_disk  # noqa: F401
 from tests.fixtures.sources import object_store, s3_settings
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.loaderd.node import CHUNK, Node, stored_model
 
 
@@ -81,6 +83,30 @@ async def test_a_source_that_says_nothing_holds_up_no_other_for_long(tmp_path: P
             waits = tasks.create_task(daemon.control.register(str(tmp_path / "here")))
             assert uri in (await hangs).message
             assert (await waits).model in (await daemon.control.status()).models
+
+
+async def test_a_source_that_stops_in_the_middle_of_a_file_holds_up_no_other(tmp_path: Path) -> None:
+    """Its fetch lasts for as long as its attempts do. Models are converted one at a time."""
+    numbers_model(tmp_path / "here")
+    numbers_model(tmp_path / "served" / "there", seed=1)
+    with range_server(tmp_path / "served") as server:
+        server.script.extend(["stall 0"] * 100)
+        async with loaderd(tmp_path, conversions=1) as daemon:
+            fetching = asyncio.Event()
+            hangs = asyncio.create_task(
+                daemon.control.register(f"{server.url}/there", report=lambda *seen: fetching.set())
+            )
+            async with asyncio.timeout(GIVE_UP_S):
+                await fetching.wait()
+            here = await daemon.control.register(str(tmp_path / "here"))
+            assert not hangs.done()
+            assert (await daemon.control.status()).models == (here.model,)
+            hangs.cancel()
+            await asyncio.wait([hangs], timeout=GIVE_UP_S)
+            assert hangs.cancelled()
+            server.released.set()
+            server.script.clear()
+            assert (await daemon.control.register(f"{server.url}/there")).model != here.model, "its turn comes"
 
 
 async def _refusal(daemon: LoaderProcess, uri: str) -> SllmError:
