@@ -79,7 +79,7 @@ esac
     "python3.13": """\
 case "$*" in
 '-m venv'*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; cp "$ANSWERS/python3.13" "$ANSWERS/python" ;;
-*node_credentials*) printf 'creds of %s by %s\\n' "${@: -1}" "$(cat)" ;;
+*cluster_keys*) printf 'creds of %s by %s\\n' "${@: -1}" "$(cat)" ;;
 esac
 """,
 }

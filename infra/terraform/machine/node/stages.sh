@@ -63,8 +63,8 @@ credentials() {
     local node
     node=$(cloud_node)
     cloud_secret "$PARAMETER_PREFIX/nats/ca" | put "$RUN/nats-ca.pem"
-    cloud_secret "$PARAMETER_PREFIX/node/key" | "$PREFIX/current/bin/python" -m sllm_runtime.platform.node_credentials \
-        "$node" | put "$RUN/nats.creds"
+    cloud_secret "$PARAMETER_PREFIX/node/key" | "$PREFIX/current/bin/python" -m sllm_runtime.platform.cluster_keys \
+        join "$node" | put "$RUN/nats.creds"
 }
 
 environment() {

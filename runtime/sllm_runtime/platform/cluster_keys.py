@@ -1,0 +1,171 @@
+"""Keys of a NATS cluster of its own: one account, one scoped signing key for each kind of component, credentials made
+from it for one name.
+
+A scoped key's rights stand in the account, with the user's name for the identity: whoever holds a kind's key can speak
+for any name of that kind, and for no other kind. So a machine makes its own credentials when it boots, and the servers
+need not be told of it.
+
+    python -m sllm_runtime.platform.cluster_keys new DIR     the servers' accounts and each kind's key, once
+    python -m sllm_runtime.platform.cluster_keys join NAME   credentials for NAME, of the key on stdin
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import nkeys
+
+from sllm_runtime.platform.nats_server import write_private
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import InvalidRequest
+
+KINDS: Final = ("controller", "gateway", "node")
+_NAME: Final = "the-one-meant"
+_TEMPLATE: Final = "{{name()}}"
+"""What the server replaces by the name in a user's JWT."""
+_ANSWER_WITHIN_NS: Final = 120 * 10**9
+_NO_LIMIT: Final = {"subs": -1, "data": -1, "payload": -1}
+
+
+class SigningKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A kind's key as it lies in a secret store: JSON."""
+
+    kind: str
+    account: str
+    """Public key of the account."""
+    seed: str
+
+    def __repr__(self) -> str:
+        return f"SigningKey({self.kind!r})"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a new cluster is made of."""
+
+    accounts: dict[str, Any]
+    """Part of each server's configuration; holds no secret."""
+    keys: dict[str, SigningKey]
+    """By kind."""
+
+
+def new_cluster(now: int) -> Cluster:
+    """Fresh keys. The operator's and the account's own are thrown away: another account is another cluster."""
+    operator, account, system = (
+        _fresh(prefix) for prefix in (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_ACCOUNT)
+    )
+    signing = {kind: _fresh(nkeys.PREFIX_BYTE_ACCOUNT) for kind in KINDS}
+    plain = {**_NO_LIMIT, "conn": -1, "leaf": 0, "imports": -1, "exports": -1, "wildcards": True}
+    stored = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
+    claims = {
+        "limits": {**plain, **stored},
+        "signing_keys": [_scope(kind, _public(key)) for kind, key in signing.items()],
+    }
+    accounts = {
+        "operator": _jwt(operator, _public(operator), "sllm", "operator", now),
+        "system_account": _public(system),
+        "resolver": "MEMORY",
+        "resolver_preload": {
+            _public(account): _jwt(operator, _public(account), "sllm", "account", now, **claims),
+            _public(system): _jwt(operator, _public(system), "SYS", "account", now, limits=plain),
+        },
+    }
+    keys = {kind: SigningKey(kind, _public(account), key.seed.decode()) for kind, key in signing.items()}
+    return Cluster(accounts, keys)
+
+
+def credentials(key: SigningKey, name: str, now: int) -> str:
+    """A credentials file for the component ``name`` of the key's kind. Raises ``InvalidRequest``."""
+    try:
+        subjects.token(name)
+        signer = nkeys.from_seed(key.seed.encode())
+    except (ValueError, nkeys.NkeysError) as error:
+        raise InvalidRequest(f"no credentials for {name!r}: {error or 'the seed is none'}") from error
+    user = _fresh(nkeys.PREFIX_BYTE_USER)
+    token = _jwt(signer, _public(user), name, "user", now, issuer_account=key.account)
+    return (
+        f"-----BEGIN NATS USER JWT-----\n{token}\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
+    )
+
+
+def read_key(text: str) -> SigningKey:
+    """The key that ``new`` wrote. Raises ``InvalidRequest``."""
+    try:
+        return msgspec.json.decode(text, type=SigningKey)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"this is no component's key ({error}); give a file that `new` wrote") from error
+
+
+def write(cluster: Cluster, directory: Path) -> None:
+    """Files below ``directory`` by the names that they have in the secret store; mode 0600."""
+    write_private(directory / "nats/accounts", json.dumps(cluster.accounts, indent=1) + "\n")
+    for kind, key in cluster.keys.items():
+        write_private(directory / kind / "key", msgspec.json.encode(key).decode() + "\n")
+    write_private(directory / "node/peer-token", secrets.token_urlsafe(32) + "\n")
+    write_private(directory / "gateway/token", secrets.token_urlsafe(32) + "\n")
+
+
+def _fresh(prefix: int) -> nkeys.KeyPair:
+    return nkeys.from_seed(nkeys.encode_seed(secrets.token_bytes(32), prefix))
+
+
+def _public(key: nkeys.KeyPair) -> str:
+    return str(key.public_key.decode())
+
+
+def _scope(kind: str, key: str) -> dict[str, Any]:
+    rights = subjects.RIGHTS[kind](_NAME)
+    template: dict[str, Any] = {
+        "pub": {"allow": [subject.replace(_NAME, _TEMPLATE) for subject in rights.publish]},
+        "sub": {"allow": [subject.replace(_NAME, _TEMPLATE) for subject in rights.subscribe]},
+        **_NO_LIMIT,
+    }
+    if rights.allow_responses:
+        template["resp"] = {"max": 1, "ttl": _ANSWER_WITHIN_NS}
+    return {"kind": "user_scope", "key": key, "role": kind, "template": template}
+
+
+def _jwt(issuer: nkeys.KeyPair, subject: str, name: str, kind: str, now: int, **claims: Any) -> str:
+    """A NATS JWT, version 2."""
+    body = {"iss": _public(issuer), "sub": subject, "name": name, "iat": now, "jti": secrets.token_hex(16)}
+    head = {"typ": "JWT", "alg": "ed25519-nkey"}
+    signed = f"{_part(head)}.{_part({**body, 'nats': {'type': kind, 'version': 2, **claims}})}"
+    return f"{signed}.{_base64(issuer.sign(signed.encode()))}"
+
+
+def _part(document: dict[str, Any]) -> str:
+    return _base64(json.dumps(document).encode())
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def main(arguments: list[str]) -> int:
+    """The command line above. The exit status."""
+    match arguments:
+        case ["new", directory]:
+            write(new_cluster(int(time.time())), Path(directory))
+        case ["join", name]:
+            try:
+                sys.stdout.write(credentials(read_key(sys.stdin.read()), name, int(time.time())))
+            except InvalidRequest as error:
+                sys.stderr.write(f"{error.message}\n")
+                return 1
+        case _:
+            sys.stderr.write((__doc__ or "") + "\n")
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
