@@ -12,7 +12,7 @@ from sllm_runtime.control.view import STARTING, Instance, Stop, View
 from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, StartFailed
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, check
-from sllm_runtime.protocol.timeline import Span, shift
+from sllm_runtime.protocol.timeline import CONVERT, Span, shift
 
 _BAD_ENDS = (InstanceState.FAILED, InstanceState.LOST)
 
@@ -75,7 +75,8 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
     learned = view.learned.after(key, instance.record.node, guess.warm, status.spans)
     if instance.ready_at is not None:
         parts = guess.seconds - guess.rest
-        learned = learned.missed(key, guess.tier, instance.ready_at - instance.placed - parts)
+        own = sum(span.ms for span in status.spans if span.name == CONVERT) / 1000.0
+        learned = learned.missed(key, guess.tier, instance.ready_at - instance.placed - parts, own)
     return replace(view, learned=learned)
 
 

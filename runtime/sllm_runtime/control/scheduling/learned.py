@@ -64,9 +64,11 @@ class Learned:
             del kept[next(iter(kept))]
         return replace(self, starts={**kept, key: self.starts.get(key, 0) + 1})
 
-    def missed(self, key: Version, tier: str, seconds: float) -> Learned:
-        """With one more start that took ``seconds`` more than its parts were expected to."""
-        return replace(self, rest=_mean(_mean(self.rest, (key, tier), seconds), (None, tier), seconds))
+    def missed(self, key: Version, tier: str, seconds: float, own: float = 0.0) -> Learned:
+        """With one more start that took ``seconds`` more than its parts were expected to. ``own``: what of it says
+        nothing of other versions, since it was spent on making this one's model on its node."""
+        others = seconds - min(own, max(seconds, 0.0))
+        return replace(self, rest=_mean(_mean(self.rest, (key, tier), seconds), (None, tier), others))
 
     def after(self, key: Version, node: str, warm: bool, spans: tuple[Span, ...]) -> Learned:
         """With one more start of version ``key`` on ``node``."""

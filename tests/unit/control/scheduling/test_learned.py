@@ -53,6 +53,16 @@ def test_what_the_parts_do_not_tell_is_learned_as_a_whole() -> None:
     assert Learned().missed(KEY, "ssd", -9.0).rest_s(KEY, "ssd") == 0.0, "no start takes less than its parts"
 
 
+def test_a_model_that_its_node_had_to_make_says_nothing_of_other_versions() -> None:
+    """Its own next start on a node without it takes as long again."""
+    learned = Learned().missed(KEY, "remote", 10.5, own=10.0)
+    assert learned.rest_s(KEY, "remote") == pytest.approx(10.5)
+    assert learned.rest_s(("new", 1), "remote") == pytest.approx(0.5)
+    beside = Learned().missed(KEY, "remote", 0.25, own=10.0)
+    assert beside.rest_s(("new", 1), "remote") == 0.0
+    assert beside.missed(KEY, "remote", 1.0).rest_s(("new", 1), "remote") == pytest.approx(NEWEST)
+
+
 def test_the_largest_partition_counts() -> None:
     """Ranks are read side by side, each by its own device; the last one decides."""
     two = model("two", 4 * GB)
