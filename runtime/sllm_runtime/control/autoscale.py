@@ -43,6 +43,6 @@ def expired(ready: Sequence[Instance], *, least: int, waiting: int, now: float) 
     """Ready instances to stop, longest idle first: idle past ``keep_s``, no caller waiting, ``least`` left over."""
     if waiting:
         return []
-    idle = [instance for instance in ready if instance.idle_s(now) >= keep_s(instance)]
+    idle = [instance for instance in ready if not instance.running and instance.idle_s(now) >= keep_s(instance)]
     idle.sort(key=lambda instance: -instance.idle_s(now))
     return idle[: max(len(ready) - least, 0)]

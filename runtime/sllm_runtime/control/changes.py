@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from sllm_runtime.control.routes import route
+from sllm_runtime.control.table import changed
 from sllm_runtime.control.view import Instance, Key, View
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.events import Event
@@ -34,13 +35,10 @@ def differing(old: Mapping[K, V], new: Mapping[K, V]) -> Iterator[tuple[K, V | N
     """What was added, changed or removed: (key, before, after)."""
     if old is new:
         return
-    for key, after in new.items():
-        before = old.get(key)
-        if before is not after and before != after:
+    for key in changed(old, new):
+        before, after = old.get(key), new.get(key)
+        if before != after:
             yield key, before, after
-    for key, gone in old.items():
-        if key not in new:
-            yield key, gone, None
 
 
 def touched(old: View, new: View) -> frozenset[str]:
@@ -51,8 +49,8 @@ def touched(old: View, new: View) -> frozenset[str]:
     for _, before, after in differing(old.instances, new.instances):
         names |= {instance.key[0] for instance in (before, after) if instance is not None}
     if old.suspects is not new.suspects:
-        changed = old.suspects.keys() ^ new.suspects.keys()
-        names |= {new.instances[name].key[0] for name in changed if name in new.instances}
+        others = old.suspects.keys() ^ new.suspects.keys()
+        names |= {new.instances[name].key[0] for name in others if name in new.instances}
     if any(before is None or before.status is None for _, before, _ in differing(old.nodes, new.nodes)):
         names.add(NODES)
     return frozenset(names)
@@ -60,7 +58,7 @@ def touched(old: View, new: View) -> frozenset[str]:
 
 def routes(view: View, functions: frozenset[str]) -> dict[Key, Route]:
     """The routes of these functions' versions that may be called."""
-    keys = [key for key in view.versions if key[0] in functions]
+    keys = [key for key in view.versions if key[0] in functions] if functions else []
     found = ((key, route(view, key)) for key in keys)
     return {key: made for key, made in found if made is not None}
 
@@ -83,8 +81,8 @@ def writes(old: View, new: View, old_routes: Mapping[Key, Route], new_routes: Ma
     found = [Write(subjects.model_key(k), after) for k, _, after in differing(old.models, new.models)]
     found += [Write(subjects.function_key(k), after) for k, _, after in differing(old.functions, new.functions)]
     found += [Write(subjects.version_key(*k), after) for k, _, after in differing(old.versions, new.versions)]
-    changed = sorted(differing(old_routes, new_routes), key=lambda item: not (item[2] is not None and item[2].active))
-    found += [Write(subjects.route_key(*k), after) for k, _, after in changed]
+    rerouted = sorted(differing(old_routes, new_routes), key=lambda item: not (item[2] is not None and item[2].active))
+    found += [Write(subjects.route_key(*k), after) for k, _, after in rerouted]
     for name, before, after in differing(old.instances, new.instances):
         if _kept(before) != _kept(after):
             found.append(Write(subjects.instance_key(name), _kept(after)))

@@ -17,7 +17,7 @@ from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
-from sllm_runtime.control.reports import observe
+from sllm_runtime.control.reports import news, observe
 from sllm_runtime.control.view import Key, Refusal, View
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
@@ -69,12 +69,14 @@ class Loop:
         return self._policy
 
     # --- changing the view --------------------------------------------------------------------------
-    def change(self, step: Callable[[View], View]) -> View:
-        """Apply ``step`` and everything that follows from it but new commands, which the next plan (at once) sends."""
+    def change(self, step: Callable[[View], View], *, urgent: bool = True) -> View:
+        """Apply ``step`` and everything that follows from it but new commands, which the next plan sends: at once, or
+        where that is not ``urgent`` within TICK_S."""
         old, new = self.view, step(self.view)
         if new is not old:
             self._commit(old, new)
-            self._wake.set()
+            if urgent:
+                self._wake.set()
         return new
 
     def begin(self, repair: Callable[[View], View]) -> None:
@@ -114,7 +116,9 @@ class Loop:
         if subject.rpartition(".")[2] != status.node:
             log.error("a report for node %s came on %s: refused", status.node, subject)
             return
-        self.change(lambda view: observe(view, status, time.monotonic(), time.time()))
+        known = self.view.nodes.get(status.node)
+        urgent = known is None or known.status is None or news(known.status, status)
+        self.change(lambda view: observe(view, status, time.monotonic(), time.time()), urgent=urgent)
 
     def listening_again(self) -> None:
         """Reports may have been missed until now: no node's silence counts from before."""

@@ -104,14 +104,13 @@ def _forget(view: View, now: float) -> View:
 
 def _bury(view: View, now: float) -> View:
     """Instances of silent nodes are LOST; those their living node does not take, FAILED."""
-    for instance in tuple(view.instances.values()):
-        name, node = instance.record.instance, instance.record.node
-        if instance.ended:
-            continue
-        if view.silent(node, now):
+    silent = {node for node in view.instances.nodes if view.silent(node, now)}
+    for name, instance in tuple(view.instances.items()):
+        node, state = instance.record.node, instance.record.state
+        if node in silent and not instance.ended:
             text = f"instance {name} is lost: node {node} has been silent for {LOST_AFTER_S:g} s; call again"
             view = instances.vanish(view, instance, InstanceLost(text).body(), now)
-        elif instance.state is InstanceState.PENDING and instance.stop is None and now - instance.placed >= TAKE_S:
+        elif state is InstanceState.PENDING and instance.stop is None and now - instance.placed >= TAKE_S:
             text = f"node {node} did not begin instance {name} within {TAKE_S:g} s; see the log of sllm-invoker {node}"
             view = instances.fail(view, instance, StartFailed(text, stage="placement").body(), now)
     return view
@@ -202,7 +201,9 @@ def _new(version: VersionRecord, place: Place, context: Context) -> Instance:
 
 def _due(instance: Instance, now: float) -> bool:
     """Whether a command about it must go out now, for the first time or again."""
-    if instance.ended or (instance.stop is None and (instance.adopted or instance.state is not InstanceState.PENDING)):
+    if instance.stop is None and (instance.adopted or instance.record.state is not InstanceState.PENDING):
+        return False
+    if instance.ended:
         return False
     draining = instance.state is InstanceState.DRAINING and instance.acked
     return instance.commanded is None or now - instance.commanded >= (REPEAT_DRAIN_S if draining else REPEAT_S)

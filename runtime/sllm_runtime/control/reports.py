@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from sllm_runtime.control import instances
 from sllm_runtime.control.view import Instance, Node, View
 from sllm_runtime.protocol.errors import InstanceLost
@@ -29,6 +31,17 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
         elif instance.seen is not None or instance.adopted:
             view = instances.vanish(view, instance, _gone(instance, reborn).body(), now)
     return _trust(view, status)
+
+
+def news(before: NodeStatus, after: NodeStatus) -> bool:
+    """Whether a report says more than that its node is still there, and its idle instances idle: a thousand nodes say
+    that a thousand times a second."""
+    return _steady(before) != _steady(after)
+
+
+def _steady(status: NodeStatus) -> NodeStatus:
+    there = tuple([msgspec.structs.replace(instance, idle_s=0.0) for instance in status.instances])
+    return msgspec.structs.replace(status, sequence=0, instances=there)
 
 
 def _gone(instance: Instance, reborn: bool) -> InstanceLost:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from itertools import compress
+from operator import is_, is_not
 from types import MappingProxyType
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -20,6 +22,7 @@ class Recorded(Protocol):
 
 I = TypeVar("I", bound=Recorded)  # noqa: E741 - an instance
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Table(Mapping[str, I], Generic[I]):
@@ -98,6 +101,15 @@ class Table(Mapping[str, I], Generic[I]):
 
     def items(self) -> ItemsView[str, I]:
         return self._all.items()
+
+
+def changed(old: Mapping[K, V], new: Mapping[K, V]) -> Iterable[K]:
+    """The keys whose value is not the object that it was: those of ``new`` in its order, then those that are gone. A
+    view is copied at each change, so most have the same keys in the same order, which is told without a step of Python
+    for each."""
+    if len(old) == len(new) and all(map(is_, old, new)):
+        return compress(new, map(is_not, old.values(), new.values()))
+    return [key for key, value in new.items() if old.get(key) is not value] + [key for key in old if key not in new]
 
 
 def _key(instance: Recorded) -> tuple[str, int]:

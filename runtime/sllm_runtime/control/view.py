@@ -31,6 +31,8 @@ ROUTABLE: Final = frozenset({VersionState.ACTIVE, VersionState.RETIRED})
 CARRIES: Final = "exact_resume"
 """What the engine of an instance must be able to do for its calls to go on elsewhere."""
 STARTING: Final = frozenset({InstanceState.PENDING, InstanceState.STARTING})
+_LIVE: Final = STARTING | {InstanceState.READY}
+_ENDED: Final = frozenset(state for state in InstanceState if final(INSTANCE, state))
 
 
 def with_item(items: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
@@ -95,16 +97,16 @@ class Instance:
 
     @property
     def ended(self) -> bool:
-        return final(INSTANCE, self.record.state)
+        return self.record.state in _ENDED
 
     @property
     def live(self) -> bool:
         """Starting or ready, and not on its way out."""
-        return self.stop is None and self.state in (InstanceState.PENDING, InstanceState.STARTING, InstanceState.READY)
+        return self.stop is None and self.record.state in _LIVE
 
     @property
     def ready(self) -> bool:
-        return self.stop is None and self.state is InstanceState.READY
+        return self.stop is None and self.record.state is InstanceState.READY
 
     @property
     def running(self) -> int:

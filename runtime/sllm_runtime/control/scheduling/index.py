@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import compress
-from operator import is_, is_not
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from sllm_runtime.control.fits import Need, memory_of, need_of
 from sllm_runtime.control.scheduling.servers import Server, server
+from sllm_runtime.control.table import changed
 from sllm_runtime.control.view import EMPTY, Instance, Key, Node, View
 from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
@@ -25,8 +24,6 @@ MOST_NEEDS: Final = 100_000
 MOST_ORDERS: Final = 256
 """Orders, by path and kind of accelerator, that are kept; beyond, all are forgotten and made again as they are asked
 for."""
-
-V = TypeVar("V")
 
 
 class Servers:
@@ -49,7 +46,7 @@ class Servers:
         old_nodes, old_there = self._last
         if nodes is old_nodes and there is old_there:
             return self._all
-        for name in {*_changed(old_nodes, nodes), *_changed(old_there, there)}:
+        for name in {*changed(old_nodes, nodes), *changed(old_there, there)}:
             before, node = self._all.get(name), nodes.get(name)
             if node is not None and node.status is not None:
                 self._put(before, server(view, node, node.status, before))
@@ -197,14 +194,6 @@ class _Order:
         wait, bandwidth = server.wait(self._path)
         self.fastest = max(self.fastest, bandwidth)
         return (wait, -server.free.memory, server.name)
-
-
-def _changed(old: Mapping[str, V], new: Mapping[str, V]) -> Iterable[str]:
-    """The names whose value is not the one it was. A view is copied at each change, so most have the same names in the
-    same order, which is told without a step of Python for each."""
-    if len(old) == len(new) and all(map(is_, old, new)):
-        return compress(new, map(is_not, old.values(), new.values()))
-    return [name for name, value in new.items() if old.get(name) is not value] + list(old.keys() - new.keys())
 
 
 def _mark(table: dict[str, Server], server: Server, marked: bool) -> None:
