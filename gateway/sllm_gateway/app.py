@@ -36,6 +36,7 @@ from sllm_gateway.routes.function import FunctionRoute
 from sllm_gateway.routes.health import Live, MetricsRoute, Ready
 from sllm_gateway.routes.logs import Logs
 from sllm_gateway.routes.openai import ChatCompletions, Completions, Models
+from sllm_gateway.routes.secrets import Secrets
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import Starts
 from sllm_gateway.stored import Stored
@@ -138,6 +139,7 @@ class Gateway:
             *Deploying(bus, controller, writer, settings, self.table).routes(),
             *Logs(bus, controller, writer).routes(),
             *Explaining(controller, self.calls).routes(),
+            *Secrets(controller).routes(),
         ]
 
     def _ended(self, call: Call) -> None:

@@ -16,7 +16,7 @@ from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import Progress
 
 R = TypeVar("R", bound=msgspec.Struct)
-L = TypeVar("L", ctl.FunctionList, ctl.FunctionInfo, ctl.ModelList, ctl.NodeList)
+L = TypeVar("L", ctl.FunctionList, ctl.FunctionInfo, ctl.ModelList, ctl.NodeList, ctl.SecretList)
 
 PATIENCE_S = 30.0
 """A long poll goes on over a restart of the controller for so long."""
@@ -61,6 +61,11 @@ class Controller:
         """All nodes by name."""
         pages = [page async for page in self._pages("nodes", ctl.Listing(), ctl.NodeList, timeout_s)]
         return tuple(info for page in pages for info in page.nodes)
+
+    async def secrets(self) -> tuple[ctl.SecretInfo, ...]:
+        """All secrets by name, without their values."""
+        pages = [page async for page in self._pages("secrets", ctl.Listing(), ctl.SecretList)]
+        return tuple(info for page in pages for info in page.secrets)
 
     async def _pages(
         self, verb: str, request: ctl.Listing, reply: type[L], timeout_s: float = 2 * RPC_TIMEOUT_S

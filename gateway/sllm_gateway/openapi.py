@@ -109,6 +109,13 @@ OPERATIONS = (
     Operation(
         "post", f"{API}/nodes/{{node}}/{{wish}}", "cordon, uncordon or drain a node", answer=http.NodeView
     ),
+    Operation("get", f"{API}/secrets", "All secrets, without their values", answer=http.SecretListView),
+    Operation(
+        "put", f"{API}/secrets/{{name}}", "Store a secret for functions", http.SecretRequest, http.SecretView
+    ),
+    Operation(
+        "delete", f"{API}/secrets/{{name}}", "Forget a secret that no function needs", answer=http.SecretDeletedView
+    ),
     Operation("get", f"{API}/explain/{{what}}", "Why a function or an open call runs where it does",
               answer=http.ExplainView),
     Operation("get", f"{API}/status", "What is there", answer=http.StatusView),

@@ -206,5 +206,6 @@ def assignment(order: StartInstance, prepared: Prepared, seat: Seat, proofs: Pro
         proof=proofs.get(order),
         workdir=home,
         member=seat.member,
+        secrets=order.secrets,
         fds=len(seat.fds) + edges,
     )

@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from sllm.client import AsyncClient, Client
     from sllm.function import ModelFunction, model_function
     from sllm.model import Model
+    from sllm.own_secrets import secret
     from sllm.remote import AsyncFunction, Function
 
-__all__ = ["AsyncClient", "AsyncFunction", "Client", "Function", "Model", "ModelFunction", "model_function"]
+__all__ = ["AsyncClient", "AsyncFunction", "Client", "Function", "Model", "ModelFunction", "model_function", "secret"]
 __version__ = "0.1.0"
 
 _HOME = {
@@ -21,6 +22,7 @@ _HOME = {
     "Model": "sllm.model",
     "ModelFunction": "sllm.function",
     "model_function": "sllm.function",
+    "secret": "sllm.own_secrets",
 }
 
 

@@ -34,7 +34,8 @@ class Daemon:
     async def _life(self) -> None:
         settings = self._settings
         # A standby is ready as well: it is there.
-        async with lead(settings, settings.name, settings.chosen_policy(), standing_by=ready) as controller:
+        leading = lead(settings, settings.name, settings.chosen_policy(), standing_by=ready, vault=settings.vault())
+        async with leading as controller:
             self._leading = True
             ready()
             await controller.run(self._stop)

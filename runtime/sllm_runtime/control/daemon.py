@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from sllm_runtime.control import restore
 from sllm_runtime.control.deletion import Deletions
@@ -27,6 +27,7 @@ from sllm_runtime.control.service import Service
 from sllm_runtime.control.spreading import Spreading
 from sllm_runtime.control.standby import stand_by
 from sllm_runtime.control.sweeping import Sweeps
+from sllm_runtime.control.vault import Vault
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.disk import shortage
 from sllm_runtime.platform.owned import end
@@ -38,17 +39,25 @@ from sllm_runtime.protocol.subjects import POPULARITY_KEY, STATUS_ALL
 
 log = logging.getLogger(__name__)
 
+SECRETS: Final = "secrets"
+
 
 class ControllerSettings(Settings):
     """``SLLM_CONTROLLER``: its identity where no identity file says it. ``SLLM_POLICY``: how nodes are chosen, one of
     ``scheduling.policies.POLICIES``."""
 
     controller: str = "controller"
+    secrets: Path | None = None
+    """Directory of the platform's secrets; default: in ``home``. All its controllers need the same."""
     policy: Literal["random", "availability", "locality", "preemption", "startup-time"] = DEFAULT
 
     def chosen_policy(self) -> Policy:
         """The policy of that name."""
         return POLICIES[self.policy]()
+
+    def vault(self) -> Vault:
+        """The platform's secrets."""
+        return Vault(self.secrets or self.home / SECRETS)
 
     @property
     def name(self) -> str:
@@ -89,12 +98,14 @@ async def lead(
     policy: Policy | None = None,
     *,
     standing_by: Callable[[], None] | None = None,
+    vault: Vault | None = None,
 ) -> AsyncIterator[Controller]:
     """Connect, be elected, take over what is stored, and serve. Everything is closed at the end.
 
     With ``standing_by`` it waits while another one leads, and tells so once; without, the other one is deposed.
     Raises ``Unavailable`` if NATS or its JetStream is missing.
     """
+    vault = vault or Vault(settings.home / SECRETS)
     async with contextlib.AsyncExitStack() as stack:
         bus = await Bus.connect(settings, identity, name="sllm-controller")
         stack.push_async_callback(bus.close)
@@ -103,7 +114,8 @@ async def lead(
         term = await (stand_by(store, identity, standing_by) if standing_by else store.elect(identity))
         leadership = Leadership(store, bus, identity)
         stack.push_async_callback(leadership.release)
-        loop, ledger, nodes = await _take_over(bus, store, leadership, policy or StartupTime(), settings.nats_store)
+        ledger, nodes = Ledger(store, lambda: shortage(settings.nats_store)), Nodes(bus, store, term, vault)
+        loop = await _take_over(bus, store, leadership, policy or StartupTime(), ledger, nodes)
         models = Models(loop, nodes)
         stack.push_async_callback(models.close)
         pulls = Pulls(loop, nodes)
@@ -111,7 +123,7 @@ async def lead(
         popular = await store.get(POPULARITY_KEY, Popularity)
         spreading = Spreading(loop, ledger, nodes, pulls, popular.models if popular is not None else {})
         stack.push_async_callback(spreading.close)
-        deployments = Deployments(loop, ledger, models, bus)
+        deployments = Deployments(loop, ledger, models, bus, vault)
         stack.push_async_callback(deployments.close)
         deletions = Deletions(loop, ledger, bus)
         stack.push_async_callback(deletions.close)
@@ -120,7 +132,7 @@ async def lead(
         stack.callback(bus.on_reconnect(loop.listening_again))
         reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
         stack.push_async_callback(reports.unsubscribe)
-        service = Service(loop, ledger, leadership, bus, models, pulls, spreading, deployments, deletions)
+        service = Service(loop, ledger, leadership, bus, models, pulls, spreading, deployments, deletions, vault)
         stack.push_async_callback(service.close)
         await service.open()
         deletions.resume()
@@ -131,10 +143,9 @@ async def lead(
 
 
 async def _take_over(
-    bus: Bus, store: StateStore, leadership: Leadership, policy: Policy, disk: Path | None
-) -> tuple[Loop, Ledger, Nodes]:
+    bus: Bus, store: StateStore, leadership: Leadership, policy: Policy, ledger: Ledger, nodes: Nodes
+) -> Loop:
     stored = await restore.read(store)
-    ledger, nodes = Ledger(store, lambda: shortage(disk)), Nodes(bus, store, store.term)
     view = restore.as_stored(stored, time.monotonic())
     routes = {(route.function, route.version): route for route in stored.routes.values()}
     rng = random.Random(random.SystemRandom().getrandbits(64))
@@ -145,4 +156,4 @@ async def _take_over(
     loop = Loop(view, routes, bus=bus, ledger=ledger, nodes=nodes, policy=policy, rng=rng, may_act=may_act)
     loop.begin(restore.repaired)
     ledger.take(restore.unreferenced(stored, loop.view))
-    return loop, ledger, nodes
+    return loop

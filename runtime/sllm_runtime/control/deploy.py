@@ -14,11 +14,12 @@ import msgspec
 from sllm_runtime.control import registry, routes
 from sllm_runtime.control.changes import NODES
 from sllm_runtime.control.deployment import CALLED_BACK, Deployment, Needed, needed_of, unless
-from sllm_runtime.control.fits import need_of, unheeded, unsupported
+from sllm_runtime.control.fits import check_python, need_of, unheeded, unsupported
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import DIGEST, NODES_WAIT_S, Models, Preparation, nodes_known
 from sllm_runtime.control.placement import unsatisfiable
+from sllm_runtime.control.vault import Vault
 from sllm_runtime.control.view import Key, View
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
@@ -31,7 +32,6 @@ from sllm_runtime.protocol.errors import (
     InvalidBundle,
     InvalidManifest,
     NoCapacity,
-    PythonMismatch,
     SllmError,
     Unsatisfiable,
 )
@@ -57,8 +57,8 @@ CRASHES: Final = 3
 class Deployments:
     """Runs deployments, one at a time for each function. ``close`` breaks them off; a new controller forgets them."""
 
-    def __init__(self, loop: Loop, ledger: Ledger, models: Models, bus: Bus) -> None:
-        self._loop, self._ledger, self._models, self._bus = loop, ledger, models, bus
+    def __init__(self, loop: Loop, ledger: Ledger, models: Models, bus: Bus, vault: Vault) -> None:
+        self._loop, self._ledger, self._models, self._bus, self._vault = loop, ledger, models, bus, vault
         self._known: dict[str, Deployment] = {}
         self._withdrawn: dict[str, float] = {}
         """Requests called back before they came, with the time; forgotten after KEEP_S."""
@@ -213,6 +213,7 @@ class Deployments:
         never = unsupported(manifest) or unsatisfiable(need_of(manifest), self._loop.view)
         if never:
             raise Unsatisfiable(f"function {manifest.name!r}: {never}", stage="check")
+        await self._vault.read(manifest.secrets)
         stored = await bundles.size(self._bus, request.bundle)
         if stored is None:
             raise InvalidBundle(f"bundle {request.bundle[:19]} is not stored; upload it, then deploy", field="bundle")
@@ -265,19 +266,6 @@ async def remove_bundles(bus: Bus, digests: list[str]) -> None:
             await bundles.delete(bus, digest)
         except SllmError as error:
             log.warning("bundle %s was not removed: %s", digest, error.message)
-
-
-def check_python(view: View, manifest: Manifest) -> None:
-    """Raises ``PythonMismatch`` if pickled code can run on no node."""
-    wanted = manifest.handler.python
-    pythons = {node.status.python for node in view.nodes.values() if node.status is not None}
-    if wanted and pythons and "" not in pythons and wanted not in pythons:
-        have = " and ".join(sorted(pythons))
-        raise PythonMismatch(
-            f"function {manifest.name!r} was pickled by Python {wanted}, the nodes run {have}: deploy it with Python "
-            f"{have}, or put it in a file of its own, which is imported by name and runs on both",
-            field="handler.python",
-        )
 
 
 def verdict(view: View, key: Key) -> bool | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from sllm_runtime.control.view import Instance, Key, Node, View
+from sllm_runtime.protocol.errors import PythonMismatch
 from sllm_runtime.protocol.limits import MAX_MEMBERS
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Gpu, NodeStatus
@@ -70,8 +71,6 @@ def memory_of(view: View, key: Key, manifest: Manifest) -> int:
 def unsupported(manifest: Manifest) -> str:
     """A field that this release keeps but cannot honour yet, in words; empty if there is none. Refused at deploy, so
     that nothing asked for is silently left out."""
-    if manifest.secrets:
-        return f"secrets={list(manifest.secrets)}: there is no secret store yet; pass what is no secret by env"
     return _not_parallel(manifest) if manifest.parallelism.processes > 1 else ""
 
 
@@ -96,6 +95,19 @@ def unheeded(manifest: Manifest) -> tuple[str, ...]:
     if manifest.slo.ttft is None and manifest.slo.tbt is None:
         return ()
     return ("slo: it is kept with the version, and nothing acts on it yet",)
+
+
+def check_python(view: View, manifest: Manifest) -> None:
+    """Raises ``PythonMismatch`` if pickled code can run on no node."""
+    wanted = manifest.handler.python
+    pythons = {node.status.python for node in view.nodes.values() if node.status is not None}
+    if wanted and pythons and "" not in pythons and wanted not in pythons:
+        have = " and ".join(sorted(pythons))
+        raise PythonMismatch(
+            f"function {manifest.name!r} was pickled by Python {wanted}, the nodes run {have}: deploy it with Python "
+            f"{have}, or put it in a file of its own, which is imported by name and runs on both",
+            field="handler.python",
+        )
 
 
 def total(status: NodeStatus) -> Capacity:

@@ -12,10 +12,10 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from sllm_runtime.control import registry
+from sllm_runtime.control import registry, secret_users
 from sllm_runtime.control.view import Instance, View
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.ctl import FunctionInfo, FunctionList, ModelList, NodeList, joined
+from sllm_runtime.protocol.ctl import FunctionInfo, FunctionList, ModelList, NodeList, SecretInfo, SecretList, joined
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
 
@@ -58,6 +58,14 @@ def nodes(view: View, after: str, now: float) -> NodeList:
     """All nodes by name, with their last reports."""
     parts, more = page(((name, registry.node_info(view, name, now)) for name in sorted(view.nodes)), after)
     return NodeList(nodes=tuple(parts), next=more)
+
+
+def secrets(view: View, stored: Iterable[SecretInfo], after: str) -> SecretList:
+    """All secrets by name, with the functions that have them."""
+    users = secret_users.every(view)
+    keyed = ((each.name, msgspec.structs.replace(each, functions=users.get(each.name, ()))) for each in stored)
+    parts, more = page(keyed, after)
+    return SecretList(secrets=tuple(parts), next=more)
 
 
 def page(parts: Iterable[tuple[str, P]], after: str) -> tuple[list[P], str]:

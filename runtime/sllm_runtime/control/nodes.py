@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from sllm_runtime.control.vault import Vault
 from sllm_runtime.control.view import Instance
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol.errors import SecretNotFound, StartFailed
 from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import (
     KeepModels,
@@ -20,7 +22,9 @@ from sllm_runtime.protocol.node import (
     StopInstance,
 )
 from sllm_runtime.protocol.records import ModelRecord, Term, VersionRecord
+from sllm_runtime.protocol.secrets import Secrets
 from sllm_runtime.protocol.subjects import TERM_KEY, node_command
+from sllm_runtime.protocol.timeline import SANDBOX
 
 COMMAND_S: Final = 2.0
 VALIDATE_S: Final = 60.0
@@ -31,8 +35,8 @@ class Nodes:
     """The nodes, as far as they can be commanded. Errors are what the node raised, or ``Unavailable``,
     ``DeadlineExceeded``."""
 
-    def __init__(self, bus: Bus, store: StateStore, term: int) -> None:
-        self._bus, self._store, self._term = bus, store, term
+    def __init__(self, bus: Bus, store: StateStore, term: int, vault: Vault) -> None:
+        self._bus, self._store, self._term, self._vault = bus, store, term, vault
 
     async def start(
         self,
@@ -41,7 +45,8 @@ class Nodes:
         model: ModelRecord | None,
         adapters: Mapping[str, ModelRecord],
     ) -> None:
-        """Begin ``instance``. Raises what the node answers: ``NoCapacity``, ``StaleTerm`` …"""
+        """Begin ``instance``. Raises what the node answers: ``NoCapacity``, ``StaleTerm`` …; ``StartFailed`` without one
+        of its secrets."""
         command = StartInstance(
             term=self._term,
             instance=instance.record.instance,
@@ -53,8 +58,15 @@ class Nodes:
             model=model,
             adapters=dict(adapters),
             gpus=instance.gpus,
+            secrets=await self._secrets(version),
         )
         await self._bus.call(node_command(instance.record.node, "start"), command, Ok, timeout_s=COMMAND_S)
+
+    async def _secrets(self, version: VersionRecord) -> Secrets:
+        try:
+            return await self._vault.read(version.manifest.secrets)
+        except SecretNotFound as error:
+            raise StartFailed(error.message, field=error.field, stage=SANDBOX) from error
 
     async def stop(self, node: str, instance: str, reason: str, grace_s: float, *, resume: bool = False) -> None:
         """End an instance after its running calls, at most ``grace_s`` seconds from now. ``resume``: what still runs

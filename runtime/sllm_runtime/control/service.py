@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sllm_runtime.control import draining, explain, listing, migration, registry, routes, warmup
+from sllm_runtime.control import draining, explain, listing, migration, registry, routes, secret_users, warmup
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import STORE_S, Deployments
 from sllm_runtime.control.lease import Leadership
@@ -18,6 +18,7 @@ from sllm_runtime.control.models import Models
 from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.reports import suspect
 from sllm_runtime.control.spreading import Spreading
+from sllm_runtime.control.vault import Vault
 from sllm_runtime.control.view import Key
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
@@ -49,9 +50,10 @@ class Service:
         spreading: Spreading,
         deployments: Deployments,
         deletions: Deletions,
+        vault: Vault,
     ) -> None:
         self._loop, self._ledger, self._leadership, self._bus = loop, ledger, leadership, bus
-        self._spreading = spreading
+        self._spreading, self._vault = spreading, vault
         self._models, self._pulls, self._deployments, self._deletions = models, pulls, deployments, deletions
         self._polls: dict[tuple[Key, str], object] = {}
         self._subscriptions: list[Subscription] = []
@@ -78,6 +80,9 @@ class Service:
             "migrate": self.migrate,
             "warmup": self.warmup,
             "explain": self.explain,
+            "secrets": self.secrets,
+            "put_secret": self.put_secret,
+            "delete_secret": self.delete_secret,
             "ping": self.ping,
         }
 
@@ -203,6 +208,20 @@ class Service:
         if found is not None:
             self._loop.change(lambda view: warmup.granted(view, key))
         return found or warmup.so_far(self._loop.view, key, request.instances)
+
+    # --- secrets ------------------------------------------------------------------------------------
+    async def secrets(self, request: ctl.Listing) -> ctl.SecretList:
+        return listing.secrets(self._loop.view, await self._vault.names(), request.after)
+
+    async def put_secret(self, request: ctl.PutSecret) -> ctl.SecretInfo:
+        """Instances that start from now on get it; those that run keep what they have."""
+        stored = await self._vault.put(request.name, request.value)
+        return msgspec.structs.replace(stored, functions=secret_users.of(self._loop.view, request.name))
+
+    async def delete_secret(self, request: ctl.SecretRef) -> Ok:
+        secret_users.unneeded(self._loop.view, request.name)
+        await self._vault.remove(request.name)
+        return Ok(note="deleted")
 
     async def ping(self, _: ctl.Nothing) -> Ok:
         return Ok(note="leading")

@@ -41,6 +41,8 @@ class Options:
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = (DEFAULT_PORT,)
     profile: str = "default"
+    pool: int = 0
+    """Most nodes that the controller may start beside them, as processes (``spawned``)."""
     nats_url: str | None = None
     """An existing cluster instead of the embedded server."""
 
@@ -67,13 +69,17 @@ class Options:
     def controller_names(self) -> tuple[str, ...]:
         return (CONTROLLER, *(f"{CONTROLLER}-{number}" for number in range(2, self.controllers + 1)))
 
+    @property
+    def pool_names(self) -> tuple[str, ...]:
+        return pool_names(self.pool)
+
     def identities(self) -> tuple[Identity, ...]:
         """A fresh user for everything that uses the bus."""
         return (
             new_identity("platform", UP),
             *(new_identity("controller", name) for name in self.controller_names),
             *(new_identity("gateway", name) for name in self.gateway_names),
-            *(new_identity("node", name) for name in self.node_names),
+            *(new_identity("node", name) for name in (*self.node_names, *self.pool_names)),
         )
 
 
@@ -90,6 +96,16 @@ class Layout:
     @property
     def token(self) -> Path:
         return self.data / "token"
+
+    @property
+    def secrets(self) -> Path:
+        """What functions are given by name."""
+        return self.data / "secrets"
+
+    @property
+    def pool(self) -> Path:
+        """Of the nodes that the controller starts."""
+        return self.data / "pool"
 
     def node(self, name: str) -> Path:
         return self.data / "nodes" / name
@@ -113,10 +129,17 @@ class Layout:
         return Path(tempfile.gettempdir()) / f"sllm-{mark}"
 
 
+def pool_names(most: int) -> tuple[str, ...]:
+    """Names of up to ``most`` nodes that the controller starts: twice as many, so that one which has just gone is not
+    taken for its successor."""
+    return tuple(f"p{number}" for number in range(1, 2 * most + 1))
+
+
 def prepare(options: Options, layout: Layout, token: str) -> EmbeddedNats | None:
     """Make directories, the token's file, the server's configuration and the identities; the server if embedded."""
     layout.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_private(layout.token, token + "\n")
+    layout.secrets.mkdir(exist_ok=True, mode=0o700)  # there before any sandbox, which must not see it
     for name in options.node_names:
         layout.node(name).mkdir(parents=True, exist_ok=True, mode=0o700)
         if layout.socket(name).parent == layout.far_sockets:
@@ -164,8 +187,9 @@ def specs(
     }
     found = [_nats(server)] if server else []
     store = {"SLLM_NATS_STORE": str(server.directory)} if server else {}
+    base |= {"SLLM_NODES_DATA": str(layout.pool)} if options.pool else {}
     for name in options.controller_names:
-        own = {"SLLM_CONTROLLER": name, **store}
+        own = {"SLLM_CONTROLLER": name, "SLLM_SECRETS": str(layout.secrets), **store}
         found.append(_daemon(layout, base, name, "sllm_runtime.control", name, 3, own))
     for name in options.node_names:
         found += _node(options.nodes, layout, base, name, name)
@@ -214,10 +238,9 @@ def _node(nodes: int, layout: Layout, base: Mapping[str, str], name: str, identi
     directory, socket = layout.node(name), layout.socket(name)
     shared = {"SLLM_NODE": name, "SLLM_LOADERD_SOCKET": str(socket)} | _share(base, nodes)
     loader = shared | {"SLLM_DATA": str(directory / "loaderd"), "SLLM_SOCKET": str(socket)}
-    private = [
-        str(path)
-        for path in (layout.nats, layout.token, layout.data / "nodes", layout.data / "logs", layout.far_sockets)
-    ]
+    others = (layout.data / "nodes", layout.data / "logs", layout.far_sockets)
+    private = [str(path) for path in (layout.nats, layout.token, layout.secrets, *others)]
+    private += [str(layout.pool), *json.loads(base.get("SLLM_PRIVATE") or "[]")]
     invoker = shared | {"SLLM_DATA_DIR": str(directory / "invoker"), "SLLM_PRIVATE": json.dumps(private)}
     return [
         _daemon(layout, base, f"loaderd-{name}", "sllm_loaderd", None, 1, loader),

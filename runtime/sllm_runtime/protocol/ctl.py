@@ -340,6 +340,38 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     starts: tuple[StartTold, ...] = ()
 
 
+class PutSecret(msgspec.Struct, frozen=True, kw_only=True):
+    """Store a secret, in place of an older one of that name."""
+
+    name: str
+    value: bytes
+
+    def __repr__(self) -> str:
+        return f"PutSecret({self.name!r})"
+
+
+class SecretRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A secret to be forgotten; refused while the active version of a function names it."""
+
+    name: str
+
+
+class SecretInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Unix seconds of when it was ``stored``, for people. Values are told to nobody but nodes."""
+
+    name: str
+    stored: float
+    functions: tuple[str, ...] = ()
+    """Whose active version names it."""
+
+
+class SecretList(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of them, by name."""
+
+    secrets: tuple[SecretInfo, ...]
+    next: str = ""
+
+
 class Nothing(msgspec.Struct, frozen=True, kw_only=True):
     """No arguments."""
 
@@ -363,5 +395,8 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "migrate": (Migrate, Migrated),
     "warmup": (Warmup, Warmed),
     "explain": (Explain, Explained),
+    "secrets": (Listing, SecretList),
+    "put_secret": (PutSecret, SecretInfo),
+    "delete_secret": (SecretRef, Ok),
     "ping": (Nothing, Ok),
 }

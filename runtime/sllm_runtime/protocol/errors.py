@@ -216,6 +216,12 @@ class JournalExpired(NotFound):
     code, status = "journal_expired", 410
 
 
+class SecretNotFound(NotFound):
+    """A secret that a function or a request names is not stored."""
+
+    code = "secret_not_found"
+
+
 class InstanceNotFound(NotFound):
     code = "instance_not_found"
 

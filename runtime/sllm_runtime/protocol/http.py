@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Base64Bytes, Field
 
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.manifest import Frozen, Manifest
@@ -372,6 +372,34 @@ class CallListView(Frozen):
 
     calls: tuple[CallView, ...]
     next: str = ""
+
+
+class SecretRequest(Frozen):
+    """Body of ``PUT /api/v1/secrets/{name}``. ``value``: its bytes in base64."""
+
+    value: Base64Bytes
+
+    def __repr__(self) -> str:
+        return "SecretRequest()"
+
+
+class SecretView(Frozen):
+    """A secret without its value. ``functions``: whose active version has it."""
+
+    name: str
+    stored: float
+    functions: tuple[str, ...] = ()
+
+
+class SecretDeletedView(Frozen):
+    name: str
+    deleted: bool = True
+
+
+class SecretListView(Frozen):
+    """``GET /api/v1/secrets``, by name."""
+
+    secrets: tuple[SecretView, ...]
 
 
 class StatusView(Frozen):

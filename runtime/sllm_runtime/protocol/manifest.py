@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from sllm_runtime.protocol.quantities import Bytes, KeepAlive, Seconds, parse_gpu
+from sllm_runtime.protocol.secrets import secret_names
 
 SCHEMA_VERSION: Final = 1
 NAME = re.compile(r"^[a-z][a-z0-9-]{0,62}\Z")
@@ -180,7 +181,8 @@ class Manifest(Resources):
     network: bool = False
     """Whether it may reach anything beyond its own loopback."""
     env: Annotated[dict[str, str], AfterValidator(_env)] = Field(default_factory=dict)
-    secrets: tuple[str, ...] = ()
+    secrets: Annotated[tuple[str, ...], AfterValidator(secret_names)] = ()
+    """Names of the platform's secrets that it is given, each as a file."""
     requirements: tuple[str, ...] = ()
     image: str | None = None
 

@@ -9,6 +9,7 @@ from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import ModelRecord, Record
+from sllm_runtime.protocol.secrets import Secrets
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import Span
 
@@ -148,6 +149,7 @@ class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
     adapters: dict[str, ModelRecord] = {}
     """By the names that calls choose them by."""
     gpus: tuple[int, ...] = ()
+    secrets: Secrets = Secrets()
 
     @property
     def weights(self) -> int:

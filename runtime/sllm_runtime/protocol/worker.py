@@ -14,6 +14,7 @@ from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.frames import CallHead, Frame
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.manifest import Manifest
+from sllm_runtime.protocol.secrets import Secrets
 from sllm_runtime.protocol.timeline import Span
 
 # --- invoker → worker -----------------------------------------------------------------------------
@@ -66,6 +67,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     workdir: str = ""
     """Directory of this instance alone, removed by the invoker."""
     member: Member = Member()
+    secrets: Secrets = Secrets()
     fds: int = 1
 
 

@@ -27,6 +27,7 @@ from sllm_runtime.worker.calls import run_async, run_sync
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.model import load_model
+from sllm_runtime.worker.secret_files import lay
 from sllm_runtime.worker.words import sendable, words_of
 
 
@@ -82,6 +83,8 @@ def confine(assign: Assign) -> Path:
 
     os.environ.update({**assign.manifest.env, **assign.env})
     home = Path(assign.workdir or tempfile.mkdtemp(prefix="sllm-worker-"))
+    # The processes of one instance share its directory.
+    lay(assign.secrets, home / (f"secrets-{assign.member.number}" if assign.member.number else "secrets"))
     code = home / "code"
     code.mkdir(parents=True, exist_ok=True)
     os.chdir(code)

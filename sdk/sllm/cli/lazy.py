@@ -23,6 +23,7 @@ SUMMARIES: Final = {
     "fn": "Deploy, call and look after functions.",
     "model": "Convert, register and look after models.",
     "node": "Look at the cluster's nodes.",
+    "secret": "Store secrets for functions.",
     "call": "Look at calls that are kept, and cancel them.",
     "migrate": "Move the running calls of an instance to another node.",
     "explain": "Say why a function or an open call runs where it does.",

@@ -28,6 +28,7 @@ app = typer.Typer(
             "call": "sllm.cli.call:app",
             "migrate": "sllm.cli.migrate:migrate",
             "explain": "sllm.cli.explain:explain",
+            "secret": "sllm.cli.secret:app",
             "events": "sllm.cli.events:events",
             "top": "sllm.cli.top:top",
             "run": "sllm.cli.run:run",
@@ -35,8 +36,8 @@ app = typer.Typer(
             "profile": "sllm.cli.profile:app",
         },
         order=(
-            *("up", "down", "fn", "model", "node", "call", "migrate", "explain", "events", "top", "run", "doctor"),
-            "profile",
+            *("up", "down", "fn", "model", "node", "secret", "call", "migrate", "explain", "events", "top", "run"),
+            *("doctor", "profile"),
         ),
     ),
     name="sllm",

@@ -5,11 +5,13 @@ import contextlib
 import hashlib
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sllm_runtime.control.daemon import Controller, lead
+from sllm_runtime.control.vault import Vault
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.state import StateStore
@@ -67,8 +69,11 @@ class Gateway:
 class Bench:
     """A controller, its node and a gateway."""
 
-    def __init__(self, controller: Controller, node: ScriptedNode, gateway: Gateway, store: StateStore) -> None:
+    def __init__(
+        self, controller: Controller, node: ScriptedNode, gateway: Gateway, store: StateStore, secrets: Path
+    ) -> None:
         self.controller, self.node, self.gateway, self.store = controller, node, gateway, store
+        self.secrets = secrets
 
     async def stored(self, key: str, type_: Any) -> Any:
         """What stands there once everything is written that is decided: commands to nodes do not wait for it."""
@@ -82,10 +87,15 @@ class Bench:
         await until(lambda: not self.live(), what="no instance is left")
 
 
+def secrets_of(nats: Nats) -> Path:
+    """Where its controllers keep them."""
+    return nats.server.directory.with_name("secrets")
+
+
 @contextlib.asynccontextmanager
 async def controller_of(nats: Nats, identity: str = "ctl") -> AsyncIterator[Controller]:
     stop = asyncio.Event()
-    async with lead(nats.settings(identity), identity) as controller:
+    async with lead(nats.settings(identity), identity, vault=Vault(secrets_of(nats))) as controller:
         running = asyncio.create_task(controller.run(stop))
         try:
             yield controller

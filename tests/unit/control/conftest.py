@@ -4,7 +4,7 @@ import pytest
 
 from sllm_runtime.platform.state import StateStore
 from tests.fixtures.nats import Nats, nats
-from tests.unit.control.bench import Bench, Gateway, controller_of
+from tests.unit.control.bench import Bench, Gateway, controller_of, secrets_of
 from tests.unit.control.scripted_node import ScriptedNode
 
 __all__ = ["bench", "nats", "node"]
@@ -21,4 +21,4 @@ async def bench(nats: Nats, node: ScriptedNode) -> AsyncIterator[Bench]:
     async with controller_of(nats) as controller:
         gateway = Gateway(await nats.bus("gw"))
         store = await StateStore.open(gateway.bus, create=False)
-        yield Bench(controller, node, gateway, store)
+        yield Bench(controller, node, gateway, store, secrets_of(nats))

@@ -124,7 +124,6 @@ async def test_a_later_version_that_fails_keeps_the_route_of_the_one_before(benc
         ({"cpu": 99}, Unsatisfiable, "99 CPUs"),
         ({"labels": {"zone": "moon"}}, Unsatisfiable, "label zone=moon"),
         ({"requirements": ["flask"]}, Unsatisfiable, "container driver for requirements flask"),
-        ({"secrets": ("TOKEN",)}, Unsatisfiable, "no secret store"),
         ({"parallelism": {"tensor": 2, "pipeline": 2}}, Unsatisfiable, "leave one of them out"),
         ({"parallelism": {"pipeline": 17}}, Unsatisfiable, "at most 16 processes, 17 are asked for"),
         ({"parallelism": {"pipeline": 2}}, Unsatisfiable, "needs engine=True"),

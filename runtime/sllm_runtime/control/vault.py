@@ -1,0 +1,117 @@
+"""The platform's secrets: a directory of its own with a file for each, which the platform's user alone can read.
+
+They are not in the store that the rest of the state is in, which every component may read. Controllers on several
+machines need the same directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, TypeVar
+
+from sllm_runtime.protocol.ctl import SecretInfo
+from sllm_runtime.protocol.errors import Conflict, InvalidArgument, SecretNotFound, Unavailable
+from sllm_runtime.protocol.quantities import show_bytes
+from sllm_runtime.protocol.secrets import MAX_SECRET, MAX_STORED, SECRET_NAME, Secrets, secret_name
+
+T = TypeVar("T")
+
+_NEW: Final = ".new"
+"""No secret's name begins with it."""
+
+
+class Vault:
+    """``directory`` is made when the first secret is stored. Every value is read when it is needed: what another
+    controller has stored counts at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def put(self, name: str, value: bytes) -> SecretInfo:
+        """Store ``value``, in place of an older one. Raises ``InvalidArgument``, ``Conflict``, ``Unavailable``."""
+        checked(name)
+        if not 0 < len(value) <= MAX_SECRET:
+            text = f"a secret has 1 byte to {show_bytes(MAX_SECRET)}, this one {show_bytes(len(value))}"
+            raise InvalidArgument(text, field="value")
+        return await self._do(lambda: self._put(name, value))
+
+    async def names(self) -> tuple[SecretInfo, ...]:
+        """All of them, by name. Raises ``Unavailable``."""
+        return await self._do(self._list)
+
+    async def read(self, names: Iterable[str]) -> Secrets:
+        """The values of ``names``. Raises ``SecretNotFound`` naming those that there are not, ``Unavailable``."""
+        wanted = tuple(names)
+        return await self._do(lambda: self._read(wanted)) if wanted else Secrets()
+
+    async def remove(self, name: str) -> None:
+        """Forget it. Raises ``SecretNotFound``, ``Unavailable``."""
+        checked(name)
+        await self._do(lambda: self._remove(name))
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.to_thread(work)
+        except OSError as error:
+            text = (
+                f"the platform's secrets in {self._directory} cannot be used: {error.strerror}; see its owner and mode"
+            )
+            raise Unavailable(text) from error
+
+    # --- files --------------------------------------------------------------------------------------
+    def _put(self, name: str, value: bytes) -> SecretInfo:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._directory / name
+        if not path.exists() and len(self._list()) >= MAX_STORED:
+            raise Conflict(f"there are {MAX_STORED} secrets already; delete those that no function needs")
+        new = self._directory / f"{_NEW}.{os.getpid()}.{name}"
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(value)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        return _info(path)
+
+    def _list(self) -> tuple[SecretInfo, ...]:
+        if not self._directory.is_dir():
+            return ()
+        found = (path for path in sorted(self._directory.iterdir()) if SECRET_NAME.match(path.name))
+        return tuple(_info(path) for path in found)
+
+    def _read(self, names: tuple[str, ...]) -> Secrets:
+        values, missing = {}, []
+        for name in names:
+            try:
+                values[name] = (self._directory / checked(name)).read_bytes()
+            except FileNotFoundError:
+                missing.append(name)
+        if missing:
+            raise SecretNotFound(_not_there(*missing), field="secrets")
+        return Secrets(values)
+
+    def _remove(self, name: str) -> None:
+        try:
+            (self._directory / name).unlink()
+        except FileNotFoundError as error:
+            raise SecretNotFound(_not_there(name)) from error
+
+
+def checked(name: str) -> str:
+    """``name``, which becomes a path. Raises ``InvalidArgument``."""
+    try:
+        return secret_name(name)
+    except ValueError as error:
+        raise InvalidArgument(str(error), field="name") from error
+
+
+def _info(path: Path) -> SecretInfo:
+    return SecretInfo(name=path.name, stored=path.stat().st_mtime)
+
+
+def _not_there(*names: str) -> str:
+    what = "secret" if len(names) == 1 else "secrets"
+    return f"there is no {what} {', '.join(names)}; `sllm secret set {names[0]}` stores one"

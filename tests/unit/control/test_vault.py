@@ -1,0 +1,112 @@
+"""The platform's secrets: in files of their owner alone, told to nodes that start who names them and to nobody else."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from sllm_runtime.control.vault import Vault
+from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol.errors import Conflict, InvalidArgument, SecretNotFound, StartFailed, Unavailable
+from sllm_runtime.protocol.secrets import MAX_SECRET, MAX_SECRETS, Secrets, secret_names
+from tests.unit.control.bench import Bench, manifest
+
+VALUE = b"hunter2 \xff\0"
+
+
+async def test_a_value_is_kept_as_it_is_for_its_owner_alone(tmp_path: Path) -> None:
+    vault = Vault(tmp_path / "home" / "secrets")
+    assert await vault.names() == ()
+    first = await vault.put("token", b"old")
+    second = await vault.put("token", VALUE)
+    await vault.put("a-b_C9", b"x")
+    assert second.stored >= first.stored
+    assert [each.name for each in await vault.names()] == ["a-b_C9", "token"]
+    assert (await Vault(tmp_path / "home" / "secrets").read(("token",))).values == {"token": VALUE}
+    files = list((tmp_path / "home" / "secrets").iterdir())
+    assert {path.name for path in files} == {"token", "a-b_C9"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "home" / "secrets").stat().st_mode) == 0o700
+    await vault.remove("token")
+    with pytest.raises(SecretNotFound, match="no secret token; `sllm secret set token`"):
+        await vault.remove("token")
+
+
+@pytest.mark.parametrize("name", ["", "..", "../token", "a/b", "-x", "9", "a" * 64, "tok\n", ".new.1.x", "ä"])
+async def test_what_is_no_name_is_no_path(tmp_path: Path, name: str) -> None:
+    vault = Vault(tmp_path / "secrets")
+    with pytest.raises(InvalidArgument, match="no secret's name"):
+        await vault.put(name, b"x")
+    with pytest.raises(InvalidArgument, match="no secret's name"):
+        await vault.read((name,))
+    with pytest.raises(InvalidArgument, match="no secret's name"):
+        await vault.remove(name)
+    assert not (tmp_path / "secrets").exists()
+
+
+@pytest.mark.parametrize("value", [b"", b"x" * (MAX_SECRET + 1)])
+async def test_a_value_is_bounded(tmp_path: Path, value: bytes) -> None:
+    with pytest.raises(InvalidArgument, match="a secret has 1 byte to 16"):
+        await Vault(tmp_path).put("token", value)
+
+
+async def test_all_that_lack_are_named_at_once(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    await vault.put("b", b"x")
+    with pytest.raises(SecretNotFound, match="no secrets a, c;"):
+        await vault.read(("a", "b", "c"))
+
+
+async def test_files_that_cannot_be_used_are_said_without_what_is_in_them(tmp_path: Path) -> None:
+    (tmp_path / "token").mkdir()
+    with pytest.raises(Unavailable, match=f"secrets in {tmp_path} cannot be used: Is a directory"):
+        await Vault(tmp_path).read(("token",))
+
+
+def test_values_are_in_no_text() -> None:
+    assert "hunter" not in repr(Secrets({"token": VALUE}))
+    assert "hunter" not in repr(ctl.PutSecret(name="token", value=VALUE))
+
+
+def test_what_a_manifest_may_name() -> None:
+    assert secret_names(("A", "b-c")) == ("A", "b-c")
+    for wrong in (("a", "a"), ("a b",), tuple(f"s{number}" for number in range(MAX_SECRETS + 1))):
+        with pytest.raises(ValueError, match=r"twice|no secret's name|at most 16"):
+            secret_names(wrong)
+
+
+async def test_who_names_a_secret_is_started_with_it(bench: Bench) -> None:
+    put = ctl.PutSecret(name="token", value=VALUE)
+    assert (await bench.gateway.ask("put_secret", put)).functions == ()
+    await bench.gateway.deploy(manifest(secrets=("token",)))
+    await bench.gateway.deploy(manifest("other"))
+    given = {command.function: command.secrets.values for command in bench.node.starts}
+    assert given == {"chat": {"token": VALUE}, "other": {}}
+    (listed,) = (await bench.gateway.ask("secrets", ctl.Listing())).secrets
+    assert (listed.name, listed.functions) == ("token", ("chat",))
+
+
+async def test_a_secret_that_is_not_there_is_named_at_deploy(bench: Bench) -> None:
+    with pytest.raises(SecretNotFound, match="no secret token; `sllm secret set token`") as told:
+        await bench.gateway.deploy(manifest(secrets=("token",)))
+    assert told.value.field == "secrets"
+    assert bench.controller.loop.view.functions == {}
+
+
+async def test_one_that_a_function_needs_stays_and_one_that_went_all_the_same_fails_its_start(bench: Bench) -> None:
+    await bench.gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    await bench.gateway.deploy(manifest(secrets=("token",)))
+    with pytest.raises(Conflict, match="needed by chat"):
+        await bench.gateway.ask("delete_secret", ctl.SecretRef(name="token"))
+    os.remove(bench.secrets / "token")
+    bench.node.restart()
+    await bench.none_left()
+    found = await bench.gateway.acquire()
+    assert found.error is not None
+    told = found.error.to_error()
+    assert isinstance(told, StartFailed)
+    assert "no secret token" in told.message
+    await bench.gateway.deploy(manifest())
+    with pytest.raises(SecretNotFound):
+        await bench.gateway.ask("delete_secret", ctl.SecretRef(name="token"))
