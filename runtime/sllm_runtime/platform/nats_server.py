@@ -38,6 +38,16 @@ _FILE_LIMIT: Final = 8 * 1024 * MIB
 LEAST_STORE: Final = 1024 * MIB
 """More than what the platform's bounded streams reserve."""
 _KEEP_FREE: Final = 512 * MIB
+_CORES_A_THREAD: Final = 4
+
+
+def threads(cores: int) -> int:
+    """How many threads of the server run Go code at once (GOMAXPROCS), on a machine that it shares.
+
+    Go's default is one for each core. The messages of running calls come one by one, and with every one that wakes it
+    the server then wakes a second thread that looks for work and finds none: a third of its CPU, of two cores.
+    """
+    return max(1, cores // _CORES_A_THREAD)
 
 
 def find_binary() -> Path:
@@ -148,7 +158,7 @@ class EmbeddedNats:
         return Child(
             name="nats-server",
             argv=[str(find_binary()), "-c", str(self.config_file)],
-            env={"PATH": os.environ.get("PATH", "")},
+            env={"PATH": os.environ.get("PATH", ""), "GOMAXPROCS": str(threads(os.cpu_count() or 1))},
             output=self.log_file,
         )
 
