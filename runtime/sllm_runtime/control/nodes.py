@@ -45,8 +45,8 @@ class Nodes:
         model: ModelRecord | None,
         adapters: Mapping[str, ModelRecord],
     ) -> None:
-        """Begin ``instance``. Raises what the node answers: ``NoCapacity``, ``StaleTerm`` …; ``StartFailed`` without one
-        of its secrets."""
+        """Begin ``instance``. Raises what the node answers: ``NoCapacity``, ``StaleTerm`` …; ``StartFailed`` where one
+        of its secrets is gone."""
         command = StartInstance(
             term=self._term,
             instance=instance.record.instance,
