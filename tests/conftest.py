@@ -1,9 +1,7 @@
 """What holds for every test: nothing is left behind, and what cannot run here says why."""
 
 import os
-import shutil
 import signal
-import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -17,8 +15,6 @@ from tests.leaks import (  # noqa: F401 - a fixture or hook is used by being her
     nothing_left_by_test,
     pytest_collection_modifyitems,
 )
-
-ENGINE_SECONDS = 20
 
 # Before anything imports torch: two threads that share a busy core spin for each other through every small operation,
 # ten times the time of one. What the platform's own workers run with, it says itself.
@@ -47,17 +43,10 @@ def why_no_gpu() -> str | None:
 
 @cache
 def why_no_container() -> str | None:
-    """Why tests marked `container` cannot run here, or None where they can."""
-    reasons = []
-    for engine in ("docker", "podman"):
-        if shutil.which(engine) is None:
-            reasons.append(f"{engine} is not installed")
-            continue
-        done = subprocess.run([engine, "info"], capture_output=True, text=True, timeout=ENGINE_SECONDS, check=False)
-        if done.returncode == 0:
-            return None
-        reasons.append(f"{engine} info: {done.stderr.strip()[-200:]}")
-    return "; ".join(reasons)
+    """Why tests marked `container` cannot run here, or None where they can: a container is run to find out."""
+    from sllm_invoker.containers import probe
+
+    return probe.why_not()
 
 
 NEEDS = {"gpu": why_no_gpu, "container": why_no_container}

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from sllm_invoker.sandbox import Sandbox, SandboxDriver
+from sllm_invoker.sandbox import PLAIN, Sandbox, SandboxDriver, Wish
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -56,13 +56,16 @@ class WarmPool:
         """Warm sandboxes that wait."""
         return len(self._idle)
 
-    async def acquire(self) -> Sandbox:
-        """A warm sandbox, now the caller's to close. Waits for the one being made if none is idle.
+    async def acquire(self, wish: Wish = PLAIN) -> Sandbox:
+        """A warm sandbox, now the caller's to close. Waits for the one being made if none is idle; one is made for a
+        ``wish`` that those of the pool do not fulfil.
 
         Raises ``Unavailable`` when the pool is closed. The caller sets the deadline.
         """
         if self._closed:
             raise Unavailable("this node is shutting down")
+        if not self._driver.serves(wish):
+            return await self._driver.create(_name(), wish)
         loop = asyncio.get_running_loop()
         self._quiet_until = loop.time() + self._delay
         while self._idle:
@@ -110,7 +113,7 @@ class WarmPool:
 
     async def _make(self) -> None:
         try:
-            sandbox = await self._driver.create(f"sb-{uuid.uuid4().hex[:12]}")
+            sandbox = await self._driver.create(_name())
         except SllmError as error:
             delay = BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
             self._failures += 1
@@ -170,6 +173,10 @@ class WarmPool:
         while self._idle:
             self._discard(self._idle.popleft())
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+def _name() -> str:
+    return f"sb-{uuid.uuid4().hex[:12]}"
 
 
 def _lives(sandbox: Sandbox) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol
 from sllm_invoker.bundles import BundleCache
 from sllm_invoker.pool import WarmPool
 from sllm_invoker.proofs import Proofs
-from sllm_invoker.sandbox import Sandbox
+from sllm_invoker.sandbox import Sandbox, Wish
 from sllm_invoker.start_times import StartTimes
 from sllm_invoker.wiring import members
 from sllm_invoker.workdir import Workdirs
@@ -137,7 +137,7 @@ async def _sandboxes(
 ) -> tuple[Sandbox, ...]:
     made = []
     for member in those:
-        sandbox = await suppliers.pool.acquire()
+        sandbox = await suppliers.pool.acquire(Wish(order.manifest.network, order.gpus))
         if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
             stack.push_async_callback(suppliers.weights.gone, holder(order, member))
         stack.push_async_callback(sandbox.close)

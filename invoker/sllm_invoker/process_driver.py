@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from sllm_invoker.fork_server import ZYGOTE, ForkServer, namespace_command
-from sllm_invoker.sandbox import Exit, Sandbox
+from sllm_invoker.sandbox import PLAIN, Exit, Sandbox, Wish
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import KILLED_S
 from sllm_runtime.platform.wire import AsyncWire
@@ -200,7 +200,11 @@ class ProcessDriver:
         )
         self._tasks.start(self._server.run(), "fork server")
 
-    async def create(self, name: str) -> Sandbox:
+    def serves(self, wish: Wish) -> bool:
+        """Workers leave the network by themselves, and see the machine's devices."""
+        return True
+
+    async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
         """Fork one worker and wait for its ``Hello``. Raises ``Unavailable``."""
         if self._server is None:
             raise Unavailable("the process driver was not started")

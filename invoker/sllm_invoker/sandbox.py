@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from sllm_runtime.platform.wire import AsyncWire
 
@@ -29,6 +29,17 @@ class Exit:
                 name = "unknown"
             return f"signal {self.signal} ({name})"
         return "an unknown cause" if self.code is None else f"exit code {self.code}"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What an instance asks of its sandbox. A driver whose sandboxes lack it makes one for that instance alone."""
+
+    network: bool = False
+    gpus: tuple[int, ...] = ()
+
+
+PLAIN: Final = Wish()
 
 
 class Sandbox(Protocol):
@@ -86,7 +97,10 @@ class SandboxDriver(Protocol):
     async def start(self) -> None:
         """Begin; raises ``Unavailable`` if this machine cannot run this driver."""
 
-    async def create(self, name: str) -> Sandbox:
+    def serves(self, wish: Wish) -> bool:
+        """Whether any warm sandbox will do."""
+
+    async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
         """A warm sandbox: its worker said ``Hello``. Raises ``Unavailable`` when none can be made now."""
 
     async def close(self) -> None:

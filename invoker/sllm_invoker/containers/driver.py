@@ -18,7 +18,7 @@ from sllm_invoker.containers.engine import Engine, EngineFailed
 from sllm_invoker.containers.monitor import Monitor
 from sllm_invoker.containers.rendezvous import Rendezvous, peer_pid
 from sllm_invoker.containers.sandbox import ContainerSandbox, Parts
-from sllm_invoker.sandbox import Sandbox
+from sllm_invoker.sandbox import PLAIN, Sandbox, Wish
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.wire import AsyncWire
@@ -103,9 +103,13 @@ class ContainerDriver:
             self._making = self._make_image()
         return await asyncio.shield(self._making)
 
-    async def create(self, name: str) -> Sandbox:
+    def serves(self, wish: Wish) -> bool:
+        """Those that wait have no network and no device."""
+        return wish == PLAIN
+
+    async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
         """A container whose worker has said ``Hello``. Raises ``Unavailable``."""
-        sandbox = await self._make(name)
+        sandbox = await self._make(name, wish)
         try:
             sandbox.hello = await self._greeting(sandbox)
         except BaseException:
@@ -117,14 +121,14 @@ class ContainerDriver:
         return sandbox
 
     # --- one container --------------------------------------------------------------------------------
-    async def _make(self, name: str) -> ContainerSandbox:
+    async def _make(self, name: str, wish: Wish) -> ContainerSandbox:
         """A container that runs, and has what it needs to start its worker."""
         image = await self._named()
         async with AsyncExitStack() as trial:
             rendezvous = Rendezvous(self._root, name, self._user)
             trial.callback(rendezvous.close)
             trial.push_async_callback(self._remove, name, rendezvous)
-            await self._engine.run(self._spec(name, image, rendezvous), self._command)
+            await self._engine.run(self._spec(name, image, rendezvous, wish), self._command)
             connection = await self._met(name, rendezvous)
             trial.callback(connection.close)
             pid = peer_pid(connection)
@@ -139,7 +143,7 @@ class ContainerDriver:
             trial.pop_all()
         return ContainerSandbox(name, self._engine, parts, self._sizes.memory, self._remove_later)
 
-    def _spec(self, name: str, image: str, rendezvous: Rendezvous) -> ContainerSpec:
+    def _spec(self, name: str, image: str, rendezvous: Rendezvous, wish: Wish) -> ContainerSpec:
         sizes = self._sizes
         return ContainerSpec(
             name=name,
@@ -153,6 +157,8 @@ class ContainerDriver:
             tmp=sizes.tmp,
             files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             processes=min(PROCESSES, _hard(resource.RLIMIT_NPROC)),
+            network=wish.network,
+            gpus=wish.gpus,
             monitor=rendezvous.monitor,
         )
 

@@ -1,0 +1,44 @@
+"""Whether sandboxes are containers: what was asked for, or a refusal, never less in silence."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sllm_invoker.containers import choice
+from sllm_invoker.settings import InvokerSettings
+from sllm_runtime.protocol.errors import InvalidRequest, Unavailable
+
+
+def settings(tmp_path: Path, **given: Any) -> InvokerSettings:
+    return InvokerSettings.load({}, node="n1", data_dir=tmp_path, loaderd_socket=tmp_path / "s", **given)
+
+
+@pytest.fixture(autouse=True)
+def no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+async def test_processes_are_what_nobody_asked_otherwise_for(tmp_path: Path) -> None:
+    assert await choice.engine_for(settings(tmp_path)) is None
+
+
+async def test_auto_says_loudly_that_nothing_is_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert await choice.engine_for(settings(tmp_path, sandbox="auto")) is None
+    assert "FUNCTIONS ARE NOT ISOLATED" in caplog.text
+    assert "podman: not installed" in caplog.text
+
+
+@pytest.mark.parametrize("wanted", ["podman", "docker"])
+async def test_an_engine_that_was_named_and_is_not_there_is_an_error(tmp_path: Path, wanted: str) -> None:
+    with pytest.raises(Unavailable, match=f"{wanted}: not installed"):
+        await choice.engine_for(settings(tmp_path, sandbox=wanted))
+
+
+async def test_required_isolation_is_had_or_the_node_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable):
+        await choice.engine_for(settings(tmp_path, sandbox="auto", require_isolation=True))
+    with pytest.raises(InvalidRequest, match="SLLM_REQUIRE_ISOLATION"):
+        await choice.engine_for(settings(tmp_path, sandbox="process", require_isolation=True))

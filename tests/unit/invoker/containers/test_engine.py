@@ -1,0 +1,65 @@
+"""An engine's command line: real processes that answer, refuse, hang and leave others behind."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker.containers.engine import Engine, EngineFailed
+from tests.fixtures.waiting import GIVE_UP_S
+
+Make = Callable[[str], Engine]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Make:
+    """An engine that does what a shell script says."""
+
+    def make(script: str) -> Engine:
+        program = tmp_path / "engine"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        return Engine("podman", str(program), ("--option",))
+
+    return make
+
+
+async def test_a_command_gets_its_words_and_its_data(engine: Make) -> None:
+    assert await engine('echo "$@"; cat').command("load", "it", data=b"what") == "--option load it\nwhat"
+
+
+async def test_what_it_refuses_is_said_in_its_own_words(engine: Make) -> None:
+    with pytest.raises(EngineFailed) as caught:
+        await engine("echo no space left on device >&2; exit 125").command("run")
+    assert caught.value.message == "`podman run` failed (125): no space left on device"
+
+
+async def test_one_that_hangs_is_given_up_with_all_that_it_started(engine: Make, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    with pytest.raises(EngineFailed, match="`podman ps` has not ended within 1 s"):
+        await engine(f"echo $$ > {pid}; sleep 1000").command("ps", within_s=1)
+    if pid.exists():  # it came so far
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+
+
+async def test_who_goes_on_in_the_background_holds_up_nobody(engine: Make) -> None:
+    """As a container's monitor does, with its parent's output open."""
+    async with asyncio.timeout(GIVE_UP_S):
+        background = int(await engine("sleep 1000 & echo $!").command("run"))
+    os.kill(background, signal.SIGKILL)
+
+
+async def test_a_program_that_is_not_there_is_one_clear_error() -> None:
+    with pytest.raises(EngineFailed, match="/no/such/engine cannot be run"):
+        await Engine("docker", "/no/such/engine").command("ps")
+
+
+@pytest.mark.parametrize("said", ["Error: No such container: sb-1", 'no container with name or ID "sb-1" found'])
+async def test_removing_what_is_not_there_is_no_error(engine: Make, said: str) -> None:
+    await engine(f"echo '{said}' >&2; exit 1").remove("sb-1")
+    with pytest.raises(EngineFailed, match="device busy"):
+        await engine("echo device busy >&2; exit 1").remove("sb-1")
