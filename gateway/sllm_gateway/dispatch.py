@@ -20,6 +20,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
+from sllm_runtime.protocol.node import AWAITS_NODE, Progress
 from sllm_runtime.protocol.records import Route, RouteEntry
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class _Line:
         self.slots.on_route(version.route.entries)
         self.pending = ""
         """Why nothing can be started, in the controller's words."""
+        self.awaits: Progress | None = None
+        """The node that is to come for it, while one is."""
         self.asked = 0
         """Waiting calls that the controller was last told of."""
         self.polling = False
@@ -46,9 +49,10 @@ class _Line:
     @property
     def coming(self) -> int:
         """Slots that starts may still bring: of instances up to ``max_instances`` that are not there yet. None while
-        the controller says that nothing can be started."""
+        the controller says that nothing can be started, and that no node is to come for it."""
         manifest = self.version.manifest
-        return 0 if self.pending else max(0, manifest.max_instances - self.slots.living) * manifest.concurrency
+        stuck = self.pending and self.awaits is None
+        return 0 if stuck else max(0, manifest.max_instances - self.slots.living) * manifest.concurrency
 
     @property
     def queued(self) -> int:
@@ -156,6 +160,11 @@ class Dispatcher:
         line = self._lines.get(key)
         return line.pending if line else ""
 
+    def awaits(self, key: Key) -> Progress | None:
+        """How far the node is that calls of this version wait for; None if they wait for none."""
+        line = self._lines.get(key)
+        return line.awaits if line else None
+
     def depths(self) -> dict[str, int]:
         """Waiting calls by function."""
         depths: dict[str, int] = {}
@@ -237,7 +246,7 @@ class Dispatcher:
                     await asyncio.sleep(pause)
         finally:
             line.polling = False
-            line.pending = ""  # nobody asks any more, so nobody would hear that it has changed
+            line.pending, line.awaits = "", None  # nobody asks any more, so nobody would hear that it has changed
 
     async def _ask_more(self, line: _Line) -> None:
         await self._ask(line)
@@ -267,7 +276,8 @@ class Dispatcher:
         return self._take(line, acquired, known)
 
     def _take(self, line: _Line, acquired: Acquired, known: set[str]) -> bool:
-        line.pending = acquired.pending
+        line.pending, progress = acquired.pending, acquired.progress
+        line.awaits = progress if progress is not None and progress.stage == AWAITS_NODE else None
         if acquired.route is not None:
             self._take_route(line, acquired.route)
         if acquired.error is not None and not line.slots.living:

@@ -98,7 +98,10 @@ class Responder:
         return write
 
     def _progress(self, call: Call) -> Progress | None:
-        return self._starts.of(call.version.key, self._clock()) if call.binding is None else None
+        if call.binding is not None:
+            return None
+        key = call.version.key
+        return self._starts.of(key, self._clock()) or self._calls.dispatcher.awaits(key)
 
     def _closing(self, call: Call, encoder: Stream) -> bytes:
         """What ends the stream. A caller that has gone does not read it: a call may also be cancelled by others."""

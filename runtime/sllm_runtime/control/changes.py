@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from sllm_runtime.control.providing.pool import News
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.table import changed
 from sllm_runtime.control.view import Instance, Key, View
@@ -87,8 +88,12 @@ def writes(old: View, new: View, old_routes: Mapping[Key, Route], new_routes: Ma
         if _kept(before) != _kept(after):
             found.append(Write(subjects.instance_key(name), _kept(after)))
     for name, was, node in differing(old.nodes, new.nodes):
-        if node is not None and (was is None or was.record != node.record):
+        if node is None:
+            found.append(Write(subjects.node_key(name), None))
+        elif was is None or was.record != node.record:
             found.append(Write(subjects.node_key(name), node.record))
+    if new.pool is not None and (old.pool is None or old.pool.record != new.pool.record):
+        found.append(Write(subjects.POOL_KEY, new.pool.record))
     return found
 
 
@@ -107,7 +112,13 @@ def events(old: View, new: View, wall: float) -> list[Event]:
     for name, known, _ in differing(old.nodes, new.nodes):
         if known is None:
             found.append(Event(kind="node.joined", at=wall, component="controller", node=name))
+    if new.pool is not None and old.pool is not None and new.pool.news is not old.pool.news:
+        found += [_told(news, wall) for news in new.pool.news]
     return found
+
+
+def _told(news: News, wall: float) -> Event:
+    return Event(kind=news.kind, at=wall, component="controller", message=news.message, node=news.node or None)
 
 
 def node_events(before: frozenset[str], after: frozenset[str], wall: float) -> list[Event]:

@@ -21,6 +21,8 @@ from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import Models
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
+from sllm_runtime.control.providing.settings import ProviderSettings
+from sllm_runtime.control.providing.supplying import supplied
 from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, StartupTime
 from sllm_runtime.control.service import Service
@@ -42,7 +44,7 @@ log = logging.getLogger(__name__)
 SECRETS: Final = "secrets"
 
 
-class ControllerSettings(Settings):
+class ControllerSettings(ProviderSettings):
     """``SLLM_CONTROLLER``: its identity where no identity file says it. ``SLLM_POLICY``: how nodes are chosen, one of
     ``scheduling.policies.POLICIES``."""
 
@@ -129,6 +131,8 @@ async def lead(
         stack.push_async_callback(deletions.close)
         sweeps = Sweeps(loop, nodes, deployments, bus)
         stack.push_async_callback(sweeps.close)
+        supplying = await supplied(settings, store, loop, ledger)
+        stack.push_async_callback(supplying.close)
         stack.callback(bus.on_reconnect(loop.listening_again))
         reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
         stack.push_async_callback(reports.unsubscribe)
@@ -138,6 +142,7 @@ async def lead(
         deletions.resume()
         sweeps.start()
         spreading.start()
+        supplying.start()
         log.info("leads with term %d: %d function(s)", term, len(loop.view.functions))
         yield Controller(loop, service, leadership, term)
 

@@ -19,6 +19,7 @@ from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import DIGEST, NODES_WAIT_S, Models, Preparation, nodes_known
 from sllm_runtime.control.placement import unsatisfiable
+from sllm_runtime.control.providing.awaiting import longest_s
 from sllm_runtime.control.vault import Vault
 from sllm_runtime.control.view import Key, View
 from sllm_runtime.platform import bundles
@@ -242,7 +243,7 @@ class Deployments:
             view, now = self._loop.view, time.monotonic()
             if any(instance.live for instance in view.of(key)):
                 capacity = now
-            elif now - capacity >= manifest.queue_timeout:
+            elif now - capacity >= max(manifest.queue_timeout, longest_s(view, key)):
                 why = view.pending.get(key, "no capacity")
                 text = f"no instance of {key[0]!r} could be placed within {manifest.queue_timeout:g} s: {why}"
                 raise NoCapacity(text, stage="placement")

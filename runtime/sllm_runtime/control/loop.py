@@ -64,6 +64,11 @@ class Loop:
         self._commands = Tasks("controller commands")
 
     @property
+    def may_act(self) -> bool:
+        """Whether it is sure that it leads."""
+        return self._may_act()
+
+    @property
     def policy(self) -> Policy:
         """What it places by."""
         return self._policy
@@ -185,7 +190,7 @@ class Loop:
         if made.view is not self.view:
             self._commit(self.view, made.view)
         alive = frozenset(name for name in self.view.nodes if self.view.alive(name, context.now))
-        for event in changes.node_events(self._alive, alive, context.wall):
+        for event in changes.node_events(self._alive & self.view.nodes.keys(), alive, context.wall):
             self._tell(event)
         self._alive = alive
         for action in made.actions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -14,6 +15,9 @@ from sllm_runtime.control.changes import NODES
 from sllm_runtime.control.fits import need_of, short, total
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.nodes import Nodes
+from sllm_runtime.control.providing.awaiting import awaited, need_of_errand
+from sllm_runtime.control.providing.pool import Errand
+from sllm_runtime.control.providing.sizing import sent
 from sllm_runtime.control.view import View
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import ModelInfo, Registered
@@ -96,13 +100,14 @@ class Models:
         except SllmError as error:
             preparation.error = error.body()
         finally:
+            self._loop.change(lambda view: sent(view, uri, None))
             self._running.pop(uri, None)
             preparation.done.set()
 
     async def _prepare(self, uri: str, manifest: Manifest | None, preparation: Preparation) -> ModelRecord:
         silent = 0
         while True:
-            node = await self._choose(manifest)
+            node = await self._choose(uri, manifest, preparation)
             try:
                 reply = await self._nodes.prepare(node, uri)
             except (Unavailable, DeadlineExceeded) as error:
@@ -117,12 +122,23 @@ class Models:
             silent = 0
             preparation.progress = reply.progress or preparation.progress
 
-    async def _choose(self, manifest: Manifest | None) -> str:
-        """A living node, of those the manifest fits if there are any. Raises ``NoCapacity``."""
-        found = await self._loop.until(NODES, lambda view: best_node(view, manifest, time.monotonic()), NODES_WAIT_S)
-        if found is None:
+    async def _choose(self, uri: str, manifest: Manifest | None, preparation: Preparation) -> str:
+        """A living node, of those the manifest fits if there are any; one that the provider makes is waited for. Raises
+        ``NoCapacity``."""
+        errand, wait_s = errand_of(manifest), NODES_WAIT_S
+        node, pool = best_node(self._loop.view, manifest, time.monotonic()), self._loop.view.pool
+        if node is None and pool is not None:
+            progress = awaited(self._loop.view, need_of_errand(errand), time.monotonic())
+            wait_s = pool.timing.lost if progress is not None else wait_s
+            preparation.progress = progress or preparation.progress
+            self._loop.change(lambda view: sent(view, uri, errand))
+        if node is None:
+            node = await self._loop.until(NODES, lambda view: best_node(view, manifest, time.monotonic()), wait_s)
+        if node is None:
             raise NoCapacity("no node is up to prepare the model; see `sllm node list`", stage="model")
-        return found
+        there = replace(errand, node=node)
+        self._loop.change(lambda view: sent(view, uri, there))
+        return node
 
     # --- checking, deleting -------------------------------------------------------------------------
     async def validate(self, digest: str) -> ModelInfo:
@@ -174,8 +190,18 @@ def best_node(view: View, manifest: Manifest | None, now: float) -> str | None:
     return min(found)[2] if found else None
 
 
+def errand_of(manifest: Manifest | None) -> Errand:
+    """A preparation as the provider of nodes is told of it, waiting for one."""
+    if manifest is None:
+        return Errand("")
+    need = need_of(manifest)
+    return Errand("", need.cpu, need.memory, need.gpus, need.gpu_memory)
+
+
 def nodes_known(view: View, now: float) -> bool | None:
     """True when every node of the registry has reported, or had the time to; None: wait."""
+    if view.pool is not None and view.pool.offer is not None and not view.nodes:
+        return True  # there is none, and one can be had
     heard = [node for node in view.nodes.values() if node.status is not None]
     patient = now - view.listening_since < 2 * HEARTBEAT_S
     return None if not heard or (patient and len(heard) < len(view.nodes)) else True

@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 
 from sllm_runtime.control.autoscale import HANDOVER_S, floor
 from sllm_runtime.control.fits import Need, free, memory_of, need_of, short, total
+from sllm_runtime.control.providing.awaiting import could_come
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import Instance, Key, Move, Node, View
 from sllm_runtime.protocol.manifest import Manifest
@@ -84,7 +85,10 @@ class Policy(Protocol):
 
 
 def unsatisfiable(need: Need, view: View) -> str:
-    """Why no known node could ever run it, naming the nearest; empty if one could (or none has reported yet)."""
+    """Why no known node could ever run it, nor one that could come, naming the nearest; empty if one could (or none has
+    reported yet)."""
+    if could_come(view, need):
+        return ""
     gaps = []
     for name, node in sorted(view.nodes.items()):
         if node.status is None:

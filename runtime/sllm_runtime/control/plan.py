@@ -9,7 +9,8 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience, warmup
-from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request
+from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
+from sllm_runtime.control.providing import awaiting
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
@@ -67,7 +68,7 @@ def plan(view: View, context: Context) -> Plan:
     view = moved.taught(view, context.now)
     view = warmup.lapsed(_forget(view, context.now), context.now)
     view = _bury(view, context.now)
-    view = replace(view, pending=EMPTY)
+    view = replace(view, pending=EMPTY, awaiting=EMPTY)
     groups: dict[Key, list[Instance]] = {}
     for instance in view.instances.values():
         groups.setdefault(instance.key, []).append(instance)
@@ -171,9 +172,12 @@ def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, 
             view = instances.stop(view, idle, f"makes room for {key[0]}", grace, resume=decision.at_once)
     if isinstance(decision, Migrate):
         view = replace(view, moves={**view.moves, **{move.instance: move for move in decision.moves}})
+    reason = decision.reason
+    if isinstance(decision, Wait):
+        view, reason = awaiting.told(view, key, request.need(view), reason, context.now)
     if not isinstance(decision, Refuse):
         view = patience.put_off(view, request, context.now)
-    return replace(view, pending={**view.pending, key: decision.reason}), False
+    return replace(view, pending={**view.pending, key: reason}), False
 
 
 def _choose(request: Request, view: View, *, context: Context) -> Decision:

@@ -100,9 +100,9 @@ def so_far(view: View, request: Acquire) -> Acquired:
 
 
 def progress(view: View, key: Key) -> Progress | None:
-    """Of the start that is furthest (the oldest); None if nothing starts."""
+    """Of the start that is furthest (the oldest), or of the node that it waits for; None if nothing starts."""
     for instance in view.of(key):
         if instance.live and instance.state in STARTING:
             told = instance.seen.progress if instance.seen else None
             return told or Progress(stage="placement", message=f"on node {instance.record.node}")
-    return None
+    return view.awaiting.get(key)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
+from sllm_runtime.control.providing.pool import Pool
 from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.table import Table
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
-from sllm_runtime.protocol.node import InstanceStatus, NodeRecord, NodeStatus
+from sllm_runtime.protocol.node import InstanceStatus, NodeRecord, NodeStatus, Progress
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, MigrationState, VersionState, final
 from sllm_runtime.protocol.timeline import Span
@@ -208,6 +209,10 @@ class View:
     """By source. Stored is only which instance a source's calls go to (``InstanceRecord.moves_to``)."""
     pending: Mapping[Key, str] = field(default_factory=dict)
     """Why a wanted instance cannot be placed now, for people."""
+    awaiting: Mapping[Key, Progress] = field(default_factory=dict)
+    """Those of them for which a node is to come, and how far that is."""
+    pool: Pool | None = None
+    """The nodes of a provider; None: nodes come and go by themselves."""
     learned: Learned = field(default_factory=Learned)
     """What starts so far took. Not stored: a new controller learns anew."""
     listening_since: float = 0.0

@@ -26,6 +26,7 @@ from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.platform.process import PARENT, die_with_parent, tail
 from sllm_runtime.platform.running import Running, read_running, stop_running
 from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.spawned import PoolSettings
 from sllm_runtime.platform.up import Platform, require_disk
 from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, StartFailed
 
@@ -78,6 +79,7 @@ def up(
         host=host,
         ports=_ports(port, gateways),
         profile=os.environ.get("SLLM_PROFILE") or "default",
+        pool=PoolSettings.load().most,
         nats_url=settings.nats_url,
     )
     for directory in (options.home, options.data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
@@ -38,6 +39,9 @@ class JoinSettings(Settings):
     node_drain: float = Field(default=90.0, ge=0, le=3600)
     """Seconds that running calls have, when the node is stopped, to move or to end: less than the two minutes from the
     notice of a spot instance to its end."""
+
+    node_owner: str = Field(default="", pattern=r"^(\d+:\d+)?$")
+    """Process id and start of a platform that it ends with; empty: nobody's."""
 
     def required(self) -> JoinSettings:
         """Itself. Raises ``InvalidRequest`` that names the variable which is missing."""
@@ -111,6 +115,9 @@ class Joined:
 
         supervisor = Supervisor(children, changed=changed)
         self._tasks.start(reap(supervisor), "orphans")
+        if settings.node_owner:
+            pid, _, born = settings.node_owner.partition(":")
+            self._tasks.start(self._outlive(int(pid), int(born)), "owner")
 
         async def started() -> None:
             self._boot.reached("daemons")
@@ -127,6 +134,24 @@ class Joined:
             await self._tasks.close()
             end_orphans(set())
             shutil.rmtree(self._layout.far_sockets, ignore_errors=True)
+
+    async def _outlive(self, pid: int, born: int) -> None:
+        """Stop when that process has ended."""
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._stop.asked.set()
+            return
+        try:
+            loop.add_reader(handle, over.set)
+            if start_time(pid) == born:
+                await over.wait()
+            self._stop.asked.set()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
 
     def _running(self, supervisor: Supervisor) -> Running:
         return Running(

@@ -53,8 +53,9 @@ class Stop:
                 loop.remove_signal_handler(number)
 
 
-async def reap(supervisor: Supervisor) -> None:
-    """End what lost its parent and came to us (subreaper), until cancelled: nothing of that kind may go on."""
+async def reap(supervisor: Supervisor, others: Callable[[], set[int]] = set) -> None:
+    """End what lost its parent and came to us (subreaper), until cancelled: nothing of that kind may go on, but
+    ``others``."""
     died = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGCHLD, died.set)
@@ -64,7 +65,7 @@ async def reap(supervisor: Supervisor) -> None:
                 async with asyncio.timeout(_ORPHANS_EVERY_S):
                     await died.wait()
             died.clear()
-            ended = end_orphans(set(supervisor.pids().values()))
+            ended = end_orphans(set(supervisor.pids().values()) | others())
             if ended:
                 log.info("ended %d processes that had lost their parent", ended)
     finally:

@@ -24,6 +24,7 @@ from sllm_runtime.platform.process import become_subreaper, end_orphans, start_t
 from sllm_runtime.platform.profile import answers_alive, claim, release
 from sllm_runtime.platform.running import Lock, Running
 from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.spawned import end_all, spawned
 from sllm_runtime.platform.supervise import Supervisor
 from sllm_runtime.protocol.errors import Conflict, SllmError, StartFailed
 from sllm_runtime.protocol.quantities import show_bytes
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _READY_S = 30.0
 _STOP_S = 15.0
+_POOL_S = 8.0
+"""What the nodes have that a controller has started, beyond which they are killed."""
 _POLL_S = 0.02
 
 Report = Callable[[str], None]
@@ -94,7 +97,7 @@ class Platform:
             changed=lambda: lock.write(self._running()),
             restarted=chronicle.restarted,
         )
-        self._tasks.start(reap(supervisor), "orphans")
+        self._tasks.start(reap(supervisor, self._pool_pids), "orphans")
         self._tasks.start(chronicle.run(), "chronicle")
         if server is not None:
 
@@ -145,10 +148,15 @@ class Platform:
             pids=self._supervisor.pids() if self._supervisor else {},
         )
 
+    def _pool_pids(self) -> set[int]:
+        return {each.pid for each in spawned(self.layout.pool).values()} if self.options.pool else set()
+
     async def _stop(self) -> None:
         self._report("stopping")
         if self._supervisor is not None:
             await self._supervisor.stop()
+        if self.options.pool:
+            await end_all(self.layout.pool, _POOL_S)
         await self._tasks.close()
         end_orphans(set())
         shutil.rmtree(self.layout.far_sockets, ignore_errors=True)

@@ -3,6 +3,8 @@ answer that counts (level-triggered: a lost message is repaired by the next repo
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from sllm_runtime.protocol.errors import ErrorBody
@@ -12,6 +14,9 @@ from sllm_runtime.protocol.records import ModelRecord, Record
 from sllm_runtime.protocol.secrets import Secrets
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import Span
+
+AWAITS_NODE: Final = "node"
+"""Stage of a start that waits for a node which is to come."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -120,6 +120,20 @@ class Route(Record, frozen=True, kw_only=True):
     entries: tuple[RouteEntry, ...] = ()
 
 
+class PoolRecord(Record, frozen=True, kw_only=True):
+    """What is known of a provider's nodes beyond the life of a controller. Key ``pool``."""
+
+    members: tuple[str, ...] = ()
+    """Nodes that the provider has or had, until they are forgotten."""
+    leaving: tuple[str, ...] = ()
+    """Those that are drained to be given back."""
+    boot_s: float = 0.0
+    """Moving mean of the seconds from the decision to a node's first report; 0: none has come yet."""
+    cpu: float = 0.0
+    memory: int = 0
+    """The least that one of them had; 0: none has come yet."""
+
+
 class Popularity(Record, frozen=True, kw_only=True):
     """How often models were started of late. Key ``popularity``."""
 

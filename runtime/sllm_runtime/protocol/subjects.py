@@ -123,6 +123,7 @@ STATE: Final = "sllm_state"
 TERM_KEY: Final = "term"
 LEASE_KEY: Final = "lease"
 POPULARITY_KEY: Final = "popularity"
+POOL_KEY: Final = "pool"
 
 
 def function_key(function: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 
 from sllm_runtime.protocol.ctl import Acquire, Acquired
+from sllm_runtime.protocol.node import AWAITS_NODE, Progress
 from sllm_runtime.protocol.records import Route
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
@@ -63,3 +64,27 @@ async def test_nothing_is_coming_while_the_controller_says_so_and_asking_begins_
         assert "no node has room" in timed_out.json()["error"]["message"]
         await until(lambda: not w.gateway.calls.dispatcher.pending(("hang", 1)), what="nobody asks any more")
         assert (await w.http.post("/fn/hang")).json()["error"]["code"] == "queue_timeout"
+
+
+async def test_who_waits_for_a_node_sees_when_it_is_expected_and_does_not_queue(nats: Nats) -> None:
+    """``max_queue=0``: a node that is to come is capacity that is coming."""
+    described = manifest("hang", max_queue=0, concurrency=2, max_instances=1)
+    told = Progress(stage=AWAITS_NODE, done=20, total=90, unit="s", message="waiting for a node: expected in 70 s")
+
+    async def booting(_: Acquire) -> Acquired:
+        return Acquired(pending=told.message, progress=told)
+
+    async with world(nats) as w:
+        w.controller.on_acquire = booting
+        await w.deploy(described, script=hang)
+        async with w.http.stream("POST", "/fn/hang", headers=SSE) as response:
+            events = response.aiter_text()
+            text = await anext(events)
+            while "\n\n" not in text:
+                text += await anext(events)
+            assert text.startswith('event: progress\ndata: {"stage":"node","done":20,"total":90,"unit":"s"')
+            second = asyncio.create_task(w.http.post("/fn/hang"))
+            await until(lambda: w.gateway.calls.dispatcher.waiting("hang") == 2)
+            second.cancel()
+            await asyncio.wait([second])
+        await until(lambda: not len(w.gateway.calls))

@@ -1,0 +1,271 @@
+"""How many nodes there should be: ``step(view, offer, now)`` gives the view that follows and what the provider is told.
+Pure.
+
+Starts that wait for a node get as many as they fill; a node that has had nothing to do for a while is drained, and
+given back when it is empty. Between two decisions lies a cool-down, nothing is given back while a start waits or a node
+comes, and a node that is to go stays if a start turns up for it: so a constant demand moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from sllm_runtime.control import autoscale, draining
+from sllm_runtime.control.fits import Need, memory_of, need_of
+from sllm_runtime.control.providing.awaiting import could_come, need_of_errand
+from sllm_runtime.control.providing.packing import nodes_for
+from sllm_runtime.control.providing.pool import Asked, Errand, News, Pool
+from sllm_runtime.control.providing.provider import Offer
+from sllm_runtime.control.view import Key, View, without
+from sllm_runtime.protocol.states import INSTANCE, final
+
+SETTLED_S: Final = 2.0
+"""A start that has waited for less may find room yet: a node that refuses is asked again after a second."""
+FRESH_S: Final = 10.0
+"""A node that has first reported so recently may still refuse: its loaderd is on its way, or its sandboxes."""
+AGAIN_S: Final = 60.0
+"""A node that is still a member so long after its removal was asked for is asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetDesired:
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    node: str
+
+
+Action: TypeAlias = SetDesired | Remove
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    view: View
+    actions: tuple[Action, ...] = ()
+
+
+def step(view: View, offer: Offer, now: float) -> Step:
+    """The next decision, from what the provider has just said. Same input, same answer."""
+    if view.pool is None:
+        return Step(view)
+    pool = _observed(view, view.pool, offer, now)
+    view = _forgotten(_put(view, pool), now)
+    needs, shape = tuple(waiting(view, now)), _pool(view).shape
+    wanted = nodes_for(needs, shape) - _room(_pool(view), now) if shape is not None else 0
+    staying = _staying(view)[: max(wanted, 0)]
+    if staying:
+        return Step(_kept(view, staying, len(needs)))
+    gone = _given_back(view, now)
+    if gone:
+        return _removing(view, gone, now)
+    if wanted > 0:
+        return _grow(view, wanted, len(needs), now)
+    return Step(view if needs or _unmet(view) else _shrink(view, now))
+
+
+def waiting(view: View, now: float) -> Iterator[Need]:
+    """What starts and preparations need that wait for a node."""
+    for key in view.awaiting:
+        if key in view.versions and now - view.put_off.get(key, now) >= SETTLED_S:
+            for _ in range(_lacking(view, key)):
+                yield need_at(view, key)
+    for errand in _pool(view).errands.values():
+        if not errand.node:
+            yield need_of_errand(errand)
+
+
+def need_at(view: View, key: Key) -> Need:
+    """What one instance of version ``key`` takes on its node."""
+    manifest = view.versions[key].manifest
+    return replace(need_of(manifest), memory=memory_of(view, key, manifest))
+
+
+def _unmet(view: View) -> bool:
+    """Whether anything waits that a node of the provider could run, whether one is to come for it or not."""
+    wanted = (key for key in view.pending if key in view.versions)
+    return any(could_come(view, need_at(view, key)) for key in wanted)
+
+
+def _room(pool: Pool, now: float) -> int:
+    """Nodes that those who wait have yet to be placed on: on their way, or just come and still empty."""
+    fresh = [name for name in pool.idle if now - pool.arrived[name] < FRESH_S and name not in pool.record.leaving]
+    return len(pool.coming) + len(fresh)
+
+
+def _lacking(view: View, key: Key) -> int:
+    """Instances of a version that there should be and are not."""
+    manifest = view.versions[key].manifest
+    live = [instance for instance in view.of(key) if instance.live]
+    running = sum(instance.running for instance in live)
+    least = autoscale.floor(view, key, manifest)
+    return autoscale.wanted(manifest, least=least, running=running, waiting=view.demand(key)) - len(live)
+
+
+# --- what is seen -------------------------------------------------------------------------------------
+def _observed(view: View, pool: Pool, offer: Offer, now: float) -> Pool:
+    alive = frozenset(name for name in offer.members if view.alive(name, now))
+    coming = _coming(pool, offer, now)
+    pool = replace(pool, offer=offer, coming=coming, arrived=_only(pool.arrived, offer.members))
+    for name in sorted(alive - pool.arrived.keys()):
+        pool = _seen(view, replace(pool.came(now), arrived={**pool.arrived, name: now}), name)
+    return replace(
+        pool.with_record(members=tuple(sorted({*pool.record.members, *offer.members}))),
+        silent={name: pool.silent.get(name, now) for name in sorted(offer.members - alive)},
+        idle={name: pool.idle.get(name, now) for name in sorted(alive) if _idle(view, pool, name)},
+        removed=_only(pool.removed, offer.members),
+        news=(),
+    )
+
+
+def _coming(pool: Pool, offer: Offer, now: float) -> tuple[Asked, ...]:
+    """As many as lack: what was asked for and did not count is no longer waited for, what nobody here asked for is."""
+    lacking = max(offer.desired - len(pool.arrived.keys() & offer.members), 0)
+    more = (Asked(now, known=False),) * (lacking - len(pool.coming))
+    return (*pool.coming, *more)[:lacking]
+
+
+def _only(times: Mapping[str, float], members: frozenset[str]) -> dict[str, float]:
+    return {name: at for name, at in times.items() if name in members}
+
+
+def _seen(view: View, pool: Pool, name: str) -> Pool:
+    """With what a node has that has just arrived, where that is less than is said of its kind."""
+    status = view.nodes[name].status
+    if status is None:
+        return pool
+    record = pool.record
+    cpu = min(record.cpu, status.cpu) if record.cpu else status.cpu
+    memory = min(record.memory, status.memory) if record.memory else status.memory
+    return pool.with_record(cpu=cpu, memory=memory)
+
+
+def _idle(view: View, pool: Pool, name: str) -> bool:
+    """Nothing runs there, starts there or is prepared there, and no operator has taken it out of use."""
+    errands = any(errand.node == name for errand in pool.errands.values())
+    cordoned = view.nodes[name].record.cordoned and name not in pool.record.leaving
+    return not errands and not cordoned and name not in view.kept and _empty(view, name)
+
+
+def _empty(view: View, name: str) -> bool:
+    node = view.nodes.get(name)
+    if node is None or node.status is None or any(not each.ended for each in view.on(name).values()):
+        return False
+    return all(final(INSTANCE, each.state) for each in node.status.instances)
+
+
+def _forgotten(view: View, now: float) -> View:
+    """Nodes that were given back and are silent leave the view: another one has another name."""
+    pool = _pool(view)
+    members = pool.offer.members if pool.offer is not None else frozenset()
+    gone = [name for name in pool.record.members if name not in members and _over(view, name, now)]
+    if not gone:
+        return view
+    left = pool.with_record(
+        members=tuple(name for name in pool.record.members if name not in gone),
+        leaving=tuple(name for name in pool.record.leaving if name not in gone),
+    )
+    news = tuple(News("node.removed", "the provider no longer has it", name) for name in gone)
+    return replace(view, nodes=without(view.nodes, gone), pool=replace(left, news=news))
+
+
+def _over(view: View, name: str, now: float) -> bool:
+    silent = name not in view.nodes or view.silent(name, now)
+    return silent and all(each.ended for each in view.on(name).values())
+
+
+# --- what is done -------------------------------------------------------------------------------------
+def _kept(view: View, staying: list[str], starts: int) -> View:
+    """What was to go stays: there is work for it."""
+    for name in staying:
+        view = draining.cordon(view, name, cordoned=False, drain=False)
+    pool = _pool(view)
+    left = tuple(name for name in pool.record.leaving if name not in staying)
+    news = tuple(News("node.stays", f"{starts} start(s) wait for a node", name) for name in staying)
+    return _put(view, replace(pool.with_record(leaving=left), idle=without(pool.idle, staying), news=news))
+
+
+def _grow(view: View, wanted: int, starts: int, now: float) -> Step:
+    pool, offer = _pool(view), _offer(view)
+    nodes = min(offer.desired + wanted, offer.most)
+    if nodes <= offer.desired or not pool.cooled(now):
+        return Step(view)
+    asked = (Asked(now, known=True),) * (nodes - offer.desired)
+    text = f"from {offer.desired} to {nodes} node(s), for {starts} start(s) that wait; expected in {pool.boot_s:.0f} s"
+    made = replace(pool, acted=now, coming=(*pool.coming, *asked), news=(*pool.news, News("pool.grows", text)))
+    return Step(_put(view, made), (SetDesired(nodes),))
+
+
+def _staying(view: View) -> list[str]:
+    """Nodes that are to go, and that the provider has not been told of."""
+    pool = _pool(view)
+    return [name for name in pool.record.leaving if name in pool.arrived and name not in pool.removed]
+
+
+def _shrink(view: View, now: float) -> View:
+    """Drain what has had nothing to do for long, the longest idle first, down to the least."""
+    pool, offer = _pool(view), _offer(view)
+    if not pool.cooled(now) or (pool.coming and now - pool.coming[0].at < pool.timing.lost):
+        return view
+    leaving = [name for name in pool.record.leaving if name in offer.members]
+    spare = offer.desired - len(leaving) - offer.least
+    idle = [name for name, since in pool.idle.items() if now - since >= pool.timing.idle and name not in leaving]
+    going = sorted(idle, key=lambda name: (pool.idle[name], name))[: max(spare, 0)]
+    if not going:
+        return view
+    for name in going:
+        view = draining.cordon(view, name, cordoned=True, drain=True)
+    news = tuple(News("node.leaving", f"idle for {now - pool.idle[name]:.0f} s", name) for name in going)
+    made = pool.with_record(leaving=(*pool.record.leaving, *going))
+    return _put(view, replace(made, acted=now, news=(*pool.news, *news)))
+
+
+def _given_back(view: View, now: float) -> list[str]:
+    """Members to be removed now: drained and empty, or silent for too long."""
+    pool = _pool(view)
+    members = _offer(view).members
+    drained = [name for name in pool.record.leaving if name in members and _empty(view, name) and _still(view, name)]
+    lost = [name for name, since in pool.silent.items() if now - since >= pool.timing.lost]
+    due = sorted({*drained, *lost})
+    return [name for name in due if name not in pool.removed or now - pool.removed[name] >= AGAIN_S]
+
+
+def _still(view: View, name: str) -> bool:
+    """Whether it is drained: an operator may have decided otherwise."""
+    return view.nodes[name].record.draining
+
+
+def _removing(view: View, gone: list[str], now: float) -> Step:
+    pool = _pool(view)
+    news = tuple(
+        News("node.given_back", "it is empty" if _empty(view, name) else "it is silent", name) for name in gone
+    )
+    made = replace(pool, removed={**pool.removed, **dict.fromkeys(gone, now)}, news=(*pool.news, *news))
+    return Step(_put(view, made), tuple(Remove(name) for name in gone))
+
+
+# --- errands ------------------------------------------------------------------------------------------
+def sent(view: View, name: str, errand: Errand | None) -> View:
+    """``view`` with work that is no instance; None: it is done."""
+    if view.pool is None:
+        return view
+    rest = without(view.pool.errands, [name])
+    return _put(view, replace(view.pool, errands={**rest, name: errand} if errand is not None else rest))
+
+
+def _put(view: View, pool: Pool) -> View:
+    return replace(view, pool=pool)
+
+
+def _pool(view: View) -> Pool:
+    assert view.pool is not None
+    return view.pool
+
+
+def _offer(view: View) -> Offer:
+    offer = _pool(view).offer
+    assert offer is not None
+    return offer

@@ -1,0 +1,194 @@
+"""How many nodes there should be. No I/O."""
+
+from __future__ import annotations
+
+from sllm_runtime.control import draining
+from sllm_runtime.control.changes import writes
+from sllm_runtime.control.placement import unsatisfiable
+from sllm_runtime.control.providing.pool import Errand
+from sllm_runtime.control.providing.sizing import Remove, SetDesired, need_at, sent
+from sllm_runtime.control.routes import so_far
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.ctl import Acquire
+from sllm_runtime.protocol.node import AWAITS_NODE
+from tests.unit.control.providing.supply import TIMING, Supplied
+from tests.unit.control.world import deployed, manifest
+
+CHAT = ("chat", 1)
+FIELDS = {"cpu": 2.0, "concurrency": 1, "max_instances": 20, "keep_alive": 5.0}
+
+
+def chat(**fields: object) -> Supplied:
+    """A pool without a node, and a function that two instances of fill one."""
+    world = Supplied(**fields)  # type: ignore[arg-type]
+    world.view = deployed(world.view, manifest("chat", **FIELDS))
+    world.supply()
+    return world
+
+
+def desired(world: Supplied) -> list[int]:
+    return [action.nodes for _, action in world.actions if isinstance(action, SetDesired)]
+
+
+def test_from_nothing_to_as_many_as_the_waiting_starts_fill_and_back_to_nothing() -> None:
+    world = chat(most=5)
+    world.wait_for(CHAT, 5)
+    world.live_for(60)
+    assert desired(world) == [3], "five starts, two on a node"
+    assert len(world.live(CHAT)) == 5
+    world.all_end()
+    world.live_for(2 * TIMING.idle + 5 * TIMING.cooldown)
+    assert world.desired == 0
+    assert len([action for _, action in world.actions if isinstance(action, Remove)]) == 3
+    assert world.view.nodes == {}, "what was given back is forgotten"
+
+
+def test_never_more_than_the_most_and_who_waits_is_told() -> None:
+    world = chat(most=2)
+    world.wait_for(CHAT, 9)
+    world.live_for(60)
+    assert desired(world) == [2]
+    assert "has its most" in world.view.pending[CHAT]
+
+
+def test_who_waits_is_told_of_the_node_and_when_it_is_expected() -> None:
+    world = chat(boot=20.0)
+    world.wait_for(CHAT, 1)
+    world.live_for(5)
+    answer = so_far(world.view, Acquire(function="chat", version=1, gateway="g", waiting=1))
+    assert answer.progress is not None
+    assert (answer.progress.stage, answer.progress.total, answer.progress.unit) == (AWAITS_NODE, 30, "s")
+    assert answer.progress.message.startswith("waiting for a node: 1 on the way, expected in 2")
+    assert answer.pending.startswith(answer.progress.message)
+    world.live_for(25)
+    assert len(world.live(CHAT)) == 1
+    assert so_far(world.view, Acquire(function="chat", version=1, gateway="g", waiting=1)).pending == ""
+
+
+def test_how_long_a_boot_takes_is_learnt_and_outlives_a_controller() -> None:
+    world = chat(boot=14.0)
+    world.wait_for(CHAT, 1)
+    world.live_for(30)
+    learnt = world.pool.boot_s
+    assert 14 <= learnt <= 15
+    world.new_leader()
+    world.live_for(10)
+    assert world.pool.boot_s == learnt
+    assert desired(world) == [1], "what is there is not asked for again"
+
+
+def test_a_start_that_only_just_waits_asks_for_nothing() -> None:
+    world = chat()
+    world.wait_for(CHAT, 1)
+    world.live_for(1.0)
+    assert desired(world) == []
+
+
+def test_what_fits_no_node_of_the_provider_is_refused_and_asks_for_nothing() -> None:
+    world = chat()
+    world.view = deployed(world.view, manifest("huge", cpu=99.0))
+    world.wait_for(("huge", 1), 1)
+    world.live_for(10)
+    assert desired(world) == []
+    assert unsatisfiable(need_at(world.view, CHAT), world.view) == ""
+
+
+def test_an_idle_node_goes_and_one_with_an_idle_instance_stays() -> None:
+    world = chat()
+    world.view = deployed(world.view, manifest("kept", **(FIELDS | {"cpu": 3.0, "min_instances": 1})))
+    world.wait_for(CHAT, 2)
+    world.live_for(60)
+    assert world.desired > 1
+    world.all_end()
+    world.live_for(3 * TIMING.idle)
+    assert world.desired == 1
+    (left,) = world.nodes
+    assert {instance.key[0] for instance in world.view.on(left).values()} == {"kept"}
+
+
+def test_a_node_that_is_to_go_stays_if_a_start_turns_up() -> None:
+    world = chat()
+    world.wait_for(CHAT, 1)
+    world.live_for(30)
+    world.all_end()
+    world.live_for(6)
+    while not world.pool.record.leaving:
+        world.turn(1.0)
+        made = world.supply()
+        assert not [action for action in made if isinstance(action, Remove)]
+    world.wait_for(CHAT, 1)
+    world.turn(3.0)
+    world.supply()
+    assert world.pool.record.leaving == ()
+    world.live_for(2)
+    assert len(world.live(CHAT)) == 1
+    assert desired(world) == [1]
+
+
+def test_a_new_controller_goes_on_with_what_was_to_go() -> None:
+    world = chat()
+    world.wait_for(CHAT, 1)
+    world.live_for(30)
+    world.all_end()
+    while not world.pool.record.leaving:
+        world.turn(1.0)
+        world.supply()
+    world.new_leader()
+    world.live_for(10)
+    assert world.desired == 0
+    world.live_for(10)
+    assert world.pool.record.leaving == ()
+
+
+def test_an_operator_who_takes_a_node_out_of_use_keeps_it() -> None:
+    world = chat()
+    world.wait_for(CHAT, 1)
+    world.live_for(30)
+    (name,) = world.nodes
+    world.view = draining.cordon(world.view, name, cordoned=True, drain=False)
+    world.all_end()
+    world.live_for(3 * TIMING.idle)
+    assert world.desired == 1
+
+
+def test_a_node_that_never_comes_is_given_back_and_another_one_is_made() -> None:
+    world = chat(boot=10_000.0)
+    world.wait_for(CHAT, 1)
+    world.live_for(TIMING.lost + 20)
+    assert any(isinstance(action, Remove) for _, action in world.actions)
+    world.boot = 10.0
+    world.live_for(TIMING.lost + 60)
+    assert len(world.live(CHAT)) == 1
+
+
+def test_a_preparation_without_a_node_gets_one_and_keeps_it() -> None:
+    world = chat()
+    world.view = sent(world.view, "a-model", Errand("", cpu=1.0))
+    world.live_for(30)
+    (name,) = world.nodes
+    world.view = sent(world.view, "a-model", Errand(name, cpu=1.0))
+    world.live_for(3 * TIMING.idle)
+    assert world.desired == 1
+    world.view = sent(world.view, "a-model", None)
+    world.live_for(3 * TIMING.idle)
+    assert world.desired == 0
+
+
+def test_decisions_are_told_as_events_and_stored() -> None:
+    world = chat()
+    before = world.view
+    world.wait_for(CHAT, 1)
+    world.live_for(30)
+    stored = {write.key: write.record for write in writes(before, world.view, {}, {})}
+    assert stored[subjects.POOL_KEY] == world.pool.record
+    world.all_end()
+    world.live_for(2 * TIMING.idle + 10)
+    assert [(event.kind, event.node) for event in world.told] == [
+        ("pool.grows", None),
+        ("node.leaving", "p1"),
+        ("node.given_back", "p1"),
+        ("node.removed", "p1"),
+    ]
+    assert world.told[0].message == "from 0 to 1 node(s), for 1 start(s) that wait; expected in 30 s"
+    forgotten = {write.key: write.record for write in writes(before, world.view, {}, {})}
+    assert subjects.node_key("p1") not in forgotten, "it came and went"
