@@ -11,26 +11,43 @@ from pathlib import Path
 
 import msgspec
 
-from sllm_invoker.images import archive, contents
+from sllm_invoker.images import archive, base, contents, requirements
 from sllm_invoker.images.compiled import compiled
+from sllm_invoker.images.entries import Layer
+from sllm_runtime.protocol.errors import SllmError
 
 
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description="What a base image of this machine holds.")
-    parser.add_argument("what", choices=("digests", "system", "ours"))
-    what = parser.parse_args().what
+    parser.add_argument("what", choices=("digests", "system", "ours", "requirements"))
+    parser.add_argument("requirements", nargs="*", help="what pip is to lay over the base")
+    options = parser.parse_args()
+    what = options.what
     if what == "digests":
         sys.stdout.buffer.write(msgspec.json.encode(contents.digests()) + b"\n")
     elif what == "system":
         archive.write(contents.system(), sys.stdout.buffer)
     else:
         with tempfile.TemporaryDirectory(prefix="sllm-image-") as scratch:
-            layer = contents.ours()
-            layer = replace(layer, files=compiled(layer.files, Path(scratch)))
+            layer = _ours(Path(scratch)) if what == "ours" else requirements.layer(options.requirements, Path(scratch))
             archive.write(layer, sys.stdout.buffer)
     return 0
 
 
+def _ours(scratch: Path) -> Layer:
+    layer = contents.ours()
+    return replace(layer, files=compiled(layer.files, scratch))
+
+
+def run() -> int:
+    """``main``, with an error of ours as one JSON document on stderr."""
+    try:
+        return main()
+    except SllmError as error:
+        sys.stderr.buffer.write(msgspec.json.encode(error.body()))
+        return base.REFUSED
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import msgspec
 from sllm_invoker.images import places
 from sllm_invoker.images.contents import Digests
 from sllm_runtime.platform.process import KILLED_S
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import ErrorBody, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ LOCK_S: Final = 1200.0
 """Another node of this machine makes the same image: its work is waited for, not repeated."""
 LAYER: Final = "layer.tar"
 LAST_WORDS: Final = 2000
+REFUSED: Final = 3
+"""Exit status of our program that has said an error of ours on stderr."""
 Report = Callable[[str], None]
 
 
@@ -145,8 +148,9 @@ async def write(argv: Sequence[str], env: Mapping[str, str], path: Path, within_
 async def _run(argv: Sequence[str], env: Mapping[str, str], stdout: int, within_s: float) -> bytes:
     try:
         process = await asyncio.create_subprocess_exec(
-            *argv, env=dict(env), stdin=asyncio.subprocess.DEVNULL, stdout=stdout, stderr=asyncio.subprocess.PIPE
-        )
+            *argv, env=dict(env), stdin=asyncio.subprocess.DEVNULL, stdout=stdout, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # what it has started itself is ended with it
+        )  # fmt: skip
     except OSError as error:
         raise Unavailable(f"{argv[0]} cannot be run: {error}") from error
     try:
@@ -156,9 +160,12 @@ async def _run(argv: Sequence[str], env: Mapping[str, str], stdout: int, within_
         raise Unavailable(f"{' '.join(argv[-2:])} took more than {within_s:.0f} s") from error
     finally:
         if process.returncode is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             async with asyncio.timeout(KILLED_S):
                 await process.wait()
+    if process.returncode == REFUSED:
+        with contextlib.suppress(msgspec.MsgspecError):
+            raise msgspec.json.decode(errors, type=ErrorBody).to_error()
     if process.returncode != 0:
         words = errors.decode(errors="replace")[-LAST_WORDS:].strip()
         raise Unavailable(f"{' '.join(argv[-2:])} ended with {process.returncode}: {words}")

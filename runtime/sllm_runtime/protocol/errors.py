@@ -126,6 +126,12 @@ class InvalidBundle(InvalidRequest):
     code, status = "invalid_bundle", 422
 
 
+class ImageFailed(InvalidRequest):
+    """The image that a function asks for cannot be made; the message has the last words of what was to make it."""
+
+    code, status = "image_failed", 422
+
+
 class PythonMismatch(InvalidRequest):
     code, status = "python_mismatch", 422
 

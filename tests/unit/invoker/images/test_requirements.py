@@ -1,0 +1,83 @@
+"""Requirements as a layer: the real pip, over wheels that this test makes, with no index."""
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker.images import requirements
+from sllm_invoker.images.contents import SITE
+from sllm_runtime.protocol.errors import ImageFailed
+
+
+def wheel(directory: Path, name: str, version: str, *requires: str) -> None:
+    """A wheel with one module that says its version."""
+    info = f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {each}\n" for each in requires)
+    files = {
+        f"{name}.py": f"version = {version!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        for path, text in files.items():
+            file.writestr(path, text)
+        file.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD")))
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where pip looks, and nowhere else."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "wheels"
+
+
+def test_only_what_the_base_lacks_is_laid_over_it(wheels: Path, tmp_path: Path) -> None:
+    wheel(wheels, "greeting", "1.0", "msgspec>=0.1", "politeness")
+    wheel(wheels, "greeting", "2.0", "politeness")
+    wheel(wheels, "politeness", "0.1")
+    wheel(wheels, "msgspec", "99.0")  # a newer one than the base's, which stays
+    found = requirements.layer(["greeting<2"], tmp_path / "shadow").files
+    names = {name.removeprefix(f"{SITE}/") for name in found if "__pycache__" not in name}
+    assert {"greeting.py", "politeness.py", "greeting-1.0.dist-info/METADATA"} <= names
+    assert not any(name.startswith(("msgspec", "torch", "pip")) for name in names)
+    assert found[f"{SITE}/greeting.py"].read_text() == "version = '1.0'\n"
+
+
+def test_what_does_not_go_with_the_base_is_refused_with_pips_words(wheels: Path, tmp_path: Path) -> None:
+    wheel(wheels, "greeting", "1.0", "msgspec>=99")
+    wheel(wheels, "msgspec", "99.0")
+    with pytest.raises(ImageFailed, match=r"pip could not install greeting: [\s\S]*msgspec"):
+        requirements.layer(["greeting"], tmp_path / "shadow")
+
+
+def test_source_is_not_built(wheels: Path, tmp_path: Path) -> None:
+    source = wheels / "evil-1.0.zip"
+    with zipfile.ZipFile(source, "w") as file:
+        file.writestr("evil-1.0/setup.py", f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    with pytest.raises(ImageFailed, match="only wheels are taken"):
+        requirements.layer(["evil"], tmp_path / "shadow")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-r /etc/passwd", "--index-url=http://x", "evil @ file:///etc", "evil @ https://x/y.whl", "./here", "/etc", "",
+     "a b", "ok\n-r /etc/passwd", "ok #\\\n"],
+)  # fmt: skip
+def test_what_names_no_package_of_an_index_is_refused(line: str) -> None:
+    with pytest.raises(ImageFailed, match=r"requirement .*(name>=1|is an address)"):
+        requirements.checked([line])
+
+
+def test_one_spelling_and_one_order() -> None:
+    assert requirements.checked(["Flask_Cors >= 3", "a", "flask-cors>=3"]) == ("a", "flask-cors>=3")
+    with pytest.raises(ImageFailed, match="at most 100"):
+        requirements.checked([f"p{number}" for number in range(101)])
