@@ -42,7 +42,8 @@ cloud_leaving() { # why this machine goes away; fails while it stays
     fi
 }
 
-_lifecycle() { # HOOK RESULT
+_lifecycle() { # HOOK RESULT: answer the group's hook; a machine of no group has none to answer
+    [ -n "$GROUP" ] || return 0
     aws autoscaling complete-lifecycle-action --region "$REGION" --auto-scaling-group-name "$GROUP" \
         --lifecycle-hook-name "$1" --lifecycle-action-result "$2" --instance-id "$(cloud_node)"
 }

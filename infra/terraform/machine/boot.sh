@@ -33,6 +33,12 @@ run() { # STAGE
     say "stage $stage done: $began to $(uptime_s) s after boot"
 }
 
+# What the image lacks. From Amazon's own repositories, which the S3 endpoint reaches.
+packages() {
+    # shellcheck disable=SC2086 # one word for each package
+    rpm --query --quiet $PACKAGES || dnf install --assumeyes --quiet $PACKAGES
+}
+
 # The daemons are not root: what they may read, functions may.
 account() {
     id "$ACCOUNT" >/dev/null 2>&1 || useradd --system --home-dir "$MOUNT" --shell /usr/sbin/nologin "$ACCOUNT"

@@ -3,6 +3,20 @@ output "group_name" {
   value       = aws_autoscaling_group.nodes.name
 }
 
+output "controller_settings" {
+  description = "What the controllers are told of this pool (settings of modules/gateway)."
+  value = {
+    SLLM_NODE_PROVIDER = "aws"
+    SLLM_NODES_GROUP   = aws_autoscaling_group.nodes.name
+    SLLM_NODES_REGION  = var.region
+    SLLM_NODES_CPU     = tostring(local.shape.cpu)
+    SLLM_NODES_MEMORY  = local.shape.memory
+    SLLM_NODES_GPUS    = local.shape.gpus
+    SLLM_NODES_LABELS  = "pool=${var.name}"
+    SLLM_NODES_LOST    = tostring(var.boot_timeout_s)
+  }
+}
+
 output "scaler_policy_arn" {
   description = "Policy that lets the controller size this group and nothing else; attach it to the controller's role."
   value       = aws_iam_policy.scaler.arn

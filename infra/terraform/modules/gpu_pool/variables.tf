@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of this pool of nodes; also the name of its Auto Scaling group, which SLLM_NODE_GROUP of the controller names."
+  description = "Name of this pool of nodes; also the name of its Auto Scaling group, which SLLM_NODES_GROUP of the controller names."
   type        = string
 
   validation {
@@ -51,6 +51,17 @@ variable "instance_types" {
   validation {
     condition     = alltrue([for kind in var.instance_types : can(regex("^(g5|g6|g6e|p5|p5e|p5en)\\.[0-9]*(x|xlarge|large|metal)", kind))])
     error_message = "instance_types takes types of the families g5, g6, g6e, p5, p5e, p5en, as g6.xlarge: others have no NVIDIA GPU that the image's driver knows."
+  }
+}
+
+variable "node_shape" {
+  description = "What one node has for the controller's packing: cores, bytes of memory for instances (half of the machine's: the rest is the chunk pool), GPUs as \"L4:24GiB\". null: what is known of the first type."
+  type        = object({ cpu = number, memory = string, gpus = string })
+  default     = null
+
+  validation {
+    condition     = var.node_shape != null || contains(keys(local.shapes), try(var.instance_types[0], ""))
+    error_message = "node_shape is needed for this instance type: what is known are some sizes of g5, g6, g6e, p5 (shapes.tf)."
   }
 }
 

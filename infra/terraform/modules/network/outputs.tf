@@ -37,3 +37,8 @@ output "s3_endpoint_id" {
   description = "The endpoint through which machines reach S3; a bucket's policy may demand it."
   value       = aws_vpc_endpoint.s3.id
 }
+
+output "private_subnets" {
+  description = "Zone to private subnet."
+  value       = { for zone in var.zones : zone => aws_subnet.private[zone].id }
+}

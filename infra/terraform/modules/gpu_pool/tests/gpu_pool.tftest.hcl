@@ -228,6 +228,21 @@ run "customer_keys_may_be_used" {
   }
 }
 
+run "the_controller_is_told_of_the_pool" {
+  command = plan
+
+  assert {
+    condition     = output.controller_settings.SLLM_NODES_GROUP == "chat-gpu" && output.controller_settings.SLLM_NODES_GPUS == "L4:24GiB"
+    error_message = "its group, and the shape of its first type"
+  }
+}
+
+run "a_type_of_unknown_shape" {
+  command = plan
+  variables { instance_types = ["g6.48xlarge"] }
+  expect_failures = [var.node_shape]
+}
+
 run "wrong_name" {
   command = plan
   variables { name = "Chat GPU" }

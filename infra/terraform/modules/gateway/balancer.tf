@@ -1,0 +1,76 @@
+# The one door to the outside: TLS at the load balancer, gateways behind it.
+
+resource "aws_lb" "this" {
+  # checkov:skip=CKV2_AWS_28:who calls is known by a token; a web application firewall is the operator's decision
+  # checkov:skip=CKV_AWS_91:access logs are written where var.log_bucket says so
+  name                       = "${var.name}-gateway"
+  load_balancer_type         = "application"
+  internal                   = false
+  subnets                    = var.public_subnet_ids
+  security_groups            = [var.balancer_security_group_id]
+  idle_timeout               = var.idle_timeout_s
+  drop_invalid_header_fields = true
+  desync_mitigation_mode     = "strictest"
+  enable_deletion_protection = true
+  tags                       = local.tags
+
+  dynamic "access_logs" {
+    for_each = var.log_bucket == null ? [] : [var.log_bucket]
+
+    content {
+      bucket  = access_logs.value
+      prefix  = "${var.name}-gateway"
+      enabled = true
+    }
+  }
+}
+
+resource "aws_lb_target_group" "gateways" {
+  # checkov:skip=CKV_AWS_378:gateways speak HTTP; TLS ends at the load balancer, and only its security group reaches them
+  name                 = "${var.name}-gateway"
+  vpc_id               = var.vpc_id
+  port                 = var.port
+  protocol             = "HTTP"
+  target_type          = "instance"
+  deregistration_delay = var.drain_s
+  # A gateway with fewer running streams takes the next one.
+  load_balancing_algorithm_type = "least_outstanding_requests"
+  tags                          = local.tags
+
+  health_check {
+    path                = "/readyz"
+    matcher             = "200"
+    interval            = 10
+    timeout             = 5
+    healthy_threshold   = 2
+    unhealthy_threshold = 2
+  }
+}
+
+resource "aws_lb_listener" "https" {
+  load_balancer_arn = aws_lb.this.arn
+  port              = 443
+  protocol          = "HTTPS"
+  ssl_policy        = "ELBSecurityPolicy-TLS13-1-2-2021-06"
+  certificate_arn   = var.certificate_arn
+  tags              = local.tags
+
+  default_action {
+    type             = "forward"
+    target_group_arn = aws_lb_target_group.gateways.arn
+  }
+}
+
+resource "aws_route53_record" "host" {
+  for_each = var.zone_id == null ? {} : { on = var.zone_id }
+
+  zone_id = each.value
+  name    = var.host
+  type    = "A"
+
+  alias {
+    name                   = aws_lb.this.dns_name
+    zone_id                = aws_lb.this.zone_id
+    evaluate_target_health = true
+  }
+}

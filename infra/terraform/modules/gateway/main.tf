@@ -1,0 +1,95 @@
+# Machines with a gateway and a controller each, replaced when they do not answer.
+
+locals {
+  tags = merge(var.tags, { "sllm:cluster" = var.name })
+}
+
+resource "aws_launch_template" "gateway" {
+  name                   = "${var.name}-gateway"
+  description            = "A gateway and a controller of sllm"
+  image_id               = "resolve:ssm:${var.ami_parameter}"
+  instance_type          = var.instance_type
+  user_data              = local.user_data
+  update_default_version = true
+  ebs_optimized          = true
+  tags                   = local.tags
+
+  iam_instance_profile {
+    arn = aws_iam_instance_profile.gateway.arn
+  }
+
+  metadata_options {
+    http_endpoint               = "enabled"
+    http_tokens                 = "required"
+    http_put_response_hop_limit = 1
+    instance_metadata_tags      = "disabled"
+  }
+
+  monitoring {
+    enabled = true
+  }
+
+  network_interfaces {
+    associate_public_ip_address = false
+    delete_on_termination       = true
+    security_groups             = [var.gateway_security_group_id]
+  }
+
+  block_device_mappings {
+    device_name = "/dev/xvda"
+
+    ebs {
+      volume_type           = "gp3"
+      volume_size           = 16
+      encrypted             = true
+      kms_key_id            = var.ebs_kms_key_arn
+      delete_on_termination = true
+    }
+  }
+
+  dynamic "tag_specifications" {
+    for_each = ["instance", "volume", "network-interface"]
+
+    content {
+      resource_type = tag_specifications.value
+      tags          = merge(local.tags, { Name = "${var.name}-gateway" })
+    }
+  }
+}
+
+resource "aws_autoscaling_group" "gateways" {
+  name                      = "${var.name}-gateway"
+  vpc_zone_identifier       = var.private_subnet_ids
+  min_size                  = var.size
+  max_size                  = var.size + 1
+  desired_capacity          = var.size
+  target_group_arns         = [aws_lb_target_group.gateways.arn]
+  health_check_type         = "ELB"
+  health_check_grace_period = var.boot_timeout_s
+  wait_for_capacity_timeout = "0"
+
+  launch_template {
+    id      = aws_launch_template.gateway.id
+    version = aws_launch_template.gateway.latest_version
+  }
+
+  # A new template is rolled out: the next one is ready before the one before it goes.
+  instance_refresh {
+    strategy = "Rolling"
+
+    preferences {
+      min_healthy_percentage = 100
+      max_healthy_percentage = 150
+    }
+  }
+
+  dynamic "tag" {
+    for_each = local.tags
+
+    content {
+      key                 = tag.key
+      value               = tag.value
+      propagate_at_launch = false
+    }
+  }
+}
