@@ -74,7 +74,9 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
     guess, key = instance.predicted, instance.key
     learned = view.learned.after(key, instance.record.node, guess.warm, status.spans)
     if instance.ready_at is not None:
-        parts = guess.seconds - guess.rest
+        # Beside what its parts took, not what they were expected to: else one slow sandbox counts twice.
+        seen = guess.measured(status.spans)
+        parts = seen.seconds - seen.rest
         own = sum(span.ms for span in status.spans if span.name == CONVERT) / 1000.0
         learned = learned.missed(key, guess.tier, instance.ready_at - instance.placed - parts, own)
     return replace(view, learned=learned)

@@ -23,3 +23,10 @@ def test_few_starts_judge_nothing() -> None:
     run = Run(quick=True)
     tell(run, "ssd", [Start("f", "ssd", 10.0, 20.0)] * 10)
     assert run.aims[0].met is None
+
+
+def test_the_worst_start_is_named_with_its_cause() -> None:
+    run = Run(quick=True)
+    usual = [Start("f", "dram", 100.0, 101.0, {"sandbox": 10.0, "weights": 20.0})] * 4
+    tell(run, "dram", [*usual, Start("f", "dram", 100.0, 190.0, {"sandbox": 12.0, "weights": 110.0})])
+    assert "190 ms taken; weights took 110 ms, as a rule 20" in run.cases[0].notes

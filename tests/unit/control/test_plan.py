@@ -9,6 +9,7 @@ from sllm_runtime.control import instances, registry
 from sllm_runtime.control.autoscale import HANDOVER_S, keep_s
 from sllm_runtime.control.loop import refused
 from sllm_runtime.control.plan import TAKE_S, SendStart, SendStop
+from sllm_runtime.control.scheduling.learned import Recent
 from sllm_runtime.control.scheduling.policies import Random
 from sllm_runtime.protocol.errors import NoCapacity, ProtocolError
 from sllm_runtime.protocol.limits import LOST_AFTER_S
@@ -123,7 +124,7 @@ def started(world: World, took: float, key: tuple[str, int] = CHAT) -> str:
 
 def test_a_keep_alive_of_load_time_is_what_its_start_was_expected_to_take(world: World) -> None:
     world.view = deployed(world.view, manifest("chat", keep_alive="load-time"))
-    slow = replace(world.view.learned, imports={CHAT: 20.0})
+    slow = replace(world.view.learned, imports={CHAT: Recent((20.0,), 20.0)})
     world.view = replace(world.view, learned=slow)
     name = started(world, 5.0)
     expected = world.view.instances[name].predicted

@@ -1,9 +1,10 @@
-"""What starts so far have taught: moving means beside what the nodes measure themselves. Immutable."""
+"""What starts so far have taught: medians of the last ones, beside what the nodes measure themselves. Immutable."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -14,8 +15,9 @@ K = TypeVar("K")
 Version: TypeAlias = tuple[str, int]
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
-NEWEST: Final = 0.3
-"""Weight of the newest measurement in a moving mean."""
+RECENT: Final = 9
+"""Measurements of which the median is taken: one start that a machine held up moves no expectation, four in a row do
+not either, five do."""
 WARM_SANDBOX_S: Final = 0.02
 COLD_SANDBOX_S: Final = 3.0
 """A sandbox taken from the pool, and one whose pool is empty, until a node has shown its own."""
@@ -24,18 +26,31 @@ INIT_S: Final = 0.1
 TOKEN_S: Final = 0.03
 """Between two tokens of a call, where only its age is known: rather too short, so that a move is thought too dear."""
 _MOST: Final = 10_000
-"""Means that are kept of a kind; the oldest go first."""
+"""Medians that are kept of a kind; the oldest go first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The last measurements, in seconds, and their median."""
+
+    seconds: tuple[float, ...]
+    middle: float
+
+    def after(self, seconds: float) -> Recent:
+        """With one more."""
+        kept = (*self.seconds, seconds)[-RECENT:]
+        return Recent(kept, median(kept))
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
     """Seconds, by what they depend on."""
 
-    sandbox: Mapping[tuple[str, bool], float] = field(default_factory=lambda: _NOTHING)
+    sandbox: Mapping[tuple[str, bool], Recent] = field(default_factory=lambda: _NOTHING)
     """By node and whether one was waiting in its pool."""
-    imports: Mapping[Version, float] = field(default_factory=lambda: _NOTHING)
-    setup: Mapping[Version, float] = field(default_factory=lambda: _NOTHING)
-    rest: Mapping[tuple[Version | None, str], float] = field(default_factory=lambda: _NOTHING)
+    imports: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
+    setup: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
+    rest: Mapping[tuple[Version | None, str], Recent] = field(default_factory=lambda: _NOTHING)
     """By version and where its weights were: what starts took beyond all that is told apart; None: of any version."""
     moves: Mapping[str, Line] = field(default_factory=lambda: _NOTHING)
     """By model: how long calls take to go on elsewhere, by their tokens."""
@@ -45,17 +60,21 @@ class Learned:
     """No sandbox is expected to take less."""
 
     def sandbox_s(self, node: str, warm: bool) -> float:
-        return self.sandbox.get((node, warm), WARM_SANDBOX_S if warm else COLD_SANDBOX_S)
+        known = self.sandbox.get((node, warm))
+        return known.middle if known is not None else WARM_SANDBOX_S if warm else COLD_SANDBOX_S
 
     def import_s(self, key: Version) -> float:
-        return self.imports.get(key, INIT_S)
+        known = self.imports.get(key)
+        return known.middle if known is not None else INIT_S
 
     def setup_s(self, key: Version) -> float:
-        return self.setup.get(key, 0.0)
+        known = self.setup.get(key)
+        return known.middle if known is not None else 0.0
 
     def rest_s(self, key: Version, tier: str) -> float:
         """Of a version that never started from there: as others do."""
-        return max(self.rest.get((key, tier), self.rest.get((None, tier), 0.0)), 0.0)
+        known = self.rest.get((key, tier)) or self.rest.get((None, tier))
+        return max(known.middle, 0.0) if known is not None else 0.0
 
     def started(self, key: Version) -> Learned:
         """With one more start of version ``key``, whatever it took."""
@@ -65,10 +84,10 @@ class Learned:
         return replace(self, starts={**kept, key: self.starts.get(key, 0) + 1})
 
     def missed(self, key: Version, tier: str, seconds: float, own: float = 0.0) -> Learned:
-        """With one more start that took ``seconds`` more than its parts were expected to. ``own``: what of it says
+        """With one more start that took ``seconds`` more than its parts did. ``own``: what of it says
         nothing of other versions, since it was spent on making this one's model on its node."""
         others = seconds - min(own, max(seconds, 0.0))
-        return replace(self, rest=_mean(_mean(self.rest, (key, tier), seconds), (None, tier), others))
+        return replace(self, rest=_with(_with(self.rest, (key, tier), seconds), (None, tier), others))
 
     def after(self, key: Version, node: str, warm: bool, spans: tuple[Span, ...]) -> Learned:
         """With one more start of version ``key`` on ``node``."""
@@ -76,9 +95,9 @@ class Learned:
         return replace(
             self,
             least=min(self.least, seconds.get(SANDBOX, self.least)),
-            sandbox=_mean(self.sandbox, (node, warm), seconds.get(SANDBOX)),
-            imports=_mean(self.imports, key, seconds.get(IMPORT)),
-            setup=_mean(self.setup, key, seconds.get(SETUP)),
+            sandbox=_with(self.sandbox, (node, warm), seconds.get(SANDBOX)),
+            imports=_with(self.imports, key, seconds.get(IMPORT)),
+            setup=_with(self.setup, key, seconds.get(SETUP)),
         )
 
     def resume_s(self, model: str, running_s: float) -> float:
@@ -95,11 +114,11 @@ class Learned:
         return replace(self, moves={**kept, model: line})
 
 
-def _mean(means: Mapping[K, float], key: K, seconds: float | None) -> Mapping[K, float]:
+def _with(known: Mapping[K, Recent], key: K, seconds: float | None) -> Mapping[K, Recent]:
     if seconds is None:
-        return means
-    before = means.get(key, seconds)
-    kept = {name: mean for name, mean in means.items() if name != key}
+        return known
+    before = known.get(key, Recent((), 0.0))
+    kept = {name: recent for name, recent in known.items() if name != key}
     while len(kept) >= _MOST:
         del kept[next(iter(kept))]
-    return {**kept, key: before + NEWEST * (seconds - before)}
+    return {**kept, key: before.after(seconds)}

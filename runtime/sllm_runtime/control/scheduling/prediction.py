@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
+
+from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, Span
 
 Tier: TypeAlias = Literal["none", "dram", "ssd", "remote"]
 """Where the weights are nearest; ``none``: the function has none."""
@@ -32,6 +34,17 @@ class Estimate:
     def seconds(self) -> float:
         """From the decision to READY."""
         return self.release + max(self.sandbox + self.imports, self.queue + self.read) + self.setup + self.rest
+
+    def measured(self, spans: tuple[Span, ...]) -> Estimate:
+        """With what its parts took where ``spans`` say so. Queueing and reading stay as they were expected: what the
+        weights took in fact is seen in the whole."""
+        took = {span.name: span.ms / 1000.0 for span in spans}
+        return replace(
+            self,
+            sandbox=took.get(SANDBOX, self.sandbox),
+            imports=took.get(IMPORT, self.imports),
+            setup=took.get(SETUP, self.setup),
+        )
 
     def words(self) -> str:
         """For people: ``1.24 s (ssd: queue 0.20 + read 0.90; sandbox 0.02, import 0.10, setup 0.04)``."""

@@ -6,7 +6,8 @@ import pytest
 
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
-from sllm_runtime.control.scheduling.learned import NEWEST, Learned
+from sllm_runtime.control.scheduling.learned import RECENT, Learned
+from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, WEIGHTS, Span
 from tests.unit.control.scheduling.cluster import GB, cluster, model, node
 
@@ -22,13 +23,23 @@ def spans(sandbox: float, imports: float, setup: float) -> tuple[Span, ...]:
     )
 
 
-def test_the_first_start_is_believed_and_later_ones_move_the_mean() -> None:
+def test_the_first_start_is_believed_and_later_ones_move_the_median() -> None:
     learned = Learned().after(KEY, "a", True, spans(0.05, 2.0, 1.0))
     assert (learned.sandbox_s("a", True), learned.import_s(KEY), learned.setup_s(KEY)) == (0.05, 2.0, 1.0)
     learned = learned.after(KEY, "a", True, spans(0.05, 4.0, 1.0))
-    assert learned.import_s(KEY) == pytest.approx(2.0 + NEWEST * 2.0)
+    assert learned.import_s(KEY) == pytest.approx(3.0)
     assert learned.sandbox_s("a", False) > 1.0, "an empty pool is another thing"
     assert learned.sandbox_s("b", True) < 0.05, "so is another node"
+
+
+def test_what_held_up_one_start_is_not_expected_of_the_next() -> None:
+    learned = Learned()
+    for imports in (2.0, 2.0, 60.0):
+        learned = learned.after(KEY, "a", True, spans(0.05, imports, 1.0))
+    assert learned.import_s(KEY) == 2.0
+    for _ in range(RECENT):
+        learned = learned.after(KEY, "a", True, spans(0.05, 5.0, 1.0))
+    assert learned.import_s(KEY) == 5.0, "what has changed for good is"
 
 
 def test_weights_come_while_the_sandbox_is_made() -> None:
@@ -48,7 +59,7 @@ def test_what_the_parts_do_not_tell_is_learned_as_a_whole() -> None:
     assert estimate(server, KEY, m, learned).seconds == pytest.approx(1.5)
     assert estimate(server, ("new", 1), other, learned).seconds == pytest.approx(1.5), "as others start from there"
     learned = learned.missed(KEY, "ssd", 1.5)
-    assert learned.rest_s(KEY, "ssd") == pytest.approx(0.5 + NEWEST)
+    assert learned.rest_s(KEY, "ssd") == pytest.approx(1.0)
     assert learned.rest_s(KEY, "dram") == 0.0
     assert Learned().missed(KEY, "ssd", -9.0).rest_s(KEY, "ssd") == 0.0, "no start takes less than its parts"
 
@@ -60,7 +71,7 @@ def test_a_model_that_its_node_had_to_make_says_nothing_of_other_versions() -> N
     assert learned.rest_s(("new", 1), "remote") == pytest.approx(0.5)
     beside = Learned().missed(KEY, "remote", 0.25, own=10.0)
     assert beside.rest_s(("new", 1), "remote") == 0.0
-    assert beside.missed(KEY, "remote", 1.0).rest_s(("new", 1), "remote") == pytest.approx(NEWEST)
+    assert beside.missed(KEY, "remote", 1.0).rest_s(("new", 1), "remote") == pytest.approx(0.5)
 
 
 def test_the_largest_partition_counts() -> None:
@@ -83,3 +94,10 @@ def test_a_path_that_was_never_used_is_taken_for_slow() -> None:
     m = model("m", GB)
     guess = estimate(Servers().of(cluster(node("a", paths=()), models=(m,)))["a"], KEY, m, Learned())
     assert guess.read == pytest.approx(10.0)
+
+
+def test_what_a_part_took_longer_does_not_count_as_rest_as_well() -> None:
+    guess = Estimate(tier="dram", warm=True, sandbox=0.02, imports=0.1, queue=0.0, read=0.0, setup=0.0, rest=0.01)
+    parts = guess.measured(spans(0.5, 0.1, 0.2))
+    assert parts.seconds - parts.rest == pytest.approx(0.8)
+    assert guess.measured(()) == guess
