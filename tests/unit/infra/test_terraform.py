@@ -107,8 +107,7 @@ def test_every_variable_and_output_is_explained() -> None:
             assert variable.get("type"), label
         for output in found[name].get("output", []):
             assert output.get("description"), f"{name}: output {output['__tfmeta']['label']}"
-        (block,) = found[name]["terraform"]
-        assert block["required_version"], name
+        assert all(block["required_version"] for block in found[name]["terraform"]), name
 
 
 def test_every_module_is_whole() -> None:
