@@ -46,7 +46,7 @@ SLOTS: Final = 3
 """Of each instance: one that is ready has a call of four that run."""
 TOKENS: Final = 400
 ASKS: Final = tuple(
-    {"prompt": prompt, "max_tokens": TOKENS, "temperature": temperature, "seed": 7}
+    {"prompt": prompt, "temperature": temperature, "seed": 7}
     for prompt in ("class Parser", "def ")
     for temperature in (0.0, 0.8)
 )
@@ -105,7 +105,7 @@ class Outcome:
 @dataclass(frozen=True)
 class Plan:
     """How long, and with which faults. ``least`` in all and ``least_of_each`` kind are to meet a call, however long
-    that takes."""
+    that takes. ``function``: what is called, with arguments of the demo's, for so many ``tokens``."""
 
     seed: int
     seconds: float
@@ -113,6 +113,13 @@ class Plan:
     least_of_each: int = 0
     longest_s: float = STOPPED_S[1]
     cluster: bool = False
+    function: Path = CODER
+    tokens: int = TOKENS
+
+    @property
+    def asks(self) -> tuple[dict[str, Any], ...]:
+        """The calls' arguments."""
+        return tuple({**ask, "max_tokens": self.tokens} for ask in ASKS)
 
     def enough(self, met: Counter[str]) -> bool:
         """Whether so many have."""
@@ -138,7 +145,7 @@ def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
         settings = {**SETTINGS, **nats.env} if nats is not None else SETTINGS
         platform = stack.enter_context(Platform(directory / "p", settings, nodes=2, gateways=2))
         name = platform.deploy(
-            CODER,
+            plan.function,
             keep_alive=3600.0,
             concurrency=SLOTS,
             min_instances=INSTANCES,
@@ -146,14 +153,14 @@ def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
             timeout=200.0,
         )
         run.note("deployed")
-        with ThreadPoolExecutor(len(ASKS)) as pool:
-            right = [answer.values for answer in pool.map(functools.partial(platform.stream, name), ASKS)]
+        with ThreadPoolExecutor(len(plan.asks)) as pool:
+            right = [answer.values for answer in pool.map(functools.partial(platform.stream, name), plan.asks)]
         place, urls = Field(platform, name, nats), gateways_of(platform)
         place.until_ready(INSTANCES)
         platform.until_cold()
         run.note("the right answers are known, and all processes there")
         before, held = place.processes(), shared_mib(platform)
-        callers = Callers(urls, platform.token, name, ASKS, CALLERS)
+        callers = Callers(urls, platform.token, name, plan.asks, CALLERS)
         with callers.running():
             _strike_on(run, place, callers, plan, outcome)
         outcome.told = callers.told

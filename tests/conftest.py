@@ -1,5 +1,6 @@
 """What holds for every test: nothing is left behind, and what cannot run here says why."""
 
+import gc
 import os
 import signal
 from functools import cache
@@ -19,6 +20,17 @@ from tests.leaks import (  # noqa: F401 - a fixture or hook is used by being her
 # Before anything imports torch: two threads that share a busy core spin for each other through every small operation,
 # ten times the time of one. What the platform's own workers run with, it says itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Collecting makes millions of objects, which all stay: a third of its time went into looking at them for garbage, again
+# and again, and later a tenth of a second of each further look.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is there now is no garbage."""
+    gc.freeze()
+    gc.enable()
+
 
 # A shell's background job has SIGINT ignored, and so would everything that it starts: programs whose Ctrl-C is tested.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

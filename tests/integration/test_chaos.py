@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,20 @@ import pytest
 from benchmarks.chaos import LEAST_IN_ALL, Plan, wreck
 from benchmarks.chaos_schedule import STOPPED_S
 from benchmarks.runner import Run
+from tests.fixtures.deployed import FUNCTIONS
 from tests.fixtures.modules import own_modules
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)  # each wait within has a deadline of its own; together they are far beyond the usual limit
-def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path) -> None:
+def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path, coder: Path) -> None:
     """As many faults as make a run count, whatever time they take; nothing here is decided by how fast anything is."""
+    function = tmp_path / "paced" / "function.py"
+    shutil.copytree(coder, function.parent)
+    shutil.copy(FUNCTIONS / "paced_coder.py", function)
     with own_modules():
-        outcome = wreck(Run(quick=True), tmp_path, Plan(seed=SEED, seconds=0.0, longest_s=STOPPED_S[0]))
+        plan = Plan(seed=SEED, seconds=0.0, longest_s=STOPPED_S[0], function=function, tokens=TOKENS)
+        outcome = wreck(Run(quick=True), tmp_path, plan)
     assert outcome.met().total() >= LEAST_IN_ALL
     assert [(told.call, told.heard.error) for told in outcome.lost()] == []
     assert (outcome.sums.lost, outcome.sums.repeated, outcome.sums.different) == (0, 0, 0)
@@ -25,5 +31,7 @@ def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path) -
     assert not outcome.processes_left
 
 
+TOKENS = 160
+"""Six seconds and more of a call: faults come upon all of them."""
 SEED = 2424
 """Its first six kinds: loaderd, gateway, worker and controller killed, a gateway stopped, NATS killed."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.cluster import QUICK
-from tests.fixtures.command import sllm, sllm_json
+from tests.fixtures.command import here, sllm_json
 from tests.fixtures.deployed import descendants, wait_gone
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -147,7 +147,7 @@ def test_it_can_leave_the_platform_up_and_its_lines_work(quick: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout) > 20
     finally:
-        sllm(env, "down")
+        here(env, "down")
 
 
 @pytest.mark.parametrize("moment", ["ready in", "cold call"])
@@ -163,10 +163,14 @@ def test_ctrl_c_leaves_nothing(quick: Path, moment: str) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("below", [(), ("sh", "-c", '"$@"; exit $?', "make")], ids=["of itself", "of its parent"])
-def test_kill_9_leaves_nothing(quick: Path, below: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("below", "moment"),
+    [((), "cold call"), (("sh", "-c", '"$@"; exit $?', "make"), "ready in")],
+    ids=["of itself", "of its parent"],
+)
+def test_kill_9_leaves_nothing(quick: Path, below: tuple[str, ...], moment: str) -> None:
     with demo(quick, below=below) as running:
-        running.until("cold call")
+        running.until(moment)
         family = running.family()
         assert len(family) >= 6
         running.process.kill()
@@ -209,7 +213,7 @@ def test_it_does_nothing_if_its_parent_was_dead_before_it_began(importing: Path)
     assert running.printed == ""
 
 
-@pytest.mark.parametrize("words", [(), ("--keep",)])
+@pytest.mark.parametrize("words", [pytest.param((), marks=pytest.mark.slow), ("--keep",)])
 def test_a_function_that_cannot_be_deployed_fails_it(quick: Path, words: tuple[str, ...]) -> None:
     function = quick / "functions" / "coder" / "function.py"
     function.write_text(
@@ -222,4 +226,4 @@ def test_a_function_that_cannot_be_deployed_fails_it(quick: Path, words: tuple[s
     assert "nowhere_to_be_found" in running.printed
     assert "demo failed" in running.printed
     wait_gone(family)
-    sllm(environment(quick), "down", expect=3)
+    here(environment(quick), "down", expect=3)

@@ -199,6 +199,7 @@ def test_a_data_directory_whose_path_is_too_long_for_a_socket(tmp_path: Path) ->
 
 
 @pytest.mark.chaos
+@pytest.mark.slow  # test_faults.py has it of a platform with functions
 def test_nothing_survives_a_kill_9_of_up(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         assert cluster.process is not None

@@ -17,6 +17,7 @@ import pytest
 from sllm.cli.load import one as find
 from sllm_runtime.protocol.errors import InvalidArgument
 from sllm_runtime.worker.local import run_local
+from tests.fixtures import command
 from tests.fixtures.waiting import GIVE_UP_S
 
 FUNCTIONS = Path(__file__).parents[2] / "fixtures" / "functions"
@@ -80,8 +81,8 @@ def test_the_users_exception_and_bad_arguments() -> None:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from sllm.cli import main; main()", "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    argv = [sys.executable, "-c", "from sllm.cli import main; main()", "run", *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_a_model_here_and_by_the_command(models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -90,8 +91,8 @@ def test_a_model_here_and_by_the_command(models: Callable[[str], Path], tmp_path
     here = run_local(find(f"{file}::sync"), {})
     assert len(here) == 4
     assert run_local(find(f"{file}::awaited"), {}) == here
-    done = run(f"{file}::sync", "n=4", "--json")
-    assert (done.returncode, [json.loads(line) for line in done.stdout.splitlines()]) == (0, here), done.stderr
+    done = command.here(os.environ, "run", f"{file}::sync", "n=4", "--json")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == here
 
 
 def test_the_command_runs_with_the_functions_environment_and_keeps_its_prints_apart(tmp_path: Path) -> None:
@@ -102,16 +103,15 @@ def test_the_command_runs_with_the_functions_environment_and_keeps_its_prints_ap
 
 
 def test_the_commands_failures() -> None:
-    done = run(str(FUNCTIONS / "raises.py"), "text=oh", "--json")
-    assert done.returncode == 1
+    done = command.here(os.environ, "run", str(FUNCTIONS / "raises.py"), "text=oh", "--json", expect=1)
     assert json.loads(done.stderr.splitlines()[-1])["error"]["code"] == "function_error"
     assert "raise ValueError(text)" in done.stderr
     assert done.stdout == ""
 
 
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from sllm.cli import main; main()", "run", str(FUNCTIONS / "slow_stream.py")]
-    with subprocess.Popen([*command, "count=100000"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    argv = [sys.executable, "-c", "from sllm.cli import main; main()", "run", str(FUNCTIONS / "slow_stream.py")]
+    with subprocess.Popen([*argv, "count=100000"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
