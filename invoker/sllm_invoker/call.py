@@ -42,6 +42,8 @@ class Call:
         """Credit that the worker knows of."""
         self.sent = 0
         """Frames below this index were sent at least once: what a beat may claim, since more was held by credit."""
+        self.said = now
+        """When anything of it was last sent to its gateway."""
         self._unheard_since: float | None = None
         """Since when frames are out with no acknowledgement at all."""
 
@@ -82,6 +84,7 @@ class Call:
         frames = self.outbox.take(budget)
         if frames:
             self.sent = max(self.sent, frames[-1].index + 1)
+            self.said = now
             if self._unheard_since is None:
                 self._unheard_since = now
         return frames

@@ -95,7 +95,6 @@ class Relay:
         self._links: dict[str, GatewayLink] = {}
         self._cancelled: dict[Key, float] = {}
         self._over: dict[Key, float] = {}
-        self._beat_at = 0.0
         self._ticked = clock()
         self._connected_since: float | None = clock()
 
@@ -207,19 +206,21 @@ class Relay:
         now = self._clock()
         stalled = now - self._ticked > limits.STALL_S
         self._ticked = now
-        beat = now - self._beat_at >= limits.HEARTBEAT_S
-        if beat:
-            self._beat_at = now
-            for memory in (self._cancelled, self._over):
-                _outdate(memory, now - REMEMBER_S)
-        for key, (call, host) in list(self._calls.items()):
+        for memory in (self._cancelled, self._over):
+            _outdate(memory, now - REMEMBER_S)
+        beat = any(now - call.said >= limits.HEARTBEAT_S for call, _host in self._calls.values())
+        for call, host in list(self._calls.values()):
             if call.running:
                 self._answer_body(call, now)
-            if beat:
-                self._link(call.gateway).note(Beat(*key, call.sent))
+            if beat and now - call.said >= limits.HEARTBEAT_S / 2:  # those that are silent, in one message
+                self._beat(call, now)
             if stalled:
                 call.forgive(now)
             self._judge(call, host, now)
+
+    def _beat(self, call: Call, now: float) -> None:
+        call.said = now
+        self._link(call.gateway).note(Beat(*call.key, call.sent))
 
     def _judge(self, call: Call, host: Host, now: float) -> None:
         if not call.running:
@@ -255,7 +256,7 @@ class Relay:
         self._connected_since = now
         for call, _host in self._calls.values():
             call.forgive(now)
-            self._link(call.gateway).note(Beat(*call.key, call.sent))
+            self._beat(call, now)
         for link in self._links.values():
             link.connected.set()
 
