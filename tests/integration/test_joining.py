@@ -20,6 +20,7 @@ from tests.fixtures.certificates import make_certificates
 from tests.fixtures.cluster import QUICK, Cluster
 from tests.fixtures.credentials import Operator
 from tests.fixtures.deployed import client_of, deploy, wait
+from tests.fixtures.terraform import render, why_no_terraform
 from tests.fixtures.waiting import GIVE_UP_S
 
 NODE = "i-0123456789abcdef0"
@@ -51,6 +52,27 @@ def joined(directory: Path, env: dict[str, str]) -> Iterator[tuple[subprocess.Po
     assert all(start_time(pid) is None for pid in document["pids"].values()), document
 
 
+def machine(directory: Path, tls: Path, url: str, credentials: Path) -> dict[str, str]:
+    """The environment of a machine of the pool: its file as terraform renders it, where terraform is there, what the
+    machine adds for itself at its boot, and this test's own access to NATS, which demands certificates of clients."""
+    variables = {
+        "home": str(directory / "node-home"),
+        "nats_url": url,
+        "nats_ca": str(tls / "ca.pem"),
+        "nats_creds": str(credentials),
+        "node_drain_s": 90,
+        "settings": {"SLLM_CUDA_DEVICES": "", "SLLM_POOL_BYTES": "268435456"},
+    }
+    if why_no_terraform() is None:
+        text = render(directory / "terraform", "modules/gpu_pool/templates/node.env.tftpl", **variables)
+    else:
+        named = ("home", "nats_url", "nats_ca", "nats_creds")
+        text = "".join(f"SLLM_{name.upper()}={variables[name]}\n" for name in named)
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    own = {"SLLM_NODE": NODE, "SLLM_LABELS": "pool=chat", "SLLM_NATS_CERT": str(tls / "client.pem")}
+    return dict(line.split("=", 1) for line in lines) | own | {"SLLM_NATS_KEY": str(tls / "client.key")}
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, dict[str, str], Path]]:
     """A platform without a node, and the environment of a machine that is to be one."""
@@ -65,7 +87,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster,
         shared = {**nats.env, **{f"SLLM_NATS_{key}": str(tls / name) for key, name in access.items()}}
         all_rights = operator.credentials(directory / "platform.creds", "platform")
         own = operator.credentials(directory / "node.creds", NODE, node_rights(NODE))
-        node = {**shared, "SLLM_NODE": NODE, "SLLM_NATS_CREDS": str(own), "SLLM_HOME": str(directory / "node-home")}
+        node = machine(directory, tls, nats.url, own)
         with Cluster(directory, nodes=0, env={**shared, "SLLM_NATS_CREDS": str(all_rights)}) as started:
             yield started, node, directory
 

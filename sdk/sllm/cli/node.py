@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Annotated
 from urllib.parse import quote
@@ -10,9 +11,15 @@ import typer
 
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
+from sllm_runtime.protocol.errors import DeadlineExceeded
 from sllm_runtime.protocol.http import API, NodeDetailView, NodeListView, NodeView
 
 Name = Annotated[str, typer.Argument(help="The node's name.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until nothing runs there; or say it and return.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", min=0, help="Seconds to wait at most; then exit status 5."),
+]
 POLL_S = 0.25
 
 app = typer.Typer(
@@ -78,9 +85,14 @@ def uncordon(context: typer.Context, name: Name, json: Json = False) -> None:
 
 
 @app.command()
-def drain(context: typer.Context, name: Name, json: Json = False) -> None:
+def drain(context: typer.Context, name: Name, wait: Wait = True, timeout: Timeout = None, json: Json = False) -> None:
     """Cordon a node and wait until nothing runs there: calls that can be carried move to other nodes, others end."""
+    until = time.monotonic() + timeout if timeout is not None else math.inf
     with output.progress("draining", quiet=json):
-        while (found := _wish(context, name, "drain")).alive and found.instances:
+        while (found := _wish(context, name, "drain")).alive and found.instances and wait:
+            if time.monotonic() >= until:
+                raise DeadlineExceeded(
+                    f"{found.instances} instance(s) still run on {name} after {timeout:g} s; it goes on draining"
+                )
             time.sleep(POLL_S)
-    _said(found, "is drained", json)
+    _said(found, "is drained" if not found.instances or not found.alive else "is being drained", json)

@@ -1,9 +1,12 @@
 """What `pip install sllm` brings: every room's code, and of the libraries only what a client needs."""
 
+import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
 from importlib.metadata import requires
 from pathlib import Path
@@ -103,6 +106,39 @@ def test_every_module_of_the_sdk_imports_without_the_servers_libraries(wheel: Pa
     command = [sys.executable, "-c", IMPORT_ALL, str(tmp_path), ",".join(HEAVY)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_built_runs_a_platform_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own, which borrows this one's libraries and programs: their ``.pth`` files, and so the
+    repository, are not followed there."""
+    place = tmp_path / "env"
+    venv.create(place)
+    python = str(place / "bin/python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True, timeout=BUILD_SECONDS, capture_output=True)
+    (libraries,) = place.glob("lib/python*/site-packages")
+    (libraries / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLLM_", "PYTHON"))}
+    env = {**kept, "SLLM_HOME": str(tmp_path / "home"), "SLLM_PRELOAD": "engine", "TMPDIR": str(tmp_path)}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+
+    def sllm(*words: str) -> str:
+        command = [str(place / "bin/sllm"), *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    origin = [python, "-c", "import sllm_runtime.control as one, sllm as two; print(one.__file__, two.__file__)"]
+    where = subprocess.run(origin, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert all(file.startswith(str(libraries)) for file in where.stdout.split()), where.stdout
+    sllm("fn", "init", "hello")
+    sllm("up", "--detach", "--port", "0")
+    try:
+        sllm("fn", "deploy", "hello/function.py")
+        assert "world" in sllm("fn", "invoke", "hello", "name=world")
+    finally:
+        sllm("down")
 
 
 def test_constraints_pin_every_library_that_is_named_in_the_project() -> None:

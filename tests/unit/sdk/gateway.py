@@ -190,7 +190,8 @@ class Gateway:
     def app(self) -> Starlette:
         scripted = ("/fn/{name}", "/fn/{name}/{version}", "/api/v1/functions/{name}/logs", "/api/v1/status")
         more = ("/api/v1/nodes", "/api/v1/models", "/api/v1/models/{digest}", "/api/v1/models/{digest}/validate",
-                "/api/v1/nodes/{node}", "/api/v1/explain/{what}", "/api/v1/events", "/metrics")  # fmt: skip
+                "/api/v1/nodes/{node}", "/api/v1/nodes/{node}/{wish}", "/api/v1/explain/{what}", "/api/v1/events",
+                "/metrics")  # fmt: skip
         return Starlette(
             routes=[
                 Route("/v1/calls/{call}/events", self.events, methods=["GET"]),

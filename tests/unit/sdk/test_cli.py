@@ -316,6 +316,22 @@ def test_lists(gateway: Gateway) -> None:
     assert "no nodes have joined" in here("node", "list").stderr
 
 
+def test_a_drain_waits_as_long_as_it_is_told_to(gateway: Gateway) -> None:
+    node = {
+        "node": "n1", "alive": True, "cordoned": True, "draining": True, "age_s": 0.0, "cpu": 2, "free_cpu": 1,
+        "memory": 4, "free_memory": 3, "instances": 2,
+    }  # fmt: skip
+    gateway.will(Answer(json=node), Answer(json=node | {"instances": 0}))
+    drained = here("node", "drain", "n1")
+    assert drained.stdout == "n1 is drained\n", drained.stderr
+    gateway.will(Answer(json=node))
+    assert here("node", "drain", "n1", "--no-wait").stdout == "n1 is being drained\n"
+    gateway.will(Answer(json=node))
+    late = here("node", "drain", "n1", "--timeout", "0")
+    assert (late.returncode, late.stdout) == (5, "")
+    assert "2 instance(s) still run on n1 after 0 s" in late.stderr
+
+
 def test_a_node_says_what_lies_where(gateway: Gateway) -> None:
     digest = "sha256:" + "ab" * 32
     node: dict[str, Any] = {
