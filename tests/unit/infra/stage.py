@@ -37,6 +37,7 @@ REAL = (
 STUBS = (
     *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "mount", "umount", "mountpoint", "dmsetup", "useradd"),
     *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "sleep", "python3.13"),
+    *("rpm", "dnf", "udevadm", "blkid"),
 )
 
 STUB = """\
@@ -84,17 +85,36 @@ esac
 """,
 }
 
+SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
+    "node": (
+        "modules/gpu_pool/templates/boot.env.tftpl",
+        {"group": "chat-gpu", "labels": "pool=chat-gpu", "peer_port": 8610},
+    ),
+    "gateway": ("modules/gateway/templates/boot.env.tftpl", {"port": 8600}),
+    "nats": (
+        "modules/nats/templates/boot.env.tftpl",
+        {
+            "server": "nats-1",
+            "cluster": "prod",
+            "routes": "nats-0.sllm.internal nats-1.sllm.internal nats-2.sllm.internal",
+            "volume": "vol-0abc",
+            "max_file_store": 2**30,
+        },
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Machine:
     """One machine. ``boot`` and ``watch`` run the real scripts there."""
 
     folder: Path
+    kind: str
 
     @classmethod
-    def create(cls, folder: Path, stages: str = "node") -> "Machine":
+    def create(cls, folder: Path, kind: str = "node") -> "Machine":
         """Lay it out in ``folder``: the scripts where cloud-init puts them, settings as terraform renders them."""
-        machine = cls(folder)
+        machine = cls(folder, kind)
         for name in ("bin", "answers", "state", "lib", "sys", "tmp"):
             (folder / name).mkdir(parents=True)
         for name in REAL:
@@ -106,32 +126,30 @@ class Machine:
         for name, answer in ANSWERS.items():
             machine.answer(name, answer)
         (folder / "sys/shmem_enabled").write_text("never\n")
-        for name in ("boot.sh", "node/node.sh", "node/watch.sh"):
-            shutil.copy(MACHINE / name, folder / "lib")
+        for script in (MACHINE / "boot.sh", *(MACHINE / kind).glob("*.sh")):
+            shutil.copy(script, folder / "lib")
         shutil.copy(MACHINE / "aws.sh", folder / "lib/cloud.sh")
-        shutil.copy(MACHINE / stages / "stages.sh", folder / "lib/stages.sh")
         digest = machine.pack("pip-25.0-py3-none-any.whl", "sllm-0.1.0-py3-none-any.whl")
         (folder / "boot.env").write_text(machine.settings(digest))
         return machine
 
     def settings(self, digest: str) -> str:
         """The boot script's settings for an artifact with that SHA-256."""
+        template, own = SETTINGS[self.kind]
         return render(
             self.folder / "tmp",
-            "modules/gpu_pool/templates/boot.env.tftpl",
-            group="chat-gpu",
+            template,
             region="us-east-1",
-            artifact_url="s3://models/sllm-node.tar.gz",
+            artifact_url="s3://models/sllm.tar.gz",
             artifact_sha256=digest,
             parameter_prefix="/sllm/prod",
-            labels="pool=chat-gpu",
-            peer_port=8610,
             account=getpass.getuser(),
             mount=str(self.folder / "mnt"),
             prefix=str(self.folder / "opt"),
             run=str(self.folder / "run"),
             cdi_file=str(self.folder / "cdi/nvidia.yaml"),
             huge_pages=str(self.folder / "sys"),
+            **own,
         )
 
     def command(self, name: str) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from sllm_gateway.settings import GatewaySettings
 from sllm_invoker.settings import InvokerSettings
 from sllm_loaderd.daemon.settings import LoaderSettings
+from sllm_runtime.control.daemon import ControllerSettings
 from sllm_runtime.platform.settings import PREFIX, Settings
-from tests.fixtures.terraform import render, why_no_terraform
+from tests.fixtures.terraform import TERRAFORM, render, why_no_terraform
 from tests.unit.infra.stage import MACHINE
 
 pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
@@ -16,6 +18,11 @@ pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"setting
 NOT_OURS = {"AWS_DEFAULT_REGION"}
 """boto3 reads it."""
 OF_THE_MACHINE = set(re.findall(r"printf '(SLLM_[A-Z_]+)=", (MACHINE / "node/stages.sh").read_text()))
+
+
+def variables(text: str) -> dict[str, str]:
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
 
 
 def node_env(tmp_path: Path) -> dict[str, str]:
@@ -29,8 +36,7 @@ def node_env(tmp_path: Path) -> dict[str, str]:
         node_drain_s=90,
         settings={"AWS_DEFAULT_REGION": "us-east-1", "SLLM_POOL_SIZE": "4"},
     )
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return dict(line.split("=", 1) for line in lines)
+    return variables(text)
 
 
 def known(*settings: type[Settings]) -> set[str]:
@@ -52,3 +58,35 @@ def test_the_daemons_take_the_values(tmp_path: Path) -> None:
     assert (invoker.replicas, invoker.pool_size, invoker.nats_creds) == (3, 4, Path("/run/sllm/nats.creds"))
     loader = LoaderSettings.load(environment, data=tmp_path, socket=tmp_path / "socket")
     assert (loader.cuda_devices, loader.peer_listen) == ("all", "10.0.0.1:8610")
+
+
+def test_gateways_and_controllers_read_theirs(tmp_path: Path) -> None:
+    text = render(
+        tmp_path / "home",
+        "modules/gateway/templates/cluster.env.tftpl",
+        home="/var/lib/sllm",
+        nats_url="tls://nats-0.sllm.internal:4222",
+        nats_ca="/run/sllm/nats-ca.pem",
+        drain_s=60,
+        settings={"AWS_DEFAULT_REGION": "us-east-1"},
+    )
+    own = set(re.findall(r"printf '(SLLM_[A-Z_]+)=", (MACHINE / "gateway/stages.sh").read_text()))
+    assert own == {"SLLM_GATEWAY", "SLLM_NATS_CREDS", "SLLM_HOST", "SLLM_PORT", "SLLM_TOKEN_FILE", "SLLM_CONTROLLER"}
+    unknown = (set(variables(text)) | own) - known(GatewaySettings, ControllerSettings)
+    assert unknown == NOT_OURS
+    assert GatewaySettings.load(variables(text)).drain == 60
+
+
+def test_a_pool_tells_the_controller_of_itself() -> None:
+    """The output ``controller_settings``, and each shape that the module knows, as the controller takes them."""
+    told = set(re.findall(r"^ +(SLLM_[A-Z_]+) +=", (TERRAFORM / "modules/gpu_pool/outputs.tf").read_text(), re.M))
+    assert "SLLM_NODES_GROUP" in told
+    assert told - known(ControllerSettings) == set()
+    shapes = (TERRAFORM / "modules/gpu_pool/shapes.tf").read_text()
+    found = re.findall(r'cpu = (\d+), memory = "(\w+)", gpus = (?:join\(.*range\((\d+)\) : )?"([\w:]+)"', shapes)
+    assert len(found) == shapes.count("cpu =")
+    for cpu, memory, count, gpu in found:
+        gpus = ",".join([gpu] * int(count or 1))
+        given = {"SLLM_NODES_CPU": cpu, "SLLM_NODES_MEMORY": memory, "SLLM_NODES_GPUS": gpus}
+        shape = ControllerSettings.load(given).shape
+        assert (shape.cpu, len(shape.gpus)) == (float(cpu), int(count or 1))

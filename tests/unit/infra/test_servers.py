@@ -1,0 +1,128 @@
+"""What NATS servers and gateways do at each boot, and the secrets that they find: real keys, certificates and a real
+nats-server that reads its configuration."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sllm_runtime.platform.nats_server import find_binary
+from tests.fixtures.terraform import why_no_terraform
+from tests.unit.infra.stage import MACHINE, RUN_SECONDS, Machine
+
+pytestmark = [
+    pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command is not here"),
+]
+
+# Makes an environment whose commands are stubs again, or what FILL writes.
+VENV = """\
+case "$*" in
+"-m venv"*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; cp "$ANSWERS/python3.13" "$ANSWERS/python"; FILL ;;
+*cluster_keys*) exec PYTHON "$@" ;;
+esac
+"""
+
+KEEPS = """#!/usr/bin/env bash
+set -e
+while [ "$1" != --name ]; do shift; done
+[ ! -e "$STORE$2" ] || { echo ParameterAlreadyExists >&2; exit 254; }
+mkdir -p "$STORE${2%/*}"
+last=${*: -1}
+cp "${last#file://}" "$STORE$2"
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A parameter store after new-secrets.sh: a file for each parameter."""
+    folder = tmp_path_factory.mktemp("secrets")
+    (folder / "bin").mkdir()
+    (folder / "bin/aws").write_text(KEEPS)
+    (folder / "bin/aws").chmod(0o755)
+    done = new_secrets(folder)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("stored /sllm/prod/") == 9
+    assert not list((folder / "tmp").iterdir()), "nothing of them stays"
+    return folder / "store"
+
+
+def new_secrets(folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "tmp").mkdir(exist_ok=True)
+    own = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "STORE": str(folder / "store"), "TMPDIR": str(folder / "tmp")}
+    return subprocess.run(
+        ["bash", str(MACHINE / "new-secrets.sh"), "/sllm/prod", "us-east-1"],
+        env=os.environ | own | {"PYTHON": sys.executable},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_SECONDS,
+        check=False,
+    )
+
+
+def machine_of(folder: Path, kind: str, store: Path) -> Machine:
+    machine = Machine.create(folder / "machine", kind)
+    machine.answer("aws", f'case "$1" in s3) cp "$ARTIFACT" "${{@: -1}}" ;; ssm) cat "{store}$6" ;; esac\n')
+    return machine
+
+
+def test_secrets_are_made_once(store: Path) -> None:
+    before = (store / "sllm/prod/nats/ca").read_text()
+    again = new_secrets(store.parent)
+    assert again.returncode != 0
+    assert "ParameterAlreadyExists" in again.stdout
+    assert (store / "sllm/prod/nats/ca").read_text() == before
+
+
+@pytest.mark.parametrize("server", ["nats-0", "nats-1", "nats-2"])
+def test_the_certificate_is_for_each_server(store: Path, server: str) -> None:
+    lies, host = store / "sllm/prod/nats", f"{server}.sllm.internal"
+    command = ["openssl", "verify", "-CAfile", str(lies / "ca"), "-verify_hostname", host, str(lies / "cert")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_nats_server(tmp_path: Path, store: Path) -> None:
+    machine = machine_of(tmp_path, "nats", store)
+    machine.answer("python3.13", VENV.replace("FILL", f'ln -s "{find_binary()}" "$4/bin/nats-server"'))
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    assert "configuration file" in done.stdout, "nats-server has read it, and takes it"
+    device = "/dev/disk/by-id/nvme-Amazon_Elastic_Block_Store_vol0abc"
+    made, mounted = machine.calls("mkfs.xfs", "mount")
+    assert made == f"mkfs.xfs -q {device}"
+    assert mounted == f"mount -o noatime {device} {machine.folder}/mnt"
+    config = (machine.folder / "run/nats.conf").read_text()
+    assert 'routes: [ "tls://nats-0.sllm.internal:6222", "tls://nats-1.sllm.internal:6222"' in config
+
+    machine.reboot()
+    machine.answer("blkid", "echo xfs\n")
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    assert machine.calls("mkfs.xfs") == [], "what has streams on it is never formatted"
+
+
+def test_a_gateway(tmp_path: Path, store: Path) -> None:
+    machine = machine_of(tmp_path, "gateway", store)
+    machine.answer("python3.13", VENV.replace("FILL", "").replace("PYTHON", f'"{sys.executable}"'))
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    run = machine.folder / "run"
+    assert (run / "gateway.env").read_text().splitlines() == [
+        "SLLM_GATEWAY=g-i-0abc",
+        f"SLLM_NATS_CREDS={run}/gateway.creds",
+        "SLLM_HOST=10.42.128.7",
+        "SLLM_PORT=8600",
+        f"SLLM_TOKEN_FILE={run}/token",
+    ]
+    assert (run / "controller.env").read_text().startswith("SLLM_CONTROLLER=c-i-0abc\n")
+    for kind in ("gateway", "controller"):
+        assert (run / f"{kind}.creds").read_text().startswith("-----BEGIN NATS USER JWT-----")
+        assert (run / f"{kind}.creds").stat().st_mode & 0o777 == 0o400
+    assert machine.calls("rpm") == ["rpm --query --quiet python3.12"]
+    assert machine.calls("dnf") == []
