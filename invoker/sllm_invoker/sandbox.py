@@ -37,6 +37,8 @@ class Wish:
 
     network: bool = False
     gpus: tuple[int, ...] = ()
+    image: str = ""
+    """Name on this node; "": the driver's own."""
 
 
 PLAIN: Final = Wish()

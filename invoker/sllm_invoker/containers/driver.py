@@ -78,7 +78,8 @@ class ContainerDriver:
         self._user = user_here(engine)
         self._tasks = Tasks("container driver")
         self._making: asyncio.Task[str] | None = None
-        self._living: set[ContainerSandbox] = set()
+        self._living: dict[str, ContainerSandbox] = {}
+        """Until the engine has been told to remove them."""
         self._python = ""
 
     @property
@@ -116,14 +117,12 @@ class ContainerDriver:
             await sandbox.close()
             raise
         self._python = sandbox.hello.python
-        self._living.add(sandbox)
-        sandbox.exited.add_done_callback(lambda _: self._living.discard(sandbox))
         return sandbox
 
     # --- one container --------------------------------------------------------------------------------
     async def _make(self, name: str, wish: Wish) -> ContainerSandbox:
         """A container that runs, and has what it needs to start its worker."""
-        image = await self._named()
+        image = wish.image or await self._named()
         async with AsyncExitStack() as trial:
             rendezvous = Rendezvous(self._root, name, self._user)
             trial.callback(rendezvous.close)
@@ -141,7 +140,9 @@ class ContainerDriver:
             trial.callback(os.close, pidfd)
             parts = _equip(name, rendezvous, connection, pid, pidfd)
             trial.pop_all()
-        return ContainerSandbox(name, self._engine, parts, self._sizes.memory, self._remove_later)
+        made = ContainerSandbox(name, self._engine, parts, self._sizes.memory, self._tasks, self._closed)
+        self._living[name] = made
+        return made
 
     def _spec(self, name: str, image: str, rendezvous: Rendezvous, wish: Wish) -> ContainerSpec:
         sizes = self._sizes
@@ -210,6 +211,11 @@ class ContainerDriver:
             self._remove_later(name)
         await monitor.ended(MEET_S)
 
+    def _closed(self, name: str, removed: bool) -> None:
+        del self._living[name]
+        if not removed:
+            self._remove_later(name)
+
     def _remove_later(self, name: str) -> None:
         self._tasks.start(self._remove_again(name), f"remove {name}")
 
@@ -226,7 +232,7 @@ class ContainerDriver:
 
     async def close(self) -> None:
         """Kill every container of ours."""
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._living)))
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._living.values())))
         await self._tasks.close()
 
 

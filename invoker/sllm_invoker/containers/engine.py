@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
 from sllm_invoker.containers import arguments
@@ -35,6 +35,9 @@ class Engine:
     kind: Kind
     program: str
     options: tuple[str, ...] = ()
+    turns: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE), init=False, repr=False, compare=False
+    )
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -42,7 +45,8 @@ class Engine:
 
     async def command(self, *words: str, data: bytes | None = None, within_s: float = COMMAND_S) -> str:
         """What the command prints, ``data`` at its stdin. Raises ``EngineFailed``; cancelled, the command is killed."""
-        out, _err = await self._run(words, data, within_s)
+        async with self.turns:
+            out, _err = await self._run(words, data, within_s)
         return out
 
     async def _run(self, words: Sequence[str], data: bytes | None, within_s: float) -> tuple[str, str]:
@@ -92,7 +96,8 @@ class Engine:
 
     async def wait(self, name: str, within_s: float = COMMAND_S) -> int:
         """The exit code of its process 1, once that has ended."""
-        return int((await self.command("wait", name, within_s=within_s)).strip() or -1)
+        out, _err = await self._run(("wait", name), None, within_s)  # as long as others want to be made
+        return int(out.strip() or -1)
 
     async def last_words(self, name: str) -> str:
         """What it wrote before its worker had pipes of its own; "" where the engine cannot say."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,7 @@ from sllm_invoker.containers.engine import Engine, EngineFailed
 from sllm_invoker.containers.monitor import Monitor
 from sllm_invoker.containers.rendezvous import Rendezvous
 from sllm_invoker.sandbox import Exit
+from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import KILLED_S
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol import codec
@@ -23,6 +25,10 @@ from sllm_runtime.protocol.worker import CONTAINER_HOME, Exited, FromZygote, Hel
 
 log = logging.getLogger(__name__)
 
+ASKED_S: Final = 3.0
+"""Process 1 does what it is told within milliseconds, on a loaded machine within a second."""
+REPORT_S: Final = 5.0
+"""What a dead process 1 has said is there to be read; only a stranger who holds its socket could keep us waiting."""
 WAIT_S: Final = 10.0
 """The engine says the exit code of a container whose first process could not."""
 LEAST_CPU: Final = 1.0
@@ -61,25 +67,29 @@ def end_by_code(code: int | None, asked: bool) -> Exit:
 
 
 class ContainerSandbox:
-    """Used once. ``close`` on every path; ``failed`` is told the name of one that the engine could not remove."""
+    """Used once. ``close`` on every path."""
 
-    def __init__(self, name: str, engine: Engine, parts: Parts, base: int, failed: Callable[[str], None]) -> None:
-        """``base``: bytes that it needs before it runs anything of a function."""
+    def __init__(
+        self, name: str, engine: Engine, parts: Parts, base: int, tasks: Tasks, closed: Callable[[str, bool], None]
+    ) -> None:
+        """``base``: bytes that it needs before it runs anything of a function. ``tasks``: their owner lives longer.
+        ``closed`` is told its name at its end, and whether the engine has removed it."""
         self._name = name
         self._base = base
         self._engine = engine
         self._parts = parts
-        self._failed = failed
+        self._tasks = tasks
+        self._closed = closed
         self._pid = parts.pid
         self._asked = False
         self._closing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._dead: asyncio.Future[None] = self._loop.create_future()
         self._exited: asyncio.Future[Exit] = self._loop.create_future()
-        self._given_up: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.hello = Hello(pid=0, python="")
         self._loop.add_reader(parts.pidfd, self._on_death)
-        self._watching = asyncio.create_task(self._watch(), name=f"watch {name}")
+        self._watching = tasks.start(self._watch(), f"watch {name}")
 
     @property
     def name(self) -> str:
@@ -127,15 +137,20 @@ class ContainerSandbox:
             self._dead.set_result(None)
 
     async def _watch(self) -> None:
-        report = await self._report()
-        await self._dead
+        """Until it is known how it ended; whatever goes wrong here, that it did is said."""
+        reading = self._tasks.start(self._report(), f"hear {self._name}")
+        try:
+            await self._dead
+            done, _ = await asyncio.wait({reading}, timeout=REPORT_S)
+            self._settle(await self._end(reading.result() if done else None))
+        finally:
+            reading.cancel()
+            self._settle(Exit(None, asked=self._asked))
+
+    async def _end(self, report: Exited | None) -> Exit:
         if report is not None:
-            end = end_of(report, self._asked)
-        elif self._asked:
-            end = end_by_code(None, asked=True)
-        else:
-            end = end_by_code(await self._code(), asked=False)
-        self._settle(end)
+            return end_of(report, self._asked)
+        return end_by_code(None if self._asked else await self._code(), self._asked)
 
     async def _report(self) -> Exited | None:
         """What process 1 says before it ends, if it can."""
@@ -155,8 +170,8 @@ class ContainerSandbox:
             return None
 
     def _settle(self, end: Exit) -> None:
-        if self._given_up is not None:
-            self._given_up.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if not self._exited.done():
             self._exited.set_result(end)
 
@@ -165,12 +180,17 @@ class ContainerSandbox:
         self._settle(Exit(None, asked=True))
 
     def kill(self) -> None:
-        """SIGKILL to process 1: the kernel ends the rest. Repeatable."""
-        if self._pid == 0:
+        """Tell process 1 to end everything: if its worker had ended before, it can still say how. Repeatable."""
+        if self._pid == 0 or self._asked:
             return
         self._asked = True
-        if self._given_up is None:
-            self._given_up = self._loop.call_later(KILLED_S, self._hangs)
+        self._timer = self._loop.call_later(ASKED_S, self._kill)
+        with contextlib.suppress(OSError):
+            self._parts.first.sock.shutdown(socket.SHUT_WR)
+
+    def _kill(self) -> None:
+        """It has not done so: SIGKILL to process 1, and the kernel ends the rest."""
+        self._timer = self._loop.call_later(KILLED_S, self._hangs)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._parts.pidfd, signal.SIGKILL)
 
@@ -179,7 +199,7 @@ class ContainerSandbox:
         self.kill()
         end = await asyncio.shield(self._exited)
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close {self._name}")
+            self._closing = self._tasks.start(self._close(), f"close {self._name}")
         await asyncio.shield(self._closing)
         return end
 
@@ -192,11 +212,16 @@ class ContainerSandbox:
             wire.close()
         for fd in (parts.stdout, parts.stderr, parts.pidfd):
             os.close(fd)
+        removed = await self._remove()
+        if not await parts.monitor.ended(KILLED_S):
+            log.warning("the monitor of sandbox %s has not ended", self._name)
+        parts.rendezvous.close()
+        self._closed(self._name, removed)
+
+    async def _remove(self) -> bool:
         try:
             await self._engine.remove(self._name)
         except EngineFailed as error:
             log.error("sandbox %s is dead but not removed: %s", self._name, error.message)
-            self._failed(self._name)
-        if not await parts.monitor.ended(KILLED_S):
-            log.warning("the monitor of sandbox %s has not ended", self._name)
-        parts.rendezvous.close()
+            return False
+        return True

@@ -1,5 +1,6 @@
 """Process 1 of a container: fetches the worker's socket and pipes from the invoker, forks the worker, reaps what that
-leaves behind, hands SIGTERM on, and says how the worker ended. When it ends, the kernel ends all the rest.
+leaves behind, hands SIGTERM on, and says how the worker ended. When it ends, the kernel ends all the rest. It ends
+everything itself when the invoker says no more to it, dead or not: so it can still say what there was to say.
 
 Run as ``python -m sllm_runtime.worker.container``. It imports no user code and none of the large libraries: those are
 the worker's. No process of the container can trace it, though it has the same user, nor kill it.
@@ -100,11 +101,18 @@ class First:
                         os.read(self._wake, 4096)
                     self._reap()
                 else:
-                    return _LOST  # the invoker is gone, or says what nobody asked for
+                    self._end_all()
         ended = report(sandbox, self._status, oom_kills())
         with contextlib.suppress(OSError):
             self._wire.send(codec.pack(FromZygote(ended)))
         return ended.code or (128 + ended.signal if ended.signal else 0)
+
+    def _end_all(self) -> None:
+        self._reap()
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # all that there is here but this process
+            _, self._status = os.waitpid(self._worker, 0)
 
     def _reap(self) -> None:
         while True:

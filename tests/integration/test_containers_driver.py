@@ -1,0 +1,120 @@
+"""The container driver with a real engine: warm sandboxes that end in every way, and containers that become none."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sllm_invoker.containers import probe
+from sllm_invoker.containers.arguments import Owner
+from sllm_invoker.containers.choice import COMMAND
+from sllm_invoker.containers.driver import ContainerDriver, Sizes
+from sllm_invoker.containers.engine import Engine
+from sllm_invoker.images.base import Base
+from sllm_invoker.images.store import Store
+from sllm_invoker.sandbox import Sandbox
+from sllm_runtime.protocol.errors import Unavailable
+from tests.fixtures.waiting import GIVE_UP_S
+
+pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+SIZES = Sizes(memory=1 << 30, cpu=2.0, pids=64, tmp=32 << 20)
+Make = Callable[..., Coroutine[Any, Any, ContainerDriver]]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return asyncio.run(probe.find())
+
+
+@pytest.fixture(scope="module")
+def image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return asyncio.run(Base(Store(engine), tmp_path_factory.mktemp("image"), dict(os.environ)).ensure())
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Owner:
+    return Owner(node="n1", place=str(tmp_path), boot="b1")
+
+
+@pytest.fixture
+async def make(engine: Engine, image: str, owner: Owner, tmp_path: Path) -> AsyncIterator[Make]:
+    """A driver that has begun, of another image or command where one is given. Nothing of its containers is left."""
+    made = []
+
+    async def driver(of: str = image, command: tuple[str, ...] = COMMAND) -> ContainerDriver:
+        async def named() -> str:
+            return of
+
+        made.append(ContainerDriver(engine, named, command, owner, tmp_path / "sandboxes", SIZES))
+        await made[-1].start()
+        return made[-1]
+
+    try:
+        yield driver
+    finally:
+        for each in made:
+            await each.close()
+    assert await engine.of_node(owner) == ()
+    assert not any((tmp_path / "sandboxes").iterdir())
+
+
+async def ended(sandbox: Sandbox) -> tuple[int | None, int, bool]:
+    async with asyncio.timeout(GIVE_UP_S):
+        end = await sandbox.exited
+    await sandbox.close()
+    assert sandbox.pid == 0
+    return end.code, end.signal, end.asked
+
+
+async def test_how_each_ends_is_known(make: Make, engine: Engine, owner: Owner) -> None:
+    driver = await make()
+    names = [f"sllm-test-{number}-{os.getpid()}" for number in range(4)]
+    killed, stopped, left, lost = await asyncio.gather(*map(driver.create, names))
+    assert driver.python == killed.python != ""
+    assert len(await engine.of_node(owner)) == 4
+    killed.kill()
+    assert await ended(killed) == (0, signal.SIGKILL, True)
+    os.kill(stopped.pid, signal.SIGTERM)  # as `podman stop` does: process 1 hands it on
+    assert await ended(stopped) == (0, signal.SIGTERM, False)
+    left.wire.close()  # its invoker is gone
+    assert await ended(left) == (0, 0, False)
+    os.kill(lost.pid, signal.SIGKILL)  # process 1 can say nothing more; the engine does
+    assert await ended(lost) == (0, signal.SIGKILL, False)
+
+
+async def test_an_image_that_is_not_there_is_the_engines_own_error(make: Make) -> None:
+    driver = await make("localhost/sllm-no-such-image:1")
+    with pytest.raises(Unavailable, match=r"run` failed .*sllm-no-such-image"):
+        await driver.create(f"sllm-test-{os.getpid()}")
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [("pass", "ended at once"), ("raise SystemExit('nothing here is ours')", "nothing here is ours")],
+)
+async def test_a_container_that_does_not_come_is_missed(make: Make, program: str, says: str) -> None:
+    driver = await make(command=("python", "-c", program))
+    with pytest.raises(Unavailable, match=says):
+        await driver.create(f"sllm-test-{os.getpid()}")
+
+
+async def test_a_worker_that_cannot_import_is_quoted(make: Make) -> None:
+    broken = "import sys; sys.modules['torch'] = None; from sllm_runtime.worker.container import main; sys.exit(main())"
+    driver = await make(command=("python", "-c", broken))
+    with pytest.raises(Unavailable, match=r"ended early: exit code 70; it said: .*torch"):
+        await driver.create(f"sllm-test-{os.getpid()}")
+
+
+async def test_what_an_earlier_life_has_left_is_removed(make: Make, engine: Engine, owner: Owner) -> None:
+    first = await make()
+    sandbox = await first.create(f"sllm-test-{os.getpid()}")
+    await make()
+    assert await engine.of_node(owner) == ()
+    code, number, asked = await ended(sandbox)
+    assert not asked
+    assert (code, number) in [(0, signal.SIGKILL), (None, 0)]  # asked before the engine had removed it, or after
