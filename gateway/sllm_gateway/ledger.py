@@ -40,6 +40,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
+        self._begun: dict[str, _Line] = {}
+        """Those of which nothing is written yet."""
         self._gone: list[str] = []
         self.news = asyncio.Event()
         """Set when a stream has begun that is not written."""
@@ -50,12 +52,13 @@ class Ledger:
     def begin(self, call: Call, asked: CallOrder) -> None:
         """It has been admitted. One that cannot go on elsewhere, or whose request is large, is left out."""
         if call.resumption is not None and len(call.order.body) <= MOST_LOGGED:
-            self._lines[call.id] = _Line(call, asked)
+            self._lines[call.id] = self._begun[call.id] = _Line(call, asked)
             self.news.set()
 
     def end(self, call: str) -> None:
         """It is over."""
         line = self._lines.pop(call, None)
+        self._begun.pop(call, None)
         if line is not None and line.whole is not None:
             self._gone.append(call)
 
@@ -68,17 +71,21 @@ class Ledger:
         self._gone.clear()
         for line in self._lines.values():
             line.whole = None
+        self._begun = dict(self._lines)
         if self._lines:
             self.news.set()
 
-    def logs(self, now: float) -> list[Log]:
-        """What is new, in messages that are not too large. It counts as written from now on."""
+    def logs(self, now: float, *, begun: bool = False) -> list[Log]:
+        """What is new, in messages that are not too large. It counts as written from now on. ``begun``: only what has
+        begun or ended since; no other stream is looked at."""
         self.news.clear()
+        lines = list((self._begun if begun else self._lines).values())
+        self._begun.clear()
         gone, self._gone = self._gone, []
         found: list[Log] = []
         entries: list[LogEntry] = [Gone(call) for call in gone]
         size = len(entries) * _GONE_BYTES
-        for line in self._lines.values():
+        for line in lines:
             entry = _entry(line, now)
             if entry is None:
                 continue

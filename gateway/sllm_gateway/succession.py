@@ -62,6 +62,8 @@ class Succession:
         self._watch: Watch | None = None
         self._due = 0.0
         """When the next beat is."""
+        self._looked = -IDS_S
+        """When all streams were last looked at for ids."""
 
     async def start(self) -> None:
         """Begin this gateway's life. Raises ``Unavailable``."""
@@ -81,7 +83,7 @@ class Succession:
         self._watch = None
         try:
             async with asyncio.timeout(BEAT_S):
-                await self._log()
+                await self._log(last=True)
                 await self._lives.beat(over=True)
         except (TimeoutError, Unavailable, Over, Lost) as error:
             log.info("others are not told of this gateway's end: %s", error or type(error).__name__)
@@ -105,8 +107,12 @@ class Succession:
             await self._pause(ORDERS_S)
             await self._news(min(self._due - self._clock(), IDS_S))
 
-    async def _log(self) -> None:
-        for entries in self._ledger.logs(self._clock()):
+    async def _log(self, *, last: bool = False) -> None:
+        now = self._clock()
+        all_of_them = last or now - self._looked >= IDS_S
+        if all_of_them:
+            self._looked = now
+        for entries in self._ledger.logs(now, begun=not all_of_them):
             await self._lives.write(entries)
 
     async def _news(self, most_s: float) -> None:

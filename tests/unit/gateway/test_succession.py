@@ -70,6 +70,10 @@ class Gateway:
         elif what == "write":
             self.now += count
             self.logs += self.ledger.logs(self.now)
+        elif what == "beginnings":
+            self.logs += self.ledger.logs(self.now, begun=True)
+        elif what == "anew":
+            self.ledger.anew()
         elif call is None:
             return
         elif what == "ids":
@@ -94,7 +98,7 @@ class Gateway:
 
 
 STEPS = st.tuples(
-    st.sampled_from(["begin", "begin", "ids", "ids", "write", "write", "moves", "again", "end"]),
+    st.sampled_from(["begin", "begin", "ids", "ids", "write", "beginnings", "moves", "again", "end"]),
     st.integers(0, 3),
     st.integers(1, 9),
 )
@@ -131,6 +135,30 @@ def test_only_what_is_new_is_written() -> None:
         gateway.do(what, 0, 2)
     assert [type(entry) for log in gateway.logs for entry in log.entries] == [Whole, More, Gone]
     assert [len(log.entries) for log in gateway.logs] == [1, 1, 1]
+
+
+def test_a_beginning_is_written_without_a_look_at_the_others() -> None:
+    gateway = Gateway()
+    steps = [
+        ("begin", 0),
+        ("beginnings", 0),
+        ("ids", 0),
+        ("begin", 1),
+        ("beginnings", 0),
+        ("end", 1),
+        ("beginnings", 0),
+    ]
+    for what, number in steps:
+        gateway.do(what, number, 2)
+    written = [type(entry) for log in gateway.logs for entry in log.entries]
+    assert written == [Whole, Whole, Gone], "the ids of the first wait for the next look"
+    gateway.do("write", 0, 1)
+    assert [type(entry) for entry in gateway.logs[-1].entries] == [More]
+    gateway.do("anew", 0, 1)
+    gateway.do("beginnings", 0, 1)
+    assert [type(entry) for entry in gateway.logs[-1].entries] == [Whole], (
+        "what does not count is to be written at once"
+    )
 
 
 def test_what_cannot_go_on_elsewhere_or_is_large_is_left_out() -> None:
