@@ -37,7 +37,7 @@ REAL = (
 STUBS = (
     *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "mount", "umount", "mountpoint", "dmsetup", "useradd"),
     *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "sleep", "python3.13"),
-    *("rpm", "dnf", "udevadm", "blkid"),
+    *("rpm", "dnf", "udevadm", "blkid", "gcloud"),
 )
 
 STUB = """\
@@ -112,7 +112,7 @@ class Machine:
     kind: str
 
     @classmethod
-    def create(cls, folder: Path, kind: str = "node") -> "Machine":
+    def create(cls, folder: Path, kind: str = "node", cloud: str = "aws") -> "Machine":
         """Lay it out in ``folder``: the scripts where cloud-init puts them, settings as terraform renders them."""
         machine = cls(folder, kind)
         for name in ("bin", "answers", "state", "lib", "sys", "tmp"):
@@ -128,7 +128,7 @@ class Machine:
         (folder / "sys/shmem_enabled").write_text("never\n")
         for script in (MACHINE / "boot.sh", *(MACHINE / kind).glob("*.sh")):
             shutil.copy(script, folder / "lib")
-        shutil.copy(MACHINE / "aws.sh", folder / "lib/cloud.sh")
+        shutil.copy(MACHINE / f"{cloud}.sh", folder / "lib/cloud.sh")
         digest = machine.pack("pip-25.0-py3-none-any.whl", "sllm-0.1.0-py3-none-any.whl")
         (folder / "boot.env").write_text(machine.settings(digest))
         return machine

@@ -194,3 +194,40 @@ def test_the_node_says_when_it_is_ready(machine: Machine) -> None:
     done = machine.run("node.sh")
     assert done.stdout == "up --node\n"
     assert (machine.folder / "run/ready").read_text() == "READY\n"
+
+
+def test_the_same_on_google_cloud(tmp_path: Path) -> None:
+    machine = Machine.create(tmp_path / "machine", cloud="gcp")
+    machine.answer(
+        "curl",
+        """\
+case "$*" in
+*/instance/name) printf chat-gpu-x1z2 ;;
+*/ip) printf 10.128.0.7 ;;
+*/zone) printf projects/1/zones/us-central1-a ;;
+*/machine-type) printf projects/1/machineTypes/a2-highgpu-1g ;;
+*/preemptible) printf TRUE ;;
+*/preempted) printf TRUE ;;
+*) exit 22 ;;
+esac
+""",
+    )
+    machine.answer(
+        "gcloud",
+        'case $1 in storage) cp "$ARTIFACT" "${@: -1}" ;; secrets) printf "SECRET of %s\\n" "${@: -1}" ;; esac\n',
+    )
+    shown = (machine.folder / "answers/lsblk").read_text()
+    machine.answer("lsblk", shown.replace("Amazon EC2 NVMe Instance Storage", "nvme_card1"))
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    assert stages(done.stdout) == DONE
+    assert len(machine.calls("wipefs")) == 2
+    assert (machine.folder / "run/nats-ca.pem").read_text() == "SECRET of sllm-prod-nats-ca\n"
+    assert (machine.folder / "run/node.env").read_text().splitlines() == [
+        "SLLM_NODE=chat-gpu-x1z2",
+        "SLLM_LABELS=pool=chat-gpu,zone=us-central1-a,type=a2-highgpu-1g,market=spot",
+        "SLLM_PEER_LISTEN=10.128.0.7:8610",
+        "SLLM_PEER_TOKEN=SECRET of sllm-prod-node-peer-token",
+    ]
+    assert "it is preempted; draining" in machine.run("watch.sh").stdout
+    assert machine.calls("systemctl") == ["systemctl stop sllm-node.service"]
