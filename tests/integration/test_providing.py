@@ -1,6 +1,5 @@
 """A platform without a node, whose controller has nodes made as calls need them: real processes, from none to none."""
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.spawned import Spawned, spawned
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import client_of, deploy, wait
+from tests.fixtures.deployed import deploy, wait
 from tests.fixtures.streams import Stream
 
 POOL = {
@@ -23,7 +22,8 @@ POOL = {
 
 
 def the_node(cluster: Cluster) -> Spawned:
-    (node,) = spawned(cluster.data / "pool").values()
+    """The one that is not about to go."""
+    (node,) = [each for each in spawned(cluster.data / "pool").values() if each.ending is None]
     return node
 
 
@@ -32,18 +32,33 @@ def test_nodes_come_for_calls_and_go_when_there_are_none(tmp_path: Path) -> None
     with Cluster(tmp_path, nodes=0, env=POOL) as cluster:
         assert spawned(cluster.data / "pool") == {}
         deploy(cluster, "slow_stream", name="paced", keep_alive=0, memory="64MiB")
-        first = the_node(cluster)
-        with client_of(cluster) as client, closing(client.stream("paced", {"count": 100, "pause": 0.02})) as values:
+        with Stream(cluster, "paced", {"count": 100, "pause": 0.02}) as stream:
+            values = stream.values()
             assert next(values) == 0
+            first = the_node(cluster)
             old = cluster.kill("controller")
             cluster.wait_restarted("controller", old)
             assert list(values) == list(range(1, 100)), "the node outlives the controller that made it"
         wait(lambda: spawned(cluster.data / "pool") == {}, "the node goes when it has nothing to do")
         assert start_time(first.pid) is None
         wait(lambda: cluster.http.get(f"{API}/nodes").json()["nodes"] == [], "it is forgotten")
-        with Stream(cluster, "paced", {"count": 3, "pause": 0.001}) as stream:
-            assert list(stream.values()) == [0, 1, 2]
-        assert the_node(cluster).node != first.node
+        with Stream(cluster, "paced", {"count": 100, "pause": 0.02}) as stream:
+            values = stream.values()
+            assert next(values) == 0
+            second = the_node(cluster)
+            assert second.node != first.node
+            assert list(values) == list(range(1, 100))
         told = cluster.http.get(f"{API}/events").text
         for kind in ("pool.grows", "node.leaving", "node.given_back", "node.removed"):
             assert f'"kind":"{kind}"' in told
+    assert start_time(second.pid) is None, "what is left ends with the platform"
+
+
+@pytest.mark.slow
+def test_a_node_ends_with_a_platform_that_is_killed(tmp_path: Path) -> None:
+    with Cluster(tmp_path, nodes=0, env=POOL) as cluster:
+        deploy(cluster, "slow_stream", name="paced", keep_alive=300, memory="64MiB")
+        node = the_node(cluster)
+        assert cluster.process is not None
+        cluster.process.kill()
+        wait(lambda: start_time(node.pid) is None, "it has ended")

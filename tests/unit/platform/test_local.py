@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_runtime.platform.local import Layout, Options, prepare, specs
+from sllm_runtime.platform.local import Layout, Options, node_specs, prepare, specs
 from sllm_runtime.platform.supervise import ChildSpec
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest
@@ -121,3 +121,26 @@ def test_a_socket_s_path_is_never_too_long(length: int) -> None:
 )
 def test_the_url_is_one_that_can_be_called(tmp_path: Path, host: str, url: str) -> None:
     assert options(tmp_path, host=host).url == url
+
+
+def test_a_pool_of_nodes_has_identities_and_a_place_that_functions_do_not_see(tmp_path: Path) -> None:
+    given = options(tmp_path / "run", pool=2)
+    found = made(given)
+    assert {identity.identity for identity in given.identities() if identity.kind == "node"} == {
+        "n1", "p1", "p2", "p3", "p4",
+    }  # fmt: skip
+    place = str(Layout(given.data).pool)
+    assert found["controller"].env["SLLM_NODES_DATA"] == place
+    assert place in json.loads(found["invoker-n1"].env["SLLM_PRIVATE"])
+
+
+def test_a_node_alone_hides_what_its_platform_hides_and_has_time_to_leave(tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "node")
+    environment = {"SLLM_NODE": "i-1", "SLLM_PRIVATE": '["/secret"]', "SLLM_IDENTITY_FILE": "/own", "SLLM_TOKEN": "t"}
+    loader, invoker = node_specs(layout, "i-1", 30.0, environment)
+    assert (invoker.env["SLLM_NODE"], loader.env["SLLM_NODE"]) == ("i-1", "i-1")
+    assert invoker.env["SLLM_IDENTITY_FILE"] == "/own", "credentials of its own, not a file that is made here"
+    assert "/secret" in json.loads(invoker.env["SLLM_PRIVATE"])
+    assert invoker.env["SLLM_NODE_DRAIN"] == "30.0"
+    assert invoker.grace_s > 30
+    assert "SLLM_TOKEN" not in invoker.env
