@@ -29,14 +29,17 @@ async def serve(settings: InvokerSettings, stop: asyncio.Event) -> None:
     bus = await Bus.connect(settings, settings.node, name=f"sllm-invoker {settings.node}", jetstream=False)
     environment = sandbox_environment(os.environ, settings)
     driver: SandboxDriver
+    images = None
     if engine is not None:
-        driver = choice.driver(settings, engine, environment)
+        outer = {key: value for key, value in os.environ.items() if not key.startswith("SLLM_")}
+        images = choice.images(settings, engine, outer)
+        driver = choice.driver(settings, engine, images)
     else:
         driver = ProcessDriver(
             environment, argv=settings.fork_server, isolate=settings.isolate, on_end=lambda: end_orphans(set())
         )
     try:
-        await Node(settings, bus, driver).run(stop, ready)
+        await Node(settings, bus, driver, images).run(stop, ready)
     finally:
         await bus.close()
 

@@ -17,7 +17,7 @@ from sllm_invoker import exits, verdicts
 from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_names, clip_report, clip_spans
 from sllm_invoker.follower import EOF_S, Follower, ended
 from sllm_invoker.output import Output
-from sllm_invoker.preparation import Prepared, assignment, prepare
+from sllm_invoker.preparation import Prepared, assignment, image_of, prepare
 from sllm_invoker.sandbox import Exit, Sandbox
 from sllm_invoker.surroundings import Surroundings
 from sllm_invoker.verdicts import Verdict
@@ -140,7 +140,8 @@ class Instance:
     # --- start --------------------------------------------------------------------------------------
     async def _begin(self, stack: AsyncExitStack) -> None:
         try:
-            prepared = await prepare(self.order, self._around.suppliers, stack, self._report, self._around.clock)
+            image, around = await self._image(), self._around
+            prepared = await prepare(self.order, around.suppliers, stack, self._report, around.clock, image)
             await self._assign(prepared, stack)
         except SllmError as error:
             self._conclude(verdicts.failed(error, self._stage))
@@ -148,6 +149,14 @@ class Instance:
             log.exception("instance %s", self.order.instance)
             bug = InternalError(f"starting instance {self.order.instance}: {type(error).__name__}: {error}")
             self._conclude(verdicts.failed(bug, self._stage))
+
+    async def _image(self) -> str:
+        """Made before its start counts: ``startup_timeout`` runs from the sandbox on."""
+        assert self._timer is not None
+        self._timer.cancel()
+        found = await image_of(self.order, self._around.suppliers.images, self._report)
+        self._timer = asyncio.get_running_loop().call_later(self.order.manifest.startup_timeout, self._start_timed_out)
+        return found
 
     @property
     def _stage(self) -> str:

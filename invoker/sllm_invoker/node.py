@@ -21,7 +21,7 @@ from sllm_invoker.loader import Loader
 from sllm_invoker.logs import LogSink
 from sllm_invoker.models import Models
 from sllm_invoker.pool import WarmPool
-from sllm_invoker.preparation import Suppliers
+from sllm_invoker.preparation import Images, Suppliers
 from sllm_invoker.proofs import Proofs
 from sllm_invoker.relay import Relay
 from sllm_invoker.report import Reporter
@@ -72,10 +72,13 @@ def sandbox_environment(environment: Mapping[str, str], settings: InvokerSetting
 class Node:
     """The invoker of one node. ``run`` is its life."""
 
-    def __init__(self, settings: InvokerSettings, bus: Bus, driver: SandboxDriver) -> None:
+    def __init__(
+        self, settings: InvokerSettings, bus: Bus, driver: SandboxDriver, images: Images | None = None
+    ) -> None:
         self._settings = settings
         self._bus = bus
         self._driver = driver
+        self._drivers = ("process",) if images is None else ("container",)
         self._node = settings.node
         self._boot = uuid.uuid4().hex
         self._term = 0
@@ -103,7 +106,9 @@ class Node:
         self._instances = Instances(
             self._node,
             self._ledger(),
-            Suppliers(self._pool, self._bundles, self._loader, self._workdirs, Proofs(settings.data_dir / "proofs")),
+            Suppliers(
+                self._pool, self._bundles, self._loader, self._workdirs, Proofs(settings.data_dir / "proofs"), images
+            ),
             self._sink,
             ready=self._relay.ready,
             consumed=self._relay.consumed,
@@ -301,6 +306,7 @@ class Node:
             dram_used=dram_used(loader) if loader is not None else 0,
             storage=storage(loader) if loader is not None else None,
             python=".".join(self._driver.python.split(".")[:2]),
+            drivers=self._drivers,
             instances=self._instances.statuses(),
         )
 

@@ -17,11 +17,11 @@ from sllm_invoker.sandbox import Sandbox, Wish
 from sllm_invoker.start_times import StartTimes
 from sllm_invoker.wiring import members
 from sllm_invoker.workdir import Workdirs
-from sllm_runtime.protocol.errors import InvalidCheckpoint, SllmError
+from sllm_runtime.protocol.errors import ImageFailed, InvalidCheckpoint, PythonMismatch, SllmError
 from sllm_runtime.protocol.loader import CPU
 from sllm_runtime.protocol.node import Progress, StartInstance
 from sllm_runtime.protocol.records import ModelRecord
-from sllm_runtime.protocol.timeline import IMPORT, WEIGHTS, Span
+from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, WEIGHTS, Span
 from sllm_runtime.protocol.worker import Assign, Member
 
 Report = Callable[[Progress], None]
@@ -50,6 +50,13 @@ class Weights(Protocol):
         """Every process of ``holder`` is dead: what it held may be used again."""
 
 
+class Images(Protocol):
+    """Images of this node's containers."""
+
+    async def ensure(self, image: str | None, requirements: Sequence[str], report: Callable[[str], None]) -> str:
+        """The name of what a manifest asks for; made first where it is not there."""
+
+
 @dataclass(frozen=True)
 class Suppliers:
     """Where the parts come from."""
@@ -59,6 +66,8 @@ class Suppliers:
     weights: Weights
     workdirs: Workdirs
     proofs: Proofs = field(default_factory=Proofs)
+    images: Images | None = None
+    """None: sandboxes are processes, which run from no image."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +92,15 @@ class Prepared:
 
 
 async def prepare(
-    order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack, report: Report, clock: Callable[[], float]
+    order: StartInstance,
+    suppliers: Suppliers,
+    stack: AsyncExitStack,
+    report: Report,
+    clock: Callable[[], float],
+    image: str = "",
 ) -> Prepared:
-    """Everything for ``order``. What is acquired is freed by ``stack``, also when a part fails.
+    """Everything for ``order``, its sandboxes of ``image``. What is acquired is freed by ``stack``, also when a part
+    fails.
 
     Raises the first part's ``SllmError``.
     """
@@ -96,7 +111,7 @@ async def prepare(
     stack.push_async_callback(suppliers.workdirs.remove, workdir)
     those = members(order.manifest.parallelism)
     tasks = (
-        asyncio.ensure_future(times.timed(_sandboxes(order, those, suppliers, stack))),
+        asyncio.ensure_future(times.timed(_sandboxes(order, image, those, suppliers, stack))),
         asyncio.ensure_future(times.timed(_bundle(order, suppliers, stack))),
         asyncio.ensure_future(_weights(order, those, suppliers, stack, times.told)),
     )
@@ -127,20 +142,51 @@ def check_partitions(order: StartInstance) -> None:
         )
 
 
+async def image_of(order: StartInstance, images: Images | None, report: Report) -> str:
+    """The image that the instance asks for, made first where this node lacks it; "": it asks for none.
+
+    Raises ``ImageFailed``, ``Unavailable``.
+    """
+    manifest = order.manifest
+    if manifest.image is None and not manifest.requirements:
+        return ""
+    if images is None:
+        raise ImageFailed("this node's sandboxes are processes, which run from no image", stage=SANDBOX)
+    with _stage(SANDBOX):
+        return await images.ensure(
+            manifest.image, manifest.requirements, lambda step: report(Progress(stage=SANDBOX, message=step))
+        )
+
+
+def check_python(order: StartInstance, python: str) -> None:
+    """Raise ``PythonMismatch`` where a sandbox's Python cannot unpickle the function."""
+    wanted = order.manifest.handler.python
+    has = ".".join(python.split(".")[:2])
+    if wanted and has != wanted:
+        raise PythonMismatch(
+            f"function {order.function!r} was pickled by Python {wanted}, image {order.manifest.image} runs {has}: "
+            f"take one with Python {wanted}, or put the function in a file of its own, which is imported by name",
+            field="image",
+            stage=SANDBOX,
+        )
+
+
 def holder(order: StartInstance, member: Member) -> str:
     """The name that loaderd knows a member's sandbox by."""
     return f"{order.instance}.{member.number}" if member.number else order.instance
 
 
 async def _sandboxes(
-    order: StartInstance, those: Sequence[Member], suppliers: Suppliers, stack: AsyncExitStack
+    order: StartInstance, image: str, those: Sequence[Member], suppliers: Suppliers, stack: AsyncExitStack
 ) -> tuple[Sandbox, ...]:
     made = []
     for member in those:
-        sandbox = await suppliers.pool.acquire(Wish(order.manifest.network, order.gpus))
+        sandbox = await suppliers.pool.acquire(Wish(order.manifest.network, order.gpus, image))
         if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
             stack.push_async_callback(suppliers.weights.gone, holder(order, member))
         stack.push_async_callback(sandbox.close)
+        if order.manifest.image is not None:
+            check_python(order, sandbox.python)
         await sandbox.confine(order.manifest.memory + order.weights, order.manifest.cpu)
         made.append(sandbox)
     return tuple(made)

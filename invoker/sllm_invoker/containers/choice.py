@@ -13,6 +13,7 @@ from sllm_invoker.containers.arguments import Owner
 from sllm_invoker.containers.driver import ContainerDriver, Sizes
 from sllm_invoker.containers.engine import Engine
 from sllm_invoker.images.base import Base
+from sllm_invoker.images.functions import FunctionImages
 from sllm_invoker.images.store import Store
 from sllm_invoker.settings import InvokerSettings
 from sllm_runtime.protocol.errors import InvalidRequest, Unavailable
@@ -51,8 +52,14 @@ async def engine_for(settings: InvokerSettings) -> Engine | None:
     return engine
 
 
-def driver(settings: InvokerSettings, engine: Engine, environment: Mapping[str, str]) -> ContainerDriver:
-    """Containers of ``settings.image``, else of the base image, which is made with ``environment``."""
+def images(settings: InvokerSettings, engine: Engine, environment: Mapping[str, str]) -> FunctionImages:
+    """Images for functions; ``environment``: with the settings of pip's index, for our own program alone."""
+    store, scratch = Store(engine), settings.home / "images"
+    return FunctionImages(store, Base(store, scratch, environment), scratch, environment)
+
+
+def driver(settings: InvokerSettings, engine: Engine, made: FunctionImages) -> ContainerDriver:
+    """Containers of ``settings.image``, else of the base image, or of what ``made`` makes for a function."""
     place = settings.data_dir.absolute()
     sizes = Sizes(
         memory=settings.container_memory,
@@ -65,8 +72,6 @@ def driver(settings: InvokerSettings, engine: Engine, environment: Mapping[str, 
     async def image() -> str:
         if settings.image:
             return settings.image
-        scratch = settings.home / "images"
-        scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return await Base(Store(engine), scratch, environment).ensure(lambda step: log.info("image: %s", step))
+        return await made.ensure(None, (), lambda step: log.info("image: %s", step))
 
     return ContainerDriver(engine, image, COMMAND, owner, place / "sandboxes", sizes)

@@ -48,6 +48,9 @@ class Images(Protocol):
     async def build_image(self, reference: str, context: Path) -> None:
         """Build ``context``'s Containerfile, with no network and no registry."""
 
+    async def prune(self) -> None:
+        """Remove those of ours that were made long ago and are not in use."""
+
 
 class Base:
     """Makes the base image of this installation, or finds it."""
@@ -96,6 +99,10 @@ class Base:
             await write((*self._producer, "ours"), self._env, context / LAYER, LAYER_S)
             await self._images.build_image(reference, context)
         log.info("made the image %s over %s", reference, system)
+        try:
+            await self._images.prune()
+        except Unavailable as error:
+            log.warning("old images were not removed: %s", error.message)
 
 
 @contextlib.asynccontextmanager

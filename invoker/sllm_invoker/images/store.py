@@ -11,6 +11,7 @@ from sllm_invoker.images import places
 IMPORT_S: Final = 600.0
 """A gigabyte to a slow disk, which the engine reads, writes and takes digests of."""
 BUILD_S: Final = 600.0
+KEPT: Final = "168h"
 
 
 class Commands(Protocol):
@@ -32,6 +33,11 @@ class Store:
 
     async def has_image(self, reference: str) -> bool:
         return bool((await self._engine.command("images", "--quiet", reference)).strip())
+
+    async def prune(self) -> None:
+        """Remove images of ours that are older than KEPT and that no container runs from."""
+        filters = ("--filter", f"label={places.LABEL}", "--filter", f"until={KEPT}")
+        await self._engine.command("image", "prune", "--all", "--force", *filters, within_s=BUILD_S)
 
     async def import_image(self, reference: str, archive: Path, changes: Sequence[str]) -> None:
         """An image of one layer: what the tar file ``archive`` holds."""

@@ -57,7 +57,7 @@ def need_of(manifest: Manifest) -> Need:
         gpu_memory=manifest.gpu_memory or 0,
         labels=manifest.labels,
         container=container,
-        python=manifest.handler.python or "",
+        python=manifest.handler.python or "" if manifest.image is None else "",  # an image has its own
     )
 
 
@@ -99,7 +99,7 @@ def unheeded(manifest: Manifest) -> tuple[str, ...]:
 
 def check_python(view: View, manifest: Manifest) -> None:
     """Raises ``PythonMismatch`` if pickled code can run on no node."""
-    wanted = manifest.handler.python
+    wanted = manifest.handler.python if manifest.image is None else None
     pythons = {node.status.python for node in view.nodes.values() if node.status is not None}
     if wanted and pythons and "" not in pythons and wanted not in pythons:
         have = " and ".join(sorted(pythons))

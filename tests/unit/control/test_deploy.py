@@ -127,6 +127,7 @@ async def test_a_later_version_that_fails_keeps_the_route_of_the_one_before(benc
         ({"parallelism": {"tensor": 2, "pipeline": 2}}, Unsatisfiable, "leave one of them out"),
         ({"parallelism": {"pipeline": 17}}, Unsatisfiable, "at most 16 processes, 17 are asked for"),
         ({"parallelism": {"pipeline": 2}}, Unsatisfiable, "needs engine=True"),
+        ({"handler": {"python": "3.9"}, "image": "mine:1"}, Unsatisfiable, "container driver for image mine:1"),
         ({"handler": {"python": "3.9"}}, PythonMismatch, "pickled by Python 3.9, the nodes run 3.11"),
     ],
 )

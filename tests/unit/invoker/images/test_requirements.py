@@ -9,21 +9,7 @@ import pytest
 from sllm_invoker.images import requirements
 from sllm_invoker.images.contents import SITE
 from sllm_runtime.protocol.errors import ImageFailed
-
-
-def wheel(directory: Path, name: str, version: str, *requires: str) -> None:
-    """A wheel with one module that says its version."""
-    info = f"{name}-{version}.dist-info"
-    needs = "".join(f"Requires-Dist: {each}\n" for each in requires)
-    files = {
-        f"{name}.py": f"version = {version!r}\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as file:
-        for path, text in files.items():
-            file.writestr(path, text)
-        file.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD")))
+from tests.fixtures.wheels import only, wheel
 
 
 @pytest.fixture
@@ -31,10 +17,8 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where pip looks, and nowhere else."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    for name, value in only(tmp_path / "wheels").items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "wheels").mkdir()
     return tmp_path / "wheels"
 

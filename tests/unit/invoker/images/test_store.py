@@ -26,6 +26,13 @@ async def test_an_image_is_there_when_the_engine_names_it() -> None:
     assert nothing.words == [("images", "--quiet", "localhost/sllm-base:aa")]
 
 
+async def test_what_is_removed_is_ours_old_and_unused() -> None:
+    engine = Recorded("podman")
+    await Store(engine).prune()
+    filters = ("--filter", "label=sllm.image", "--filter", "until=168h")
+    assert engine.words == [("image", "prune", "--all", "--force", *filters)]
+
+
 @pytest.mark.parametrize("kind", ["podman", "docker"])
 async def test_an_import_carries_the_configuration(kind: str) -> None:
     engine = Recorded(kind)

@@ -1,0 +1,60 @@
+"""A function with requirements, from its deployment to its call, in containers of a layer that pip made."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sllm_runtime.protocol.errors import ImageFailed
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.deployed import client_of, deploy
+from tests.fixtures.wheels import only, wheel
+
+pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1500)]
+# Where no node of this machine has made it yet, the base image is made first.
+
+GREETS = """
+from sllm import model_function
+
+@model_function(memory="128MiB", cpu=0.1)
+def greets() -> str:
+    import greeting
+    return f"{greeting.version} {greeting.__file__}"
+"""
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheels")
+    wheel(directory, "greeting", "1.0", "msgspec>=0.1")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cluster(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    asked = {"SLLM_SANDBOX": "auto", "SLLM_REQUIRE_ISOLATION": "true", "SLLM_POOL_SIZE": "0", **only(wheels)}
+    with Cluster(tmp_path_factory.mktemp("platform"), env=asked) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def greets(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("function") / "function.py"
+    file.write_text(GREETS)
+    return os.fspath(file)
+
+
+def test_requirements_are_there_when_the_function_is_called(cluster: Cluster, greets: str) -> None:
+    deploy(cluster, greets, name="greets", requirements=["Greeting >= 1"], startup_timeout=300)
+    with client_of(cluster) as client:
+        said = client.call("greets", {})
+    assert said == "1.0 /opt/sllm/lib/python{}.{}/site-packages/greeting.py".format(*sys.version_info)
+
+
+def test_what_pip_cannot_have_fails_the_deployment_with_its_words(cluster: Cluster, greets: str) -> None:
+    with pytest.raises(ImageFailed, match=r"pip could not install politeness[\s\S]*No matching distribution"):
+        deploy(cluster, greets, name="polite", requirements=["politeness"])
+    with pytest.raises(ImageFailed, match="is not on this node"):
+        deploy(cluster, greets, name="elsewhere", image="example.invalid/nobody:1")
