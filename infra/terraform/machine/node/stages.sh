@@ -53,8 +53,8 @@ memory() {
 gpus() {
     nvidia-smi --list-gpus | grep --quiet '^GPU ' # a machine whose driver found none is no node
     nvidia-smi --persistence-mode=1 >/dev/null
-    mkdir -p "$(dirname "$CDI_FILE")"
-    nvidia-ctk --quiet cdi generate --output="$CDI_FILE.new"
+    (umask 022; mkdir -p "$(dirname "$CDI_FILE")"; nvidia-ctk --quiet cdi generate --output="$CDI_FILE.new")
+    chmod 644 "$CDI_FILE.new" # container engines of any account read it
     mv "$CDI_FILE.new" "$CDI_FILE"
 }
 
