@@ -91,6 +91,15 @@ def test_tokens_stream_out_of_a_container_from_weights_nobody_can_write(cluster:
         assert list(client.stream("coder", ASK)) == pieces
 
 
+def test_stages_of_one_model_meet_in_two_containers(cluster: Cluster, coder: Path) -> None:
+    with client_of(cluster) as client:
+        pieces = list(client.stream("coder", ASK))
+    deploy(cluster, str(coder / "function.py"), name="staged", parallelism={"pipeline": 2})
+    with client_of(cluster) as client:
+        assert list(client.stream("staged", ASK)) == pieces
+        client.request("DELETE", "/api/v1/functions/staged")
+
+
 def test_nothing_can_be_reached_over_the_network(cluster: Cluster, neighbour: None) -> None:
     nats = urlsplit(cluster.running().nats_url).port
     deploy(cluster, "reaches_network")

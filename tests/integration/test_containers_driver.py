@@ -16,7 +16,7 @@ from sllm_invoker.containers.driver import ContainerDriver, Sizes
 from sllm_invoker.containers.engine import Engine
 from sllm_invoker.images.base import Base
 from sllm_invoker.images.store import Store
-from sllm_invoker.sandbox import Sandbox
+from sllm_invoker.sandbox import Sandbox, Wish
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -63,6 +63,11 @@ async def make(engine: Engine, image: str, owner: Owner, tmp_path: Path) -> Asyn
     assert not any((tmp_path / "sandboxes").iterdir())
 
 
+def interfaces(pid: int) -> list[str]:
+    """Network interfaces that a process sees; the loopback is one."""
+    return Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
+
+
 async def ended(sandbox: Sandbox) -> tuple[int | None, int, bool]:
     async with asyncio.timeout(GIVE_UP_S):
         end = await sandbox.exited
@@ -85,6 +90,28 @@ async def test_how_each_ends_is_known(make: Make, engine: Engine, owner: Owner) 
     assert await ended(left) == (0, 0, False)
     os.kill(lost.pid, signal.SIGKILL)  # process 1 can say nothing more; the engine does
     assert await ended(lost) == (0, signal.SIGKILL, False)
+
+
+async def test_a_sandbox_outlives_its_monitor(make: Make, engine: Engine, owner: Owner, tmp_path: Path) -> None:
+    """What an engine leaves beside a container may be killed: podman's conmon, whose child process 1 is."""
+    driver = await make()
+    name = f"sllm-test-{os.getpid()}"
+    sandbox = await driver.create(name)
+    monitor = tmp_path / "sandboxes" / name / "monitor"
+    if not monitor.exists():
+        pytest.skip(f"{engine.kind} has no monitor for each container")
+    os.kill(int(monitor.read_text()), signal.SIGKILL)
+    sandbox.kill()
+    assert await ended(sandbox) == (0, signal.SIGKILL, True)
+
+
+async def test_who_wants_the_network_gets_a_sandbox_of_its_own(make: Make) -> None:
+    driver = await make()
+    wish = Wish(network=True)
+    assert not driver.serves(wish)
+    sandbox = await driver.create(f"sllm-test-{os.getpid()}", wish)
+    assert len(interfaces(sandbox.pid)) > 1
+    await sandbox.close()
 
 
 async def test_an_image_that_is_not_there_is_the_engines_own_error(make: Make) -> None:

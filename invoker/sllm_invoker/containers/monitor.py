@@ -16,10 +16,8 @@ class Monitor:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._pidfd: int | None = None
-        self._pid = 0
         with contextlib.suppress(OSError, ValueError):
-            self._pid = int(file.read_text())
-            self._pidfd = os.pidfd_open(self._pid)
+            self._pidfd = os.pidfd_open(int(file.read_text()))
         if self._pidfd is None:
             self._ended.set_result(None)
         else:
@@ -28,12 +26,17 @@ class Monitor:
     def _dead(self) -> None:
         assert self._pidfd is not None
         self._loop.remove_reader(self._pidfd)
+        reap(self._pidfd)
         os.close(self._pidfd)
-        with contextlib.suppress(ChildProcessError):  # somebody else's child
-            os.waitpid(self._pid, os.WNOHANG)
         self._ended.set_result(None)
 
     async def ended(self, within_s: float) -> bool:
         """Whether it has ended by then."""
         _, late = await asyncio.wait([self._ended], timeout=within_s)
         return not late
+
+
+def reap(pidfd: int) -> None:
+    """Wait for a process that has ended, if it is our child: it may have become so when its parent died."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sllm_invoker.containers.engine import Engine, EngineFailed
-from sllm_invoker.containers.monitor import Monitor
+from sllm_invoker.containers.monitor import Monitor, reap
 from sllm_invoker.containers.rendezvous import Rendezvous
 from sllm_invoker.sandbox import Exit
 from sllm_runtime.platform.owned import Tasks
@@ -132,6 +132,7 @@ class ContainerSandbox:
     def _on_death(self) -> None:
         """Its process 1 has ended, and with it everything else in it."""
         self._loop.remove_reader(self._parts.pidfd)
+        reap(self._parts.pidfd)
         self._pid = 0
         if not self._dead.done():
             self._dead.set_result(None)
