@@ -37,7 +37,7 @@ def _leave(view: View, instance: Instance, now: float) -> View:
         return instances.stop(view, instance, WHY, 0.0)
     needed = bool(instance.running) or instance.manifest.min_instances > 0
     if not (needed and instance.carries):
-        return instances.stop(view, instance, WHY, instance.manifest.timeout)
+        return instances.stop(view, instance, WHY, instance.manifest.timeout, resume=instance.carries)
     known = view.migrations.get(instance.record.instance)
     if known is not None and not final(MIGRATION, known.state):
         return view

@@ -154,7 +154,8 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
     for instance in autoscale.expired(ready, least=least, waiting=waiting, now=context.now):
         why = f"idle for {instance.idle_s(context.now):.0f} s, keep_alive is {autoscale.keep_s(instance):g} s"
-        view = instances.stop(view, instance, why, manifest.timeout)
+        # A call may be on its way to it. One that outlives the grace goes on elsewhere, if it can.
+        view = instances.stop(view, instance, why, manifest.timeout, resume=instance.carries)
     return view
 
 
@@ -169,7 +170,7 @@ def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, 
             idle = view.instances[name]
             # A call may be on its way to it: it still ends when that call does.
             grace = 0.0 if decision.at_once else idle.manifest.timeout
-            view = instances.stop(view, idle, f"makes room for {key[0]}", grace, resume=decision.at_once)
+            view = instances.stop(view, idle, f"makes room for {key[0]}", grace, resume=idle.carries)
     if isinstance(decision, Migrate):
         view = replace(view, moves={**view.moves, **{move.instance: move for move in decision.moves}})
     reason = decision.reason

@@ -64,6 +64,20 @@ def test_calls_that_cannot_be_carried_end_where_they_are() -> None:
     assert (stop.instance, stop.grace_s) == (source, 77)
 
 
+@pytest.mark.parametrize("carries", [True, False])
+@pytest.mark.parametrize("why", ["drained", "idle"])
+def test_a_call_that_outlives_the_grace_goes_on_elsewhere_if_it_can(why: str, carries: bool) -> None:
+    """It may have been on its way when its instance was thought idle."""
+    world, source = running(resumable=carries, keep_alive=2)
+    works(world, source, 0)
+    if why == "drained":
+        cordon(world, "n1", drain=True)
+    else:
+        world.now += 3.0
+    (stop,) = [action for action in world.plan() if isinstance(action, SendStop)]
+    assert (stop.instance, stop.resume) == (source, carries)
+
+
 def test_one_that_finds_no_room_goes_on_and_is_asked_for_again() -> None:
     world, source = running(cpu=4.0)
     world.nodes["n2"].holds["other"] = (4.0, ())
