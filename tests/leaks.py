@@ -160,10 +160,12 @@ def _settle(before: Found, kinds: frozenset[str]) -> Found:
         return left
     gc.collect()
     deadline = time.monotonic() + GRACE_SECONDS
-    while left and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+    while True:
+        last = time.monotonic() >= deadline  # what goes while this machine stands still has gone in time
         left = _of_this_run(left_behind(before, look(kinds)))
-    return left
+        if last or not left:
+            return left
+        time.sleep(POLL_SECONDS)
 
 
 def _of_this_run(left: Found) -> Found:

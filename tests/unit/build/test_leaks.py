@@ -16,16 +16,24 @@ LEAKING = {
     "processes": "import subprocess; kept.append(subprocess.Popen(['sleep', '600']))",
     "files": "import tempfile; tempfile.mkdtemp(prefix='sllm-')",
     "descriptors": "import os; os.open('/dev/null', os.O_RDONLY)",
-    "threads": "import threading; threading.Thread(target=stop.wait, args=(3,)).start()",
+    "threads": "import threading; threading.Thread(target=stop.wait).start()",
 }
-HEAD = "import threading\nimport pytest\nkept = []\nstop = threading.Event()\n"
+HEAD = """
+import threading
+import pytest
+kept = []
+stop = threading.Event()
+def teardown_module():
+    stop.set()
+"""
 ORPHAN = "import subprocess; subprocess.run(['sh', '-c', 'sleep 600 & echo $! >orphan'], check=True)"
 
 
 def run_pytest(folder: Path, code: str, *options: str, grace: str = "0.2") -> subprocess.CompletedProcess[str]:
     """Run `code` as a test file under the guard."""
     (folder / "test_it.py").write_text(HEAD + code)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.leaks", "--rootdir", str(folder), *options]
+    plugins = ["--disable-plugin-autoload", "-p", "pytest_asyncio.plugin", "-p", "tests.leaks"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--rootdir", str(folder), *options]
     return subprocess.run(
         command,
         cwd=folder,
@@ -94,9 +102,9 @@ def test_thread_ends_soon():
     threading.Thread(target=stop.wait, args=(0.3,)).start()
 @pytest.mark.leaves_behind("threads")
 def test_is_excused():
-    threading.Thread(target=stop.wait, args=(2,)).start()
+    threading.Thread(target=stop.wait).start()
 """
-    done = run_pytest(tmp_path, code, "-o", "markers=leaves_behind", grace="2")
+    done = run_pytest(tmp_path, code, "-o", "markers=leaves_behind", grace="60")
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
 

@@ -8,6 +8,7 @@ from sllm_runtime.control import backoff
 from sllm_runtime.control.deletion import leaving
 from sllm_runtime.control.view import Key
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, final
+from tests.fixtures.examples import examples
 from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest
 
 FUNCTIONS = ("a", "b", "c")
@@ -158,4 +159,4 @@ def _let_end(node: FakeNode) -> None:
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCluster.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sllm_gateway.queue import SlotQueue
 from sllm_runtime.protocol.records import RouteEntry
+from tests.fixtures.examples import examples
 
 INSTANCES = ("a", "b", "c")
 
@@ -98,7 +99,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestQueue = Machine.TestCase
-TestQueue.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestQueue.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
 def entry(name: str, size: int = 1) -> RouteEntry:

@@ -35,6 +35,7 @@ from sllm_runtime.protocol.checkpoint import (
     index_digest,
 )
 from sllm_runtime.protocol.errors import InvalidCheckpoint
+from tests.fixtures.examples import examples
 
 CHUNK = 8192
 
@@ -183,7 +184,7 @@ HOSTILE = (
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.lists(st.tuples(st.sampled_from(_paths(PLAIN)), HOSTILE), min_size=1, max_size=3))
 def test_a_hostile_index_gives_a_typed_error_or_is_sound(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     value = json.loads(json.dumps(PLAIN))

@@ -12,6 +12,7 @@ from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.frames import Frame, FrameKind
 from sllm_runtime.protocol.stream import Inbox, Outbox
+from tests.fixtures.examples import examples
 
 STEP_S = 0.05
 COST = limits.FRAME_COST
@@ -125,7 +126,7 @@ class Pair:
     delay=st.integers(1, 8),
     reads=st.floats(0.1, 1),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_every_frame_arrives_once_and_in_order(
     sizes: list[int], seed: int, loss: float, repeat: float, delay: int, reads: float
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.examples import examples
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
 
 SOURCE = """
@@ -59,7 +60,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ACTIONS, min_size=1, max_size=12))
 def test_every_call_ends_once(served: Worker, actions: list[tuple[str, Any, Any]]) -> None:
     calls: list[tuple[int, dict[str, Any]]] = []

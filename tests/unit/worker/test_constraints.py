@@ -24,6 +24,7 @@ from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
+from tests.fixtures.examples import examples
 from tests.fixtures.models import llama
 from tests.unit.worker.engine.driver import finish, ids
 
@@ -154,7 +155,7 @@ def alone(number: int) -> tuple[int, ...]:
     return outputs(engine(), stream(number))[number]
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(st.data())
 def test_no_schedule_changes_a_token(data: st.DataObject) -> None:
     """Outputs held to rules join, leave, sleep and move to another engine with what their rules have read."""
@@ -190,7 +191,7 @@ def test_no_schedule_changes_a_token(data: st.DataObject) -> None:
         assert found == (alone(number)[: len(found)] if number in gone else alone(number))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     words=st.lists(st.text("abe \n", min_size=1, max_size=4), min_size=1, max_size=3),
     picks=st.lists(st.integers(0, 2**20), max_size=12),

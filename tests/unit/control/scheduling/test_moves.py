@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sllm_runtime.control.scheduling.moves import Amounts, Movable, Target, search
+from tests.fixtures.examples import examples
 
 SERVERS = ("a", "b", "c")
 
@@ -45,7 +46,7 @@ def clusters(draw: st.DrawFn) -> tuple[Amounts, list[Movable], dict[str, Amounts
     return draw(amounts), movable, {server: draw(amounts) for server in SERVERS}
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(clusters())
 def test_the_search_finds_what_trying_everything_finds(
     cluster: tuple[Amounts, list[Movable], dict[str, Amounts]],

@@ -22,6 +22,7 @@ from sllm_runtime.control.scheduling.rooms import CLOSE_S
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.scheduling.startup import Preemption, StartupTime
 from sllm_runtime.control.view import Instance, Key, View
+from tests.fixtures.examples import examples
 from tests.unit.control.scheduling.cluster import GB, cluster, function, idle, model, node, place
 
 M, OTHER = model("m", 20 * GB), model("other", GB)
@@ -156,7 +157,7 @@ def elsewhere(view: View, servers: Mapping[str, Server], gone: tuple[Instance, .
     return best
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(seed=st.integers(0, 2**32), nodes=st.integers(2, 3), wide=st.booleans())
 def test_the_policy_finds_what_trying_everything_finds(seed: int, nodes: int, wide: bool) -> None:
     """On clusters of up to three nodes, with starts of one and of four accelerators."""

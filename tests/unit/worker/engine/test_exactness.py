@@ -19,6 +19,7 @@ from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
+from tests.fixtures.examples import examples
 from tests.unit.worker.engine import driver
 from tests.unit.worker.engine.driver import MIB, Rows, decoder, exact, finish, ids, page_bytes, request, run
 
@@ -115,7 +116,7 @@ def test_batches_with_two_threads(dtype: torch.dtype) -> None:
     _batches(dtype, 45)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_no_schedule_changes_a_token(data: st.DataObject) -> None:
     """Joins, cancellations, exports and sleeps in any order, with too little KV memory for all."""

@@ -21,6 +21,7 @@ from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.ours.adapter import TILE, Adapter, LowRank
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
+from tests.fixtures.examples import examples
 from tests.fixtures.families import family
 from tests.unit.worker.engine.driver import engine, finish, ids, page_bytes, request, run
 
@@ -133,7 +134,7 @@ def test_a_resume_goes_on_at_every_position(home: Path) -> None:
         assert at == 90 or whole[:at] + rest == whole
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_no_schedule_changes_a_token(home: Path, data: st.DataObject) -> None:
     """Adapters come and go while requests that name them run."""
