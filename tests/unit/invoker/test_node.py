@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sllm_runtime.protocol import codec, limits, subjects
-from sllm_runtime.protocol.errors import NoCapacity, StaleTerm
+from sllm_runtime.protocol.errors import Draining, NoCapacity, StaleTerm
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.frames import Cancel, Open
 from sllm_runtime.protocol.node import StopInstance
@@ -17,7 +17,7 @@ from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import BUNDLE, NodeUnderTest, node_under_test, order
 from tests.fixtures.nats import NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 @pytest.fixture
@@ -252,6 +252,20 @@ async def test_an_instance_that_is_stopped_lets_its_calls_end_first(node: NodeUn
     assert (await node.gateway.ended(call)).error is None
     assert len(call.values) == 3000
     await node.reaches(instance, InstanceState.STOPPED)
+
+
+async def test_a_node_that_is_asked_to_stop_lets_what_runs_leave(nats: Nats, tmp_path: Path) -> None:  # noqa: F811
+    """It says so and begins nothing more; when the controller has ended what was there, it ends."""
+    async with node_under_test(nats, tmp_path, node_drain=GIVE_UP_S) as node:
+        instance = await node.start("count=3000")
+        _, call = await node.gateway.open(instance, credit=4 * 1024)
+        node.stopping.set()
+        await until(lambda: node.status.draining, what="it says that it takes no more")
+        with pytest.raises(Draining):
+            await node.begin()
+        await node.stop(instance, grace_s=GIVE_UP_S)
+        assert (await node.gateway.ended(call)).error is None
+        assert len(call.values) == 3000
 
 
 async def test_an_instance_that_is_stopped_at_once_cancels_its_calls(node: NodeUnderTest) -> None:
