@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
-from sllm.doctor import kernel, machine, nats, software, storage
+from sllm.doctor import containers, kernel, machine, nats, software, storage
 from sllm.doctor.finding import Check, Finding
 
 
@@ -29,7 +30,10 @@ def run() -> Iterator[Finding]:
         lambda: kernel.locked_memory(gpu),
         lambda: nats.nats(needed=server),
         machine.gpu,
-        machine.containers,
+        containers.engine,
+        lambda: containers.control_groups(os.geteuid()),
+        lambda: containers.user_namespaces(os.geteuid(), containers.user_name()),
+        lambda: containers.gpu_names(gpu),
     )
     for check in here:
         yield check()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sllm import profiles
-from sllm.doctor import checks, kernel, machine, nats, software, storage
+from sllm.doctor import checks, containers, kernel, machine, nats, software, storage
 from sllm.doctor.finding import Level
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -25,7 +25,8 @@ def test_here() -> None:
     names = [each.check for each in found]
     assert len(set(names)) == len(names)
     assert {"python", "port", "direct I/O", "memfd seals", "huge pages", "open files", "locked memory"} <= set(names)
-    assert {"nats", "gpu", "containers", "disk space", "sandboxes"} <= set(names)
+    assert {"nats", "gpu", "containers", "control groups", "user namespaces", "cdi"} <= set(names)
+    assert {"disk space", "sandboxes"} <= set(names)
 
 
 def test_without_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,13 +141,67 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_engine_and_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = machine.containers()
+    found = containers.engine()
     assert (found.level, found.what) == (Level.WARNING, "docker is not installed; podman is not installed")
     for name in ("docker", "nvidia-smi"):
         (tmp_path / name).write_text("#!/bin/sh\necho 1.2.3\n")
         (tmp_path / name).chmod(0o755)
-    assert machine.containers().what == "docker 1.2.3"
+    assert containers.engine().what == "docker 1.2.3"
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     assert machine.gpu().what == "1.2.3"
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'driver/library version mismatch' >&2\nexit 9\n")
     assert (machine.gpu().level, machine.gpu().what) == (Level.FAILURE, "driver/library version mismatch")
+
+
+def test_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "CGROUPS", tmp_path)
+    monkeypatch.setattr(containers, "OWN_GROUP", tmp_path / "own")
+    assert containers.control_groups(0).what == "not mounted: cpu, memory, pids"
+    for name in ("cpu", "memory", "pids"):
+        (tmp_path / name).mkdir()
+    assert containers.control_groups(0).level is Level.OK
+    assert "lets only root" in containers.control_groups(1000).remedy
+
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    assert containers.control_groups(0).what == "version 2, as root"
+    assert containers.control_groups(1000).what == "version 2, not delegated to this user: cpu, memory, pids"
+    (tmp_path / "own").write_text("0::/user.slice/mine.scope\n")
+    (tmp_path / "user.slice" / "mine.scope").mkdir(parents=True)
+    (tmp_path / "user.slice" / "mine.scope" / "cgroup.controllers").write_text("memory pids\n")
+    found = containers.control_groups(1000)
+    assert (found.what, "Delegate=" in found.remedy) == ("version 2, not delegated to this user: cpu", True)
+    (tmp_path / "user.slice" / "mine.scope" / "cgroup.controllers").write_text("cpu memory pids\n")
+    assert containers.control_groups(1000).level is Level.OK
+
+
+def test_user_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "SYSCTL", tmp_path)
+    monkeypatch.setattr(containers, "SUBUID", tmp_path / "subuid")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "podman").write_text("#!/bin/sh\n")
+    (tmp_path / "podman").chmod(0o755)
+    assert containers.user_namespaces(0, "root").level is Level.OK
+    cases = [
+        ("user/max_user_namespaces", "0", "the kernel permits none"),
+        ("kernel/unprivileged_userns_clone", "0", "for root alone"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1", "AppArmor keeps them"),
+    ]
+    for path, value, said in cases:
+        file = tmp_path / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(value)
+        assert containers.user_namespaces(1000, "me").what.startswith(said)
+        file.unlink()
+    found = containers.user_namespaces(1000, "me")
+    assert (found.level, "--add-subuids" in found.remedy) == (Level.WARNING, True)
+    (tmp_path / "subuid").write_text("me:100000:65536\n")
+    assert containers.user_namespaces(1000, "me").level is Level.OK
+
+
+def test_gpus_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "CDI", (tmp_path / "none", tmp_path))
+    (tmp_path / "other.json").write_text('{"kind": "vendor.example/device"}')
+    assert containers.gpu_names(False).level is Level.OK
+    assert "nvidia-ctk" in containers.gpu_names(True).remedy
+    (tmp_path / "nvidia.yaml").write_text("cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n")
+    assert containers.gpu_names(True).what == str(tmp_path / "nvidia.yaml")
