@@ -20,11 +20,13 @@ NOW: Final = 1000.0
 GPUS: Final = 8
 COPIES: Final = 4
 """Nodes whose SSD has a model; one of them has it in DRAM as well."""
+SEED: Final = 1
+"""Of the cluster that two processes make each for itself."""
 _GB: Final = 10**9
 _GIB: Final = 2**30
 
 
-def cluster(nodes: int, models: int, rng: random.Random) -> tuple[View, list[Key]]:
+def cluster(nodes: int, models: int, rng: random.Random, keep_alive: float = 60.0) -> tuple[View, list[Key]]:
     """The cluster with nothing running, and its versions: one function for each model."""
     records = [_model(number, rng) for number in range(models)]
     ssd: dict[int, list[str]] = {number: [] for number in range(nodes)}
@@ -34,7 +36,9 @@ def cluster(nodes: int, models: int, rng: random.Random) -> tuple[View, list[Key
         for home in homes:
             ssd[home].append(record.digest)
         dram[homes[0]].append(record.digest)
-    versions = {(f"f{number}", 1): _version(f"f{number}", record.digest) for number, record in enumerate(records)}
+    versions = {
+        (f"f{number}", 1): _version(f"f{number}", record.digest, keep_alive) for number, record in enumerate(records)
+    }
     there = [_node(number, tuple(ssd[number]), tuple(dram[number]), rng) for number in range(nodes)]
     view = View(
         functions={name: FunctionRecord(function=name, active=1, last_version=1) for name, _ in versions},
@@ -51,10 +55,10 @@ def _model(number: int, rng: random.Random) -> ModelRecord:
     return ModelRecord(digest=f"sha256:{number}", uri=f"s3://models/{number}", nbytes=nbytes, partitions=(nbytes,))
 
 
-def _version(name: str, model: str) -> VersionRecord:
+def _version(name: str, model: str, keep_alive: float) -> VersionRecord:
     handler = {"entry": "m:f", "kind": "generator", "streams": True}
     fields = {"name": name, "handler": handler, "gpu": "H100", "memory": _GIB, "max_instances": 8}
-    fields |= {"engine": True, "model": model, "concurrency": 1}
+    fields |= {"engine": True, "model": model, "concurrency": 1, "keep_alive": keep_alive}
     manifest = Manifest.model_validate(fields)
     return VersionRecord(
         function=name,
