@@ -269,7 +269,7 @@ def test_full_queue(cluster: Cluster) -> None:
 
 def queued(cluster: Cluster, name: str) -> int:
     """Waiting calls, from the gateway's own metrics."""
-    text = httpx.get(f"{cluster.url}/metrics").text
+    text = cluster.http.get("/metrics").text
     for line in text.splitlines():
         if not line.startswith("#") and "queue" in line and f'function="{name}"' in line:
             return int(float(line.rpartition(" ")[2]))

@@ -518,7 +518,7 @@ async def test_http_of_a_stopping_gateway(nats: Nats) -> None:
         await w.deploy(manifest("hang"), entry(), script=hang)
 
         async def read() -> str:
-            async with httpx.AsyncClient(base_url=w.url) as http:
+            async with httpx.AsyncClient(base_url=w.url, verify=False) as http:
                 return (await http.post("/fn/hang", headers=SSE)).text
 
         reading = asyncio.create_task(read())
