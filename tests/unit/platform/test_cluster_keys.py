@@ -18,7 +18,7 @@ from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 CLUSTER = new_cluster(1)
 
@@ -32,7 +32,8 @@ class Server:
     def settings(self, kind: str, name: str, cluster: Cluster = CLUSTER) -> Settings:
         creds = self.directory / f"{name}.creds"
         creds.write_text(credentials(cluster.keys[kind], name, 1))
-        return Settings.load({"SLLM_NATS_URL": f"nats://127.0.0.1:{self.port}", "SLLM_NATS_CREDS": str(creds)})
+        url = f"nats://127.0.0.1:{self.port}"
+        return Settings.load({"SLLM_NATS_URL": url, "SLLM_NATS_CREDS": str(creds), "SLLM_NATS_TIMEOUT": str(GIVE_UP_S)})
 
 
 @pytest.fixture
@@ -62,6 +63,7 @@ async def test_each_kind_has_its_rights_under_its_own_name(server: Server) -> No
         user_credentials=str(server.settings("node", "n1").nats_creds),
         inbox_prefix=subjects.inbox("n1"),
         error_cb=told,
+        connect_timeout=int(GIVE_UP_S),
     )
     for subject in (subjects.status("n1"), subjects.status("n2"), "$KV.sllm_state.term"):
         await node.publish(subject, b"x")
