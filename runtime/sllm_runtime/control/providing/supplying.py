@@ -71,10 +71,16 @@ class Supplying:
                 await self._once(provider)
                 self._problem = ""
             except SllmError as error:
-                if error.message != self._problem:
-                    log.warning("the provider of nodes: %s", error.message)
-                self._problem = error.message
+                self._failed(error.message)
+            except OSError as error:
+                self._failed(f"{error.strerror or error}: {error.filename or 'of this machine'}")
             await self._pause(self._every_s)
+
+    def _failed(self, problem: str) -> None:
+        """Said once: it is tried again and again."""
+        if problem != self._problem:
+            log.warning("the provider of nodes: %s", problem)
+        self._problem = problem
 
     async def _once(self, provider: NodeProvider) -> None:
         """Look, decide, act. Raises what the provider does, ``Unavailable`` where the decision cannot be stored."""

@@ -1,0 +1,97 @@
+"""The controller on a real bus, with a provider that does as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from sllm_runtime.control.providing.pool import Pool, Timing
+from sllm_runtime.control.providing.provider import Offer, Shape
+from sllm_runtime.control.providing.supplying import Supplying
+from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.records import PoolRecord
+from sllm_runtime.protocol.subjects import POOL_KEY
+from tests.fixtures.waiting import until
+from tests.unit.control.bench import Bench
+
+OFFER = Offer(1, 0, 2, frozenset({"n1"}), Shape(cpu=4.0, memory=2**30))
+
+
+class Group:
+    """A provider: one node, which is the bench's."""
+
+    def __init__(self) -> None:
+        self.offer = OFFER
+        self.problem: Exception | None = None
+        self.looks = 0
+        self.removed: list[tuple[str, PoolRecord | None]] = []
+        self.bench: Bench | None = None
+
+    async def capacity(self) -> Offer:
+        self.looks += 1
+        if self.problem is not None:
+            raise self.problem
+        return self.offer
+
+    async def set_desired(self, nodes: int) -> None:
+        raise AssertionError(f"{nodes} are not needed")
+
+    async def remove(self, node: str) -> None:
+        assert self.bench is not None
+        self.removed.append((node, await self.bench.store.get(POOL_KEY, PoolRecord)))
+        self.offer = replace(OFFER, desired=0, members=frozenset())
+
+
+def supplying(bench: Bench, group: Group, pause: asyncio.Event) -> Supplying:
+    """Each look waits for ``pause``, but the first."""
+
+    async def until_told(_seconds: float) -> None:
+        await pause.wait()
+        pause.clear()
+
+    loop, timing = bench.controller.loop, Timing(idle=0.001, cooldown=0.0)
+    group.bench = bench
+    return Supplying(loop, loop._ledger, group, Pool(timing), 1.0, until_told)
+
+
+async def test_a_node_goes_when_the_store_has_that_it_does(bench: Bench) -> None:
+    """Idle, drained, stored, removed, in this order, a look each; it is looked again as often as the test says."""
+    group, again = Group(), asyncio.Event()
+    await until(lambda: "n1" in bench.controller.loop.view.nodes)
+    made = supplying(bench, group, again)
+    made.start()
+
+    def looked_again() -> bool:
+        again.set()
+        return bool(group.removed)
+
+    await until(looked_again, what="it was given back")
+    ((name, stored),) = group.removed
+    assert (name, stored and stored.leaving) == ("n1", ("n1",))
+    assert bench.controller.loop.view.nodes["n1"].record.draining
+    await made.close()
+
+
+async def test_a_provider_that_fails_is_asked_again_and_said_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    group, again = Group(), asyncio.Event()
+    group.problem = Unavailable("the cloud is away")
+    made = supplying(bench, group, again)
+    made.start()
+    for problem in (group.problem, group.problem, OSError(28, "No space left on device", "/pool")):
+        group.problem = problem
+        looks = group.looks
+        again.set()
+        await until(lambda before=looks: group.looks > before)  # type: ignore[misc]
+    again.set()
+    await until(lambda: "No space left" in caplog.text)
+    assert caplog.text.count("the cloud is away") == 1
+    group.problem = None
+    again.set()
+    pool = bench.controller.loop.view.pool
+    assert pool is not None
+    await until(lambda: (now := bench.controller.loop.view.pool) is not None and now.offer == OFFER)
+    await made.close()
