@@ -9,6 +9,7 @@ import pytest
 
 from sllm_runtime.protocol.errors import ImageFailed
 from tests.fixtures.cluster import Cluster
+from tests.fixtures.command import here
 from tests.fixtures.deployed import client_of, deploy
 from tests.fixtures.wheels import only, wheel
 
@@ -22,6 +23,17 @@ from sllm import model_function
 def greets() -> str:
     import greeting
     return f"{greeting.version} {greeting.__file__}"
+"""
+
+
+READS = """
+import os
+import sllm
+
+@sllm.model_function(memory="128MiB", cpu=0.1, secrets=["token"])
+def reads() -> list[str]:
+    place = os.environ["SLLM_SECRETS_DIR"]
+    return [sllm.secret("token"), place, oct(os.stat(place + "/token").st_mode & 0o777)]
 """
 
 
@@ -51,6 +63,19 @@ def test_requirements_are_there_when_the_function_is_called(cluster: Cluster, gr
     with client_of(cluster) as client:
         said = client.call("greets", {})
     assert said == "1.0 /opt/sllm/lib/python{}.{}/site-packages/greeting.py".format(*sys.version_info)
+
+
+def test_secrets_lie_in_the_containers_own_memory(cluster: Cluster, tmp_path: Path) -> None:
+    value = tmp_path / "value"
+    value.write_text("hunter2-of-this-test")
+    here(cluster.env, "secret", "set", "token", "--file", str(value))
+    file = tmp_path / "reads" / "function.py"
+    file.parent.mkdir()
+    file.write_text(READS)
+    deploy(cluster, os.fspath(file), name="reads", startup_timeout=300)
+    with client_of(cluster) as client:
+        assert client.call("reads", {}) == ["hunter2-of-this-test", "/tmp/instance/secrets", "0o400"]
+    assert not any(b"hunter2" in path.read_bytes() for path in (cluster.data / "nodes").rglob("*") if path.is_file())
 
 
 def test_what_pip_cannot_have_fails_the_deployment_with_its_words(cluster: Cluster, greets: str) -> None:

@@ -83,10 +83,10 @@ def confine(assign: Assign) -> Path:
 
     os.environ.update({**assign.manifest.env, **assign.env})
     home = Path(assign.workdir or tempfile.mkdtemp(prefix="sllm-worker-"))
-    # The processes of one instance share its directory.
-    lay(assign.secrets, home / (f"secrets-{assign.member.number}" if assign.member.number else "secrets"))
     code = home / "code"
     code.mkdir(parents=True, exist_ok=True)
+    # The processes of one instance share its directory.
+    lay(assign.secrets, home / (f"secrets-{assign.member.number}" if assign.member.number else "secrets"))
     os.chdir(code)
     torch.set_num_threads(assign.threads)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
