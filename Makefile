@@ -10,9 +10,11 @@ WHEEL = env -u WHEELHOUSE $(PY) -m pip wheel -q -w "$(WHEELHOUSE)" --find-links 
 RUN_TESTS := $(PY) tools/run_tests.py
 # Where PYTHONDONTWRITEBYTECODE is set, every daemon and command that a test starts would compile its modules for itself.
 COMPILE := -@$(PY) -m compileall -q -j 0 runtime gateway invoker loaderd sdk
+ISOLATED := $(if $(filter container,$(SANDBOX)),SLLM_SANDBOX=auto SLLM_REQUIRE_ISOLATION=true)
 
 help:
-	@echo 'make demo         deploy a function and stream its tokens, cold and warm (KEEP=1 leaves it up)'
+	@echo 'make demo         deploy a function and stream its tokens, cold and warm (KEEP=1 leaves it up,'
+	@echo '                  SANDBOX=container does it in containers)'
 	@echo 'make test         the tests but the slow ones; ARGS=... goes to pytest'
 	@echo 'make test-all     all tests, on new random examples'
 	@echo 'make check        ruff, mypy, import-linter'
@@ -28,7 +30,7 @@ setup:
 	@sh setup.sh
 
 demo: setup
-	@SLLM_PARENT_PID=$$PPID exec $(PY) tools/demo.py $(if $(KEEP),--keep)
+	@$(ISOLATED) SLLM_PARENT_PID=$$PPID exec $(PY) tools/demo.py $(if $(KEEP),--keep)
 
 check: setup
 	.venv/bin/ruff check .

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,13 @@ async def make(engine: Engine, image: str, owner: Owner, tmp_path: Path) -> Asyn
     finally:
         for each in made:
             await each.close()
-    assert await engine.of_node(owner) == ()
+    assert await of(engine, owner) == []
     assert not any((tmp_path / "sandboxes").iterdir())
+
+
+async def of(engine: Engine, owner: Owner) -> list[str]:
+    """Containers that the owner has, running or not."""
+    return [name for name, place in (await engine.places()).items() if place == owner.place]
 
 
 def interfaces(pid: int) -> list[str]:
@@ -81,7 +87,7 @@ async def test_how_each_ends_is_known(make: Make, engine: Engine, owner: Owner) 
     names = [f"sllm-test-{number}-{os.getpid()}" for number in range(4)]
     killed, stopped, left, lost = await asyncio.gather(*map(driver.create, names))
     assert driver.python == killed.python != ""
-    assert len(await engine.of_node(owner)) == 4
+    assert len(await of(engine, owner)) == 4
     killed.kill()
     assert await ended(killed) == (0, signal.SIGKILL, True)
     os.kill(stopped.pid, signal.SIGTERM)  # as `podman stop` does: process 1 hands it on
@@ -137,11 +143,25 @@ async def test_a_worker_that_cannot_import_is_quoted(make: Make) -> None:
         await driver.create(f"sllm-test-{os.getpid()}")
 
 
-async def test_what_an_earlier_life_has_left_is_removed(make: Make, engine: Engine, owner: Owner) -> None:
+async def test_what_an_earlier_life_has_left_is_removed(
+    make: Make, engine: Engine, image: str, owner: Owner, tmp_path: Path
+) -> None:
+    """Of this node, and of one whose data is gone."""
+
+    async def named() -> str:
+        return image
+
+    elsewhere = replace(owner, place=str(tmp_path / "gone"))
+    gone = ContainerDriver(engine, named, COMMAND, elsewhere, tmp_path / "others", SIZES)
+    (tmp_path / "gone").mkdir()
     first = await make()
-    sandbox = await first.create(f"sllm-test-{os.getpid()}")
+    names = [f"sllm-test-{number}-{os.getpid()}" for number in range(2)]
+    made = await asyncio.gather(first.create(names[0]), gone.create(names[1]))
+    (tmp_path / "gone").rmdir()
     await make()
-    assert await engine.of_node(owner) == ()
-    code, number, asked = await ended(sandbox)
-    assert not asked
-    assert (code, number) in [(0, signal.SIGKILL), (None, 0)]  # asked before the engine had removed it, or after
+    assert not (await engine.places()).keys() & set(names)
+    for sandbox in made:
+        code, number, asked = await ended(sandbox)
+        assert not asked
+        assert (code, number) in [(0, signal.SIGKILL), (None, 0)]  # asked before the engine had removed it, or after
+    await gone.close()

@@ -138,7 +138,7 @@ def remove(kind: Kind, name: str) -> tuple[str, ...]:
     return ("rm", "--force", *(("--ignore", "--time", "0") if kind == "podman" else ()), name)
 
 
-def of_node(owner: Owner) -> tuple[str, ...]:
-    """List the names of a node's containers of all its lives, running or not, one a line."""
-    labels = (f"label={NODE}={owner.node}", f"label={PLACE}={owner.place}")
-    return ("ps", "--all", *(word for label in labels for word in ("--filter", label)), "--format", "{{.Names}}")
+def places(kind: Kind) -> tuple[str, ...]:
+    """List all containers of ours, running or not, one a line: name, tab, place."""
+    place = f'{{{{index .Labels "{PLACE}"}}}}' if kind == "podman" else f'{{{{.Label "{PLACE}"}}}}'
+    return ("ps", "--all", "--filter", f"label={PLACE}", "--format", f"{{{{.Names}}}}\t{place}")

@@ -62,6 +62,14 @@ def user_here(engine: Engine) -> User:
     return User(uid=uid, gid=os.getegid(), kept=engine.kind == "podman")
 
 
+def vanished(place: Path) -> bool:
+    """Whether no node can have its data there; False where that is not to be seen."""
+    try:
+        return not place.exists()
+    except OSError:
+        return False
+
+
 class ContainerDriver:
     """``SandboxDriver`` over one engine and one image, which is made while the node starts if it is not there.
     ``root``: directory for the rendezvous, this driver's alone."""
@@ -88,10 +96,11 @@ class ContainerDriver:
         return self._python
 
     async def start(self) -> None:
-        """Remove what an earlier life of this node has left. Raises ``Unavailable``."""
-        for name in await self._engine.of_node(self._owner):
-            log.info("container %s was left by an earlier life of this node and is removed", name)
-            await self._engine.remove(name)
+        """Remove what an earlier life of this node has left, and nodes that are gone. Raises ``Unavailable``."""
+        for name, place in (await self._engine.places()).items():
+            if place == self._owner.place or vanished(Path(place)):
+                log.info("container %s was left by an earlier life of the node at %s and is removed", name, place)
+                await self._engine.remove(name)
         Workdirs(self._root).reset()
         self._making = self._make_image()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
 from sllm_invoker.containers import arguments
-from sllm_invoker.containers.arguments import ContainerSpec, Kind, Owner
+from sllm_invoker.containers.arguments import ContainerSpec, Kind
 from sllm_runtime.protocol.errors import Unavailable
 
 COMMAND_S: Final = 60.0
@@ -107,9 +107,10 @@ class Engine:
             return ""
         return " | ".join(line for line in (out + err).splitlines() if line.strip())[-_WORDS:]
 
-    async def of_node(self, owner: Owner) -> tuple[str, ...]:
-        """Names of the containers that this node has made, in this life or an earlier one."""
-        return tuple((await self.command(*arguments.of_node(owner))).split())
+    async def places(self) -> dict[str, str]:
+        """The place of each container of ours on this machine, by name."""
+        lines = (await self.command(*arguments.places(self.kind))).splitlines()
+        return {name: place for name, _, place in (line.partition("\t") for line in lines) if name}
 
 
 def _file(content: bytes = b"") -> BinaryIO:

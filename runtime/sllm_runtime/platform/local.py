@@ -24,6 +24,8 @@ UP: Final = "up"
 NATS: Final = "nats"
 DEFAULT_PORT: Final = 8600
 _LONGEST_DRAIN_S: Final = 3600.0
+_CONTAINERS_END_S: Final = 12.0
+"""An engine takes half a second to remove a container, several on a loaded machine, and one after another."""
 _SOCKET_PATH: Final = 100
 """Longest path of a unix socket that every system takes."""
 _NOT_HANDED_ON: Final = ("SLLM_TOKEN", "SLLM_URL", "SLLM_PROFILE", "SLLM_READY_FD", "SLLM_PARENT_PID")
@@ -242,10 +244,10 @@ def _node(nodes: int, layout: Layout, base: Mapping[str, str], name: str, identi
     private = [str(path) for path in (layout.nats, layout.token, layout.secrets, *others)]
     private += [str(layout.pool), *json.loads(base.get("SLLM_PRIVATE") or "[]")]
     invoker = shared | {"SLLM_DATA_DIR": str(directory / "invoker"), "SLLM_PRIVATE": json.dumps(private)}
-    return [
-        _daemon(layout, base, f"loaderd-{name}", "sllm_loaderd", None, 1, loader),
-        _daemon(layout, base, f"invoker-{name}", "sllm_invoker", identity, 2, invoker),
-    ]
+    ours = _daemon(layout, base, f"invoker-{name}", "sllm_invoker", identity, 2, invoker)
+    if base.get("SLLM_SANDBOX", "process") != "process":
+        ours = replace(ours, grace_s=_CONTAINERS_END_S)
+    return [_daemon(layout, base, f"loaderd-{name}", "sllm_loaderd", None, 1, loader), ours]
 
 
 def _share(base: Mapping[str, str], nodes: int) -> dict[str, str]:

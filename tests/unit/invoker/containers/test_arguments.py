@@ -80,11 +80,10 @@ def test_only_who_asks_gets_a_network() -> None:
     assert plain[:at] + asking[at : at + 1] + plain[at + 1 :] == asking  # nothing else changes
 
 
-def test_containers_of_a_node_are_found_by_node_and_place() -> None:
-    assert arguments.of_node(OWNER) == (
-        *("ps", "--all", "--filter", "label=sllm.node=n1", "--filter", "label=sllm.place=/data/n1"),
-        *("--format", "{{.Names}}"),
-    )
+def test_what_is_ours_is_found_by_its_label() -> None:
+    listing = ("ps", "--all", "--filter", "label=sllm.place", "--format")
+    assert arguments.places("podman") == (*listing, '{{.Names}}\t{{index .Labels "sllm.place"}}')
+    assert arguments.places("docker") == (*listing, '{{.Names}}\t{{.Label "sllm.place"}}')
 
 
 def test_removing_waits_for_nobody() -> None:
