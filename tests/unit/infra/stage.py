@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.fixtures.terraform import TERRAFORM, render
 
 MACHINE = TERRAFORM / "machine"
-RUN_SECONDS = 60
+RUN_SECONDS = 200
 REAL = (
     *(
         "bash",

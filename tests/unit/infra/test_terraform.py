@@ -16,7 +16,7 @@ EXAMPLES = sorted(path.parent.relative_to(TERRAFORM).as_posix() for path in TERR
 OTHERS = sorted(path.parent.relative_to(TERRAFORM).as_posix() for path in TERRAFORM.glob("gcp/*/main.tf"))
 CHECKOV = ROOT / ".venv-infra/bin/checkov"
 MIRROR = os.environ.get("TF_MIRROR_DIR", "")
-SECONDS = 280
+SECONDS = 1000
 
 needs_terraform = pytest.mark.skipif(why_no_terraform() is not None, reason=str(why_no_terraform()))
 needs_provider = pytest.mark.skipif(
@@ -54,6 +54,7 @@ def test_format(tmp_path: Path) -> None:
 # A copy: terraform writes its lock file beside what it checks.
 @needs_provider
 @pytest.mark.slow
+@pytest.mark.timeout(4 * SECONDS)  # a provider is started for each run of a test
 @pytest.mark.parametrize("name", [*MODULES, *EXAMPLES])
 def test_validate_and_test(tmp_path: Path, name: str) -> None:
     shutil.copytree(TERRAFORM, tmp_path / "terraform", ignore=shutil.ignore_patterns(".terraform*"))
@@ -66,6 +67,7 @@ def test_validate_and_test(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.skipif(not CHECKOV.exists(), reason="checkov is not installed: make infra-tools")
 @pytest.mark.slow
+@pytest.mark.timeout(2 * SECONDS)
 def test_checkov(tmp_path: Path) -> None:
     """No failed check that is not explained in place (``checkov:skip=ID:why``)."""
     command = [str(CHECKOV), "--directory", str(TERRAFORM), "--framework", "terraform", "--quiet", "--compact"]
