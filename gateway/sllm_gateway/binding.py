@@ -67,9 +67,10 @@ class Binding:
         self.due = min(self.due, now + GAP_LOOK_S)
 
     def consumed(self, cost: int, now: float) -> list[Outgoing]:
-        """The reader took frames of this ``cost``: an acknowledgement, if one is due."""
+        """The reader took frames of this ``cost``: an acknowledgement, if so much was taken that one is due. One that
+        is due by its age goes with those of other calls (``tend``): alone it would be a message of its own."""
         self.inbox.consume(cost)
-        return self.acknowledge(now)
+        return self.acknowledge(now) if self.inbox.owes_much else []
 
     def acknowledge(self, now: float, *, force: bool = False) -> list[Outgoing]:
         """An acknowledgement, if one is due."""

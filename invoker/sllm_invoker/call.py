@@ -16,6 +16,9 @@ CREDIT_SLACK: Final = 8 * limits.MIB
 PLENTY: Final = 0.75
 """Of a window. What is left beyond it is not passed on yet: a window holds two frames of the largest size."""
 
+_BODY: Final = FrameKind.BODY  # an enum's member is found through its class: for every token that counts
+_END: Final = FrameKind.END
+
 Key = tuple[str, int]
 
 
@@ -63,9 +66,9 @@ class Call:
         """Take what the worker made. Raises ``ProtocolError`` on anything a right worker does not send."""
         for frame in frames:
             kind = frame.kind
-            if kind is FrameKind.BODY:
+            if kind is _BODY:
                 raise ProtocolError("a worker sent a frame of a request's body")
-            if kind is FrameKind.END:
+            if kind is _END:
                 codec.unpack(End, frame.data)
                 self.ended_at = now
         self.outbox.extend(frames)

@@ -244,15 +244,16 @@ class Inbox:
         """Cumulative bytes the sender may send."""
         return self.consumed_bytes + self.window
 
+    @property
+    def owes_much(self) -> bool:
+        """Whether an acknowledgement is due whatever its age: for frames, or for credit."""
+        frames, credit = self.next_index - self._acked, self.consumed_bytes + self.window - self._granted
+        return frames >= limits.ACK_FRAMES or credit >= self.window // 4
+
     def ack(self, now: float, *, force: bool = False) -> tuple[int, int] | None:
         """``(next_index, limit)`` if an acknowledgement is due now: enough frames, enough credit, age, or the end."""
         since = self._ack_since
-        due = (
-            force
-            or self.next_index - self._acked >= limits.ACK_FRAMES
-            or self.consumed_bytes + self.window - self._granted >= self.window // 4
-            or (since is not None and (self.ended or now - since >= limits.ACK_AFTER_S))
-        )
+        due = force or self.owes_much or (since is not None and (self.ended or now - since >= limits.ACK_AFTER_S))
         if not due:
             return None
         self._acked, self._granted, self._ack_since = self.next_index, self.limit, None
