@@ -191,7 +191,7 @@ class Gateway:
         scripted = ("/fn/{name}", "/fn/{name}/{version}", "/api/v1/functions/{name}/logs", "/api/v1/status")
         more = ("/api/v1/nodes", "/api/v1/models", "/api/v1/models/{digest}", "/api/v1/models/{digest}/validate",
                 "/api/v1/nodes/{node}", "/api/v1/nodes/{node}/{wish}", "/api/v1/explain/{what}", "/api/v1/events",
-                "/metrics")  # fmt: skip
+                "/metrics", "/api/v1/secrets", "/api/v1/secrets/{name}")  # fmt: skip
         return Starlette(
             routes=[
                 Route("/v1/calls/{call}/events", self.events, methods=["GET"]),
@@ -199,7 +199,7 @@ class Gateway:
                 Route("/api/v1/deployments/{request}", self.withdraw, methods=["DELETE"]),
                 Route("/api/v1/bundles/{digest}", self.bundle, methods=["HEAD", "PUT"]),
                 Route("/api/v1/functions/{name}", self.function, methods=["GET"]),
-                *(Route(path, self.call, methods=["GET", "POST", "DELETE"]) for path in (*scripted, *more)),
+                *(Route(path, self.call, methods=["GET", "POST", "PUT", "DELETE"]) for path in (*scripted, *more)),
             ]
         )
 
