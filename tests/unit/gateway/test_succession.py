@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +32,8 @@ from sllm_runtime.protocol.lives import MOST_LOGGED, SILENT_BEATS, TAG, WHOLE_S,
 from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.subjects import JOURNAL_STREAM, LIVES_STREAM, life_beat
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.unit.gateway.heir import REACHED
 from tests.unit.gateway.peer import Run, entry, manifest, world
 from tests.unit.gateway.test_faults import SSE
 from tests.unit.gateway.test_kept_calls import second
@@ -369,8 +372,9 @@ async def six(run: Run) -> None:
     run.end()
 
 
-async def test_what_a_gateway_left_is_gone_on_with_and_read(nats: Nats) -> None:
-    """A life of the same name, which ended without a word; its heir was killed as it had just begun."""
+async def left_behind(nats: Nats) -> tuple[Lives, str, str]:
+    """A life that ended without a word, of the same name as what comes after it: a stream that goes on, one that had
+    ended."""
     async with world(nats) as w:
         await w.deploy(engine("tokens"), entry(fingerprint="f"))
     bus = await nats.bus(GATEWAY)
@@ -380,9 +384,11 @@ async def test_what_a_gateway_left_is_gone_on_with_and_read(nats: Nats) -> None:
     whole = Whole(order=asked(call, dead.me.life), body=b"{}", epoch=3, numerics="f", exact=True, ids=((0, 1),))
     await dead.write(Log((whole, replace(whole, order=asked(ended, dead.me.life)))))
     await dead.write(Log((More(call=call, epoch=4, numerics="f", exact=True, ids=(Ids(0, 2, (2,)),)), Gone(ended))))
-    killed = Lives(bus, Stored(bus), GATEWAY, repeating(b"k"), time.monotonic)
-    await killed.beat()
-    assert await killed.claim(dead.me) is not None
+    return dead, call, ended
+
+
+async def gone_on_with(nats: Nats, call: str, ended: str) -> None:
+    """By a gateway that begins now; whoever read the stream reads on."""
     async with world(nats, {"tokens": six}) as w:
         answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": "1"})
         assert answer.status_code == 200, answer.text
@@ -393,6 +399,32 @@ async def test_what_a_gateway_left_is_gone_on_with_and_read(nats: Nats) -> None:
         assert (opened.head.delivered, opened.head.seed) == (0, 7)
         assert opened.head.epoch > 4
         assert (await w.http.get(f"/v1/calls/{ended}/events")).status_code == 404
+
+
+async def test_what_a_gateway_left_is_gone_on_with_and_read(nats: Nats) -> None:
+    """Its heir was killed as it had just begun."""
+    dead, call, ended = await left_behind(nats)
+    bus = await nats.bus(GATEWAY)
+    killed = Lives(bus, Stored(bus), GATEWAY, repeating(b"k"), time.monotonic)
+    await killed.beat()
+    assert await killed.claim(dead.me) is not None
+    await gone_on_with(nats, call, ended)
+
+
+@pytest.mark.parametrize("last", ["batch-0", "order"])
+async def test_what_an_heir_has_half_taken_over_when_it_is_killed_is_gone_on_with(nats: Nats, last: str) -> None:
+    dead, call, ended = await left_behind(nats)
+    argv = [sys.executable, "-m", "tests.unit.gateway.heir", dead.me.life, last]
+    env = {**os.environ, **nats.env(GATEWAY)}
+    child = await asyncio.create_subprocess_exec(*argv, env=env, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        async with asyncio.timeout(GIVE_UP_S):
+            assert await child.stdout.readline() == REACHED
+    finally:
+        child.kill()
+        await child.wait()
+    await gone_on_with(nats, call, ended)
 
 
 async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_new_life(nats: Nats) -> None:
