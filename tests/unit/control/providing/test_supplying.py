@@ -7,14 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from sllm_runtime.control.providing.pool import Pool, Timing
+from sllm_runtime.control.providing.pool import Errand, Pool, Timing
 from sllm_runtime.control.providing.provider import Offer, Shape
 from sllm_runtime.control.providing.supplying import Supplying
+from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.node import AWAITS_NODE
 from sllm_runtime.protocol.records import PoolRecord
 from sllm_runtime.protocol.subjects import POOL_KEY
+from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
-from tests.unit.control.bench import Bench
+from tests.unit.control.bench import Bench, Gateway, controller_of
+from tests.unit.control.scripted_node import ScriptedNode
 
 OFFER = Offer(1, 0, 2, frozenset({"n1"}), Shape(cpu=4.0, memory=2**30))
 
@@ -95,3 +99,27 @@ async def test_a_provider_that_fails_is_asked_again_and_said_once(
     assert pool is not None
     await until(lambda: (now := bench.controller.loop.view.pool) is not None and now.offer == OFFER)
     await made.close()
+
+
+async def test_a_model_is_prepared_on_a_node_that_is_made_for_it(nats: Nats) -> None:
+    """Nobody is there: who registers it is told that a node is awaited, and the node when it comes is at work."""
+    empty = replace(OFFER, desired=0, members=frozenset())
+    async with controller_of(nats) as controller:
+        loop, gateway = controller.loop, Gateway(await nats.bus("gw"))
+        loop.change(lambda view: replace(view, pool=Pool(Timing(boot=90.0), offer=empty)))
+
+        def errands() -> dict[str, Errand]:
+            assert loop.view.pool is not None
+            return dict(loop.view.pool.errands)
+
+        request = ctl.RegisterModel(uri="/models/tiny", wait_s=0.01)
+        waits: ctl.Registered = await gateway.ask("register", request)
+        await until(lambda: errands() == {"/models/tiny": Errand("")}, what="a node is wanted")
+        while waits.progress is None or waits.progress.stage != AWAITS_NODE:
+            waits = await gateway.ask("register", request)
+        assert waits.progress.message == "waiting for a node: one is asked for, expected in 90 s"
+        async with ScriptedNode(await nats.bus("n1"), "n1") as node:
+            registered: ctl.Registered = await gateway.ask("register", ctl.RegisterModel(uri="/models/tiny"))
+            assert registered.model is not None
+            assert [command.uri for command in node.prepares] == ["/models/tiny"]
+        assert errands() == {}
