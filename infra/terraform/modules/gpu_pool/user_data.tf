@@ -29,21 +29,23 @@ locals {
     huge_pages       = "/sys/kernel/mm/transparent_hugepage"
   })
 
+  files = {
+    "/etc/sllm/node.env"                    = local.node_env
+    "/etc/sllm/boot.env"                    = local.boot_env
+    "/usr/local/lib/sllm/boot.sh"           = file("${local.machine}/boot.sh")
+    "/usr/local/lib/sllm/cloud.sh"          = file("${local.machine}/aws.sh")
+    "/usr/local/lib/sllm/stages.sh"         = file("${local.machine}/node/stages.sh")
+    "/usr/local/lib/sllm/node.sh"           = file("${local.machine}/node/node.sh")
+    "/usr/local/lib/sllm/watch.sh"          = file("${local.machine}/node/watch.sh")
+    "/etc/systemd/system/${local.units[0]}" = file("${local.machine}/sllm-boot.service")
+    "/etc/systemd/system/${local.units[1]}" = templatefile("${local.machine}/node/sllm-node.service", { stop_timeout_s = var.node_drain_s + 30 })
+    "/etc/systemd/system/${local.units[2]}" = file("${local.machine}/node/sllm-watch.service")
+  }
+
   cloud_config = templatefile("${local.machine}/user_data.yaml.tftpl", {
     mask  = ["dlami-nvme.service"]
     units = local.units
-    files = {
-      "/etc/sllm/node.env"                    = local.node_env
-      "/etc/sllm/boot.env"                    = local.boot_env
-      "/usr/local/lib/sllm/boot.sh"           = file("${local.machine}/boot.sh")
-      "/usr/local/lib/sllm/cloud.sh"          = file("${local.machine}/aws.sh")
-      "/usr/local/lib/sllm/stages.sh"         = file("${local.machine}/node/stages.sh")
-      "/usr/local/lib/sllm/node.sh"           = file("${local.machine}/node/node.sh")
-      "/usr/local/lib/sllm/watch.sh"          = file("${local.machine}/node/watch.sh")
-      "/etc/systemd/system/${local.units[0]}" = file("${local.machine}/sllm-boot.service")
-      "/etc/systemd/system/${local.units[1]}" = templatefile("${local.machine}/node/sllm-node.service", { stop_timeout_s = var.node_drain_s + 30 })
-      "/etc/systemd/system/${local.units[2]}" = file("${local.machine}/node/sllm-watch.service")
-    }
+    files = local.files
   })
 
   # cloud-init unpacks it; AWS takes 16 KiB.

@@ -171,8 +171,8 @@ run "user_data" {
   }
 
   assert {
-    condition     = can(yamldecode(local.cloud_config))
-    error_message = "cloud-init reads YAML"
+    condition     = { for file in yamldecode(local.cloud_config).write_files : file.path => file.content } == local.files
+    error_message = "cloud-init writes each file as it is"
   }
 
   assert {
