@@ -15,6 +15,7 @@ from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import BUNDLES, TERM_KEY
 from tests.fixtures.nats import CONTROLLER, Nats
 from tests.fixtures.small_disk import fill, small_disk  # noqa: F401 - a fixture is used by being here
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 BUNDLE = f"$O.{BUNDLES}.C.test"
 
@@ -53,9 +54,9 @@ async def test_a_server_whose_write_failed_writes_again_once_there_is_space(smal
         filled.unlink()
         with pytest.raises(nats_errors.Error):  # the server does not try again by itself
             await bus.jetstream.publish(BUNDLE, bytes(200_000), timeout=1)
-        assert await watch.look()
+        await until(watch.look)
         assert restarts == [1]
-        await bus.jetstream.publish(BUNDLE, bytes(200_000), timeout=5)
+        await bus.jetstream.publish(BUNDLE, bytes(200_000), timeout=GIVE_UP_S)
         kept = await store.get(TERM_KEY, Term)
         assert kept is not None
         assert kept.controller == "first"

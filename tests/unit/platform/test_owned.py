@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from sllm_runtime.platform.owned import Tasks, end
+from tests.fixtures.waiting import GIVE_UP_S
 
 
 async def test_close_cancels_and_waits() -> None:
@@ -60,13 +61,13 @@ async def test_one_that_swallows_its_first_cancellation_is_ended_too() -> None:
 
     tasks.start(stubborn(), "stubborn")
     await asyncio.sleep(0)
-    await asyncio.wait_for(tasks.close(), 5)
+    await asyncio.wait_for(tasks.close(), GIVE_UP_S)
 
 
 async def test_an_owned_task_may_close_its_owner() -> None:
     tasks = Tasks("x")
     task = tasks.start(tasks.close(), "closer")
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, GIVE_UP_S)
 
 
 async def test_one_that_swallows_every_cancellation_is_named_and_left(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +82,7 @@ async def test_one_that_swallows_every_cancellation_is_named_and_left(caplog: py
 
     task = tasks.start(deaf(), "deaf")
     await asyncio.sleep(0)
-    await asyncio.wait_for(tasks.close(within_s=0.1), 10)
+    await asyncio.wait_for(tasks.close(within_s=0.1), GIVE_UP_S)
     assert "given up 0.1 s after they were cancelled: x: deaf" in caplog.text
     free.set()
     await asyncio.wait([task])
