@@ -38,7 +38,7 @@ async def test_why_none_works_is_said_of_each(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path), prepend=None)
     with pytest.raises(Unavailable) as caught:
         await probe.find("auto")
-    assert "docker: `docker import` failed (1): is the docker daemon running?" in caught.value.message
+    assert "docker: `docker images` failed (1): is the docker daemon running?" in caught.value.message
     assert "podman: not installed" in caught.value.message
 
 
