@@ -3,9 +3,11 @@
 Systems, all on loopback and all up during the whole run: ours (`sllm up`, one node; the function
 ``benchmarks/functions/paced`` on one real worker, through gateway, NATS and invoker), a bare starlette SSE endpoint
 that makes the same tokens itself (uvicorn, uvloop, httptools: as our gateway), Ray Serve's proxy with one replica that
-makes them, LiteLLM's proxy before the bare endpoint. One load generator for all, in a process of its own; its CPU
-seconds are reported apart (``generator_cpu_s``), ``cpu_s`` is the system's whole process tree per load. Nothing is
-pinned to a core. Every connection is open before its request is sent. All functions are warm.
+makes them, LiteLLM's proxy before the bare endpoint. A peer stands still (SIGSTOP) while another system is measured:
+what Ray's dozen processes do while nobody asks would count as the others' delay. Ours never does. One load generator
+for all, in a process of its own; its CPU seconds are reported apart (``generator_cpu_s``), ``cpu_s`` is the system's
+whole process tree per load. Nothing is pinned to a core. Every connection is open before its request is sent. All
+functions are warm.
 
 - ``ttft``: one stream at a time; from the request's send to the first token's last byte at the client. A sample is a
   round's median.
@@ -24,11 +26,12 @@ streams only, and makes paced streams and deadlines shorter.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -79,10 +82,20 @@ class Bench:
                 if system.name in given_up:
                     continue
                 load = loads[system.name]
-                outcome, usage = self.generator.run(system, load)
+                with self._alone(system):
+                    outcome, usage = self.generator.run(system, load)
                 if not note(self.run.case(case, system.name, unit), load, outcome, usage):
                     given_up |= self._gave_up(case, system.name, whole=outcome.failed == load.streams)
                     settle(self.systems)
+
+    @contextlib.contextmanager
+    def _alone(self, system: System) -> Iterator[None]:
+        """The peers stand still but ``system``; ours and the bare endpoint, which LiteLLM asks, never do."""
+        with contextlib.ExitStack() as others:
+            for peer in self.systems[2:]:
+                if peer is not system:
+                    others.enter_context(peer.program.standing_still())
+            yield
 
     def _left_out(self, case: str) -> dict[str, str]:
         """Peers that are not asked in this case, each with the reason."""

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -153,6 +153,22 @@ class Program:
             return [process, *process.children(recursive=True)]
         except psutil.Error:
             return []
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Its whole tree gets no processor meanwhile: what it does while nobody asks is nobody else's delay."""
+        stopped: dict[int, psutil.Process] = {}
+        try:
+            while new := [process for process in self.tree() if process.pid not in stopped]:
+                for process in new:
+                    stopped[process.pid] = process
+                    with contextlib.suppress(psutil.Error):
+                        process.suspend()
+            yield
+        finally:
+            for process in reversed(stopped.values()):
+                with contextlib.suppress(psutil.Error):
+                    process.resume()
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to what is left of its tree; a namespace is killed as a whole. Repeatable."""
