@@ -17,7 +17,7 @@ help:
 	@echo '                  SANDBOX=container does it in containers)'
 	@echo 'make test         the tests but the slow ones; ARGS=... goes to pytest'
 	@echo 'make test-all     all tests, on new random examples'
-	@echo 'make check        ruff, mypy, import-linter'
+	@echo 'make check        ruff, mypy, import-linter; infra-check where TF_MIRROR_DIR is set'
 	@echo 'make setup        .venv; see the head of setup.sh for PYTHON, WHEELHOUSE, TORCH, TORCH_INDEX'
 	@echo 'make infra-check  terraform fmt, validate, test and checkov; TF_MIRROR_DIR: where the providers lie'
 	@echo 'make infra-tools  checkov, in an environment of its own'
@@ -37,6 +37,8 @@ check: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	@if [ -n "$$TF_MIRROR_DIR" ]; then $(MAKE) infra-check ARGS='-m slow'; else \
+	    echo 'infra-check skipped: TF_MIRROR_DIR does not name a filesystem mirror with the AWS provider'; fi
 
 test: setup
 	$(COMPILE)
