@@ -24,9 +24,9 @@ def closure() -> tuple[metadata.Distribution, ...]:
     """What is installed of all that a worker may import, by name. Ours is not among them."""
     found: dict[str, metadata.Distribution] = {}
     asked: set[tuple[str, str]] = set()
-    todo = [(OURS, extra) for extra in ("", *EXTRAS)]
-    while todo:
-        name, extra = todo.pop()
+    waiting = [(OURS, extra) for extra in ("", *EXTRAS)]
+    while waiting:
+        name, extra = waiting.pop()
         if (name, extra) in asked:
             continue
         asked.add((name, extra))
@@ -34,7 +34,7 @@ def closure() -> tuple[metadata.Distribution, ...]:
             distribution = found.setdefault(name, metadata.distribution(name))
         except metadata.PackageNotFoundError:
             continue
-        todo += _requires(distribution, extra)
+        waiting += _requires(distribution, extra)
     return tuple(found[name] for name in sorted(found) if name != OURS)
 
 
