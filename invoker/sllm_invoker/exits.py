@@ -1,11 +1,11 @@
-"""Why a worker died, in words for the person whose function it was. Pure, but for one counter of the kernel."""
+"""Why a worker died, in words for the person whose function it was. Pure."""
 
 from __future__ import annotations
 
 import re
 import signal
 from collections.abc import Sequence
-from pathlib import Path
+from enum import Enum
 from typing import Final
 
 from sllm_invoker.sandbox import Exit
@@ -16,26 +16,31 @@ _NO_MEMORY = re.compile(
     r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|can't allocate memory|out of memory|memory allocation of"
 )
 _TAIL: Final = 5
+_NEAR: Final = 0.9
+"""Of its limit: who held so much when the kernel killed somebody for memory was the one."""
 
 
-def oom_kills() -> int:
-    """Processes this kernel has killed for memory since it started; 0 where it does not say."""
-    try:
-        text = Path("/proc/vmstat").read_text()
-    except OSError:
-        return 0
-    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else 0
+class Lack(Enum):
+    """Whether a worker died for lack of memory."""
+
+    NO = 0
+    PERHAPS = 1
+    YES = 2
 
 
-def for_lack_of_memory(end: Exit, tail: Sequence[str], killed_for_memory: bool) -> bool:
-    """Whether ``end`` looks like memory: the kernel killed somebody meanwhile, or the last lines say so. A container
-    knows of itself whether it was the one."""
-    if end.out_of_memory is not None and end.signal == signal.SIGKILL:
-        return end.out_of_memory
-    if end.signal == signal.SIGKILL and not end.asked:
-        return killed_for_memory
-    return bool(end.code or end.signal) and any(_NO_MEMORY.search(line) for line in tail)
+def lack_of_memory(end: Exit, tail: Sequence[str], killed: bool, limit: int) -> Lack:
+    """Judge ``end``. A container knows of itself what the kernel has done to it. Of a process it is known that somebody
+    sent it SIGKILL, whether the kernel has just ``killed`` some process here for memory, and how much this one had of
+    its ``limit`` (bytes): that it was this one is said only if it had nearly all. Else the last lines (``tail``) say.
+    """
+    if end.signal == signal.SIGKILL:
+        if end.out_of_memory is not None:
+            return Lack.YES if end.out_of_memory else Lack.NO
+        if end.asked or not killed:
+            return Lack.NO
+        return Lack.YES if 0 < _NEAR * limit <= end.peak else Lack.PERHAPS
+    said = bool(end.code or end.signal) and any(_NO_MEMORY.search(line) for line in tail)
+    return Lack.YES if said else Lack.NO
 
 
 def _last_words(tail: Sequence[str]) -> str:
@@ -43,23 +48,29 @@ def _last_words(tail: Sequence[str]) -> str:
     return "; its last lines: " + " | ".join(lines) if lines else ""
 
 
-def start_error(
-    instance: str, stage: str, end: Exit, tail: Sequence[str], killed_for_memory: bool, limit: int
-) -> SllmError:
+def _perhaps(lack: Lack) -> str:
+    if lack is not Lack.PERHAPS:
+        return ""
+    return "; the kernel has just killed a process of this node or machine for lack of memory, perhaps this one"
+
+
+def start_error(instance: str, stage: str, end: Exit, tail: Sequence[str], killed: bool, limit: int) -> SllmError:
     """The error of an instance whose worker died before it was ready."""
-    if for_lack_of_memory(end, tail, killed_for_memory):
+    lack = lack_of_memory(end, tail, killed, limit)
+    if lack is Lack.YES:
         return OutOfMemory(
             f"instance {instance} ran out of memory in stage {stage} (limit {show_bytes(limit)}, ended by {end})"
             f"{_last_words(tail)}. Raise `memory` of the function",
             stage=stage,
         )
     return StartFailed(
-        f"instance {instance} died in stage {stage}: {end}{_last_words(tail)}. See the function's logs", stage=stage
+        f"instance {instance} died in stage {stage}: {end}{_perhaps(lack)}{_last_words(tail)}. See the function's logs",
+        stage=stage,
     )
 
 
-def lost_error(instance: str, end: Exit, tail: Sequence[str], killed_for_memory: bool, limit: int) -> SllmError:
+def lost_error(instance: str, end: Exit, tail: Sequence[str], killed: bool, limit: int) -> SllmError:
     """The error of a ready instance whose worker died."""
-    lacked = for_lack_of_memory(end, tail, killed_for_memory)
-    why = f"ran out of memory (limit {show_bytes(limit)})" if lacked else "died"
-    return InstanceLost(f"instance {instance} {why} while it worked on this call: {end}. Call again")
+    lack = lack_of_memory(end, tail, killed, limit)
+    why = f"ran out of memory (limit {show_bytes(limit)})" if lack is Lack.YES else "died"
+    return InstanceLost(f"instance {instance} {why} while it worked on this call: {end}{_perhaps(lack)}. Call again")

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final
 
-from sllm_invoker import exits, verdicts
+from sllm_invoker import verdicts
 from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_names, clip_report, clip_spans
 from sllm_invoker.follower import EOF_S, Follower, ended
 from sllm_invoker.output import Output
@@ -54,7 +54,6 @@ class Instance:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._stop_reason: str | None = None
-        self._oom_kills = exits.oom_kills()
         self._heard: dict[int, float] = {}
         self.ended_at: float | None = None
         self.work: Work | None = None
@@ -278,7 +277,7 @@ class Instance:
 
     def _judge_death(self, end: Exit) -> None:
         tail = list(self._around.log.tail)
-        memory = exits.oom_kills() > self._oom_kills
+        memory = self._around.killed_for_memory()
         if self._state is InstanceState.STARTING:
             self._conclude(verdicts.died_at_start(self.order, self._stage, end, tail, memory))
         else:

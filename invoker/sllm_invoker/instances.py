@@ -12,6 +12,7 @@ from typing import Final
 from sllm_invoker.admission import Ledger, claim_of
 from sllm_invoker.call import Call
 from sllm_invoker.instance import Instance
+from sllm_invoker.kernel_kills import KernelKills
 from sllm_invoker.logs import InstanceLog, LogSink, Writer
 from sllm_invoker.preparation import Suppliers
 from sllm_invoker.surroundings import Surroundings
@@ -58,6 +59,7 @@ class Instances:
         self._past: OrderedDict[str, InstanceStatus] = OrderedDict()
         self._tasks = Tasks(f"instances of {node}")
         self._ticked = clock()
+        self._kills = KernelKills(clock)
         self._living: set[asyncio.Task[None]] = set()
         self._left = asyncio.Event()
 
@@ -94,6 +96,7 @@ class Instances:
             changed=self._changed,
             counted=self._counted,
             clock=self._clock,
+            killed_for_memory=self._kills.recently,
         )
         instance = self._instances[order.instance] = Instance(order, around)
         living = self._tasks.start(self._live(instance), order.instance)
@@ -130,6 +133,7 @@ class Instances:
         now = self._clock()
         stalled = now - self._ticked > limits.STALL_S
         self._ticked = now
+        self._kills.look()
         for name, instance in list(self._instances.items()):
             if stalled:
                 instance.forgive(now)

@@ -126,8 +126,10 @@ class ProcessSandbox:
                 timer.cancel()
         if not self._exited.done():
             report = self._report
-            code, number = (report.code, report.signal) if report is not None else (None, 0)
-            self._exited.set_result(Exit(code, number, self._asked))
+            if report is None:
+                self._exited.set_result(Exit(None, asked=self._asked))
+            else:
+                self._exited.set_result(Exit(report.code, report.signal, self._asked, peak=report.peak))
 
     def _kill_group(self) -> None:
         if self._pid > 1:

@@ -20,6 +20,8 @@ class Exit:
     """Whether we killed it."""
     out_of_memory: bool | None = None
     """Whether the kernel killed it for memory; None: this sandbox cannot know."""
+    peak: int = 0
+    """Bytes of memory at its most, beside what each warm worker has; 0: not known."""
 
     def __str__(self) -> str:
         if self.signal:

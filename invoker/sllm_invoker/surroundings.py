@@ -21,3 +21,5 @@ class Surroundings:
     changed: Callable[[], None]
     counted: Callable[[], None]
     clock: Callable[[], float]
+    killed_for_memory: Callable[[], bool]
+    """Whether the kernel has killed something here for lack of memory just now."""

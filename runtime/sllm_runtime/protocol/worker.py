@@ -257,6 +257,8 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     out_of_memory: bool = False
     """The kernel killed something of its container for memory. A fork server, whose workers have no group of their own,
     does not know."""
+    peak: int = 0
+    """Bytes of memory that it held at its most, beside what the fork server holds; 0: not said."""
 
 
 class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag="zygote"):

@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import select
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Final
 
+from sllm_runtime.platform import oom_kills
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError
@@ -28,21 +27,8 @@ from sllm_runtime.worker.zygote import become_worker
 
 MEET_S: Final = 60.0
 """The invoker answers a connection as soon as it knows that the container runs."""
-CGROUPS: Final = Path("/sys/fs/cgroup")
-_COUNTS: Final = ("memory.events", "memory/memory.oom_control")
-"""Of control groups 2 and 1: what the kernel has killed in this container."""
-_KILLS: Final = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _PR_SET_DUMPABLE: Final = 4
 _LOST: Final = 71
-
-
-def oom_kills(root: Path = CGROUPS) -> int:
-    """Processes of this container that the kernel has killed for memory; 0 where it does not say."""
-    for name in _COUNTS:
-        with contextlib.suppress(OSError):
-            if (found := _KILLS.search((root / name).read_text())) is not None:
-                return int(found[1])
-    return 0
 
 
 def report(sandbox: str, status: int, kills: int) -> Exited:
@@ -102,7 +88,7 @@ class First:
                     self._reap()
                 else:
                     self._end_all()
-        ended = report(sandbox, self._status, oom_kills())
+        ended = report(sandbox, self._status, oom_kills.of_group() or 0)
         with contextlib.suppress(OSError):
             self._wire.send(codec.pack(FromZygote(ended)))
         return ended.code or (128 + ended.signal if ended.signal else 0)

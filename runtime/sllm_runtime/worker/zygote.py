@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import resource
 import select
 import signal
 import socket
@@ -134,14 +135,14 @@ class Zygote:
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     continue
                 _kill_group(pid)
-                _, status = os.waitpid(pid, 0)
-                dead.append((pid, sandbox, os.waitstatus_to_exitcode(status)))
+                _, status, used = os.wait4(pid, 0)
+                dead.append(_exited(sandbox, os.waitstatus_to_exitcode(status), used.ru_maxrss))
                 del self._workers[pid]
         # Workers adopt what their own children leave; so an unknown child of ours was a dead worker's. What is killed
         # here wakes us again, and then shows what it left.
         end_orphans(set(self._workers))
-        for _pid, sandbox, code in dead:
-            self._send(Exited(sandbox=sandbox, code=max(code, 0), signal=max(-code, 0)))
+        for exited in dead:
+            self._send(exited)
 
     def _send(self, body: ZygoteReady | Spawned | Exited, fds: tuple[int, ...] = ()) -> None:
         self._wire.sock.settimeout(_SEND_S)
@@ -149,6 +150,11 @@ class Zygote:
             self._wire.send(codec.pack(FromZygote(body)), fds)
         except OSError:
             self._stopping = True
+
+
+def _exited(sandbox: str, code: int, peak_kib: int) -> Exited:
+    ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Exited(sandbox=sandbox, code=max(code, 0), signal=max(-code, 0), peak=max(0, peak_kib - ours) * 1024)
 
 
 def _kill_group(pid: int) -> None:

@@ -161,3 +161,18 @@ def test_everything_dies_with_it(own: Zygote, tmp_path: Path, end: str) -> None:
         assert own.process.wait(GIVE_UP_S) == (-9 if end == "SIGKILL" else 0)
     finally:
         worker.close()
+
+
+def test_what_memory_a_worker_had_at_its_most_is_told(zygote: Zygote, tmp_path: Path) -> None:
+    """Beside what the fork server has itself: what is left of 512 MiB in any case is 128."""
+    source = "def fn(mib):\n    held = bytearray(b'x') * (mib * 2**20)\n    return len(held)\n"
+    peaks = []
+    for mib in (1, 512):
+        worker = zygote.spawn()
+        try:
+            worker.start(manifest(memory=2**30), bundle_of({"user.py": source}), workdir=tmp_path / str(mib))
+            worker.run({"mib": mib})
+        finally:
+            worker.close()
+            peaks.append(zygote.exited(zygote.count).peak)
+    assert peaks[0] < 2**27 < peaks[1] < 2**30
