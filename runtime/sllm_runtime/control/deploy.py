@@ -244,7 +244,7 @@ class Deployments:
             if any(instance.live for instance in view.of(key)):
                 capacity = now
             elif now - capacity >= max(manifest.queue_timeout, longest_s(view, key)):
-                why = view.pending.get(key, "no capacity")
+                why = view.why(key, "no capacity")
                 text = f"no instance of {key[0]!r} could be placed within {manifest.queue_timeout:g} s: {why}"
                 raise NoCapacity(text, stage="placement")
 
@@ -285,4 +285,4 @@ def verdict(view: View, key: Key) -> bool | None:
 
 def trial_progress(view: View, key: Key) -> Progress:
     """How far the first instance is, or why it waits."""
-    return routes.progress(view, key) or Progress(stage="capacity", message=view.pending.get(key, ""))
+    return routes.progress(view, key) or Progress(stage="capacity", message=view.why(key))

@@ -30,10 +30,10 @@ def explained(view: View, key: Key, policy: Policy, now: float) -> Explained:
         function=key[0],
         version=key[1],
         policy=type(policy).__name__,
-        decision=_words(decision) if isinstance(decision, Place) else decision.reason,
+        decision=_words(decision) if isinstance(decision, Place) else str(decision.reason),
         node=decision.node if isinstance(decision, Place) else "",
         possible=not isinstance(decision, Refuse),
-        pending=view.pending.get(key, ""),
+        pending=view.why(key),
         candidates=tuple(candidates[:MOST]),
         starts=tuple(_told(instance) for instance in view.of(key) if not instance.ended),
     )
@@ -59,6 +59,8 @@ def _why_not(view: View, request: Request, node: Node, status: NodeStatus, now: 
     refused = view.refused.get((request.key, name))
     if node.record.cordoned or status.draining:
         return "it is cordoned" if not (node.record.draining or status.draining) else "it is drained"
+    if status.condition:
+        return f"it can make no sandbox: {status.condition}"
     if view.kept.get(name, request.key) != request.key:
         return f"it is kept for {view.kept[name][0]}, which has waited long"
     if refused is not None and refused.until > now:

@@ -14,6 +14,7 @@ import msgspec
 
 from sllm_runtime.control import fits, instances
 from sllm_runtime.control.placement import Decision, Place, Request
+from sllm_runtime.control.reason import Words
 from sllm_runtime.control.view import Instance, Key, Migration, Refusal, View, with_item, without
 from sllm_runtime.protocol.ctl import Migrated
 from sllm_runtime.protocol.errors import (
@@ -79,6 +80,8 @@ def _reachable(view: View, instance: Instance, to: str, now: float) -> None:
         raise Unavailable(f"node {to} is not heard; choose another one")
     if node.record.cordoned or node.status.draining:
         raise Unavailable(f"node {to} takes no starts: it is cordoned or draining; choose another one")
+    if node.status.condition:
+        raise Unavailable(f"node {to} can make no sandbox: {node.status.condition}; choose another one")
     lacks = fits.short(_need(view, instance), fits.total(node.status))
     if lacks:
         raise InvalidRequest(f"node {to} can never run it: it lacks {'; '.join(lacks)}", field="to")
@@ -162,14 +165,14 @@ def _idle(view: View, source: Instance, node: str) -> Instance | None:
     return None
 
 
-def _choice(view: View, source: Instance, node: str, now: float, choose: Choose) -> Place | str:
+def _choice(view: View, source: Instance, node: str, now: float, choose: Choose) -> Place | Words:
     """Where a new one goes; or what is short, in words."""
     request = Request(source.key, source.manifest, view.versions[source.key].model)
     if not node:
         # The policy looks everywhere but where it runs now.
         elsewhere = with_item(view.refused, (source.key, source.record.node), Refusal(now + 1, "it moves away"))
         decision = choose(request, replace(view, refused=elsewhere))
-        return decision if isinstance(decision, Place) else getattr(decision, "reason", "no node is free")
+        return decision if isinstance(decision, Place) else decision.reason
     need, known = request.need(view), view.nodes.get(node)
     capacity = fits.free(view, known) if known is not None else None
     if capacity is None:

@@ -59,6 +59,8 @@ def _place(view: View, request: Request, now: float) -> tuple[str, tuple[Instanc
         status = node.status
         if status is None or not view.alive(name, now) or node.record.cordoned or status.draining or name in view.kept:
             continue
+        if status.condition:
+            continue
         there = [each for each in view.on(name).values() if not each.ended]
         leaving = [each for each in there if each.running or each.stop or evictable(request, view, each, now)]
         capacity = free(view, node, leaving)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from sllm_runtime.control.autoscale import HANDOVER_S, floor
 from sllm_runtime.control.fits import Need, free, memory_of, need_of, short, total
 from sllm_runtime.control.providing.awaiting import could_come
+from sllm_runtime.control.reason import Reason, Words
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import Instance, Key, Move, Node, View
 from sllm_runtime.protocol.manifest import Manifest
@@ -65,7 +67,7 @@ class Migrate:
 class Wait:
     """It fits a known node, but not now."""
 
-    reason: str
+    reason: Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +147,19 @@ def _fits(need: Need, view: View, node: Node, leaving: list[Instance]) -> bool:
 
 
 def why_not(request: Request, need: Need, view: View, nodes: Sequence[Node]) -> Decision:
-    """Words for the one who waits, though ``nodes`` may be asked; or ``Refuse``."""
+    """It waits though ``nodes`` may be asked, with words for who asks why; or ``Refuse``."""
     never = unsatisfiable(need, view)
-    if never:
-        return Refuse(never)
+    return Refuse(never) if never else Wait(Reason(partial(_in_the_way, request, need, view, nodes)))
+
+
+def _in_the_way(request: Request, need: Need, view: View, nodes: Sequence[Node]) -> str:
     if not view.nodes:
-        return Wait("no node has reported yet; is an invoker running? See `sllm node list`")
+        return "no node has reported yet; is an invoker running? See `sllm node list`"
     fitting = [node for node in nodes if node.status is not None and not short(need, total(node.status))]
     if not fitting:
         refusals = (f"{node}: {said.reason}" for (key, node), said in view.refused.items() if key == request.key)
         said = "; ".join(sorted(refusals)) or "see `sllm node list`"
-        return Wait(f"no node that could run it is up and accepting work; {said}")
+        return f"no node that could run it is up and accepting work; {said}"
     gaps = []
     for node in fitting:
         capacity = free(view, node)
@@ -163,4 +167,4 @@ def why_not(request: Request, need: Need, view: View, nodes: Sequence[Node]) -> 
             lacks = short(need, capacity)
             gaps.append((len(lacks), node.record.node, lacks))
     _, name, lacks = min(gaps)
-    return Wait(f"all capacity is in use: needs {'; '.join(lacks)} on {name}")
+    return f"all capacity is in use: needs {'; '.join(lacks)} on {name}"

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience, warmup
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
 from sllm_runtime.control.providing import awaiting
+from sllm_runtime.control.reason import Words
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
@@ -173,7 +174,7 @@ def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, 
             view = instances.stop(view, idle, f"makes room for {key[0]}", grace, resume=idle.carries)
     if isinstance(decision, Migrate):
         view = replace(view, moves={**view.moves, **{move.instance: move for move in decision.moves}})
-    reason = decision.reason
+    reason: Words = decision.reason
     if isinstance(decision, Wait):
         view, reason = awaiting.told(view, key, request.need(view), reason, context.now)
     if not isinstance(decision, Refuse):

@@ -96,7 +96,7 @@ def so_far(view: View, request: Acquire) -> Acquired:
     key = (request.function, request.version)
     require(view, key)
     found = route(view, key, leave_out=view.suspects)
-    return Acquired(route=found, progress=progress(view, key), pending=view.pending.get(key, ""))
+    return Acquired(route=found, progress=progress(view, key), pending=view.why(key))
 
 
 def progress(view: View, key: Key) -> Progress | None:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
 from sllm_runtime.control.providing.pool import Pool
+from sllm_runtime.control.reason import Words
 from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.table import Table
@@ -207,8 +208,8 @@ class View:
     """Running instances that are to go on elsewhere, by instance; each leaves this when it has, or could not."""
     migrations: Mapping[str, Migration] = field(default_factory=dict)
     """By source. Stored is only which instance a source's calls go to (``InstanceRecord.moves_to``)."""
-    pending: Mapping[Key, str] = field(default_factory=dict)
-    """Why a wanted instance cannot be placed now, for people."""
+    pending: Mapping[Key, Words] = field(default_factory=dict)
+    """Why a wanted instance cannot be placed now; ``why`` says it."""
     awaiting: Mapping[Key, Progress] = field(default_factory=dict)
     """Those of them for which a node is to come, and how far that is."""
     pool: Pool | None = None
@@ -245,6 +246,10 @@ class View:
     def demand(self, key: Key) -> int:
         """Calls of a version that wait for a slot, over all gateways."""
         return sum(self.waiting.get(key, EMPTY).values())
+
+    def why(self, key: Key, otherwise: str = "") -> str:
+        """Why a wanted instance of a version cannot be placed now, for people; ``otherwise`` if none waits."""
+        return str(self.pending.get(key, otherwise))
 
     def active(self, key: Key) -> bool:
         """Whether calls that name no version go to this one."""

@@ -58,7 +58,7 @@ def answer(view: View, key: Key, instances: int, now: float) -> Warmed | None:
 def so_far(view: View, key: Key, instances: int) -> Warmed:
     """How many are there after a while, and what the others wait for. Raises as ``routes.require``."""
     routes.require(view, key)
-    pending = view.pending.get(key, "")
+    pending = view.why(key)
     progress = Progress(stage="placement", message=pending) if pending else routes.progress(view, key)
     return Warmed(function=key[0], version=key[1], wanted=instances, ready=_ready(view, key), progress=progress)
 

@@ -51,7 +51,7 @@ def test_a_model_goes_where_its_bytes_fit_beside_the_pool() -> None:
     large(world, "other")
     world.wait_for(("other", 1), 1)
     assert world.plan(deliver=False) == ()
-    assert "11.0 GiB of memory (has 5.0 GiB)" in world.view.pending["other", 1]
+    assert "11.0 GiB of memory (has 5.0 GiB)" in world.view.why(("other", 1))
 
 
 def test_room_is_made_by_what_an_idle_instance_really_holds() -> None:
@@ -84,7 +84,7 @@ def test_what_no_node_can_ever_offer_is_said(offered: int, refused: bool) -> Non
     large(world, "chat")
     world.wait_for(("chat", 1), 1)
     world.plan()
-    why = world.view.pending.get(("chat", 1), "")
+    why = world.view.why(("chat", 1))
     assert ("no node can run it" in why and "11.0 GiB of memory (has 10.0 GiB)" in why) == refused
     assert bool(placed(world, ("chat", 1))) != refused
 

@@ -199,14 +199,14 @@ def test_a_busy_instance_is_never_moved_for_another(world: World) -> None:
     world.wait_for(("other", 1), 1)
     world.turn(5.0)
     assert world.live(CHAT) == [name]
-    assert world.view.pending["other", 1] == "all capacity is in use: needs 1 x L4 (has none) on n1"
+    assert world.view.why(("other", 1)) == "all capacity is in use: needs 1 x L4 (has none) on n1"
 
 
 def test_the_words_for_what_no_node_has(world: World) -> None:
     world.view = deployed(world.view, manifest("chat", gpu="H100:2"))
     world.wait_for(CHAT, 1)
     world.plan()
-    assert world.view.pending[CHAT] == "no node can run it; the nearest, n1, lacks 2 x H100 (has 1 x L4)"
+    assert world.view.why(CHAT) == "no node can run it; the nearest, n1, lacks 2 x H100 (has 1 x L4)"
 
 
 def test_a_refusal_is_no_failure_and_another_node_is_asked(world: World) -> None:

@@ -34,7 +34,7 @@ def test_several_accelerators_are_those_of_one_node() -> None:
     wanted(world, OTHER, gpu="L4:2")
     world.plan()
     assert places(world, OTHER) == []
-    assert world.view.pending[OTHER].startswith("all capacity is in use: needs 2 x L4")
+    assert world.view.why(OTHER).startswith("all capacity is in use: needs 2 x L4")
 
 
 def test_labels_choose_the_node() -> None:
@@ -46,7 +46,7 @@ def test_labels_choose_the_node() -> None:
     world.plan()
     assert places(world, CHAT) == [("n2", ())]
     assert places(world, OTHER) == []
-    assert "label disk=fast" in world.view.pending[OTHER]
+    assert "label disk=fast" in world.view.why(OTHER)
 
 
 @pytest.mark.parametrize(("mine", "theirs", "first"), [(5, 0, CHAT), (0, 5, OTHER), (-5, 0, OTHER), (0, 0, CHAT)])
@@ -70,7 +70,7 @@ def test_who_waits_is_told_why_and_starts_when_something_is_released() -> None:
     wanted(world, OTHER)
     world.plan()
     assert places(world, OTHER) == []
-    assert world.view.pending[OTHER] == "all capacity is in use: needs 1 CPUs (has 0) on n1"
+    assert world.view.why(OTHER) == "all capacity is in use: needs 1 CPUs (has 0) on n1"
     world.finish(running, InstanceState.STOPPED)
     world.plan()
     assert places(world, OTHER) == [("n1", ())]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from sllm_runtime.control.fits import Need
 from sllm_runtime.control.providing.packing import fits
 from sllm_runtime.control.providing.pool import Errand
+from sllm_runtime.control.reason import Reason, Words
 from sllm_runtime.control.view import Key, View
 from sllm_runtime.protocol.node import AWAITS_NODE, Progress
 
@@ -43,14 +44,15 @@ def awaited(view: View, need: Need, now: float) -> Progress | None:
     )
 
 
-def told(view: View, key: Key, need: Need, reason: str, now: float) -> tuple[View, str]:
+def told(view: View, key: Key, need: Need, reason: Words, now: float) -> tuple[View, Words]:
     """``view`` with what version ``key`` waits for, and why it waits, in words: ``reason`` says what there is no room
     for."""
     progress = awaited(view, need, now)
     if progress is None:
         at_most = view.pool is not None and view.pool.full and could_come(view, need)
-        return view, f"{reason}; the provider of nodes has its most" if at_most else reason
-    return replace(view, awaiting={**view.awaiting, key: progress}), f"{progress.message}; {reason}"
+        return view, Reason(lambda: f"{reason}; the provider of nodes has its most") if at_most else reason
+    message = progress.message
+    return replace(view, awaiting={**view.awaiting, key: progress}), Reason(lambda: f"{message}; {reason}")
 
 
 def longest_s(view: View, key: Key) -> float:

@@ -46,7 +46,7 @@ class Server:
     name: str
     node: Node
     open: bool
-    """It takes starts: an operator has not cordoned it and it does not drain."""
+    """It takes starts: an operator has not cordoned it, it does not drain, and it can make sandboxes."""
     heard: float
     status: NodeStatus
     free: Capacity
@@ -128,7 +128,7 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
     return Server(
         name=name,
         node=node,
-        open=not node.record.cordoned and not status.draining,
+        open=not node.record.cordoned and not status.draining and not status.condition,
         heard=node.heard if node.heard is not None else -math.inf,
         status=status,
         free=capacity,

@@ -48,7 +48,7 @@ def test_never_more_than_the_most_and_who_waits_is_told() -> None:
     world.wait_for(CHAT, 9)
     world.live_for(60)
     assert desired(world) == [2]
-    assert "has its most" in world.view.pending[CHAT]
+    assert "has its most" in world.view.why(CHAT)
 
 
 def test_who_waits_is_told_of_the_node_and_when_it_is_expected() -> None:

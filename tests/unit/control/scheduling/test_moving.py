@@ -93,10 +93,10 @@ def test_a_start_waits_for_the_moves_that_were_decided_for_it() -> None:
     context = Context(now=NOW, wall=0.0, policy=MOVES, rng=random.Random(1))
     made = plan(view, context)
     assert list(made.view.moves) == ["other-on-full-0"]
-    assert "moving other-on-full-0 to free" in made.view.pending[("chat", 1)]
+    assert "moving other-on-full-0 to free" in made.view.why(("chat", 1))
     again = plan(made.view, context)
     assert again.view.moves == made.view.moves
-    assert again.view.pending[("chat", 1)] == "waits for 1 instance(s) to go on elsewhere"
+    assert again.view.why(("chat", 1)) == "waits for 1 instance(s) to go on elsewhere"
     (start,) = again.actions
     assert isinstance(start, SendStart)
     assert again.view.instances[start.instance].record.node == "free", "where its calls are to go on"

@@ -132,7 +132,7 @@ class TestEveryPolicy:
         view, _ = function(cluster(node("a")), "chat")
         view = idle(function(view, "other")[0], "other", "a", running=1)
         assert isinstance(decision := place(policy, view, "chat"), Wait)
-        assert "1 x L4" in decision.reason
+        assert "1 x L4" in str(decision.reason)
 
     def test_refuses_what_never_fits(self, policy: Policy) -> None:
         view, _ = function(cluster(node("a", gpus=0)), "chat")
