@@ -125,6 +125,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Minor version of its workers' Python, ``"3.11"``; empty: not said."""
     drivers: tuple[str, ...] = ("process",)
     """Kinds of sandbox it can make: ``process``, ``container``."""
+    condition: str = ""
+    """Why it can make no sandbox now, in words; nothing is started there while it is said. Empty: it can."""
     instances: tuple[InstanceStatus, ...] = ()
     version: int = PROTOCOL_VERSION
 
