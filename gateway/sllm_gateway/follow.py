@@ -10,15 +10,14 @@ from datetime import UTC, datetime
 
 import nats.errors
 from nats.aio.msg import Msg
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import ConsumerConfig, DeliverPolicy
 
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.consumers import SILENCE_S, consumer, forget
 from sllm_runtime.protocol.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-SILENCE_S = 4.0
 AGAIN_S = 0.2
 QUEUED = 4096
 
@@ -60,9 +59,10 @@ async def _consume(
     queue: asyncio.Queue[Msg | None] = asyncio.Queue(QUEUED)
     inbox = bus.new_inbox()
     off = bus.on_reconnect(lambda: queue.put(None))
-    subscription = await bus.subscribe_raw(inbox, queue.put)
+    subscription, asked = None, _config(inbox, subject, since, after)
     try:
-        made = await bus.jetstream.add_consumer(stream, _config(inbox, subject, since, after))
+        subscription = await bus.subscribe_raw(inbox, queue.put)
+        made = await bus.jetstream.add_consumer(stream, asked)
         if not made.num_pending and not (made.delivered and made.delivered.consumer_seq):
             yield 0, b"", 0
         delivered = 0
@@ -82,7 +82,9 @@ async def _consume(
         raise Unavailable(f"{subject} cannot be read: {error or type(error).__name__}") from error
     finally:
         off()
-        await subscription.unsubscribe()
+        forget(bus, stream, asked)
+        if subscription is not None:
+            await subscription.unsubscribe()
 
 
 async def _next(queue: asyncio.Queue[Msg | None]) -> Msg:
@@ -97,17 +99,7 @@ async def _next(queue: asyncio.Queue[Msg | None]) -> Msg:
 
 
 def _config(inbox: str, subject: str, since: float | None, after: int) -> ConsumerConfig:
-    config = ConsumerConfig(
-        deliver_subject=inbox,
-        filter_subject=subject,
-        deliver_policy=DeliverPolicy.ALL,
-        ack_policy=AckPolicy.NONE,
-        max_deliver=1,
-        idle_heartbeat=HEARTBEAT_S,
-        inactive_threshold=30.0,
-        mem_storage=True,
-        num_replicas=1,
-    )
+    config = consumer(inbox, subject, DeliverPolicy.ALL)
     if after:
         return config.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1)
     if since is not None:

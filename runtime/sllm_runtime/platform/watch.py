@@ -13,19 +13,17 @@ from typing import Final
 
 import nats.errors
 from nats.aio.msg import Msg
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import ConsumerConfig, DeliverPolicy
 
 from sllm_runtime.platform.bus import Bus, Subscription
+from sllm_runtime.platform.consumers import SILENCE_S, consumer, forget
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
 log = logging.getLogger(__name__)
 
-_HEARTBEAT_S: Final = 1.0
-_SILENCE_S: Final = 4.0
 _SYNC_S: Final = 10.0
 _AGAIN_S: Final = 0.1
-_GONE_AFTER_S: Final = 30.0
 _TOLD_AGAIN_S: Final = (0.1, 0.5, 2.0, 5.0)
 """Waits before what a listener failed to take is told once more; the last one goes on."""
 _QUEUED: Final = 65536
@@ -52,6 +50,7 @@ class _Picture:
         self._stream, self._subject = stream, subject
         self._queue: asyncio.Queue[Msg] = asyncio.Queue(_QUEUED)
         self._subscription: Subscription | None = None
+        self._asked: ConsumerConfig | None = None
         self._delivered = 0
         self.pending = 0
         """Messages of the first picture that are still to come."""
@@ -60,19 +59,9 @@ class _Picture:
         """Make the consumer. Raises ``Unavailable``."""
         inbox = self._bus.new_inbox()
         self._subscription = await self._bus.subscribe_raw(inbox, self._queue.put)
-        config = ConsumerConfig(
-            deliver_subject=inbox,
-            filter_subject=self._subject,
-            deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
-            ack_policy=AckPolicy.NONE,
-            max_deliver=1,
-            idle_heartbeat=_HEARTBEAT_S,
-            inactive_threshold=_GONE_AFTER_S,
-            mem_storage=True,
-            num_replicas=1,
-        )
+        self._asked = consumer(inbox, self._subject, DeliverPolicy.LAST_PER_SUBJECT)
         try:
-            made = await self._bus.jetstream.add_consumer(self._stream, config)
+            made = await self._bus.jetstream.add_consumer(self._stream, self._asked)
         except nats.errors.Error as error:
             raise Unavailable(f"{self._subject} cannot be watched: {error or type(error).__name__}") from error
         self.pending = (made.num_pending or 0) + (made.delivered.consumer_seq if made.delivered else 0)
@@ -82,7 +71,7 @@ class _Picture:
         messages it was to have, since they have gone meanwhile. Raises ``_Again``."""
         while True:
             try:
-                async with asyncio.timeout(_SILENCE_S):
+                async with asyncio.timeout(SILENCE_S):
                     message = await self._queue.get()
             except TimeoutError:
                 raise _Again("no heartbeat") from None
@@ -106,6 +95,8 @@ class _Picture:
             raise _Again("a message was lost")
 
     async def close(self) -> None:
+        if self._asked is not None:
+            forget(self._bus, self._stream, self._asked)
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 

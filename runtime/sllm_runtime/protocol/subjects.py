@@ -162,6 +162,11 @@ LOGS_STREAM: Final = "sllm_logs"
 EVENTS_STREAM: Final = "sllm_events"
 
 
+def forget_consumer(stream: str, consumer: str) -> str:
+    """→ JetStream: nobody reads this consumer any more."""
+    return f"$JS.API.CONSUMER.DELETE.{token(stream)}.{token(consumer)}"
+
+
 class Rights(msgspec.Struct, frozen=True):
     """What one identity may publish to and subscribe to (nats-server ``permissions``)."""
 

@@ -1,0 +1,50 @@
+"""What is left at NATS of those who have asked for events and logs: nothing."""
+
+import asyncio
+from contextlib import aclosing
+
+from sllm_gateway.follow import messages
+from sllm_runtime.platform.owned import end
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.events import Event
+from sllm_runtime.protocol.http import API
+from tests.fixtures.nats import CONTROLLER, NODE, Nats
+from tests.unit.gateway.peer import world
+
+
+async def left(nats: Nats) -> int:
+    """Consumers of the stream with events."""
+    info = await (await nats.bus(CONTROLLER)).jetstream.stream_info(subjects.EVENTS_STREAM)
+    return info.state.consumer_count
+
+
+async def test_fifty_questions_for_events_leave_no_consumer(nats: Nats) -> None:
+    async with world(nats) as w:
+        event = Event(kind="instance.ready", at=1.0, component="node", function="f")
+        w.node.bus.publish_now(subjects.event("node", NODE), event)
+        await w.node.bus.flush()
+        before = await left(nats)
+        for _ in range(50):
+            assert "instance.ready" in (await w.http.get(f"{API}/events", params={"function": "f"})).text
+        await w.gateway._bus.flush()
+        assert await left(nats) == before
+
+
+async def test_readers_that_are_cancelled_leave_none(nats: Nats) -> None:
+    """Also while their consumer is being made."""
+    async with world(nats) as w:
+        bus = w.gateway._bus
+        before = await left(nats)
+
+        async def read() -> None:
+            async with aclosing(messages(bus, subjects.EVENTS_STREAM, subjects.EVENTS_ALL, None)) as found:
+                async for _ in found:
+                    pass
+
+        for turns in (0, 1, 2, 3, 5, 10, 20, 40):
+            reading = asyncio.create_task(read())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await end([reading])
+            await bus.flush()
+            assert await left(nats) == before, f"after {turns} turns"
