@@ -14,7 +14,8 @@ from functools import partial
 from typing import Final
 
 from sllm_invoker import verdicts
-from sllm_invoker.bounds import NAME_BYTES, clip, clip_error, clip_names, clip_report, clip_spans
+from sllm_invoker.account import Account
+from sllm_invoker.bounds import NAME_BYTES, clip, clip_error
 from sllm_invoker.follower import EOF_S, Follower, ended
 from sllm_invoker.output import Output
 from sllm_invoker.preparation import Prepared, assignment, image_of, prepare
@@ -27,7 +28,7 @@ from sllm_runtime.protocol import codec, limits, states
 from sllm_runtime.protocol.errors import InstanceLost, InternalError, ProtocolError, SllmError
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState
-from sllm_runtime.protocol.timeline import SANDBOX, Span, shift
+from sllm_runtime.protocol.timeline import SANDBOX
 from sllm_runtime.protocol.worker import FEEDS, Assign, Failed, FromWorker, Heartbeat, Log, Ready, Stage, Stop
 
 log = logging.getLogger(__name__)
@@ -43,14 +44,8 @@ class Instance:
         self.order = order
         self._around = around
         self._state = InstanceState.STARTING
-        self._progress: Progress | None = Progress(stage=SANDBOX)
-        self._error: SllmError | None = None
-        self._spans: tuple[Span, ...] = ()
-        self._fingerprint = ""
-        self._capabilities: tuple[str, ...] = ()
+        self._account = Account(order)
         self._began = around.clock()
-        self._prepared: tuple[Span, ...] = ()
-        self._assigned_ms = 0.0
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._stop_reason: str | None = None
@@ -78,20 +73,7 @@ class Instance:
 
     def status(self) -> InstanceStatus:
         """For the node's report."""
-        order, work = self.order, self.work
-        return InstanceStatus(
-            instance=order.instance,
-            function=order.function,
-            version=order.version,
-            state=self._state,
-            progress=self._progress,
-            error=clip_report(self._error) if self._error is not None else None,
-            fingerprint=self._fingerprint,
-            capabilities=self._capabilities,
-            spans=self._spans,
-            running=work.running if work is not None else 0,
-            idle_s=work.idle_s(self._around.clock()) if work is not None else 0.0,
-        )
+        return self._account.status(self._state, self.work, self._around.clock())
 
     # --- life ---------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -125,7 +107,7 @@ class Instance:
             state = InstanceState.FAILED if self._state is InstanceState.STARTING else InstanceState.LOST
         if self.work is not None:
             self.work.end(verdict.calls or InstanceLost(f"instance {self.order.instance} ended"))
-        self._error = verdict.error
+        self._account.error = verdict.error
         self.ended_at = self._around.clock()
         self._move(state)
         if verdict.error is not None:
@@ -143,11 +125,11 @@ class Instance:
             prepared = await prepare(self.order, around.suppliers, stack, self._report, around.clock, image)
             await self._assign(prepared, stack)
         except SllmError as error:
-            self._conclude(verdicts.failed(error, self._stage))
+            self._conclude(verdicts.failed(error, self._account.stage))
         except Exception as error:
             log.exception("instance %s", self.order.instance)
             bug = InternalError(f"starting instance {self.order.instance}: {type(error).__name__}: {error}")
-            self._conclude(verdicts.failed(bug, self._stage))
+            self._conclude(verdicts.failed(bug, self._account.stage))
 
     async def _image(self) -> str:
         """Made before its start counts: ``startup_timeout`` runs from the sandbox on."""
@@ -157,14 +139,10 @@ class Instance:
         self._timer = asyncio.get_running_loop().call_later(self.order.manifest.startup_timeout, self._start_timed_out)
         return found
 
-    @property
-    def _stage(self) -> str:
-        return self._progress.stage if self._progress is not None else SANDBOX
-
     def _report(self, progress: Progress) -> None:
         """How far loaderd is, until the worker itself says how far it is."""
         if self._state is InstanceState.STARTING and self.work is None:
-            self._progress = progress
+            self._account.progress = progress
             self._around.changed()
 
     async def _assign(self, prepared: Prepared, stack: AsyncExitStack) -> None:
@@ -173,8 +151,7 @@ class Instance:
         output = Output(sandbox, around.log)
         stack.push_async_callback(output.silence)
         work = Work(self.order, sandbox.wire, around.ready, around.consumed, self._silent, around.clock)
-        self._prepared = prepared.spans
-        self._assigned_ms = (around.clock() - self._began) * 1000
+        self._account.prepared(prepared.spans, (around.clock() - self._began) * 1000)
         followers = [Follower.of(seat, around.log, partial(self._hear, seat.member.number)) for seat in others]
         for follower in followers:
             stack.push_async_callback(follower.output.silence)
@@ -196,7 +173,7 @@ class Instance:
         if not isinstance(end, SllmError):
             self._judge_death(end)
         elif self._state is InstanceState.STARTING:
-            self._conclude(verdicts.failed(end, self._stage))
+            self._conclude(verdicts.failed(end, self._account.stage))
         else:
             self._conclude(verdicts.broken(self.order.instance, end))
 
@@ -206,8 +183,8 @@ class Instance:
 
     def _start_timed_out(self) -> None:
         last = self._around.suppliers.pool.last_error
-        why = last.message if last is not None and self._stage == SANDBOX else ""
-        self._conclude(verdicts.start_timeout(self.order, self._stage, why))
+        why = last.message if last is not None and self._account.stage == SANDBOX else ""
+        self._conclude(verdicts.start_timeout(self.order, self._account.stage, why))
 
     # --- the worker's messages ------------------------------------------------------------------------
     async def _listen(self, sandbox: Sandbox, output: Output, work: Work) -> None:
@@ -242,7 +219,7 @@ class Instance:
             case Ready() as ready:
                 self._on_ready(ready, work)
             case Failed() as failed:
-                self._conclude(verdicts.failed(clip_error(failed.error).to_error(), self._stage))
+                self._conclude(verdicts.failed(clip_error(failed.error).to_error(), self._account.stage))
             case other:
                 if self._state is InstanceState.STARTING:
                     raise ProtocolError(f"{type(other).__name__} before the worker is ready")
@@ -251,7 +228,7 @@ class Instance:
 
     def _on_stage(self, stage: Stage) -> None:
         if self._state is InstanceState.STARTING:
-            self._progress = Progress(stage=clip(stage.stage, NAME_BYTES), done=stage.done, total=stage.total)
+            self._account.staged(stage)
             self._around.changed()
 
     def _on_ready(self, ready: Ready, work: Work) -> None:
@@ -259,11 +236,8 @@ class Instance:
             return
         assert self._timer is not None
         self._timer.cancel()
-        self._fingerprint = clip(ready.fingerprint, NAME_BYTES)
-        self._capabilities = clip_names(ready.capabilities)
+        self._account.ready(ready)
         self._around.suppliers.proofs.keep(self.order, ready.proof)
-        self._spans = (*self._prepared, *shift(clip_spans(ready.spans), self._assigned_ms))
-        self._progress = None
         work.open(feeds=FEEDS in ready.capabilities)
         self._move(InstanceState.READY)
 
@@ -279,7 +253,7 @@ class Instance:
         tail = list(self._around.log.tail)
         memory = self._around.killed_for_memory()
         if self._state is InstanceState.STARTING:
-            self._conclude(verdicts.died_at_start(self.order, self._stage, end, tail, memory))
+            self._conclude(verdicts.died_at_start(self.order, self._account.stage, end, tail, memory))
         else:
             self._conclude(verdicts.died(self.order, end, tail, memory))
 

@@ -1,0 +1,63 @@
+"""What an instance tells of itself in its node's report: how far its start is, what it can do, what has ended it."""
+
+from __future__ import annotations
+
+from sllm_invoker.bounds import NAME_BYTES, clip, clip_names, clip_report, clip_spans
+from sllm_invoker.work import Work
+from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
+from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.timeline import SANDBOX, Span, shift
+from sllm_runtime.protocol.worker import Ready, Stage
+
+
+class Account:
+    """Of one instance, from its order to its end. What its worker says is bounded here."""
+
+    def __init__(self, order: StartInstance) -> None:
+        self._order = order
+        self.progress: Progress | None = Progress(stage=SANDBOX)
+        """None: the start is over."""
+        self.error: SllmError | None = None
+        self._prepared: tuple[Span, ...] = ()
+        self._assigned_ms = 0.0
+        self._spans: tuple[Span, ...] = ()
+        self._fingerprint = ""
+        self._capabilities: tuple[str, ...] = ()
+
+    @property
+    def stage(self) -> str:
+        """Where its start is."""
+        return self.progress.stage if self.progress is not None else SANDBOX
+
+    def prepared(self, spans: tuple[Span, ...], assigned_ms: float) -> None:
+        """What the node had to do for it; its worker was assigned ``assigned_ms`` after the order."""
+        self._prepared, self._assigned_ms = spans, assigned_ms
+
+    def staged(self, stage: Stage) -> None:
+        """Its worker says how far it is."""
+        self.progress = Progress(stage=clip(stage.stage, NAME_BYTES), done=stage.done, total=stage.total)
+
+    def ready(self, ready: Ready) -> None:
+        """Its worker serves."""
+        self._fingerprint = clip(ready.fingerprint, NAME_BYTES)
+        self._capabilities = clip_names(ready.capabilities)
+        self._spans = (*self._prepared, *shift(clip_spans(ready.spans), self._assigned_ms))
+        self.progress = None
+
+    def status(self, state: InstanceState, work: Work | None, now: float) -> InstanceStatus:
+        """For the node's report."""
+        order = self._order
+        return InstanceStatus(
+            instance=order.instance,
+            function=order.function,
+            version=order.version,
+            state=state,
+            progress=self.progress,
+            error=clip_report(self.error) if self.error is not None else None,
+            fingerprint=self._fingerprint,
+            capabilities=self._capabilities,
+            spans=self._spans,
+            running=work.running if work is not None else 0,
+            idle_s=work.idle_s(now) if work is not None else 0.0,
+        )
