@@ -195,6 +195,7 @@ def _reported(status: NodeStatus) -> dict[str, object]:
         "gpus": gpus,
         "labels": status.labels,
         "pool_idle": status.pool_idle,
+        "condition": status.condition,
         "models": len(status.models),
         "resident": len(status.resident),
         "dram_used": status.dram_used,

@@ -307,6 +307,7 @@ class Node:
             storage=storage(loader) if loader is not None else None,
             python=".".join(self._driver.python.split(".")[:2]),
             drivers=self._drivers,
+            condition=self._driver.problem,
             instances=self._instances.statuses(),
         )
 

@@ -188,6 +188,11 @@ class ProcessDriver:
         return self._server.python if self._server is not None else ""
 
     @property
+    def problem(self) -> str:
+        """Its fork server is started again at once."""
+        return ""
+
+    @property
     def fork_server_pid(self) -> int:
         """0 when none runs."""
         return self._server.pid if self._server is not None else 0

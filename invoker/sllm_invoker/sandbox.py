@@ -98,6 +98,10 @@ class SandboxDriver(Protocol):
     def python(self) -> str:
         """Version of its workers' Python; empty before it is known."""
 
+    @property
+    def problem(self) -> str:
+        """Why it can make no sandbox now, nor soon; empty: nothing is known."""
+
     async def start(self) -> None:
         """Begin; raises ``Unavailable`` if this machine cannot run this driver."""
 

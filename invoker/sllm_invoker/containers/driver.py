@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -10,14 +11,18 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from sllm_invoker.containers.arguments import ContainerSpec, Owner, User
+from sllm_invoker.containers import probe
+from sllm_invoker.containers.arguments import ContainerSpec, Owner
 from sllm_invoker.containers.engine import Engine, EngineFailed
+from sllm_invoker.containers.health import Health
 from sllm_invoker.containers.monitor import Monitor
 from sllm_invoker.containers.rendezvous import Rendezvous, peer_pid
 from sllm_invoker.containers.sandbox import ContainerSandbox, Parts
+from sllm_invoker.containers.user import PROCESSES, user_here
 from sllm_invoker.sandbox import PLAIN, Sandbox, Wish
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.platform.owned import Tasks
@@ -35,9 +40,6 @@ PROMPT_S: Final = 2.0
 HELLO_S: Final = 120.0
 """Importing torch from a cold disk takes its time."""
 REMOVE_AGAIN_S: Final = (1.0, 5.0, 30.0)
-NOBODY: Final = 65534
-PROCESSES: Final = 32768
-"""RLIMIT_NPROC counts over all containers of one user: the limit of each is its control group's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +54,6 @@ class Sizes:
 
 Image = Callable[[], Coroutine[Any, Any, str]]
 """Names the image, and makes it where it is not there yet."""
-
-
-def user_here(engine: Engine) -> User:
-    """Who containers run as: nobody where we are root, else ourselves, since we own the directory they are given."""
-    uid = os.geteuid()
-    if uid == 0:
-        return User(uid=NOBODY, gid=NOBODY)
-    return User(uid=uid, gid=os.getegid(), kept=engine.kind == "podman")
 
 
 def vanished(place: Path) -> bool:
@@ -85,6 +79,7 @@ class ContainerDriver:
         self._sizes = sizes
         self._user = user_here(engine)
         self._tasks = Tasks("container driver")
+        self._health = Health(partial(probe.trial, engine), self._tasks)
         self._making: asyncio.Task[str] | None = None
         self._living: dict[str, ContainerSandbox] = {}
         """Until the engine has been told to remove them."""
@@ -95,8 +90,14 @@ class ContainerDriver:
         """Version of its workers' Python; empty before the first is ready."""
         return self._python
 
+    @property
+    def problem(self) -> str:
+        """What is the matter with the engine."""
+        return self._health.problem
+
     async def start(self) -> None:
         """Remove what an earlier life of this node has left, and nodes that are gone. Raises ``Unavailable``."""
+        self._engine.listeners.append(self._health.suspect)
         for name, place in (await self._engine.places()).items():
             if place == self._owner.place or vanished(Path(place)):
                 log.info("container %s was left by an earlier life of the node at %s and is removed", name, place)
@@ -118,7 +119,9 @@ class ContainerDriver:
         return wish == PLAIN
 
     async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
-        """A container whose worker has said ``Hello``. Raises ``Unavailable``."""
+        """A container whose worker has said ``Hello``. Raises ``Unavailable``, at once if the engine does not work."""
+        if self._health.problem:
+            raise Unavailable(self._health.problem)
         sandbox = await self._make(name, wish)
         try:
             sandbox.hello = await self._greeting(sandbox)
@@ -241,6 +244,8 @@ class ContainerDriver:
 
     async def close(self) -> None:
         """Kill every container of ours."""
+        with contextlib.suppress(ValueError):  # it did not start
+            self._engine.listeners.remove(self._health.suspect)
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._living.values())))
         await self._tasks.close()
 

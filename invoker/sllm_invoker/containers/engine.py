@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
@@ -28,6 +28,10 @@ class EngineFailed(Unavailable):
     said = ""
 
 
+class EngineHangs(EngineFailed):
+    """It has not answered in time."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """``program``: its path; ``options``: what this machine needs before every command (``probe`` finds out)."""
@@ -35,18 +39,27 @@ class Engine:
     kind: Kind
     program: str
     options: tuple[str, ...] = ()
+    command_s: float = COMMAND_S
+    """Seconds that a command has, unless it is one that takes longer."""
     turns: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE), init=False, repr=False, compare=False
     )
+    listeners: list[Callable[[EngineFailed], None]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Told of each command that failed."""
 
     @property
     def words(self) -> tuple[str, ...]:
         return (self.program, *self.options)
 
-    async def command(self, *words: str, data: bytes | None = None, within_s: float = COMMAND_S) -> str:
+    async def command(self, *words: str, data: bytes | None = None, within_s: float | None = None) -> str:
         """What the command prints, ``data`` at its stdin. Raises ``EngineFailed``; cancelled, the command is killed."""
         async with self.turns:
-            out, _err = await self._run(words, data, within_s)
+            try:
+                out, _err = await self._run(words, data, within_s or self.command_s)
+            except EngineFailed as error:
+                for told in self.listeners:
+                    told(error)
+                raise
         return out
 
     async def _run(self, words: Sequence[str], data: bytes | None, within_s: float) -> tuple[str, str]:
@@ -65,7 +78,7 @@ class Engine:
                 async with asyncio.timeout(within_s):
                     code = await process.wait()
             except TimeoutError as error:
-                raise EngineFailed(
+                raise EngineHangs(
                     f"`{self.kind} {words[0]}` has not ended within {within_s:g} s; see whether {self.kind} answers"
                 ) from error
             finally:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from sllm_invoker.containers.arguments import ContainerSpec, Kind, Owner
-from sllm_invoker.containers.driver import PROCESSES, user_here
-from sllm_invoker.containers.engine import Engine
+from sllm_invoker.containers.engine import Engine, EngineHangs
+from sllm_invoker.containers.user import PROCESSES, user_here
 from sllm_runtime.protocol.errors import Unavailable
 
 Wanted = Literal["auto", "podman", "docker"]
 KINDS: Final[tuple[Kind, ...]] = ("podman", "docker")
 TRIAL: Final = "localhost/sllm-probe:1"
-_WITHIN_S: Final = 60.0
 _MEMORY: Final = 64 * 2**20
 _RUNC: Final = "--runtime=runc"
 _CGROUPFS: Final = "--cgroup-manager=cgroupfs"
@@ -77,10 +76,15 @@ def candidates(wanted: Wanted) -> Iterator[Engine]:
 async def find(wanted: Wanted = "auto") -> Engine:
     """The first engine that runs a container here. Raises ``Unavailable`` with what each one said."""
     reasons: dict[str, str] = {}
+    hang = set()
     for engine in candidates(wanted):
+        if engine.program in hang:
+            continue  # another option would not help, and as long again be waited for
         try:
             await trial(engine)
         except Unavailable as error:
+            if isinstance(error, EngineHangs):
+                hang.add(engine.program)
             reasons.setdefault(" ".join((engine.kind, *engine.options)), error.message)
         else:
             return engine
@@ -108,10 +112,10 @@ async def trial(engine: Engine) -> None:
             processes=PROCESSES // 2,
         )
         if not (await engine.command("images", "--quiet", TRIAL)).strip():
-            await engine.command("import", "-", TRIAL, data=archive(platform.machine()), within_s=_WITHIN_S)
+            await engine.command("import", "-", TRIAL, data=archive(platform.machine()))
         try:
             await engine.run(spec, ("/exit",))
-            code = await engine.wait(name, _WITHIN_S)
+            code = await engine.wait(name)
         finally:
             await engine.remove(name)
     if code != 0:

@@ -245,6 +245,8 @@ class NodeView(Frozen):
     dram_used: int = 0
     dram_limit: int = 0
     instances: int = 0
+    condition: str = ""
+    """Why it makes no sandboxes now; empty: nothing is in the way."""
 
 
 class PathView(Frozen):

@@ -126,7 +126,7 @@ def nodes(found: Sequence[NodeView]) -> None:
     rows = [
         (
             each.node,
-            "alive" if each.alive else f"silent for {each.age_s:.0f} s",
+            _state(each),
             f"{each.free_cpu:g}/{each.cpu:g}",
             f"{show_bytes(each.free_memory)}/{show_bytes(each.memory)}",
             ", ".join(gpu.kind for gpu in each.gpus) or "-",
@@ -139,9 +139,17 @@ def nodes(found: Sequence[NodeView]) -> None:
     output.table(columns, rows, empty="no nodes have joined")
 
 
+def _state(view: NodeView) -> str:
+    if not view.alive:
+        return f"silent for {view.age_s:.0f} s"
+    return "makes no sandboxes" if view.condition else "alive"
+
+
 def node(view: NodeDetailView) -> None:
     """Everything about one node."""
     nodes((view,))
+    if view.condition:
+        output.text(f"NOTHING IS STARTED HERE: {view.condition}")
     storage = view.storage
     if storage is None:
         output.text("loaderd is away: nothing is known of models and tiers")

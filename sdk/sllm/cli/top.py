@@ -109,12 +109,22 @@ def _draw(
     output.table(("FUNCTION", "INSTANCES", "ON", "QUEUED HERE", "TOKENS/S HERE"), rows, empty="no functions yet")
 
 
+def _state(view: NodeDetailView) -> str:
+    states = (
+        (not view.alive, "silent"),
+        (view.draining, "draining"),
+        (view.cordoned, "cordoned"),
+        (view.condition, "makes no sandboxes"),
+    )
+    return next((word for holds, word in states if holds), "alive")
+
+
 def _node(view: NodeDetailView) -> tuple[str, ...]:
     used = sum(gpu.used_by is not None for gpu in view.gpus)
     storage = view.storage
     return (
         view.node,
-        "silent" if not view.alive else "draining" if view.draining else "cordoned" if view.cordoned else "alive",
+        _state(view),
         f"{view.free_cpu:g}/{view.cpu:g}",
         f"{show_bytes(view.free_memory)}/{show_bytes(view.memory)}",
         f"{used}/{len(view.gpus)} used" if view.gpus else "-",

@@ -211,7 +211,7 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
             node="n1", boot="b", sequence=1, term=1, cpu=2, memory=4, free_cpu=1, free_memory=3,
             gpus=(Gpu(index=0, kind="L4", memory=24),), models=("sha256:ab", "sha256:cd", "sha256:ef"),
             resident=("sha256:ab", "sha256:ef"), remote=("sha256:ef",), dram_used=2, dram_limit=8,
-            paths=(PathLoad(path="disk", bandwidth=1e9, queued=5),),
+            paths=(PathLoad(path="disk", bandwidth=1e9, queued=5),), condition="podman hangs",
             storage=Storage(ssd_used=1, integrity=False, devices=(DeviceMemory(device="fake:0", limit=3, used=2),)),
         )  # fmt: skip
         known = ctl.NodeInfo(record=NodeRecord(node="n1"), status=status, alive=True)
@@ -232,6 +232,7 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
         found = (await w.http.get(f"{API}/nodes")).json()["nodes"]
         assert [(n["node"], n["alive"], n["free_cpu"]) for n in found] == [("n1", True, 1), ("n2", False, 0)]
         assert found[0]["gpus"][0]["kind"] == "L4"
+        assert [each["condition"] for each in found] == ["podman hangs", ""]
         one, other = [(await w.http.get(f"{API}/nodes/{name}")).json() for name in ("n1", "n2")]
         assert (await w.http.get(f"{API}/nodes/none")).json()["error"]["code"] == "node_not_found"
         up = (await w.http.get(f"{API}/status")).json()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sllm_invoker.process_driver import ProcessDriver
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Draining, NoCapacity, StaleTerm
 from sllm_runtime.protocol.events import Event
@@ -343,3 +344,13 @@ async def test_many_starts_at_once_all_become_ready(node: NodeUnderTest) -> None
         ends.append((await node.gateway.ended(call)).error)
     assert ends == [None] * 8
     await asyncio.gather(*(node.stop(instance) for instance in instances))
+
+
+async def test_what_keeps_it_from_making_sandboxes_is_reported_while_it_lasts(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert node.status.condition == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(ProcessDriver, "problem", "the engine hangs")
+        await until(lambda: node.status.condition == "the engine hangs", what="the report says so")
+    await until(lambda: node.status.condition == "", what="the report says no more")

@@ -354,6 +354,10 @@ def test_a_node_says_what_lies_where(gateway: Gateway) -> None:
     assert ["abababababab", "dram, ssd"] in rows
     gateway.will(Answer(json=node | {"storage": None, "tiers": {}}))
     assert "loaderd is away" in here("node", "describe", "n1").stdout
+    gateway.will(Answer(json=node | {"condition": "podman hangs"}))
+    shown = here("node", "describe", "n1").stdout
+    assert "NOTHING IS STARTED HERE: podman hangs" in shown
+    assert ["n1", "makes no sandboxes"] in [line.split("\t")[:2] for line in shown.splitlines()]
     model = {
         "digest": digest,
         "uri": "/m",
@@ -561,3 +565,6 @@ def test_top_looks_once_where_nobody_watches(gateway: Gateway) -> None:
     assert chat[3:] == ["3", "-"]
     gateway.will(Answer(json={"nodes": [node]}), Answer(json=node), Answer(raw=metrics.encode()))
     assert document(here("top", "--json"))["counts"] == {"queued chat": 3.0, "tokens chat": 12.0}
+    broken = node | {"condition": "podman hangs"}
+    gateway.will(Answer(json={"nodes": [broken]}), Answer(json=broken), Answer(raw=metrics.encode()))
+    assert "n1\tmakes no sandboxes" in here("top").stdout
