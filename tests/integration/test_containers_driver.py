@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sllm_invoker.containers import probe
+from sllm_invoker.containers import control_group, probe
 from sllm_invoker.containers.arguments import Owner
 from sllm_invoker.containers.choice import COMMAND
 from sllm_invoker.containers.driver import ContainerDriver, Sizes
@@ -109,6 +109,22 @@ async def test_a_sandbox_outlives_its_monitor(make: Make, engine: Engine, owner:
     os.kill(int(monitor.read_text()), signal.SIGKILL)
     sandbox.kill()
     assert await ended(sandbox) == (0, signal.SIGKILL, True)
+
+
+async def test_limits_are_those_of_the_function_at_once(make: Make, engine: Engine) -> None:
+    """As the kernel has them, in the group that bears the container's id."""
+    driver = await make()
+    name = f"sllm-test-{os.getpid()}"
+    sandbox = await driver.create(name)
+    container = (await engine.command("inspect", "--format", "{{.Id}}", name)).strip()
+    group = control_group.find(container, sandbox.pid)
+    for more in (2**28, 2**30, 2**26):  # up and down
+        await sandbox.confine(more, 1.5)
+        limit = group.memory.directory / ("memory.max" if group.memory.unified else "memory.limit_in_bytes")
+        assert int(limit.read_text()) == SIZES.memory + more
+        quota = group.cpu.directory / ("cpu.max" if group.cpu.unified else "cpu.cfs_quota_us")
+        assert quota.read_text().split()[0] == "150000"
+    await sandbox.close()
 
 
 async def test_who_wants_the_network_gets_a_sandbox_of_its_own(make: Make) -> None:

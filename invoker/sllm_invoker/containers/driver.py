@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from sllm_invoker.containers import probe
+from sllm_invoker.containers import control_group, probe
 from sllm_invoker.containers.arguments import ContainerSpec, Owner
+from sllm_invoker.containers.control_group import Group
 from sllm_invoker.containers.engine import Engine, EngineFailed
 from sllm_invoker.containers.health import Health
 from sllm_invoker.containers.monitor import Monitor
@@ -139,7 +140,7 @@ class ContainerDriver:
             rendezvous = Rendezvous(self._root, name, self._user)
             trial.callback(rendezvous.close)
             trial.push_async_callback(self._remove, name, rendezvous)
-            await self._engine.run(self._spec(name, image, rendezvous, wish), self._command)
+            container = await self._engine.run(self._spec(name, image, rendezvous, wish), self._command)
             connection = await self._met(name, rendezvous)
             trial.callback(connection.close)
             pid = peer_pid(connection)
@@ -150,11 +151,19 @@ class ContainerDriver:
             except ProcessLookupError as error:
                 raise await self._early_end(name, "before it was given anything") from error
             trial.callback(os.close, pidfd)
-            parts = _equip(name, rendezvous, connection, pid, pidfd)
+            parts = _equip(name, rendezvous, connection, pid, pidfd, self._group(container, pid))
             trial.pop_all()
         made = ContainerSandbox(name, self._engine, parts, self._sizes.memory, self._tasks, self._closed)
         self._living[name] = made
         return made
+
+    def _group(self, container: str, pid: int) -> Group | None:
+        """Its control group, where that can be written to from here: looked for now, so that a start need not."""
+        try:
+            return control_group.find(container, pid)
+        except Unavailable as error:
+            log.info("limits of container %.12s are set by %s: %s", container, self._engine.kind, error.message)
+            return None
 
     def _spec(self, name: str, image: str, rendezvous: Rendezvous, wish: Wish) -> ContainerSpec:
         sizes = self._sizes
@@ -250,7 +259,9 @@ class ContainerDriver:
         await self._tasks.close()
 
 
-def _equip(name: str, rendezvous: Rendezvous, connection: socket.socket, pid: int, pidfd: int) -> Parts:
+def _equip(
+    name: str, rendezvous: Rendezvous, connection: socket.socket, pid: int, pidfd: int, group: Group | None
+) -> Parts:
     """Hand over the worker's socket and the writing ends of its pipes. Takes ``connection`` and ``pidfd`` over."""
     ours, theirs = socket.socketpair()
     out, out_end = os.pipe2(os.O_CLOEXEC)
@@ -262,7 +273,8 @@ def _equip(name: str, rendezvous: Rendezvous, connection: socket.socket, pid: in
         os.close(fd)
     for fd in (out, err):
         os.set_blocking(fd, False)
-    return Parts(rendezvous, first, AsyncWire(ours, max_fds=0), out, err, pidfd, pid, Monitor(rendezvous.monitor))
+    monitor = Monitor(rendezvous.monitor)
+    return Parts(rendezvous, first, AsyncWire(ours, max_fds=0), out, err, pidfd, pid, monitor, group)
 
 
 def _said(pipe: int) -> str:

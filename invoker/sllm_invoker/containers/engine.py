@@ -91,9 +91,9 @@ class Engine:
             return _text(out), said
 
     # --- containers -----------------------------------------------------------------------------------
-    async def run(self, spec: ContainerSpec, command: tuple[str, ...]) -> None:
-        """Start a container in the background."""
-        await self.command(*arguments.run(self.kind, spec, command))
+    async def run(self, spec: ContainerSpec, command: tuple[str, ...]) -> str:
+        """Start a container in the background; its id."""
+        return (await self.command(*arguments.run(self.kind, spec, command))).strip()
 
     async def limit(self, name: str, memory: int, cpu: float) -> None:
         """Other limits for a container that runs: bytes of memory, cores."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from sllm_invoker.containers.control_group import Group
 from sllm_invoker.containers.engine import Engine, EngineFailed
 from sllm_invoker.containers.monitor import Monitor, reap
 from sllm_invoker.containers.rendezvous import Rendezvous
@@ -50,6 +51,8 @@ class Parts:
     pidfd: int
     pid: int
     monitor: Monitor
+    group: Group | None = None
+    """None: the engine sets its limits."""
 
 
 def end_of(report: Exited, asked: bool) -> Exit:
@@ -126,7 +129,26 @@ class ContainerSandbox:
 
     async def confine(self, memory: int, cpu: float) -> None:
         """Give it the limits of the function that it becomes. Raises ``Unavailable``."""
-        await self._engine.limit(self._name, self._base + memory, max(cpu, LEAST_CPU))
+        limits = (self._base + memory, max(cpu, LEAST_CPU))
+        group = self._parts.group
+        try:
+            if group is not None:
+                group.limit(*limits)
+        except OSError as error:
+            log.info("limits of sandbox %s are set by %s: %s", self._name, self._engine.kind, error)
+            group = None
+        if group is None:
+            await self._engine.limit(self._name, *limits)
+        elif group.systemd:  # it writes its own idea of them again whenever it is reloaded, and the engine tells it
+            self._tasks.start(self._repeat(*limits), f"limit {self._name}")
+
+    async def _repeat(self, memory: int, cpu: float) -> None:
+        """The limits that hold, by way of the engine."""
+        try:
+            await self._engine.limit(self._name, memory, cpu)
+        except EngineFailed as error:
+            if not self._dead.done():
+                log.warning("the limits of sandbox %s may not last: %s", self._name, error.message)
 
     # --- its end --------------------------------------------------------------------------------------
     def _on_death(self) -> None:
