@@ -12,13 +12,7 @@ from sllm_gateway.queue import SlotQueue
 from sllm_gateway.table import Version
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import Acquire, Acquired
-from sllm_runtime.protocol.errors import (
-    DeadlineExceeded,
-    FunctionNotFound,
-    QueueFull,
-    SllmError,
-    Unavailable,
-)
+from sllm_runtime.protocol.errors import DeadlineExceeded, FunctionNotFound, QueueFull, SllmError, Unavailable
 from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import AWAITS_NODE, Progress
 from sllm_runtime.protocol.records import Route, RouteEntry
@@ -263,6 +257,7 @@ class Dispatcher:
             waiting=line.asked,
             known=tuple(sorted(known - set(gone))),
             gone=gone,
+            awaits=line.awaits is not None,
         )
         try:
             acquired = await self._leader.ask("acquire", request, Acquired, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S)
@@ -278,6 +273,9 @@ class Dispatcher:
     def _take(self, line: _Line, acquired: Acquired, known: set[str]) -> bool:
         line.pending, progress = acquired.pending, acquired.progress
         line.awaits = progress if progress is not None and progress.stage == AWAITS_NODE else None
+        if line.awaits is not None:
+            for call in line.slots.waiting:
+                call.wake()
         if acquired.route is not None:
             self._take_route(line, acquired.route)
         if acquired.error is not None and not line.slots.living:

@@ -52,6 +52,7 @@ def touched(old: View, new: View) -> frozenset[str]:
     if old.suspects is not new.suspects:
         others = old.suspects.keys() ^ new.suspects.keys()
         names |= {new.instances[name].key[0] for name in others if name in new.instances}
+    names |= {key[0] for key in old.awaiting.keys() ^ new.awaiting.keys()}
     if any(before is None or before.status is None for _, before, _ in differing(old.nodes, new.nodes)):
         names.add(NODES)
     return frozenset(names)

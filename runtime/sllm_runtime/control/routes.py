@@ -9,7 +9,7 @@ from sllm_runtime.control import backoff
 from sllm_runtime.control.view import CARRIES, STARTING, Instance, Key, View
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import FunctionNotFound, VersionNotFound
-from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.node import AWAITS_NODE, Progress
 from sllm_runtime.protocol.records import Route, RouteEntry
 from sllm_runtime.protocol.states import InstanceState
 
@@ -88,6 +88,9 @@ def answer(view: View, request: Acquire, now: float) -> Acquired | None:
     failed = failure is not None and backoff.active(failure, now, asked=True)
     if failed and failure is not None and not any(instance.live for instance in view.of(key)):
         return Acquired(route=found, error=backoff.for_caller(failure, now))
+    told = progress(view, key)
+    if not request.awaits and told is not None and told.stage == AWAITS_NODE:
+        return Acquired(route=found, progress=told, pending=view.why(key))
     return None
 
 

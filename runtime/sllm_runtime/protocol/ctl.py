@@ -47,6 +47,9 @@ class Acquire(msgspec.Struct, frozen=True, kw_only=True):
     """Instances this gateway already has (all busy)."""
     gone: tuple[str, ...] = ()
     """Instances that refused or did not answer: the controller checks them."""
+    awaits: bool = True
+    """Its callers have been told that they wait for a node (or cannot be: a gateway of before does not say it). If not,
+    that is an answer too."""
     wait_s: float = LONG_POLL_S
 
 

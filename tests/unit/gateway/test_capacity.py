@@ -71,7 +71,10 @@ async def test_who_waits_for_a_node_sees_when_it_is_expected_and_does_not_queue(
     described = manifest("hang", max_queue=0, concurrency=2, max_instances=1)
     told = Progress(stage=AWAITS_NODE, done=20, total=90, unit="s", message="waiting for a node: expected in 70 s")
 
-    async def booting(_: Acquire) -> Acquired:
+    asked: list[bool] = []
+
+    async def booting(request: Acquire) -> Acquired:
+        asked.append(request.awaits)
         return Acquired(pending=told.message, progress=told)
 
     async with world(nats) as w:
@@ -83,6 +86,8 @@ async def test_who_waits_for_a_node_sees_when_it_is_expected_and_does_not_queue(
             while "\n\n" not in text:
                 text += await anext(events)
             assert text.startswith('event: progress\ndata: {"stage":"node","done":20,"total":90,"unit":"s"')
+            assert not asked[0], "the first answer is to come at once"
+            await until(lambda: asked[-1], what="once it is told, the answer is the node")
             second = asyncio.create_task(w.http.post("/fn/hang"))
             await until(lambda: w.gateway.calls.dispatcher.waiting("hang") == 2)
             second.cancel()

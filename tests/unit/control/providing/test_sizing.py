@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from sllm_runtime.control import draining
-from sllm_runtime.control.changes import writes
+from sllm_runtime.control.changes import touched, writes
 from sllm_runtime.control.placement import unsatisfiable
 from sllm_runtime.control.providing.pool import Errand
 from sllm_runtime.control.providing.sizing import Remove, SetDesired, need_at, sent
-from sllm_runtime.control.routes import so_far
+from sllm_runtime.control.routes import answer, so_far
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.ctl import Acquire
 from sllm_runtime.protocol.node import AWAITS_NODE
@@ -63,6 +65,22 @@ def test_who_waits_is_told_of_the_node_and_when_it_is_expected() -> None:
     world.live_for(25)
     assert len(world.live(CHAT)) == 1
     assert so_far(world.view, Acquire(function="chat", version=1, gateway="g", waiting=1)).pending == ""
+
+
+def test_that_a_node_is_waited_for_is_an_answer_to_who_has_not_told_it_yet() -> None:
+    """Who waits on such an answer is woken by the plan that decides it, and does not end a long poll first."""
+    world = chat(boot=20.0)
+    world.wait_for(CHAT, 1)
+    before = world.view
+    world.live_for(1)
+    assert "chat" in touched(before, world.view)
+    asks = Acquire(function="chat", version=1, gateway="g", waiting=1)
+    assert answer(before, replace(asks, awaits=False), world.now) is None
+    first = answer(world.view, replace(asks, awaits=False), world.now)
+    assert first == so_far(world.view, asks)
+    assert first.progress is not None
+    assert first.progress.stage == AWAITS_NODE
+    assert answer(world.view, asks, world.now) is None, "who has told it, and who cannot say so, waits for the node"
 
 
 def test_how_long_a_boot_takes_is_learnt_and_outlives_a_controller() -> None:
