@@ -5,9 +5,11 @@ in turn; the controller tells of each start what it expected and what it took, b
 ``instance.ready``). ``dram``: the weights are in the node's memory; ``ssd``: the loader was told to drop them and no
 page of them is cached. ``contended``: all three at once from the SSD, so that they wait for each other on the disk.
 The first round of each case teaches and is not counted. ``held_out``: the first start from the SSD of functions that
-are deployed for it, on whose path nothing was measured; only what others took tells. Beside each ``constant``: the mean
-of all earlier starts of the case. Samples are errors: how far what was expected is from what it took. The worst start
-is named with the stage that was furthest from what it takes else. A full run takes 25 minutes, a quick one two.
+are deployed for it, on whose path nothing was measured; only what others took tells. Samples are errors: how far what
+was expected is from what it took. Beside each ``constant``, the mean of all earlier starts of the case, and ``spread``:
+how far equal starts (of one size, in one case) are from their own median, which nobody knows before. That is this
+machine's noise, under which no expectation gets; ``extra`` says which stages it is of. The worst start is named with
+the stage that was furthest from what it takes else. A full run takes 25 minutes, a quick one two.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -57,6 +60,11 @@ class Start:
     @property
     def error(self) -> float:
         return abs(self.expected - self.took)
+
+    @property
+    def size(self) -> str:
+        """Equal starts are those of models of one size."""
+        return self.function.partition("-")[0]
 
 
 def measure(run: Run, cases: Sequence[str]) -> None:
@@ -119,7 +127,12 @@ def tell(run: Run, case: str, starts: Sequence[Start]) -> None:
     for number, start in enumerate(starts[1:], 1):
         mean = statistics.fmean(earlier.took for earlier in starts[:number])
         constant.samples.append(round(abs(mean - start.took), 3))
-    for each in (ours, constant):
+    spread = run.case(case, "spread")
+    spread.samples += [round(far, 3) for far in spreads(starts, lambda start: start.took)]
+    for stage in starts[0].stages:
+        far = spreads(starts, partial(_stage, stage))
+        spread.extra[f"{stage}_p95_ms"] = round(percentile(far, 95), 3)
+    for each in (ours, constant, spread):
         each.extra["p95_ms"] = round(percentile(each.samples, 95), 3)
     worst = max(starts, key=lambda start: start.error)
     ours.extra["took_ms"] = round(statistics.median(start.took for start in starts), 1)
@@ -134,9 +147,22 @@ def tell(run: Run, case: str, starts: Sequence[Start]) -> None:
     run.aims.append(Aim(aim, round(excess, 3) if enough else None, at_most=1.0))
 
 
+def spreads(starts: Sequence[Start], of: Callable[[Start], float]) -> list[float]:
+    """How far each is from the median of its equals."""
+    alike: dict[str, list[float]] = {}
+    for start in starts:
+        alike.setdefault(start.size, []).append(of(start))
+    middle = {size: statistics.median(values) for size, values in alike.items()}
+    return [abs(of(start) - middle[start.size]) for start in starts]
+
+
+def _stage(name: str, start: Start) -> float:
+    return start.stages.get(name, 0.0)
+
+
 def cause(worst: Start, starts: Sequence[Start]) -> str:
-    """The stage of ``worst`` that was furthest from what it takes in the same function's starts, in words."""
-    alike = [start.stages for start in starts if start.function == worst.function]
+    """The stage of ``worst`` that was furthest from what it takes in equal starts, in words."""
+    alike = [start.stages for start in starts if start.size == worst.size]
     usual = {stage: statistics.median(each.get(stage, 0.0) for each in alike) for stage in worst.stages}
     if not usual:
         return ""

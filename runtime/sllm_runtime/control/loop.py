@@ -17,7 +17,7 @@ from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
-from sllm_runtime.control.reports import news, observe
+from sllm_runtime.control.reports import news, observe, still
 from sllm_runtime.control.view import Key, Refusal, View
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
@@ -121,9 +121,14 @@ class Loop:
         if subject.rpartition(".")[2] != status.node:
             log.error("a report for node %s came on %s: refused", status.node, subject)
             return
+        now = time.monotonic()
+        same = still(self.view, status, now)
+        if same is not None:
+            self.view = same
+            return
         known = self.view.nodes.get(status.node)
         urgent = known is None or known.status is None or news(known.status, status)
-        self.change(lambda view: observe(view, status, time.monotonic(), time.time()), urgent=urgent)
+        self.change(lambda view: observe(view, status, now, time.time()), urgent=urgent)
 
     def listening_again(self) -> None:
         """Reports may have been missed until now: no node's silence counts from before."""

@@ -33,9 +33,29 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
     return _trust(view, status)
 
 
+def still(view: View, status: NodeStatus, now: float) -> View | None:
+    """``view`` after a report that says no more than that its node is still there, and its instances as they were: a
+    thousand nodes say that a thousand times a second, and nothing follows from it. None: it says more, or something
+    has changed since the last one; then ``observe``."""
+    known = view.nodes.get(status.node)
+    if known is None or known.status is None or view.suspects or status.sequence <= known.status.sequence:
+        return None
+    if news(known.status, status):
+        return None
+    there, same = view.on(status.node), []
+    for said in status.instances:
+        instance = there.get(said.instance)
+        if instance is None or instance.ended:
+            continue
+        if instance.seen is None or instances.path(instance.state, said.state):  # it is to move
+            return None
+        same.append(replace(instance, seen=said, seen_at=now))
+    view = view.put_node(replace(known, status=status, heard=now))
+    return replace(view, instances=view.instances.put(*same)) if same else view
+
+
 def news(before: NodeStatus, after: NodeStatus) -> bool:
-    """Whether a report says more than that its node is still there, and its idle instances idle: a thousand nodes say
-    that a thousand times a second."""
+    """Whether a report says more than that its node is still there, and its idle instances idle."""
     return _steady(before) != _steady(after)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_runtime.control.reports import news
+from sllm_runtime.control.changes import events, touched, writes
+from sllm_runtime.control.reports import news, still
 from sllm_runtime.control.table import changed
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
 from tests.unit.control.scheduling.cluster import node
+from tests.unit.control.world import FakeNode, World, deployed, manifest
 
 IDLE = InstanceStatus(instance="i", function="f", version=1, state=InstanceState.READY, idle_s=1.0)
 
@@ -28,6 +32,38 @@ def test_whatever_else_it_says_is_news() -> None:
     others = {"boot": "b", "free_cpu": 1.0, "pool_idle": 0, "draining": True, "instances": ()}
     for name, value in others.items():
         assert news(before, msgspec.structs.replace(before, **{name: value}))
+
+
+def test_a_report_that_says_nothing_new_changes_when_its_node_was_heard_and_no_more() -> None:
+    world = World(FakeNode("n1", cpu=8.0, gpus=1))
+    world.view = deployed(world.view, manifest("chat"))
+    world.hear("n1")
+    world.wait_for(("chat", 1), 1)
+    world.plan()
+    (name,) = world.live(("chat", 1))
+    world.nodes["n1"].set(name, InstanceState.READY)
+    world.hear("n1")
+    before = world.view
+    world.nodes["n1"].set(name, InstanceState.READY, idle_s=3.0)
+    after = still(before, world.nodes["n1"].report(), world.now + 1.0)
+    assert after is not None
+    assert after.nodes["n1"].heard == world.now + 1.0
+    assert after.instances[name].idle_s(world.now + 2.0) == 4.0
+    assert not list(writes(before, after, {}, {}))
+    assert not events(before, after, 0.0)
+    assert not touched(before, after) - {"chat"}
+
+
+def test_a_report_that_something_may_follow_from_is_looked_at_whole() -> None:
+    world = World(FakeNode("n1", cpu=8.0, gpus=1))
+    first = world.nodes["n1"].report()
+    assert still(world.view, first, world.now) is None, "a node that was not known"
+    world.hear("n1")
+    stale, fresh = msgspec.structs.replace(first, sequence=1), world.nodes["n1"].report()
+    assert still(world.view, stale, world.now) is None, "an old one"
+    assert still(world.view, msgspec.structs.replace(fresh, boot="another"), world.now) is None
+    assert still(world.view, fresh, world.now) is not None
+    assert still(replace(world.view, suspects={"i": 1}), fresh, world.now) is None, "it may clear a suspicion"
 
 
 small = st.dictionaries(st.integers(0, 5), st.integers(1000, 1003))

@@ -9,7 +9,7 @@ from sllm_runtime.control import registry
 from sllm_runtime.control.loop import accepted
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
-from sllm_runtime.control.reports import observe
+from sllm_runtime.control.reports import observe, still
 from sllm_runtime.control.scheduling.policies import StartupTime
 from sllm_runtime.control.view import Key, View
 from sllm_runtime.protocol.errors import ErrorBody
@@ -94,7 +94,9 @@ class World:
     def hear(self, name: str) -> None:
         node = self.nodes[name]
         if node.alive:
-            self.view = observe(self.view, node.report(), self.now, 0.0)
+            status = node.report()
+            same, self.view = still(self.view, status, self.now), observe(self.view, status, self.now, 0.0)
+            assert same is None or same == self.view, "what nothing follows from is the same in short"
 
     def hear_all(self) -> None:
         for name in self.nodes:
