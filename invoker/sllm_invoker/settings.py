@@ -43,7 +43,8 @@ class InvokerSettings(Settings):
     private: tuple[Path, ...] = ()
     """What functions must not see, beside what this node knows itself: other identities, tokens, other nodes' data."""
     sandbox: Literal["auto", "podman", "docker", "process"] = "process"
-    """What functions run in. ``auto``: a container where an engine works, else, saying so loudly, a process."""
+    """What functions run in. ``auto``: a container where an engine works, else, saying so loudly, a process; this on a
+    machine for development alone (``containers.choice.for_development``)."""
     require_isolation: bool = False
     """Nothing but containers: where none can be had the node does not start."""
     image: str = ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import uuid
 from collections.abc import Mapping
 from typing import Final
+from urllib.parse import urlsplit
 
 from sllm_invoker import machine
 from sllm_invoker.containers import probe
@@ -24,10 +26,26 @@ COMMAND: Final = ("python", "-m", "sllm_runtime.worker.container")
 """What an image runs: the Python that its PATH leads to."""
 
 
+def for_development(settings: InvokerSettings) -> bool:
+    """Whether the whole cluster is this machine's own, as ``sllm up`` starts it: its NATS is."""
+    urls = [url.strip() for url in (settings.nats_url or "").split(",") if url.strip()]
+    return all(_is_here(urlsplit(url if "//" in url else f"//{url}").hostname) for url in urls)
+
+
+def _is_here(host: str | None) -> bool:
+    if host is None or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 async def engine_for(settings: InvokerSettings) -> Engine | None:
     """The engine that sandboxes run on; ``None``: they are processes.
 
-    Raises ``InvalidRequest`` where isolation is required and not asked for, ``Unavailable`` where it cannot be had.
+    Raises ``InvalidRequest`` where isolation is required and not asked for, ``Unavailable`` where it cannot be had:
+    ``auto`` does without on a machine for development alone.
     """
     wanted = settings.sandbox
     if wanted == "process":
@@ -42,6 +60,11 @@ async def engine_for(settings: InvokerSettings) -> Engine | None:
     except Unavailable as error:
         if wanted != "auto" or settings.require_isolation:
             raise
+        if not for_development(settings):
+            raise Unavailable(
+                f"{error.message}; this node is one of a cluster of machines, where functions are isolated unless"
+                " SLLM_SANDBOX=process says otherwise"
+            ) from error
         log.warning(
             "FUNCTIONS ARE NOT ISOLATED: sandboxes are processes, fit for a machine for development alone (%s)."
             " SLLM_REQUIRE_ISOLATION=true refuses this",

@@ -42,3 +42,27 @@ async def test_required_isolation_is_had_or_the_node_does_not_start(tmp_path: Pa
         await choice.engine_for(settings(tmp_path, sandbox="auto", require_isolation=True))
     with pytest.raises(InvalidRequest, match="SLLM_REQUIRE_ISOLATION"):
         await choice.engine_for(settings(tmp_path, sandbox="process", require_isolation=True))
+
+
+@pytest.mark.parametrize(
+    ("urls", "here"),
+    [
+        (None, True),
+        ("nats://127.0.0.1:4222", True),
+        ("localhost:4222", True),
+        ("nats://[::1]:4222", True),
+        ("tls://nats.example:4222", False),
+        ("nats://10.0.0.5:4222", False),
+        ("nats://127.0.0.1:4222, tls://10.0.0.5:4222", False),
+    ],
+)
+async def test_auto_does_without_isolation_on_a_machine_for_development_alone(
+    tmp_path: Path, urls: str | None, here: bool
+) -> None:
+    given = settings(tmp_path, sandbox="auto", nats_url=urls)
+    assert choice.for_development(given) is here
+    if here:
+        assert await choice.engine_for(given) is None
+    else:
+        with pytest.raises(Unavailable, match=r"podman: not installed.*SLLM_SANDBOX=process says otherwise"):
+            await choice.engine_for(given)
