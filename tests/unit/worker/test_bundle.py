@@ -41,6 +41,18 @@ def test_what_leads_outside_is_refused_before_anything_is_written(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("target", ["/tmp", "..", "good"])
+def test_a_file_below_a_link_is_refused_before_anything_is_written(tmp_path: Path, target: str) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("good/good.py", "")
+        archive.writestr(link("away"), target)
+        archive.writestr("away/planted.py", "")
+    with pytest.raises(InvalidBundle, match="'away' is a link"):
+        unpack(sealed(buffer.getvalue()), tmp_path / "in")
+    assert not list(tmp_path.iterdir())
+
+
 def test_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sllm_runtime.worker.bundle.MAX_BUNDLE", 1000)
     with pytest.raises(InvalidBundle, match="limit"):
