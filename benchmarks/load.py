@@ -13,7 +13,8 @@ compared with what was written.
   disk request takes few). Against both stands the load before that last touch, whose page faults are in the record;
   against peers the whole. Peers that were slow in ``ssd_cold_1gb`` are named with that in the cases after it.
 - ``copies``: as the paper does it, copies of a model read once each in random order, nothing read before; 20, of a size
-  of which they fill half of the free disk at most. ``sata``: the kernel lets all read 500 MB/s from the disk.
+  of which they fill half of the free disk at most. ``sata``: the kernel lets all read 500 MB/s from the disk,
+  of which ours is judged by its share: whatever is fast enough takes as long as the limit does.
 - ``integrity*``: digests on and off. ``unconverted``: safetensors as they are, and converted. ``ablation``: the parts
   of the pipeline on one by one, as the paper's figure 7. All before the touch, ours beside itself.
 - ``lora_*``: an adapter of a Llama 2 7B and of a 70B. Beside safetensors' load, PEFT's own, onto the base model.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from benchmarks.load_bench import SLACK, Bench
+from benchmarks.load_bench import Bench
 from benchmarks.load_model import TWO_AND_A_HALF
 from benchmarks.load_node import Node
 from benchmarks.load_ssd import same
@@ -57,9 +57,8 @@ def _pages(huge: bool) -> str:
 def _second_start(bench: Bench, case: str, *, huge: bool) -> Iterator[tuple[Node, Loader]]:
     """A node whose pool has the model, and a client for it."""
     checkpoint = bench.checkpoint(case, TWO_AND_A_HALF)
-    stored, room = bench.converted(checkpoint), checkpoint.nbytes + SLACK
-    given = bench.node(case, stored, pool_bytes=room, prefault_bytes=0, huge_pages=str(huge).lower())
-    with given as node:
+    stored = bench.converted(checkpoint)
+    with bench.node(case, stored, room=checkpoint.nbytes, huge_pages=str(huge).lower()) as node:
         loader = bench.programs.ours(node, stored.model)
         same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
         yield node, loader

@@ -16,13 +16,17 @@ from sllm_loaderd.client import LoaderControl
 from sllm_runtime.protocol.loader import Status
 
 READY_S: Final = 30.0
+_PAGES_S: Final = 120.0
+"""Its memory is made ready by a thread behind all others."""
 T = TypeVar("T")
 
 
 class Node:
-    """loaderd on ``directory``. Use as a context manager. ``flags`` are its command line's, without dashes."""
+    """loaderd on ``directory``. Use as a context manager, entered when the memory that it is to have ready
+    (``prefault_bytes``) has its pages. ``flags`` are its command line's, without dashes."""
 
     def __init__(self, directory: Path, *, env: Mapping[str, str] | None = None, **flags: object) -> None:
+        self._ahead = int(str(flags.get("prefault_bytes", 0)))
         directory.mkdir(parents=True, exist_ok=True)
         self.data, self.socket = directory / "data", directory / "s"
         words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
@@ -34,6 +38,7 @@ class Node:
     def __enter__(self) -> Self:
         try:
             self._until(self.socket.exists, READY_S, "its socket")
+            self.until_prefaulted(min(self._ahead, self.status().pool.limit))
         except BaseException:
             self.program.stop()
             raise
@@ -81,7 +86,7 @@ class Node:
 
     def until_prefaulted(self, nbytes: int) -> None:
         """Until free chunks of ``nbytes`` have their pages."""
-        self._until(lambda: self.status().pool.prefaulted >= nbytes, READY_S, f"{nbytes} bytes with their pages")
+        self._until(lambda: self.status().pool.prefaulted >= nbytes, _PAGES_S, f"{nbytes} bytes with their pages")
 
     def status(self) -> Status:
         """What it reports."""

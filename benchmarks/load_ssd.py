@@ -61,11 +61,20 @@ class Mine:
 
 
 def cold(
-    bench: Bench, name: str, shape: Shape, peers: Sequence[Peer], *, cores: int = 2, like: str = "", primed: bool = True
+    bench: Bench,
+    name: str,
+    shape: Shape,
+    peers: Sequence[Peer],
+    *,
+    cores: int = 2,
+    like: str = "",
+    primed: bool = True,
+    judge: Callable[[Run, str, int], None] | None = None,
 ) -> None:
     """Each round: the disk's limit, ours, each peer, all with an empty page cache; each round begins with the next.
 
-    ``like``: a case whose slow peers are left out here. ``primed``: see ``empty``.
+    ``like``: a case whose slow peers are left out here. ``primed``: see ``empty``. ``judge``: adds the aims, by the
+    run, the case and the checkpoint's bytes (None: ``ssd_aims``).
     """
     run, checkpoint = bench.run, bench.checkpoint(name, shape)
     chosen, stored = near(run, name, peers, like), bench.converted(checkpoint)
@@ -84,7 +93,7 @@ def cold(
         turns.append(lambda: add_ours(run, name, mine.cold(primed=primed)))
         turns += [functools.partial(rival.cold, primed=primed) for rival in rivals]
         rounds(run, name, turns)
-    ssd_aims(run, name, checkpoint.nbytes)
+    (judge or ssd_aims)(run, name, checkpoint.nbytes)
 
 
 def rounds(run: Run, name: str, turns: Sequence[Callable[[], None]]) -> None:

@@ -52,7 +52,8 @@ NOT_HERE: Final = {
 
 @dataclass(frozen=True)
 class Loading:
-    """One load as its process tells it (see ``peers/loading.py``). ``daemon_cpu_s``: loaderd's share; peers: none."""
+    """One load as its process tells it (see ``peers/loading.py``). ``daemon_cpu_s``: loaderd's share; peers: none.
+    ``began``: by the machine's monotonic clock, which all processes share."""
 
     seconds: float
     loaded_s: float
@@ -65,6 +66,7 @@ class Loading:
     touched: int
     digest: str
     daemon_cpu_s: float = 0.0
+    began: float = 0.0
 
 
 class Loader:

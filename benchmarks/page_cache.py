@@ -21,7 +21,8 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-_ALIGNED: Final = 4096
+SETTLE_S: Final = 10.0
+_LOOK_S: Final = 0.01
 
 
 def cached_bytes(path: Path) -> int:
@@ -40,13 +41,21 @@ def cached_bytes(path: Path) -> int:
         _libc.munmap(address, size)
 
 
-def drop(path: Path) -> None:
-    """Take the file out of the page cache. Raises ``ProgramFailed`` if any of it is still there."""
+def drop(path: Path, settle_s: float = SETTLE_S) -> None:
+    """Take the file out of the page cache. Raises ``ProgramFailed`` if any of it is still there after ``settle_s``.
+
+    It may take some tries: a program that has said its result may not have ended yet and has the file mapped until
+    then, and what the kernel reads ahead can be taken out when it is there.
+    """
+    until = time.monotonic() + settle_s
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if left := cached_bytes(path):
-        raise ProgramFailed(f"{left} bytes of {path} are still in the page cache: somebody has it mapped")
+        while left := cached_bytes(path):
+            if time.monotonic() >= until:
+                raise ProgramFailed(f"{left} bytes of {path} are still in the page cache: somebody has it mapped")
+            time.sleep(_LOOK_S)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def direct_read_s(path: Path, threads: int, block: int) -> float:

@@ -68,6 +68,7 @@ def _measure(load: Callable[[Any], Loaded], prepared: Any, order: dict[str, Any]
     ended = time.perf_counter()
     after = resource.getrusage(resource.RUSAGE_SELF)
     return {
+        "began": began,
         "seconds": ended - began,
         "loaded_s": loaded - began,
         "cpu_s": _cpu(after) - _cpu(before),

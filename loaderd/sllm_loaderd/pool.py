@@ -106,7 +106,7 @@ class ChunkPool:
             return taken
 
     def _take_whole(self, count: int) -> list[Chunk]:
-        self._free.sort(key=lambda chunk: chunk.prefaulted)
+        self._free.sort(key=lambda chunk: (chunk.prefaulted, chunk.dirty))
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         try:
             while len(taken) < count:
@@ -236,7 +236,8 @@ class ChunkPool:
             self._close(chunk)
             return
         chunk.move(ChunkState.FREE)
-        chunk.prefaulted = chunk.prefaulted or chunk.dirty == self.chunk_bytes
+        if not self.huge_pages:  # pages that came with a read may be small ones: whoever makes them ahead looks again
+            chunk.prefaulted = chunk.prefaulted or chunk.dirty == self.chunk_bytes
         self._free.append(chunk)
 
     def _create(self, size: int | None = None) -> Chunk:

@@ -1,7 +1,9 @@
 """The parts of ``cold_start`` that need no platform: page cache, synthetic model, what peers print."""
 
 import ast
+import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from benchmarks.cold_peers import text_of
 from benchmarks.programs import ROOT, ProgramFailed
 from benchmarks.record import Case
 from sllm_runtime.protocol.timeline import Span
+from tests.fixtures.waiting import GIVE_UP_S
 
 
 def test_what_was_written_is_cached_and_what_was_dropped_is_not(tmp_path: Path) -> None:
@@ -25,6 +28,22 @@ def test_what_was_written_is_cached_and_what_was_dropped_is_not(tmp_path: Path) 
     with file.open("rb") as opened:
         opened.read(4096)
     assert page_cache.cached_bytes(file) > 0
+
+
+def test_what_a_program_that_ends_has_mapped_is_dropped_when_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * 2**20))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert len(mapped[:]) == 3 * 2**20  # every page of it is in the cache, and mapped
+        if not page_cache.cached_bytes(file):
+            pytest.skip("this filesystem keeps no page cache to look at")
+        with pytest.raises(ProgramFailed, match="somebody has it mapped"):
+            page_cache.drop(file, settle_s=0.0)
+        with ThreadPoolExecutor(1) as pool:
+            dropped = pool.submit(page_cache.drop, file, settle_s=GIVE_UP_S)
+            mapped.close()
+            dropped.result()
+    assert page_cache.cached_bytes(file) == 0
 
 
 @pytest.mark.parametrize("size", [4096, 5 * 2**20, 5 * 2**20 + 4096])

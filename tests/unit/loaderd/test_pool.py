@@ -274,6 +274,22 @@ def test_pages_made_ahead_are_made_huge(huge: bool, monkeypatch: pytest.MonkeyPa
     assert asked == (ours if huge else ours[1:2])
 
 
+@pytest.mark.parametrize("huge", [False, True])
+def test_pages_that_came_with_a_read_are_made_huge_when_their_chunk_is_free(huge: bool) -> None:
+    pool = ChunkPool(memory.HUGE_PAGE, memory.HUGE_PAGE, 0, huge=huge)
+    try:
+        (chunk,) = pool.allocate(1)
+        chunk.zero_tail(memory.HUGE_PAGE)
+        chunk.view[:4] = b"ours"
+        pool.free([chunk])
+        assert pool.status().prefaulted == (0 if huge else memory.HUGE_PAGE)
+        pool.keep_ready(memory.HUGE_PAGE)
+        assert pool.wait_prefaulted(memory.HUGE_PAGE, WAIT)
+        assert pool.allocate(1) == [chunk]
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("content", "have", "after"),
     [
