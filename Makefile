@@ -5,6 +5,8 @@
 PY := .venv/bin/python
 PEERS := .venv-peers
 INFRA := .venv-infra
+NODE_PYTHON ?= $(PY)
+NODE_TORCH ?= archive
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 WHEEL = env -u WHEELHOUSE $(PY) -m pip wheel -q -w "$(WHEELHOUSE)" --find-links "$(WHEELHOUSE)"
 RUN_TESTS := $(PY) tools/run_tests.py
@@ -23,7 +25,8 @@ help:
 	@echo 'make infra-tools  checkov, in an environment of its own'
 	@echo 'make bench-peers  the systems the benchmarks compare with, in an environment of their own'
 	@echo 'make wheelhouse   every wheel that setup needs into WHEELHOUSE=DIR, for a machine with no network'
-	@echo 'make dist         wheel and source archive with their SHA-256'
+	@echo 'make dist         wheel and source archive with their SHA-256; WHEELS=all: what machines of the cloud install'
+	@echo '                  too, with all wheels for NODE_PYTHON=python3.12 (NODE_TORCH=image: without torch)'
 	@echo 'make clean        remove caches and build products (CLEAN_VENV=1: the environments too)'
 
 setup:
@@ -78,6 +81,8 @@ wheelhouse:
 dist: setup
 	rm -rf dist
 	$(PY) -m hatchling build -d dist
+	$(if $(WHEELS),for kind in server node; do $(PY) tools/artifact.py $$kind dist/sllm-$$kind.tar.gz \
+	    --wheel dist/*.whl --constraints constraints.txt --python "$(NODE_PYTHON)" --torch "$(NODE_TORCH)" || exit; done)
 	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 clean:

@@ -13,6 +13,9 @@ here=$(dirname "$0")
 # shellcheck source=/dev/null
 . "$here/stages.sh"
 
+# Where Amazon's images with torch keep it.
+readonly IMAGE_PYTHON=${IMAGE_PYTHON:-/opt/pytorch/bin/python3}
+
 say() { printf 'sllm-boot: %s\n' "$*"; }
 
 uptime_s() { cut -d ' ' -f 1 /proc/uptime; }
@@ -66,16 +69,35 @@ software() {
     mv -T "$PREFIX/current.new" "$PREFIX/current"
 }
 
-install_wheels() { # TARGET WHEELS: no network, no package that the archive does not hold
-    local pip wheel
-    "$(python)" -m venv --without-pip "$1"
+install_wheels() { # TARGET WHEELS: no network, no package that the archive does not hold; torch may be the image's
+    local pip wheel base beside='' site
     pip=$(only "$2"/pip-*.whl) wheel=$(only "$2"/sllm-*.whl)
+    case ,$EXTRAS, in *,worker,*) compgen -G "$2/torch-*.whl" >/dev/null || beside=torch ;; esac
+    base=$(python $beside)
+    "$base" -m venv --without-pip "$1"
+    if [ -n "$beside" ]; then
+        site=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        torch_of "$base" >"$site/image.pth"
+    fi
     PYTHONPATH=$pip "$1/bin/python" -m pip install --quiet --no-index --find-links "$2" --no-cache-dir \
         "sllm[$EXTRAS] @ file://$wheel"
 }
 
-python() { # the first interpreter that will do
-    command -v python3.13 || command -v python3.12 || command -v python3.11
+python() { # [torch]: the first interpreter that will do, or that has torch
+    local each
+    for each in ${1:+"$IMAGE_PYTHON"} python3.13 python3.12 python3.11; do
+        each=$(command -v "$each") || continue
+        if [ $# = 0 ] || torch_of "$each" >/dev/null; then
+            printf '%s\n' "$each"
+            return
+        fi
+    done
+    say "there is no Python 3.11 to 3.13${1:+ with $1, which the artifact lacks}" >&2
+    return 1
+}
+
+torch_of() { # PYTHON: the folder that its torch lies in; fails where it has none
+    "$1" -c 'from importlib.metadata import distribution as found; print(found("torch").locate_file(""))' 2>/dev/null
 }
 
 only() { # FILES: the one of them

@@ -104,6 +104,10 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+WHEELS = ("pip-25.0-py3-none-any.whl", "sllm-0.1.0-py3-none-any.whl")
+TORCH = "torch-2.13.0-cp313-cp313-manylinux_2_28_x86_64.whl"
+
+
 @dataclass(frozen=True)
 class Machine:
     """One machine. ``boot`` and ``watch`` run the real scripts there."""
@@ -129,7 +133,7 @@ class Machine:
         for script in (MACHINE / "boot.sh", *(MACHINE / kind).glob("*.sh")):
             shutil.copy(script, folder / "lib")
         shutil.copy(MACHINE / f"{cloud}.sh", folder / "lib/cloud.sh")
-        digest = machine.pack("pip-25.0-py3-none-any.whl", "sllm-0.1.0-py3-none-any.whl")
+        digest = machine.pack(*WHEELS, TORCH)
         (folder / "boot.env").write_text(machine.settings(digest))
         return machine
 

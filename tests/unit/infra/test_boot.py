@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.terraform import why_no_terraform
-from tests.unit.infra.stage import Machine
+from tests.unit.infra.stage import WHEELS, Machine
 
 pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
 
@@ -113,6 +113,36 @@ def test_an_archive_without_our_wheel(machine: Machine) -> None:
     assert done.returncode != 0
     assert "sllm-*.whl" in done.stdout
     assert "stage software FAILED" in done.stdout
+
+
+IMAGES = """\
+case "$*" in
+*distribution*) [ "$WITH" = yes ] || exit 1; echo /image/packages ;;
+*sysconfig*) echo "$(dirname "$(dirname "$0")")/packages" ;;
+'-m venv'*) mkdir -p "$4/bin" "$4/packages"; cp "$0" "$4/bin/python"; cp "$ANSWERS/python3.13" "$ANSWERS/python" ;;
+*cluster_keys*) cat >/dev/null; echo creds ;;
+esac
+"""
+
+
+def test_torch_that_the_archive_lacks_is_the_images(machine: Machine) -> None:
+    (machine.folder / "boot.env").write_text(machine.settings(machine.pack(*WHEELS)))
+    machine.answer("python3.13", "WITH=yes\n" + IMAGES)
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    assert (machine.folder / "opt/current/packages/image.pth").read_text() == "/image/packages\n"
+    (install,) = [line for line in machine.calls("python") if "-m pip install" in line]
+    assert "--no-index" in install, "nothing else comes from elsewhere"
+
+
+def test_an_image_without_the_torch_that_the_archive_lacks_is_no_node(machine: Machine) -> None:
+    (machine.folder / "boot.env").write_text(machine.settings(machine.pack(*WHEELS)))
+    machine.answer("python3.13", "WITH=no\n" + IMAGES)
+    done = machine.run("boot.sh")
+    assert done.returncode != 0
+    assert "there is no Python 3.11 to 3.13 with torch, which the artifact lacks" in done.stdout
+    assert "stage software FAILED" in done.stdout
+    assert machine.calls("python") == []
 
 
 @pytest.mark.parametrize(
