@@ -1,7 +1,8 @@
-"""``make test``: the tests in two runs of pytest side by side, with the arguments given.
+"""``make test``: the tests in several runs of pytest side by side, with the arguments given.
 
 Each run has its own TMPDIR, reaper and eye on what is left behind; they share the test files (``tests/share.py``).
-Their lines come as they are complete; failures and summaries when both have ended. Exit status: pytest's.
+Their lines come as they are complete; failures and summaries when all have ended. Exit status: pytest's.
+``SLLM_TEST_RUNS``: how many, 1 to 3.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from typing import IO, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 NO_TESTS: Final = 5
 HANDED_ON: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+RUNS: Final = "SLLM_TEST_RUNS"
+USUAL: Final = 2
+ENDS: Final = ("front", "back", "front")
+"""Where each takes its files from. In front stand tests of whole platforms, which wait as much as they work."""
 _SECTION: Final = re.compile(rb"(?:\x1b\[[\d;]*m)*=+ (?!test session starts)")
 _ENDED: Final = re.compile(rb"\d+ \w+.* in [\d.]+s\b")
 _COUNTS: Final = re.compile(rb"(\d+) (passed|failed|error|skipped)")
@@ -72,6 +77,13 @@ def start(share: str, arguments: list[str]) -> Run:
     return Run(process, process.stdout)
 
 
+def ends(asked: str) -> tuple[str, ...]:
+    """Where each of so many runs takes its files from. Raises ``ValueError``."""
+    if asked not in map(str, range(1, len(ENDS) + 1)):
+        raise ValueError(f"{RUNS}={asked}: 1 to {len(ENDS)} runs are possible")
+    return ENDS[: int(asked)]
+
+
 def follow(runs: list[Run]) -> None:
     """Until all have ended."""
     with selectors.DefaultSelector() as selector:
@@ -95,6 +107,7 @@ def total(runs: list[Run]) -> bytes:
 
 def main(arguments: list[str]) -> int:
     runs: list[Run] = []
+    wanted = ends(os.environ.get(RUNS, str(USUAL)))
 
     def hand_on(number: int, _: FrameType | None) -> None:
         for run in runs:
@@ -104,13 +117,13 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, hand_on)
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the runs as well
     with tempfile.TemporaryDirectory(prefix="sllm-share-") as claims:
-        for end in ("front", "back"):
+        for end in wanted:
             runs.append(start(f"{claims}:{end}", arguments))
         follow(runs)
         codes = [run.process.wait() for run in runs]
     for line in (line for run in runs for line in run.held):
         show(line)
-    show(b"both runs: " + total(runs))
+    show(b"all runs: " + total(runs))
     return next((code for code in codes if code not in (0, NO_TESTS)), min(codes))
 
 

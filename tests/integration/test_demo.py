@@ -150,7 +150,7 @@ def test_it_can_leave_the_platform_up_and_its_lines_work(quick: Path) -> None:
         here(env, "down")
 
 
-@pytest.mark.parametrize("moment", ["ready in", "cold call"])
+@pytest.mark.parametrize("moment", [pytest.param("ready in", marks=pytest.mark.slow), "cold call"])
 def test_ctrl_c_leaves_nothing(quick: Path, moment: str) -> None:
     with demo(quick) as running:
         running.until(moment)
@@ -165,8 +165,11 @@ def test_ctrl_c_leaves_nothing(quick: Path, moment: str) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize(
     ("below", "moment"),
-    [((), "cold call"), (("sh", "-c", '"$@"; exit $?', "make"), "ready in")],
-    ids=["of itself", "of its parent"],
+    [
+        # test_up.py has the death of whoever started the platform.
+        pytest.param((), "cold call", marks=pytest.mark.slow, id="of itself"),
+        pytest.param(("sh", "-c", '"$@"; exit $?', "make"), "cold call", id="of its parent"),
+    ],
 )
 def test_kill_9_leaves_nothing(quick: Path, below: tuple[str, ...], moment: str) -> None:
     with demo(quick, below=below) as running:

@@ -73,7 +73,7 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> str:
     """What the function itself answers to the same prompt."""
     answer = cluster.http.post("/fn/coder", json={"prompt": PROMPT, "max_tokens": 24})

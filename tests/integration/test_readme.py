@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.cluster import QUICK
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- tour -->\n```sh\n(.*?)```", re.DOTALL)
 WITHIN_S = 240
@@ -29,7 +31,8 @@ def shell(lines: list[str], directory: Path) -> dict[str, str]:
     (directory / ".venv").symlink_to(sys.prefix)
     (directory / "tmp").mkdir()
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLLM_")}
-    env = {**kept, "SLLM_HOME": str(directory / "home"), "SLLM_PORT": "0", "TMPDIR": str(directory / "tmp")}
+    own = {"SLLM_HOME": str(directory / "home"), "SLLM_PORT": "0", "TMPDIR": str(directory / "tmp")}
+    env = {**kept, **QUICK, **own}
     script = "".join(f"{line}\nprintf '\\n@@%s\\n' $?\n" for line in lines)
     try:
         done = subprocess.run(

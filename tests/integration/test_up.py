@@ -23,7 +23,7 @@ from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.ctl import Listing, NodeList
 from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.subjects import ctl
-from tests.fixtures.cluster import STOP_S, Cluster
+from tests.fixtures.cluster import QUICK, STOP_S, Cluster
 from tests.fixtures.deployed import descendants, wait_gone
 from tests.fixtures.suspended import suspend
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -45,46 +45,60 @@ def run(*words: str, env: dict[str, str], expect: int = 0) -> subprocess.Complet
 
 
 def test_everything_is_there_when_up_says_so_and_gone_when_it_ends(tmp_path: Path) -> None:
+    """It ends by SIGTERM, as every ``Cluster`` does."""
     with Cluster(tmp_path) as cluster:
         assert set(cluster.running().pids) == {"nats", "controller", "gateway-g1", "invoker-n1", "loaderd-n1"}
         assert httpx.get(f"{cluster.url}/readyz").status_code == 200
         answer = cluster.http.post("/fn/nobody")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "function_not_found")
         assert httpx.post(f"{cluster.url}/fn/nobody").status_code == 401
+        assert set(profiles(cluster)) == {"default"}
         family = descendants(cluster.document["pid"])
+        assert cluster.stop() == 0
     wait_gone(family)
     assert not (tmp_path / "run" / "up.json").exists()
+    assert profiles(cluster) == {}
 
 
-def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
-        profiles = cluster.home / "profiles.toml"
-        files = [profiles, cluster.data / "token", cluster.data / "nats" / "nats.conf"]
-        files += (cluster.data / "nats" / "identities").iterdir()
-        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
-        assert tomllib.loads(profiles.read_text())["profiles"]["default"] == {
-            "url": cluster.url,
-            "token": cluster.token,
-        }
-        for pid in {cluster.document["pid"], *cluster.running().pids.values()}:
-            told = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-            assert cluster.token.encode() not in told
-    assert "default" not in tomllib.loads(profiles.read_text()).get("profiles", {})
+def profiles(cluster: Cluster) -> dict[str, str]:
+    """URLs by the names of the profiles in its home."""
+    stored = tomllib.loads((cluster.home / "profiles.toml").read_text()).get("profiles", {})
+    return {name: each["url"] for name, each in stored.items()}
 
 
-def test_a_second_platform_leaves_the_profile_of_the_first(platform: Cluster, tmp_path: Path) -> None:
-    def profiles() -> dict[str, str]:
-        stored = tomllib.loads((platform.home / "profiles.toml").read_text())["profiles"]
-        return {name: each["url"] for name, each in stored.items()}
+def test_secrets_are_readable_by_their_owner_alone(platform: Cluster) -> None:
+    stored = platform.home / "profiles.toml"
+    files = [stored, platform.data / "token", platform.data / "nats" / "nats.conf"]
+    files += (platform.data / "nats" / "identities").iterdir()
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    default = tomllib.loads(stored.read_text())["profiles"]["default"]
+    assert default == {"url": platform.url, "token": platform.token}
+    for pid in {platform.document["pid"], *platform.running().pids.values()}:
+        told = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        assert platform.token.encode() not in told
 
-    before, data = profiles(), ("--data", str(tmp_path / "p2"))
-    done = run("up", "-d", *data, "--port", "0", "--json", env=platform.env)
+
+def test_a_second_platform_is_detached_leaves_the_profile_of_the_first_and_goes_down(
+    platform: Cluster, tmp_path: Path
+) -> None:
+    before, data = profiles(platform), ("--data", str(tmp_path / "p2"))
+    done = run("up", "--detach", *data, "--port", "0", "--json", env=platform.env)
+    document = json.loads(done.stdout)
     try:
         assert "sllm --profile p2" in done.stderr
-        assert profiles() == {**before, "p2": json.loads(done.stdout)["url"]}
+        assert profiles(platform) == {**before, "p2": document["url"]}
+        running = read_running(tmp_path / "p2")
+        assert running is not None
+        assert running.pid == document["pid"]
+        assert httpx.get(f"{document['url']}/readyz").status_code == 200
+        family = descendants(running.pid) | {running.pid}
+        assert os.getsid(running.pid) == running.pid
     finally:
-        run("down", *data, env=platform.env)
-    assert profiles() == before
+        down = run("down", *data, "--json", env=platform.env)
+    assert json.loads(down.stdout)["stopped"] == document["url"]
+    wait_gone(family)
+    assert profiles(platform) == before
+    assert "no platform runs" in run("down", *data, env=platform.env, expect=3).stderr
 
 
 def test_a_home_that_cannot_be_written_is_named(platform: Cluster) -> None:
@@ -111,7 +125,7 @@ def test_a_port_in_use_is_said_before_anything_starts(platform: Cluster, tmp_pat
 
 
 def test_a_platform_whose_url_stdout_does_not_take_is_stopped(tmp_path: Path) -> None:
-    env = {**os.environ, "SLLM_HOME": str(tmp_path)}
+    env = {**os.environ, **QUICK, "SLLM_HOME": str(tmp_path)}
     with open("/dev/full", "wb") as full:
         up = [sys.executable, "-m", "sllm", "up", "--port", "0", "--json"]
         done = subprocess.run(up, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -121,22 +135,6 @@ def test_a_platform_whose_url_stdout_does_not_take_is_stopped(tmp_path: Path) ->
     assert read_running(tmp_path / "run") is None
 
 
-def test_detach_and_down(tmp_path: Path) -> None:
-    env = {**os.environ, "SLLM_HOME": str(tmp_path)}
-    document = json.loads(run("up", "--detach", "--port", "0", "--json", env=env).stdout)
-    try:
-        running = read_running(tmp_path / "run")
-        assert running is not None
-        assert running.pid == document["pid"]
-        assert httpx.get(f"{document['url']}/readyz").status_code == 200
-        family = descendants(running.pid) | {running.pid}
-        assert os.getsid(running.pid) == running.pid
-    finally:
-        assert json.loads(run("down", "--json", env=env).stdout)["stopped"] == document["url"]
-    wait_gone(family)
-    assert "no platform runs" in run("down", env=env, expect=3).stderr
-
-
 def test_detach_tells_why_it_failed(tmp_path: Path) -> None:
     env = {**os.environ, "SLLM_HOME": str(tmp_path), "SLLM_NATS_URL": f"nats://127.0.0.1:{free_port()}"}
     env["SLLM_NATS_TIMEOUT"] = "1"
@@ -144,14 +142,12 @@ def test_detach_tells_why_it_failed(tmp_path: Path) -> None:
     assert "no NATS server at" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
+def test_ctrl_c_stops_it_in_order(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         assert cluster.process is not None
         family = descendants(cluster.process.pid)
-        cluster.process.send_signal(number)
-        status = cluster.process.wait(STOP_S)
-        assert status == (130 if number == signal.SIGINT else 0)
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.process.wait(STOP_S) == 130
         assert not (cluster.data / "up.json").exists()
         wait_gone(family)
 
@@ -177,7 +173,7 @@ def asked_to_end(pid: int) -> bool:
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
-    env = {**os.environ, "SLLM_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    env = {**os.environ, **QUICK, "SLLM_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([*UP, "up", "--port", "0"], env=env, stderr=subprocess.PIPE, text=True) as up:
         assert up.stderr is not None
         assert "starting" in up.stderr.readline()
@@ -265,6 +261,7 @@ def wait_alive(cluster: Cluster, nodes: set[str]) -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow  # test_nodes.py has two nodes, test_kept_calls.py two gateways
 def test_several_nodes_and_gateways(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=2, gateways=2) as cluster:
         assert {"invoker-n2", "loaderd-n2", "gateway-g2"} < set(cluster.running().pids)

@@ -1,4 +1,4 @@
-"""`make test`'s two runs: they share the files, show one report, and end together."""
+"""`make test`'s runs: they share the files, show one report, and end together."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.build.stage import ROOT
+from tools import run_tests
 
 WITHIN_S = 60
 HEAD = "import os, pathlib\nHERE = pathlib.Path(__file__).parent\n"
@@ -18,7 +19,7 @@ NOTES = "def note(name): open(HERE / 'log', 'a').write(name + '\\n')\n"
 
 
 @contextmanager
-def running(folder: Path, files: dict[str, str], *options: str) -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, files: dict[str, str], *options: str, runs: int = 2) -> Iterator[subprocess.Popen[str]]:
     """The runner on `files` alone, in a process group of its own as a terminal would have it."""
     for name, code in files.items():
         (folder / f"test_{name}.py").write_text(HEAD + NOTES + code)
@@ -26,7 +27,8 @@ def running(folder: Path, files: dict[str, str], *options: str) -> Iterator[subp
     command = [sys.executable, str(ROOT / "tools/run_tests.py"), "-p", "tests.leaks", "-c", str(folder / "pytest.ini")]
     with subprocess.Popen(
         [*command, *options, str(folder)],
-        env={name: value for name, value in os.environ.items() if name != "SLLM_TEST_SHARE"},
+        env={name: value for name, value in os.environ.items() if name != "SLLM_TEST_SHARE"}
+        | {run_tests.RUNS: str(runs)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -40,9 +42,9 @@ def running(folder: Path, files: dict[str, str], *options: str) -> Iterator[subp
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def done(folder: Path, files: dict[str, str], *options: str) -> tuple[int, str]:
+def done(folder: Path, files: dict[str, str], *options: str, runs: int = 2) -> tuple[int, str]:
     """Exit status and output."""
-    with running(folder, files, *options) as process:
+    with running(folder, files, *options, runs=runs) as process:
         output, _ = process.communicate(timeout=WITHIN_S)
         return process.returncode, output
 
@@ -60,8 +62,30 @@ def test_each_file_is_run_once_and_what_failed_is_told_at_the_end(tmp_path: Path
     assert code == 1, output
     assert sorted((tmp_path / "log").read_text().split()) == ["a", "b", "b2", "c"]
     *_, last = output.splitlines()
-    assert sorted(last.removeprefix("both runs: ").split(", ")) == ["1 failed", "3 passed"]
+    assert sorted(last.removeprefix("all runs: ").split(", ")) == ["1 failed", "3 passed"]
     assert "AssertionError: assert 'x' == 'y'" in output
+
+
+def test_three_runs_are_at_work_at_once(tmp_path: Path) -> None:
+    """Each of three files waits for the next one."""
+    files = {}
+    for name, following in ("ab", "bc", "ca"):
+        os.mkfifo(tmp_path / name)
+        files[name] = (
+            "def test_meets():\n"
+            f"    mine = os.open(HERE / {name!r}, os.O_RDWR)\n"
+            f"    (HERE / {following!r}).write_text('x')\n"
+            "    assert os.read(mine, 1) == b'x'\n"
+            "    os.close(mine)\n"
+        )
+    code, output = done(tmp_path, files, runs=3)
+    assert (code, output.splitlines()[-1]) == (0, "all runs: 3 passed"), output
+
+
+@pytest.mark.parametrize("asked", ["0", "4", "many"])
+def test_what_is_no_number_of_runs_is_refused(asked: str) -> None:
+    with pytest.raises(ValueError, match=asked):
+        run_tests.ends(asked)
 
 
 def test_what_one_run_has_still_open_the_other_is_not_blamed_for(tmp_path: Path) -> None:
@@ -88,7 +112,7 @@ def says_when_it_is_over():
     (HERE / 'looked').write_text('x')
 """
     code, output = done(tmp_path, {"a": holds, "b": looks})
-    assert (code, "both runs: 3 passed" in output) == (0, True), output
+    assert (code, "all runs: 3 passed" in output) == (0, True), output
 
 
 def test_x_ends_both(tmp_path: Path) -> None:

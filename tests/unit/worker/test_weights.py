@@ -134,6 +134,14 @@ def test_what_cannot_run_is_refused_by_name(tmp_path: Path, changes: dict[str, A
         checkpoint.module()
 
 
+def test_what_is_no_causal_lm_is_not_made_one(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck")
+    checkpoint.config.update(architectures=["T5ForConditionalGeneration"], model_type="t5")
+    with pytest.raises(UnsupportedModel, match="t5 is no causal language model"):
+        checkpoint.module(loader="causal_lm")
+
+
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
     checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck")
@@ -205,6 +213,7 @@ def fn(model, ids: list[int]):
 """
 
 
+@pytest.mark.slow  # its logits are compared above; integration/test_models.py has one on a platform
 def test_an_encoder_in_a_worker(worker: Worker, loader: Any, models: Callable[[str], Path], tmp_path: Path) -> None:
     worker.start(
         manifest(model="m"), bundle_of({"user.py": ENCODER}), workdir=tmp_path, session=loader.grant(models("bert"))
