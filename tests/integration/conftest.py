@@ -1,11 +1,16 @@
-"""What several modules of integration tests deploy."""
+"""What several modules of integration tests deploy, and what they run it in."""
 
+import asyncio
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from sllm_invoker.containers import probe
+from sllm_invoker.containers.engine import Engine
+from sllm_invoker.images.base import Base
+from sllm_invoker.images.store import Store
 from tests.fixtures.command import sllm
 
 CODER = Path(__file__).parents[2] / "functions" / "coder"
@@ -20,3 +25,15 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # In a process of its own: what torch leaves in TMPDIR is not the tests'.
     sllm({**os.environ, "TMPDIR": str(place.parent)}, "model", "convert", str(CODER / "model"), str(place / "model"))
     return place
+
+
+@pytest.fixture(scope="session")
+def engine() -> Engine:
+    """A container engine that works here: for tests that are marked so."""
+    return asyncio.run(probe.find())
+
+
+@pytest.fixture(scope="session")
+def image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The base image. Where no node of this machine has made it yet it is made first."""
+    return asyncio.run(Base(Store(engine), tmp_path_factory.mktemp("image"), dict(os.environ)).ensure())

@@ -1,47 +1,28 @@
 """Functions in containers: the main job, attempts to get out, and what is left of those whose invoker is killed."""
 
-import asyncio
-import os
-import subprocess
+import hashlib
+import io
+import stat
+import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from sllm_invoker.containers import probe
-from sllm_invoker.containers.arguments import NODE, PLACE, SANDBOX
+from sllm import bundle
+from sllm.deployment import deploy_bundle
 from sllm_invoker.containers.engine import Engine
-from sllm_invoker.images.base import Base
-from sllm_invoker.images.store import Store
-from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import client_of, deploy, live, wait, wait_gone, workers
+from tests.fixtures.command import here
+from tests.fixtures.containers import ECHO, LIMITS, PIDS, SMALL, TMP_MIB, call, listed
+from tests.fixtures.deployed import client_of, deploy, described, live, wait, wait_gone, workers
+from tests.fixtures.models import save_byte_tokenizer, save_model
+from tests.fixtures.modules import own_modules
 
 pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1500)]
-# Where no node of this machine has made it yet, the base image is made first.
-
-TMP_MIB = 32
-PIDS = 64
-LIMITS = {
-    "SLLM_SANDBOX": "auto",
-    "SLLM_REQUIRE_ISOLATION": "true",
-    "SLLM_POOL_SIZE": "1",
-    "SLLM_CONTAINER_TMP": f"{TMP_MIB}MiB",
-    "SLLM_CONTAINER_PIDS": str(PIDS),
-}
-ECHO = Path(__file__).parents[2] / "functions" / "echo" / "function.py"
-SMALL = {"memory": "128MiB", "cpu": 0.1}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return asyncio.run(probe.find())
-
-
-@pytest.fixture(scope="module")
-def image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return asyncio.run(Base(Store(engine), tmp_path_factory.mktemp("image"), dict(os.environ)).ensure())
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +41,6 @@ def neighbour(cluster: Cluster) -> Iterator[None]:
     yield
     assert call(cluster, "neighbour", text="well") == {"text": "well", "length": 4}
     assert live(cluster, "neighbour") == before != []
-
-
-def call(cluster: Cluster, name: str, **arguments: object) -> object:
-    with client_of(cluster) as client:
-        return client.call(name, arguments)
-
-
-def listed(cluster: Cluster, engine: Engine) -> set[str]:
-    """Names of the containers that the cluster's node has now."""
-    place = cluster.data.absolute() / "nodes" / "n1" / "invoker"
-    filters = [f"--filter=label={NODE}=n1", f"--filter=label={PLACE}={place}"]
-    words = [*engine.words, "ps", "--all", *filters, "--format", f'{{{{index .Labels "{SANDBOX}"}}}}']
-    return set(subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout.split())
 
 
 ASK = {"prompt": "def add(a, b):", "max_tokens": 16, "temperature": 0}
@@ -165,6 +133,83 @@ def test_the_host_is_not_to_be_seen(cluster: Cluster) -> None:
     assert not [name for name in seen["environment"] if name.startswith("SLLM")]
     assert sorted(seen["user"][1:]) == ["CapBnd:0000000000000000", "CapEff:0000000000000000", "NoNewPrivs:1"]
     assert seen["user"][0] != "0"
+
+
+def test_another_functions_secret_is_nowhere_to_be_found(cluster: Cluster, tmp_path: Path, neighbour: None) -> None:
+    value = "of-the-keeper-alone-4b1d"
+    (tmp_path / "value").write_text(value)
+    here(cluster.env, "secret", "set", "token", "--file", str(tmp_path / "value"))
+    deploy(cluster, str(ECHO), name="keeper", keep_alive=3600, secrets=["token"], **SMALL)
+    deploy(cluster, "reads_others::secret", name="reads-secret")
+    paths = [str(cluster.data), str(cluster.home)]
+    found = call(cluster, "reads-secret", which="token", backwards=value[::-1], paths=paths)
+    assert found == {"asked": "SecretNotFound", "found": []}
+    assert live(cluster, "keeper")
+
+
+def test_another_functions_code_is_nowhere_to_be_found(cluster: Cluster, neighbour: None) -> None:
+    piece = "Answers `text`, repeated, and its length in characters."
+    assert piece in ECHO.read_text()
+    deploy(cluster, "reads_others::bundle", name="reads-bundle")
+    paths = [str(cluster.data), str(ECHO.parent)]
+    assert call(cluster, "reads-bundle", backwards=piece[::-1], paths=paths) == []
+    own = "Looks for what only another function was given"
+    assert call(cluster, "reads-bundle", backwards=own[::-1], paths=[]), "it finds what is its own"
+
+
+def test_another_model_is_refused_by_loaderd(cluster: Cluster, coder: Path, tmp_path: Path, neighbour: None) -> None:
+    with client_of(cluster) as client:
+        pieces = list(client.stream("coder", ASK))
+        (model,) = [each for each in client.request("GET", "/api/v1/models")["models"] if "coder" in each["used_by"][0]]
+    save_model("llama", tmp_path / "tiny")
+    save_byte_tokenizer(tmp_path / "tiny")
+    deploy(cluster, "asks_loaderd::other_model", model=str(tmp_path / "tiny"))
+    said = call(cluster, "other-model", digest=model["digest"])
+    assert said["own"] == "given"
+    assert said["other"].startswith("forbidden: this sandbox may load"), said
+    with client_of(cluster) as client:
+        assert list(client.stream("coder", ASK)) == pieces
+
+
+def test_memory_files_with_weights_cannot_be_written_to(cluster: Cluster, coder: Path, neighbour: None) -> None:
+    with client_of(cluster) as client:
+        pieces = list(client.stream("coder", ASK))
+    deploy(cluster, "asks_loaderd::writes_files", model=str(coder / "model"))
+    tried = call(cluster, "writes-files")
+    assert len(tried) == 7
+    assert all(said and all(each == "PermissionError" for each in said) for said in tried.values()), tried
+    with client_of(cluster) as client:
+        assert list(client.stream("coder", ASK)) == pieces
+
+
+def test_who_speaks_for_another_call_is_ended_and_said_to_be(cluster: Cluster, neighbour: None) -> None:
+    deploy(cluster, "speaks_for_others")
+    with pytest.raises(ProtocolError):
+        call(cluster, "speaks-for-others")
+
+
+LINKS = {
+    "absolute": {"away": "/etc/passwd"},
+    "upwards": {"away": "../../../etc/passwd"},
+    "a directory, and a file below it": {"away": "/tmp", "away/planted.py": None},
+}
+
+
+@pytest.mark.parametrize("entries", LINKS.values(), ids=LINKS.keys())
+def test_links_in_a_bundle_are_refused(cluster: Cluster, entries: dict[str, str | None], neighbour: None) -> None:
+    """No SDK packs one: the zip is made by hand."""
+    with own_modules():
+        built = bundle.build(described(str(ECHO), name="links", **SMALL))
+    data = io.BytesIO(built.data)
+    with zipfile.ZipFile(data, "a") as archive:
+        for name, target in entries.items():
+            info = zipfile.ZipInfo(name)
+            info.external_attr = ((stat.S_IFLNK if target else stat.S_IFREG) | 0o777) << 16
+            archive.writestr(info, target or "planted = True")
+    packed = data.getvalue()
+    changed = replace(built, data=packed, digest="sha256:" + hashlib.sha256(packed).hexdigest())
+    with client_of(cluster) as client, pytest.raises(SllmError, match="is a link"):
+        deploy_bundle(changed, client)
 
 
 def test_a_killed_invoker_leaves_nothing_behind(cluster: Cluster, engine: Engine) -> None:
