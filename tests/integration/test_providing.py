@@ -1,5 +1,7 @@
 """A platform without a node, whose controller has nodes made as calls need them: real processes, from none to none."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,20 @@ POOL = {
 }
 
 
+AT = 24
+"""Pieces after which a call waits for its gate, wherever it runs."""
+
+
 def the_node(cluster: Cluster) -> Spawned:
     """The one that is not about to go."""
     (node,) = [each for each in spawned(cluster.data / "pool").values() if each.ending is None]
     return node
+
+
+def moved(cluster: Cluster) -> float:
+    """Calls that have moved while they ran."""
+    lines = cluster.http.get("/metrics").text.split("\n")
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("sllm_calls_moved_total{"))
 
 
 @pytest.mark.slow
@@ -62,3 +74,29 @@ def test_a_node_ends_with_a_platform_that_is_killed(tmp_path: Path) -> None:
         assert cluster.process is not None
         cluster.process.kill()
         wait(lambda: start_time(node.pid) is None, "it has ended")
+
+
+@pytest.mark.slow
+def test_calls_of_a_node_that_is_taken_away_go_on_at_one_that_is_made_for_them(coder: Path, tmp_path: Path) -> None:
+    """As at a spot instance's notice, which stops the node's service: it says so, and drains."""
+    with Cluster(tmp_path, nodes=0, env={**POOL, "SLLM_NODES_MOST": "2", "SLLM_DRAIN": "300"}) as cluster:
+        times = {"keep_alive": 300, "idle_timeout": 600, "timeout": 1200}
+        deploy(cluster, "gated_coder::fn", name="coder", model=str(coder / "model"), max_instances=2, **times)
+        gate = tmp_path / "gate"
+        gate.touch()
+        with Stream(cluster, "coder", {"gate": str(gate), "at": AT}) as stream:
+            right = list(stream.values())
+        gate.unlink()
+        first, pieces = the_node(cluster), []
+        with Stream(cluster, "coder", {"gate": str(gate), "at": AT}) as stream:
+            for piece in stream.values():
+                pieces.append(piece)
+                if len(pieces) == AT:
+                    os.kill(first.pid, signal.SIGTERM)
+                    wait(lambda: moved(cluster) == 1, "the call has moved to another node")
+                    wait(lambda: start_time(first.pid) is None, "its node has ended: nothing runs there any more")
+                    gate.touch()
+            assert stream.error is None
+            assert stream.done
+        assert pieces == right
+        assert the_node(cluster).node != first.node

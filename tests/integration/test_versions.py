@@ -14,6 +14,7 @@ from sllm_runtime.protocol.http import API, DeployResult
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here, sllm, sllm_json
 from tests.fixtures.deployed import client_of, deploy, events, live, view, wait
+from tests.fixtures.waiting import GIVE_UP_S
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +179,26 @@ def test_delete_lets_running_calls_finish(cluster: Cluster, client: Client, tmp_
     with pytest.raises(FunctionNotFound):
         view(cluster, "drained")
     assert put(cluster, "drained", 2).version == 1, "a function of the same name begins anew"
+
+
+def queued(cluster: Cluster, name: str) -> bool:
+    """Whether a call of it waits for a slot."""
+    return f'sllm_queue_depth{{function="{name}"}} 1.0' in cluster.http.get("/metrics").text
+
+
+def test_delete_ends_calls_that_wait_at_once(cluster: Cluster, client: Client, tmp_path: Path) -> None:
+    """With a typed error, while the one that runs goes on to its end."""
+    deploy(cluster, "versioned", name="queued", env={"NUMBER": "1"}, keep_alive=1)
+    call = Running(client, "queued", tmp_path / "gate")
+    with ThreadPoolExecutor() as threads, client_of(cluster) as another:
+        waiting = threads.submit(another.call, "queued", {})
+        wait(lambda: queued(cluster, "queued"), "the second call waits for the slot of the first")
+        deleting = threads.submit(sllm, cluster.env, "fn", "delete", "queued")
+        error = waiting.exception(GIVE_UP_S)
+        assert isinstance(error, FunctionNotFound)
+        assert not deleting.done()
+        assert call.finish() == ["1"]
+        assert deleting.result(GIVE_UP_S).returncode == 0
 
 
 def test_delete_by_force_cancels_them(cluster: Cluster, client: Client, tmp_path: Path) -> None:

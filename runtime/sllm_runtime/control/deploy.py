@@ -17,6 +17,7 @@ from sllm_runtime.control.deployment import CALLED_BACK, Deployment, Needed, nee
 from sllm_runtime.control.fits import check_python, need_of, unheeded, unsupported
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
+from sllm_runtime.control.minimums import crowded
 from sllm_runtime.control.models import DIGEST, NODES_WAIT_S, Models, Preparation, nodes_known
 from sllm_runtime.control.placement import unsatisfiable
 from sllm_runtime.control.providing.awaiting import longest_s
@@ -78,7 +79,12 @@ class Deployments:
                 await deployment.done.wait()
         except TimeoutError:
             return Deployed(progress=deployment.tell())
-        return msgspec.structs.replace(deployment.result(), notes=unheeded(request.manifest))
+        deployed = deployment.result()
+        return msgspec.structs.replace(deployed, notes=(*unheeded(request.manifest), *self._crowded(deployed.version)))
+
+    def _crowded(self, version: VersionRecord | None) -> tuple[str, ...]:
+        found = crowded(self._loop.view, (version.function, version.version)) if version is not None else ""
+        return (found,) if found else ()
 
     async def withdraw(self, request: Withdraw) -> Withdrawn:
         """Call a deployment back. Answered when nothing of it is left, or its version has got the route first."""

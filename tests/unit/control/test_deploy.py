@@ -149,6 +149,14 @@ async def test_what_is_kept_and_not_acted_on_is_said(bench: Bench) -> None:
         assert deployed.notes == ("slo: it is kept with the version, and nothing acts on it yet",)
 
 
+async def test_minimums_that_no_node_has_room_for_are_said(bench: Bench) -> None:
+    first = await bench.gateway.deploy(manifest(cpu=3.0, min_instances=2, max_instances=2))
+    assert first.notes == (), "six of eight CPUs"
+    (note,) = (await bench.gateway.deploy(manifest("other", cpu=2.0, min_instances=2, max_instances=2))).notes
+    assert note.startswith("min_instances: the nodes have room for 3 of the 4 instances")
+    assert "2 of other among them" in note
+
+
 async def test_a_bundle_that_is_not_there_is_refused(bench: Bench) -> None:
     deploy = ctl.Deploy(request="r", manifest=manifest(), bundle=digest_of("nothing"), bundle_bytes=3)
     with pytest.raises(InvalidBundle, match="not stored"):

@@ -19,6 +19,17 @@ def fits(need: Need, shape: Shape) -> bool:
     return not short(need, empty(shape))
 
 
+def fitting(needs: Sequence[Need], nodes: Sequence[Capacity]) -> int:
+    """How many of ``needs`` find room on ``nodes``, first fit, the largest first."""
+    bins, found = list(nodes), 0
+    for need in sorted(needs, key=_size, reverse=True):
+        for index, there in enumerate(bins):
+            if not short(need, there):
+                bins[index], found = _less(there, need), found + 1
+                break
+    return found
+
+
 def nodes_for(needs: Sequence[Need], shape: Shape) -> int:
     """Nodes that take all of ``needs`` that fit one at all. At most 11/9 of the fewest, and one, where one resource
     decides (Johnson 1973)."""

@@ -68,11 +68,16 @@ def step(view: View, offer: Offer, now: float) -> Step:
 
 
 def waiting(view: View, now: float) -> Iterator[Need]:
-    """What starts and preparations need that wait for a node."""
+    """What starts, moves of running calls and preparations need that wait for a node."""
     for key in view.awaiting:
         if key in view.versions and now - view.put_off.get(key, now) >= SETTLED_S:
             for _ in range(_lacking(view, key)):
                 yield need_at(view, key)
+    for move in view.migrations.values():
+        source = view.instances.get(move.source)
+        unplaced = move.ended is None and not move.destination and not move.node
+        if unplaced and source is not None and source.key in view.versions and now - move.began >= SETTLED_S:
+            yield need_at(view, source.key)
     for errand in _pool(view).errands.values():
         if not errand.node:
             yield need_of_errand(errand)

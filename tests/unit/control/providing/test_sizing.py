@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from sllm_runtime.control import draining
@@ -210,3 +212,24 @@ def test_decisions_are_told_as_events_and_stored() -> None:
     assert world.told[0].message == "from 0 to 1 node(s), for 1 start(s) that wait; expected in 30 s"
     forgotten = {write.key: write.record for write in writes(before, world.view, {}, {})}
     assert subjects.node_key("p1") not in forgotten, "it came and went"
+
+
+def test_calls_that_are_to_leave_their_node_have_one_made() -> None:
+    """As at a spot instance's notice: its node says that it is stopped, and nothing else has room."""
+    world = Supplied(most=2, boot=10.0)
+    whole = {"cpu": 4.0, "engine": True, "model": "/m", "concurrency": 1, "max_instances": 2}
+    world.view = deployed(world.view, manifest("chat", **whole))
+    world.supply()
+    world.wait_for(CHAT, 1)
+    world.live_for(20)
+    (source,) = world.live(CHAT)
+    (node,) = world.nodes.values()
+    carries = world.view.instances[source]
+    record = replace(carries.record, capabilities=("exact_resume",), fingerprint="cpu")
+    world.view = world.view.put_instance(dataclasses.replace(carries, record=record))
+    node.draining = True
+    world.live_for(30)
+    assert desired(world) == [1, 2]
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    assert world.view.instances[destination].record.node != node.name
+    assert world.harmed == []

@@ -1,0 +1,44 @@
+"""Whether the cluster could hold all instances that are to run without a caller (``min_instances``). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sllm_runtime.control.fits import Capacity, Need, memory_of, need_of, total
+from sllm_runtime.control.providing.packing import empty, fitting
+from sllm_runtime.control.view import Key, View
+
+
+def crowded(view: View, key: Key) -> str:
+    """What is to be said where version ``key`` has a minimum and not all minimums find room, even on nodes that do
+    nothing else and with all that a provider may still make; empty if they do, or nothing is known of nodes."""
+    version, nodes = view.versions.get(key), list(_nodes(view))
+    if version is None or not version.manifest.min_instances or not nodes:
+        return ""
+    needs = list(_needs(view))
+    found = fitting(needs, nodes)
+    if found >= len(needs):
+        return ""
+    return (
+        f"min_instances: the nodes have room for {found} of the {len(needs)} instances that functions are to keep, "
+        f"{version.manifest.min_instances} of {key[0]} among them; the others wait until there are more nodes"
+    )
+
+
+def _needs(view: View) -> Iterator[Need]:
+    for name, function in view.functions.items():
+        record = view.versions.get((name, function.active)) if function.active is not None else None
+        if record is None or function.deleting or not record.manifest.min_instances:
+            continue
+        memory = memory_of(view, (name, record.version), record.manifest)
+        yield from [replace(need_of(record.manifest), memory=memory)] * record.manifest.min_instances
+
+
+def _nodes(view: View) -> Iterator[Capacity]:
+    for node in view.nodes.values():
+        if node.status is not None:
+            yield total(node.status)
+    pool = view.pool
+    if pool is not None and pool.offer is not None and pool.shape is not None:
+        yield from [empty(pool.shape)] * max(pool.offer.most - len(pool.arrived), 0)
