@@ -1,0 +1,104 @@
+"""A node of an earlier version, its fork server and workers included, under a controller and a gateway of today."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sysconfig
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.nats_cluster import NatsCluster
+from benchmarks.programs import ROOT
+from sllm_runtime.platform.process import start_time
+from sllm_runtime.protocol.http import API
+from tests.fixtures.cluster import QUICK, Cluster
+from tests.fixtures.deployed import deploy, wait, worker_of
+from tests.fixtures.streams import Stream
+from tests.fixtures.waiting import GIVE_UP_S
+
+BEFORE = "feff89b"
+"""The commit that is the version before: the first whose machines join a cluster by themselves."""
+PARTS = ("runtime", "invoker", "loaderd", "gateway", "sdk")
+AT = 24
+
+
+def interpreter(directory: Path) -> Path:
+    """A Python that imports our packages of BEFORE, and everybody else's as this one does."""
+    archive = subprocess.run(["git", "-C", ROOT, "archive", BEFORE, *PARTS], capture_output=True, check=False)
+    if archive.returncode:
+        pytest.skip(f"there is no commit {BEFORE} here: {archive.stderr.decode().strip()}")
+    tree = directory / "tree"
+    tree.mkdir()
+    subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
+    venv.create(directory / "python", symlinks=True)
+    (site,) = (directory / "python").glob("lib/python*/site-packages")
+    places = [str(tree / part) for part in PARTS] + [sysconfig.get_path("purelib")]
+    (site / "before.pth").write_text("\n".join(places))
+    python = directory / "python" / "bin" / "python"
+    asked = "import sllm_invoker, sllm_loaderd, sllm_runtime as r; print(sllm_invoker.__file__, r.__file__)"
+    said = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True, cwd=directory).stdout
+    assert all(Path(place).is_relative_to(tree) for place in said.split()), said
+    return python
+
+
+@contextmanager
+def node(python: Path, directory: Path, env: dict[str, str]) -> Iterator[None]:
+    """``sllm up --node`` of that Python."""
+    argv = [str(python), "-m", "sllm_runtime.platform", "up", "--node", "--json", "--with-parent"]
+    given = {"PATH": os.environ["PATH"], "TMPDIR": str(directory), **QUICK, **env, "SLLM_NODE": "before"}
+    with (directory / "node.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*argv, "--data", str(directory / "node")], env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=log,
+        )  # fmt: skip
+    pids: dict[str, int] = {}
+    try:
+        line = Cluster.first_line(process)
+        assert line, (directory / "node.log").read_text()
+        pids = json.loads(line)["pids"]
+        yield
+    finally:
+        process.terminate()
+        process.wait(GIVE_UP_S)
+        if process.stdout is not None:
+            process.stdout.close()
+    assert all(start_time(pid) is None for pid in pids.values()), pids
+
+
+@pytest.mark.slow
+def test_a_node_of_the_version_before_serves_and_its_calls_outlive_a_worker(coder: Path, tmp_path: Path) -> None:
+    """A function that streams, and one of the engine, whose worker is killed in the middle of a call."""
+    python = interpreter(tmp_path)
+    with (
+        NatsCluster(tmp_path / "nats") as nats,
+        Cluster(tmp_path, nodes=0, env=nats.env) as cluster,
+        node(python, tmp_path, nats.env),
+    ):
+        wait(lambda: cluster.http.get(f"{API}/nodes").json()["nodes"], "the node is known")
+        deploy(cluster, "slow_stream", name="paced", memory="64MiB")
+        with Stream(cluster, "paced", {"count": 20, "pause": 0.001}) as stream:
+            assert list(stream.values()) == list(range(20))
+        times = {"keep_alive": 300, "idle_timeout": 600, "timeout": 1200}
+        deploy(cluster, "gated_coder::fn", name="coder", model=str(coder / "model"), **times)
+        gate = tmp_path / "gate"
+        gate.touch()
+        with Stream(cluster, "coder", {"gate": str(gate), "at": AT}) as stream:
+            right = list(stream.values())
+        gate.unlink()
+        pieces = []
+        with Stream(cluster, "coder", {"gate": str(gate), "at": AT}) as stream:
+            for piece in stream.values():
+                pieces.append(piece)
+                if len(pieces) == AT:
+                    os.kill(worker_of(cluster, "coder"), signal.SIGKILL)
+                    gate.touch()
+            assert stream.error is None
+            assert stream.done
+        assert pieces == right
