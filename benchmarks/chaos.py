@@ -202,7 +202,18 @@ def _compare(run: Run, outcome: Outcome, right: Sequence[Sequence[Any]]) -> None
         wanted, before = right[told.heard.ask], outcome.sums.wrong
         outcome.sums.add(told.heard, wanted[: len(set(told.heard.ids))] if told.heard.error else wanted)
         if outcome.sums.wrong > before:
-            run.note(f"wrong: {told.call}, {'kept' if told.kept else 'plain'}, cut {told.cuts} times, {outcome.sums}")
+            kind = "kept" if told.kept else "plain"
+            run.note(f"wrong: {told.call}, {kind}, cut {told.cuts} times at {told.gateways}, {where(told, wanted)}")
+
+
+def where(told: Told, wanted: Sequence[Any]) -> str:
+    """Which events of a stream are not there, come again or differ, in words."""
+    ids = told.heard.ids
+    missing = sorted(set(range(len(wanted))) - set(ids))
+    again = sorted(at for at, times in Counter(ids).items() if times > 1)
+    other = [at for at, value in zip(ids, told.heard.values, strict=True) if at >= len(wanted) or wanted[at] != value]
+    found = {"lost": missing, "repeated": again, "changed": other}
+    return ", ".join(f"{len(each)} {what} ({each[0]} to {each[-1]})" for what, each in found.items() if each)
 
 
 def judge(run: Run, outcome: Outcome, case: str) -> None:

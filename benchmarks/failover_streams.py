@@ -66,10 +66,10 @@ def measure(run: Run, directory: Path, cases: Sequence[str]) -> None:
     """Those of STREAMS that are among the cases; ``jetstream`` on a platform of its own."""
     local = [case for case in cases if case in STREAMS and case != "jetstream"]
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(_place(directory / "local", {})) if local else None
+        place: Place | None = None
         for case in local:
-            assert place is not None
             with run.attempt(case):
+                place = place or stack.enter_context(_place(directory / f"local-{case}", {}))
                 _case(run, place, case, functools.partial(place.kill, case))
     if "jetstream" in cases:
         with (

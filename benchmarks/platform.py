@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from benchmarks.modules import own_modules
 from benchmarks.programs import ROOT, Program, ProgramFailed
 from sllm import Client, bundle
 from sllm.cli import load
@@ -92,7 +93,8 @@ class Platform:
     # --- functions --------------------------------------------------------------------------------
     def deploy(self, file: Path, **changes: Any) -> str:
         """Deploy the one function of ``file`` with ``changes`` to its manifest (``name``, ``keep_alive``); its name."""
-        built = bundle.build(load.one(str(file)))
+        with own_modules():
+            built = bundle.build(load.one(str(file)))
         manifest = built.manifest.model_copy(update=changes)
         deploy_bundle(dataclasses.replace(built, manifest=manifest), self.client)
         return manifest.name
