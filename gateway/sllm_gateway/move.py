@@ -7,7 +7,7 @@ hash: it can take over only as the same answer. No I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from sllm_gateway.binding import Binding
@@ -19,10 +19,14 @@ from sllm_runtime.protocol.limits import FEED_IDS
 from sllm_runtime.protocol.records import RouteEntry
 
 GAP: Final = 2
-"""Tokens (or outputs) that the destination may be behind when the source stops, where a round costs a prefill. Where it
-is fed a round costs a step, and it is to be level: late by less than one token, so that the pause is less than two."""
+"""Tokens (or outputs) that the destination may be behind when the source stops."""
 ROUNDS: Final = 5
-"""Times the destination is told what it lacks; then the source stops, however far behind it is."""
+"""Times the destination is told what it lacks, where a round costs a prefill; then the source stops, however far behind
+it is. Where it is fed a round costs a step: after so many it need no longer be level, but within GAP."""
+MOST_ROUNDS: Final = 50
+"""Times a destination is fed; then the source stops, however far behind it is: it is the slower one."""
+TOGETHER_S: Final = 5.0
+"""A call that could go over waits so long for those that are on their way to the same instance."""
 
 
 def leaving(entries: Sequence[RouteEntry]) -> dict[str, RouteEntry]:
@@ -61,6 +65,8 @@ class Move:
         """Of the outputs among them, as ``Resumption.digest_at``."""
         self._spoke = False
         self._ended = False
+        self._filled = False
+        self._since: float | None = None
 
     # --- how far it is ------------------------------------------------------------------------------
     @property
@@ -81,12 +87,32 @@ class Move:
     @property
     def near(self) -> bool:
         """Whether the destination is as little behind as rounds are for."""
-        return self.gap <= (0 if self.feeds else GAP)
+        return self.gap <= (0 if self.feeds and self.round < ROUNDS else GAP)
 
     @property
     def ready(self) -> bool:
         """Whether the source may stop: little is missing, or no further round would help."""
-        return self.computed and not self._kept.half and (self.near or self.round >= ROUNDS or self._ended)
+        most = MOST_ROUNDS if self.feeds else ROUNDS
+        return self.computed and not self._kept.half and (self.near or self.round >= most or self._ended)
+
+    @property
+    def filling(self) -> bool:
+        """Whether the destination has yet to prefill what it was told at its opening. What has no ids is drawn again, a
+        token a step."""
+        return not self._filled and (bool(self._told) or not self._told_outputs)
+
+    @property
+    def abreast(self) -> bool:
+        """Whether the destination has nothing of it to prefill but what a step may bring."""
+        return not self.filling and (not self.feeds or self.gap <= GAP)
+
+    def held(self, others: Iterable[Move], now: float) -> bool:
+        """Whether, computed, it waits at the source for ``others`` on their way to the same instance: as long as that
+        prefills them each of its steps takes longer than one of the source's."""
+        self._since = now if self._since is None else self._since
+        if not self.feeds or now - self._since >= TOGETHER_S:
+            return False
+        return any(not other.abreast if self.ready else other.filling for other in others)
 
     @property
     def over(self) -> bool:
@@ -133,6 +159,7 @@ class Move:
                 dropped += self._early(frame)
         if self.switched:
             return new, dropped
+        self._filled = self._filled or self.computed
         self._ahead += [(0, frame) for frame in new]
         return [], dropped
 

@@ -58,7 +58,7 @@ class Moves:
         self._fail = fail
         self._leaving: dict[tuple[str, int], dict[str, RouteEntry]] = {}
         """By version: where the calls of an instance are to go."""
-        self._moving: dict[str, Call] = {}
+        self._moving: dict[str, tuple[Call, Move]] = {}
         """Calls whose destination does not have them yet."""
 
     def on_version(self, version: Version) -> None:
@@ -69,8 +69,9 @@ class Moves:
 
     def tick(self, now: float) -> None:
         """Begin what should move, look after what moves."""
-        for call in list(self._moving.values()):
-            self._tend(call, now)
+        for call, move in list(self._moving.values()):
+            if call.move is move:
+                self._tend(call, move, now)
         for key, where in self._leaving.items():
             for call in list(self._calls.values()):
                 if call.version.key == key:
@@ -98,7 +99,7 @@ class Moves:
         binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         binding.following = True
         call.move = Move(binding, call.resumption, round_)
-        self._moving[call.id] = call
+        self._moving[call.id] = (call, call.move)
         self._dispatcher.take(call, entry.instance)
         request = Open(head=call.head(binding, now), first=binding.first())  # now: the move counts from what it says
         self._tasks.start(self._open(call, call.move, request), "move")
@@ -109,12 +110,13 @@ class Moves:
             opened = await self._link.open(binding.node, request)
         except SllmError as error:
             move.feeds = False
-            if not binding.accepted:
-                self._drop_if(call, move, error.message, gone=True)
+            if not binding.accepted and call.move is move:
+                self.drop(call, error.message, gone=True)
             return
         if opened.status != "accepted":
             why = f"instance {binding.instance} is {opened.status}: {opened.note}"
-            self._drop_if(call, move, why, gone=opened.status == "gone", busy=opened.status == "busy")
+            if call.move is move:
+                self.drop(call, why, gone=opened.status == "gone", busy=opened.status == "busy")
             return
         move.feeds = opened.feeds
         self._accept(call, binding)
@@ -156,22 +158,25 @@ class Moves:
 
     def _judge(self, call: Call, move: Move, now: float) -> None:
         """Switch, or tell the destination what it lacks."""
+        if not move.computed or move.held(self._beside(move), now):
+            return
         if move.ready:
             self._switch(call, move, now)
-        elif move.feeds is None or not move.computed or move.near:
+        elif move.feeds is None or move.near:
             return
         elif move.feeds:
             self._link.send_all(move.binding.node, move.feed())
             call.move_round = move.round
         else:
-            entry, round_ = move.binding.entry, move.round
-            self._let_go(call, move, f"round {round_} is over, {move.gap} tokens are missing")
-            self._begin(call, entry, round_ + 1)
+            self._let_go(call, move, f"round {move.round} is over, {move.gap} tokens are missing")
+            self._begin(call, move.binding.entry, move.round + 1)
 
-    def _tend(self, call: Call, now: float) -> None:
-        move = call.move
-        if move is None:
-            return
+    def _beside(self, move: Move) -> list[Move]:
+        """The others on their way to the same instance."""
+        there = move.binding.instance
+        return [each for _, each in self._moving.values() if each is not move and each.binding.instance == there]
+
+    def _tend(self, call: Call, move: Move, now: float) -> None:
         binding = move.binding
         if binding.accepted and binding.silent(now) and self._link.connected:
             self.drop(call, f"node {binding.node} is silent", gone=True)
@@ -272,10 +277,6 @@ class Moves:
         if call.resumption is not None:
             call.resumption.unwatch()
 
-    def _drop_if(self, call: Call, move: Move, why: str, *, gone: bool = False, busy: bool = False) -> None:
-        if call.move is move:
-            self.drop(call, why, gone=gone, busy=busy)
-
     def _let_go(self, call: Call, move: Move, why: str, *, gone: bool = False) -> None:
         binding = move.binding
         call.move = None
@@ -288,12 +289,11 @@ class Moves:
 
     def on_restart(self, node: str) -> None:
         """A node was started anew: what was on its way there stays."""
-        for call in list(self._moving.values()):
-            if call.move is not None and call.move.binding.node == node:
+        for call, move in list(self._moving.values()):
+            if move.binding.node == node:
                 self.drop(call, f"node {node} was restarted", gone=True)
 
     def on_reconnect(self, now: float) -> None:
         """Messages may have been lost in both directions."""
-        for call in self._moving.values():
-            if call.move is not None:
-                self._link.send_all(call.move.binding.node, call.move.binding.recovered(now))
+        for _, move in self._moving.values():
+            self._link.send_all(move.binding.node, move.binding.recovered(now))

@@ -31,13 +31,14 @@ class Generation:
         self._cached = not count_prompt  # of several outputs of one prompt the first tells
         if self._call is not None:
             self._number = number = self._call.next_generation()
-            emitted = self._call.fed.known(number)
-            # Ids that a resume takes as they are have no probabilities: where those are asked for, all is drawn again.
-            if self._call.resumable and request.sampling.logprobs is None:
+            scored, emitted = request.sampling.scored, self._call.fed.known(number)
+            # An engine that knows no probabilities of ids that it was given draws all of them again.
+            if self._call.resumable and (not scored or loop.engine.capabilities.retells):
                 self._recorder = IdRecorder(self._call, number, len(emitted))
+                request = replace(request, emitted=emitted, retell=scored)
             seed = request.sampling.seed
             seed = self._call.head.seed + number if seed is None else seed
-            request = replace(request, emitted=emitted, sampling=replace(request.sampling, seed=seed))
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
             self._call.count(prompt=len(request.prompt) if count_prompt else 0)
         self._request = request
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_gateway.binding import Binding
-from sllm_gateway.move import ROUNDS, Move
+from sllm_gateway.move import GAP, MOST_ROUNDS, ROUNDS, TOGETHER_S, Move
 from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
@@ -130,10 +130,81 @@ def test_one_that_is_fed_is_level_when_the_source_stops() -> None:
     for move in moves:
         move.feeds = True
         move.take(frames_of(answer, delivered=4, upto=5))
-        assert (move.computed, move.gap, move.near) == (True, 1, False)
-    assert [move.ready for move in moves] == [False, True]
+        assert (move.computed, move.gap) == (True, 1)
+    assert [move.ready for move in moves] == [False, True], "after some rounds a token or two may be missing"
     moves[0].take(frames_of(answer, delivered=4, upto=6)[6:])
     assert (moves[0].gap, moves[0].ready) == (0, True)
+
+
+def test_one_that_is_fed_gets_more_rounds_while_much_is_missing() -> None:
+    kept = Resumption()
+    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
+    kept.take(frames_of(answer, upto=4))
+    kept.watch()
+    moves = [move_of(kept, number) for number in (ROUNDS, MOST_ROUNDS)]
+    kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
+    for move in moves:
+        move.feeds = True
+        move.take(frames_of(answer, delivered=4, upto=4))
+        assert (move.computed, move.gap) == (True, GAP + 1)
+    assert [move.ready for move in moves] == [False, True]
+
+
+def test_a_destination_prefills_what_it_was_told_and_what_it_is_fed() -> None:
+    kept = Resumption()
+    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
+    kept.take(frames_of(answer, upto=4))
+    kept.watch()
+    move = move_of(kept)
+    move.feeds = True
+    assert (move.filling, move.abreast) == (True, False)
+    move.take(frames_of(answer, delivered=4, upto=4))
+    assert (move.filling, move.abreast) == (False, True)
+    kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
+    assert (move.filling, move.abreast) == (False, False)
+
+
+def test_a_destination_that_draws_all_again_prefills_nothing() -> None:
+    kept = Resumption()
+    kept.take([Frame(0, FrameKind.OUTPUT, b"x")])
+    kept.watch()
+    move = move_of(kept)
+    assert (move.computed, move.filling, move.abreast) == (False, False, True)
+
+
+def test_it_waits_for_others_so_long_and_no_longer() -> None:
+    """A call that is level goes over when the destination has nothing of others to prefill, one that is not is fed when
+    they have begun."""
+    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
+    kept = Resumption()
+    kept.take(frames_of(answer, upto=4))
+    kept.watch()
+    move, other = move_of(kept), move_of(kept)
+    move.feeds = other.feeds = True
+    move.take(frames_of(answer, delivered=4, upto=4))
+    assert move.ready
+    assert other.filling
+    assert [move.held([other], at) for at in (10.0, 10.0 + TOGETHER_S - 1, 10.0 + TOGETHER_S)] == [True, True, False]
+    assert not move.held([], 10.0)
+    kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
+    assert not move.ready
+    assert move.held([other], 10.0)
+    other.take(frames_of(answer, delivered=4, upto=4))
+    assert not move.held([other], 10.0), "it is to be fed"
+    move.take(frames_of(answer, delivered=4, upto=4 + GAP + 1)[4:])
+    assert move.ready
+    assert move.held([other], 10.0), "what the other lacks is a prefill too"
+    other.take(frames_of(answer, delivered=4, upto=5)[4:])
+    assert not move.held([other], 10.0)
+
+
+def test_one_that_is_not_fed_waits_for_nobody() -> None:
+    kept = Resumption()
+    kept.take(frames_of([(0, (1,), [b"x"])], upto=1))
+    kept.watch()
+    move, other = move_of(kept), move_of(kept)
+    move.take(frames_of([(0, (1,), [b"x"])], delivered=1, upto=1))
+    assert not move.held([other], 10.0)
 
 
 def test_a_round_feeds_what_is_missing() -> None:

@@ -257,10 +257,14 @@ def test_cached_tokens_are_counted_once(served: Worker) -> None:
         assert (answer.end.usage.prompt, answer.end.usage.cached) == (310, cached)
 
 
+SCORED = pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"logprobs": 1, "echo": True}], ids=str)
+
+
+@SCORED
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_stream_goes_on_where_its_reader_has_it(served: Worker, count: int) -> None:
+def test_a_stream_goes_on_where_its_reader_has_it(served: Worker, count: int, more: dict[str, Any]) -> None:
     """A resume makes the same deltas as the first time: those delivered are compared by hash and left out."""
-    asked = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "n": count}
+    asked = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "n": count, **more}
     whole = completion(served, **asked)
     drawn: dict[int, tuple[int, ...]] = {}
     for part in whole.ids:
@@ -278,10 +282,12 @@ def test_a_stream_goes_on_where_its_reader_has_it(served: Worker, count: int) ->
         assert resumed.deltas == whole.deltas[delivered:]
 
 
+@SCORED
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_running_call_takes_ids_that_it_had_elsewhere(served: Worker, count: int) -> None:
-    """Whenever they come, in any order: its text, its finish and its usage are the same, and its ids are told once."""
-    asked = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True, "n": count, "stop": ["zzzz"]}
+def test_a_running_call_takes_ids_that_it_had_elsewhere(served: Worker, count: int, more: dict[str, Any]) -> None:
+    """Whenever they come, in any order: its text, its log probabilities, its finish and its usage are the same, and its
+    ids are told once."""
+    asked = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True, "n": count, "stop": ["zzzz"], **more}
     whole = completion(served, **asked)
     drawn: dict[int, tuple[int, ...]] = {}
     for part in whole.ids:

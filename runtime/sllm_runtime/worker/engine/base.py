@@ -48,6 +48,11 @@ class Sampling:
     """The same for the tokens of the prompt but its first, which follows nothing."""
 
     @property
+    def scored(self) -> bool:
+        """Whether log probabilities of any tokens are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken. A temperature too small to divide float32 logits by means that too."""
         return self.temperature < GREEDY_BELOW
@@ -74,6 +79,9 @@ class Request:
     lora: str | None = None
     """The adapter that its rows go through."""
     constraints: tuple[Constraint, ...] = ()
+    retell: bool = False
+    """``emitted`` and fed ids are reported all the same, as those that are drawn: with their log probabilities, one to
+    an event. For engines that can (``retells``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,8 @@ class Capabilities:
     prompt_logprobs: bool = False
     feeds: bool = False
     """Ids may be fed into a running request: their rows have the bits that drawing them would have given."""
+    retells: bool = False
+    """Ids that an output was given are reported with the log probabilities that drawing them gave (``retell``)."""
 
     def names(self) -> tuple[str, ...]:
         """Those that hold, for ``Ready.capabilities``."""
@@ -200,9 +210,9 @@ class Engine(Protocol):
 
     def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The output of a running request has ``ids`` from its ``first`` on: those beyond what it has are computed as
-        if it had drawn them, and are in no event. Returns them: none where they leave a gap, where the request is
-        unknown, or where the engine cannot (``feeds``) or the request asks for log probabilities, which fed ids have
-        none of. Raises ``NotDeterministic`` for ids that are not what it drew or could not be its own."""
+        if it had drawn them, and are in no event (but see ``retell``). Returns them: none where they leave a gap, where
+        the request is unknown, or where the engine cannot (``feeds``) or the request asks for log probabilities and is
+        not told again. Raises ``NotDeterministic`` for ids that are not what it drew or could not be its own."""
 
     def export(self, request: int) -> Exported:
         """The state of a running request, which goes on. Raises ``KeyError`` if there is none."""

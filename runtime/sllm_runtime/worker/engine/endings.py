@@ -11,8 +11,10 @@ def full(request: Request, produced: int, max_context: int) -> bool:
 
 
 def complete(request: Request, produced: int, max_context: int) -> bool:
-    """Whether nothing is left to compute for ``request`` when it comes: it is full, its prompt not asked about."""
-    return request.sampling.prompt_logprobs is None and full(request, produced, max_context)
+    """Whether nothing is left to compute for ``request`` when it comes: it is full, its prompt not asked about, and no
+    id to be told again."""
+    asked = request.sampling.prompt_logprobs is not None or (request.retell and produced > 0)
+    return not asked and full(request, produced, max_context)
 
 
 def ends(token: int, sampling: Sampling, eos: frozenset[int]) -> bool:

@@ -25,9 +25,9 @@ def new_ids(
     request: Request, output: Sequence[int], first: int, ids: Sequence[int], *, max_context: int, vocabulary: int
 ) -> tuple[int, ...]:
     """``beyond`` of a request's ``output``. Raises ``NotDeterministic`` also for what no output of ``request`` could
-    be: too many, or no ids of this vocabulary. None where it asks for log probabilities."""
+    be: too many, or no ids of this vocabulary. None where it asks for log probabilities that nobody would tell."""
     sampling = request.sampling
-    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+    if sampling.scored and not request.retell:
         return ()
     new = beyond(output, first, ids)
     count = len(output) + len(new)

@@ -30,6 +30,8 @@ class _Output:
     last: tuple[int, ...] = ()
     """The last id of a resume, or of those that were fed: how it was told depends on whether the output ended with it,
     and that it is told says that all before it are computed."""
+    retold: bool = False
+    """Whether the engine itself tells such ids."""
 
 
 class EngineLoop:
@@ -157,7 +159,8 @@ class EngineLoop:
             self.engine.cancel(request.id)
             self._refuse(sink, error)
             return
-        self._outputs[request.id] = _Output(sink, detokenizer, StopMatcher(request.sampling.stop))
+        matcher = StopMatcher(request.sampling.stop)
+        self._outputs[request.id] = _Output(sink, detokenizer, matcher, retold=request.retell)
         self._drawn_elsewhere(request.id, request.emitted)
 
     def _feed(self, number: int, first: int, ids: tuple[int, ...]) -> None:
@@ -174,7 +177,7 @@ class EngineLoop:
         """The output goes on with ``ids``, which the engine has. They are told one by one, as they came the first time:
         so the pieces are the same, and a caller who has some gets the rest."""
         output = self._outputs[number]
-        if not ids:
+        if not ids or output.retold:
             return
         told, output.last = (*output.last, *ids[:-1]), ()
         for token in told:

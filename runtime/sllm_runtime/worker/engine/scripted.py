@@ -41,10 +41,14 @@ class ScriptedEngine:
     name: str = "scripted"
     fingerprint: str = "scripted"
     capabilities: Capabilities = field(
-        default_factory=lambda: Capabilities(exact_resume=True, sleep=True, prompt_logprobs=True, feeds=True)
+        default_factory=lambda: Capabilities(
+            exact_resume=True, sleep=True, prompt_logprobs=True, feeds=True, retells=True
+        )
     )
     adapters: AdapterTable | None = None
     _outputs: dict[int, tuple[Request, list[int]]] = field(default_factory=dict)
+    _untold: dict[int, list[int]] = field(default_factory=dict)
+    """Of requests that are told again: ids that they were given."""
     _draining: bool = False
     _asleep: bool = False
     _generated: int = 0
@@ -61,18 +65,25 @@ class ScriptedEngine:
         admission.check(request, self.max_context, self.vocabulary)
         admission.refuse_adapter(request)
         self._outputs[request.id] = (request, list(request.emitted))
+        if request.retell:
+            self._untold[request.id] = list(request.emitted)
 
     def step(self) -> list[Event]:
         """See ``Engine.step``."""
-        events = [] if self._asleep else [self._advance(*each) for each in list(self._outputs.values())]
-        for event in events:
-            if event.finish is not None or event.error is not None:
-                del self._outputs[event.request]
+        events: list[Event] = []
+        for request, output in [] if self._asleep else list(self._outputs.values()):
+            mine = self._tell(request, output)
+            if not mine or mine[-1].finish is None:
+                mine.append(self._advance(request, output, first=not mine and len(output) == len(request.emitted)))
+            if mine[-1].finish is not None or mine[-1].error is not None:
+                self.cancel(request.id)
+            events += mine
         return events
 
     def cancel(self, request: int) -> None:
         """See ``Engine.cancel``."""
         self._outputs.pop(request, None)
+        self._untold.pop(request, None)
 
     def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
         """See ``Engine.feed``."""
@@ -82,6 +93,8 @@ class ScriptedEngine:
         context, vocabulary = self.max_context, self.vocabulary
         new = feeding.new_ids(asked, output, first, ids, max_context=context, vocabulary=vocabulary)
         output += new
+        if asked.retell:
+            self._untold[request] += new
         return new
 
     def export(self, request: int) -> Exported:
@@ -105,9 +118,25 @@ class ScriptedEngine:
         """See ``Engine.stats``."""
         return Stats(0, len(self._outputs), 0, self._generated)
 
-    def _advance(self, request: Request, output: list[int]) -> Event:
-        first = len(output) == len(request.emitted) and request.sampling.prompt_logprobs is not None
-        prompt = tuple(TokenChoice(token, 0.0) for token in request.prompt[1:]) if first else ()
+    def _tell(self, request: Request, output: list[int]) -> list[Event]:
+        ids, events = self._untold.get(request.id, []), []
+        for at, token in enumerate(ids, len(output) - len(ids)):
+            prompt = self._scores(request) if at == 0 else ()
+            full = endings.full(request, at + 1, self.max_context)
+            events.append(self._event(request, token, prompt, "length" if full else None))
+        ids.clear()
+        return events
+
+    def _scores(self, request: Request) -> tuple[TokenChoice, ...]:
+        asked = request.sampling.prompt_logprobs is not None
+        return tuple(TokenChoice(token, 0.0) for token in request.prompt[1:]) if asked else ()
+
+    def _event(self, request: Request, token: int, prompt: tuple[TokenChoice, ...], finish: Finish | None) -> Event:
+        logprobs = () if request.sampling.logprobs is None else (TokenChoice(token, 0.0),)
+        return Event(request=request.id, ids=(token,), logprobs=logprobs, prompt=prompt, finish=finish)
+
+    def _advance(self, request: Request, output: list[int], *, first: bool) -> Event:
+        prompt = self._scores(request) if first else ()
         if endings.full(request, len(output), self.max_context):
             return Event(request=request.id, prompt=prompt, finish="length")
         token = self.script(request.prompt, output)
@@ -118,5 +147,4 @@ class ScriptedEngine:
         output.append(token)
         self._generated += 1
         finish: Finish | None = "length" if endings.full(request, len(output), self.max_context) else None
-        logprobs = () if request.sampling.logprobs is None else (TokenChoice(token, 0.0),)
-        return Event(request=request.id, ids=(token,), logprobs=logprobs, prompt=prompt, finish=finish)
+        return self._event(request, token, prompt, finish)

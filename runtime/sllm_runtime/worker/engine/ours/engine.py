@@ -17,7 +17,7 @@ from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash
 from sllm_runtime.worker.engine.ours.runner import LocalRunner, Runner
 from sllm_runtime.worker.engine.ours.sampler import choose_rows
 from sllm_runtime.worker.engine.ours.scheduler import Limits, Scheduler, Sequence, State
-from sllm_runtime.worker.engine.ours.scoring import Head, score
+from sllm_runtime.worker.engine.ours.scoring import Head, given, score
 from sllm_runtime.worker.engine.sampling import broken
 
 
@@ -75,6 +75,7 @@ class OurEngine:
             sleep=True,
             prompt_logprobs=whole,
             feeds=proven,
+            retells=whole and proven,
         )
         self.adapters = decoder.lora if whole else None
         self._head: Head | None = None
@@ -91,6 +92,7 @@ class OurEngine:
         self.scheduler = Scheduler(Pages(self._total), limits)
         self._awake = False
         self._steps: deque[Step] = deque()
+        self._given: list[tuple[Sequence, TokenChoice]] = []  # to be told before what the step draws
         self._sequences: dict[int, Sequence] = {}
         self._complete: list[int] = []
         self._draining = False
@@ -135,6 +137,8 @@ class OurEngine:
         try:
             while len(self._steps) < self.runner.depth and self._launch():
                 pass
+            told, self._given = self._given, []
+            events += [self._tell(*each) for each in told if each[0].state is not State.DONE]
             if self._steps:
                 events += self._collect(self._steps.popleft())
         except SllmError:  # the runner's: what was on its way is lost
@@ -153,6 +157,7 @@ class OurEngine:
         samples = self.runner.launch(chunks, self.scheduler.pages.fresh())
         if self._head is not None:
             score(chunks, self._head)
+            self._given += given(chunks, self._head)
         for chunk in chunks:
             self._prefilled += chunk.count if chunk.sequence.state is State.PREFILL else 0
             self.scheduler.computed(chunk)
@@ -187,7 +192,7 @@ class OurEngine:
         asked, context = sequence.request, self.max_context
         new = feeding.new_ids(asked, sequence.output, first, ids, max_context=context, vocabulary=self.vocabulary)
         self.scheduler.feed(sequence, new)
-        if new and endings.full(asked, sequence.produced, context):
+        if new and endings.complete(asked, sequence.produced, context):
             self.cancel(request)
             self._complete.append(request)
         return new
@@ -262,28 +267,33 @@ class OurEngine:
         )
 
     def _advance(self, sequence: Sequence, picked: TokenChoice | SllmError) -> Event:
-        number, request = sequence.request.id, sequence.request
+        request = sequence.request
         if isinstance(picked, SllmError):
-            self.cancel(number)
-            return Event(request=number, error=picked)
-        first = sequence.produced == len(request.emitted)
-        prompt = tuple(sequence.scores) if first else ()
-        if (wrong := broken(prompt)) is not None:
-            self.cancel(number)
-            return Event(request=number, error=wrong)
+            self.cancel(request.id)
+            return Event(request=request.id, error=picked)
         if endings.full(request, sequence.produced, self.max_context):  # its prompt alone was asked about
-            self.cancel(number)
-            return Event(request=number, prompt=prompt, finish="length", cached=sequence.cached)
+            return self._event(sequence, None, "length")
         if endings.ends(picked.id, request.sampling, self._eos):
-            self.cancel(number)
-            return Event(request=number, prompt=prompt, finish="stop", cached=sequence.cached)
+            return self._event(sequence, None, "stop")
         sequence.tokens.append(picked.id)
         self._generated += 1
-        finish: Finish | None = None
-        if endings.full(request, sequence.produced, self.max_context):
-            finish = "length"
+        return self._tell(sequence, picked)
+
+    def _tell(self, sequence: Sequence, choice: TokenChoice) -> Event:
+        """The next id of an output, drawn or given, and maybe its last."""
+        sequence.told += 1
+        full = endings.full(sequence.request, sequence.told, self.max_context)
+        return self._event(sequence, choice, "length" if full else None)
+
+    def _event(self, sequence: Sequence, choice: TokenChoice | None, finish: Finish | None) -> Event:
+        number, scored = sequence.request.id, sequence.request.sampling.logprobs is not None
+        prompt = () if sequence.spoken else tuple(sequence.scores)
+        choices = () if choice is None else (choice,)
+        wrong = broken((*prompt, *choices))
+        if wrong is not None or finish is not None:
             self.cancel(number)
-        logprobs = () if request.sampling.logprobs is None else (picked,)
-        return Event(
-            request=number, ids=(picked.id,), logprobs=logprobs, prompt=prompt, finish=finish, cached=sequence.cached
-        )
+        if wrong is not None:
+            return Event(request=number, error=wrong)
+        sequence.spoken = True
+        ids, told = tuple(each.id for each in choices), choices if scored else ()
+        return Event(request=number, ids=ids, logprobs=told, prompt=prompt, finish=finish, cached=sequence.cached)

@@ -57,6 +57,10 @@ class Sequence:
     adapter: Adapter | None = None
     scores: list[TokenChoice] = field(default_factory=list)
     """Of the prompt's tokens from the second on, where they are asked for; those that are computed."""
+    told: int = 0
+    """Ids of its output that are in an event, or were given and need not be (``Request.retell``)."""
+    spoken: bool = False
+    """Whether it had an event."""
     _keys: list[bytes] = field(default_factory=list)
     """Hashes of its full pages."""
 
@@ -81,6 +85,11 @@ class Sequence:
         """Whether scores of its prompt are still to be computed: then each of its positions is, found or not."""
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and len(self.scores) < len(self.request.prompt) - 1
+
+    @property
+    def findable(self) -> list[int]:
+        """Its tokens as far as their pages may be found: rows that tell something are computed."""
+        return [] if self.scoring else self.tokens[: len(self.request.prompt) + self.told]
 
     @property
     def root(self) -> bytes:
@@ -156,7 +165,8 @@ class Scheduler:
         """Queue a request. Raises ``QueueFull``."""
         if len(self.waiting) >= self.limits.waiting:
             raise QueueFull(f"{len(self.waiting)} requests wait for this instance's engine; try again later")
-        sequence = Sequence(request, [*request.prompt, *request.emitted], adapter=adapter)
+        told = 0 if request.retell else len(request.emitted)
+        sequence = Sequence(request, [*request.prompt, *request.emitted], adapter=adapter, told=told)
         self.waiting.append(sequence)
         return sequence
 
@@ -192,6 +202,7 @@ class Scheduler:
         """Its output goes on with ``ids``. A token that is being drawn in its place is not taken any more
         (``Step.lengths``)."""
         sequence.tokens += ids
+        sequence.told += 0 if sequence.request.retell else len(ids)
         if sequence.state is State.DECODE and len(sequence.tokens) - sequence.computed > 1:
             sequence.move(State.PREFILL)
 
@@ -241,7 +252,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Begin it with what the prefix cache has, if the rest of its tokens will find room without preempting."""
-        found = [] if sequence.scoring else self.pages.find(sequence.tokens, sequence.root)
+        found = self.pages.find(sequence.findable, sequence.root)
         if pages_for(len(sequence.tokens)) - len(found) > self.pages.available:
             self.pages.release(found)
             return False
