@@ -31,6 +31,8 @@ cloud_secret() { # NAME: its value
     aws ssm get-parameter --region "$REGION" --name "$1" --with-decryption --query Parameter.Value --output text
 }
 
+cloud_environment() { :; } # the instance's role reads the bucket
+
 cloud_leaving() { # why this machine goes away; fails while it stays
     local action state
     if action=$(_imds spot/instance-action); then

@@ -29,6 +29,14 @@ cloud_secret() { # PATH: the value of the secret that is called like it, with hy
     gcloud secrets versions access latest --quiet --secret "${name//\//-}"
 }
 
+cloud_environment() { # what the daemons need to read models; their bucket speaks S3's language to who has a key of it
+    local id key
+    [ -n "${STORAGE_KEY:-}" ] || return 0
+    id=$(cloud_secret "$PARAMETER_PREFIX/node/storage-id") || return 1
+    key=$(cloud_secret "$PARAMETER_PREFIX/node/storage-key") || return 1
+    printf 'AWS_ACCESS_KEY_ID=%s\nAWS_SECRET_ACCESS_KEY=%s\n' "$id" "$key"
+}
+
 cloud_leaving() { # why this machine goes away; fails while it stays
     local said
     if said=$(_metadata preempted) && [ "$said" = TRUE ]; then

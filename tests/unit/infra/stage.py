@@ -88,7 +88,7 @@ esac
 SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "node": (
         "modules/gpu_pool/templates/boot.env.tftpl",
-        {"group": "chat-gpu", "labels": "pool=chat-gpu", "peer_port": 8610},
+        {"group": "chat-gpu", "labels": "pool=chat-gpu", "peer_port": 8610, "storage_key": ""},
     ),
     "gateway": ("modules/gateway/templates/boot.env.tftpl", {"port": 8600}),
     "nats": (
@@ -137,7 +137,7 @@ class Machine:
         (folder / "boot.env").write_text(machine.settings(digest))
         return machine
 
-    def settings(self, digest: str) -> str:
+    def settings(self, digest: str, **more: object) -> str:
         """The boot script's settings for an artifact with that SHA-256."""
         template, own = SETTINGS[self.kind]
         return render(
@@ -153,7 +153,7 @@ class Machine:
             run=str(self.folder / "run"),
             cdi_file=str(self.folder / "cdi/nvidia.yaml"),
             huge_pages=str(self.folder / "sys"),
-            **own,
+            **own | more,
         )
 
     def command(self, name: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.terraform import why_no_terraform
-from tests.unit.infra.stage import WHEELS, Machine
+from tests.unit.infra.stage import TORCH, WHEELS, Machine
 
 pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
 
@@ -228,6 +228,8 @@ def test_the_node_says_when_it_is_ready(machine: Machine) -> None:
 
 def test_the_same_on_google_cloud(tmp_path: Path) -> None:
     machine = Machine.create(tmp_path / "machine", cloud="gcp")
+    settings = machine.settings(machine.pack(*WHEELS, TORCH), storage_key="yes")
+    (machine.folder / "boot.env").write_text(settings)
     machine.answer(
         "curl",
         """\
@@ -258,6 +260,10 @@ esac
         "SLLM_LABELS=pool=chat-gpu,zone=us-central1-a,type=a2-highgpu-1g,market=spot",
         "SLLM_PEER_LISTEN=10.128.0.7:8610",
         "SLLM_PEER_TOKEN=SECRET of sllm-prod-node-peer-token",
+        "AWS_ACCESS_KEY_ID=SECRET of sllm-prod-node-storage-id",
+        "AWS_SECRET_ACCESS_KEY=SECRET of sllm-prod-node-storage-key",
     ]
     assert "it is preempted; draining" in machine.run("watch.sh").stdout
+    assert machine.calls("systemctl") == ["systemctl stop sllm-node.service"]
+    assert machine.run("shutdown.sh").returncode == 0
     assert machine.calls("systemctl") == ["systemctl stop sllm-node.service"]

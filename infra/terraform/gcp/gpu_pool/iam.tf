@@ -1,4 +1,4 @@
-# What a node may do: read the artifact's bucket and its own three secrets.
+# What a node may do: read the artifact's bucket and its own secrets.
 
 resource "google_service_account" "node" {
   project      = var.project
@@ -13,7 +13,10 @@ resource "google_storage_bucket_iam_member" "node" {
 }
 
 resource "google_secret_manager_secret_iam_member" "node" {
-  for_each = toset(["nats-ca", "node-key", "node-peer-token"])
+  for_each = toset(concat(
+    ["nats-ca", "node-key", "node-peer-token"],
+    var.storage_key ? ["node-storage-id", "node-storage-key"] : [],
+  ))
 
   project   = var.project
   secret_id = "${var.secret_prefix}-${each.key}"

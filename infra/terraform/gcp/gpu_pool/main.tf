@@ -69,6 +69,7 @@ resource "google_compute_instance_template" "node" {
 
   metadata = {
     user-data              = local.cloud_config
+    shutdown-script        = file("${local.machine}/node/shutdown.sh")
     enable-oslogin         = "TRUE"
     block-project-ssh-keys = "TRUE"
     serial-port-enable     = "FALSE"

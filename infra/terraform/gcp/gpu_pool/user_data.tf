@@ -4,13 +4,16 @@ locals {
   modules = "${path.module}/../../modules/gpu_pool"
   machine = "${path.module}/../../machine"
 
+  # Cloud Storage as S3's clients speak to it.
+  storage = { AWS_ENDPOINT_URL_S3 = "https://storage.googleapis.com", AWS_DEFAULT_REGION = "auto" }
+
   node_env = templatefile("${local.modules}/templates/node.env.tftpl", {
     home         = "/mnt/sllm"
     nats_url     = var.nats_url
     nats_ca      = "/run/sllm/nats-ca.pem"
     nats_creds   = "/run/sllm/nats.creds"
     node_drain_s = var.node_drain_s
-    settings     = var.settings
+    settings     = merge(var.settings, var.storage_key ? local.storage : {})
   })
 
   boot_env = templatefile("${local.modules}/templates/boot.env.tftpl", {
@@ -21,6 +24,7 @@ locals {
     parameter_prefix = "/${var.secret_prefix}"
     labels           = "pool=${var.name}"
     peer_port        = var.peer_port
+    storage_key      = var.storage_key ? "yes" : ""
     account          = "sllm"
     mount            = "/mnt/sllm"
     prefix           = "/opt/sllm"

@@ -127,6 +127,12 @@ variable "bucket" {
   type        = string
 }
 
+variable "storage_key" {
+  description = "Whether models lie in Cloud Storage: then an HMAC key that may read them is in the secrets node-storage-id and node-storage-key, and s3://bucket/prefix names them."
+  type        = bool
+  default     = false
+}
+
 variable "artifact_url" {
   description = "gs:// address of the archive with wheels."
   type        = string

@@ -68,17 +68,20 @@ credentials() {
 }
 
 environment() {
-    local node address labels token
+    local node address labels token more
     node=$(cloud_node)
     address=$(cloud_address)
     labels=$(cloud_labels)
     token=$(cloud_secret "$PARAMETER_PREFIX/node/peer-token")
+    more=$(cloud_environment)
     {
         printf 'SLLM_NODE=%s\n' "$node"
         # shellcheck disable=SC2153 # the first is the pool's, of the settings
         printf 'SLLM_LABELS=%s,%s\n' "$LABELS" "$labels"
         printf 'SLLM_PEER_LISTEN=%s:%s\n' "$address" "$PEER_PORT"
         printf 'SLLM_PEER_TOKEN=%s\n' "$token"
+        printf '%s' "${more:+$more
+}"
     } | put "$RUN/node.env"
     : | put "$RUN/ready" # node.sh writes it
     chmod 600 "$RUN/ready"

@@ -21,6 +21,7 @@ locals {
     parameter_prefix = var.parameter_prefix
     labels           = join(",", [for name, value in merge(var.labels, { pool = var.name }) : "${name}=${value}"])
     peer_port        = var.peer_port
+    storage_key      = "" # the instance's role reads the bucket
     account          = "sllm"
     mount            = "/mnt/sllm"
     prefix           = "/opt/sllm"

@@ -164,8 +164,8 @@ variable "root_volume_gb" {
   default     = 100
 
   validation {
-    condition     = var.root_volume_gb >= 60 && var.root_volume_gb <= 16384
-    error_message = "root_volume_gb is 60 to 16384: the image alone takes about 50 GiB."
+    condition     = var.root_volume_gb >= 75 && var.root_volume_gb <= 16384
+    error_message = "root_volume_gb is 75 to 16384: the image's own snapshot takes 75 GiB."
   }
 }
 
