@@ -276,8 +276,22 @@ def queued(cluster: Cluster, name: str) -> int:
     return 0
 
 
+def make_room(cluster: Cluster, mib: int) -> None:
+    """So much memory is free, which idle instances of other functions have now: a function that waits half a second
+    would not wait until one of them has ended."""
+    deploy(cluster, "slow_stream", name="roomy", memory=f"{mib}MiB")
+    assert cluster.http.delete("/api/v1/functions/roomy", params={"force": "true"}).status_code == 200
+
+    def there() -> bool:
+        (node,) = cluster.http.get("/api/v1/nodes").json()["nodes"]
+        return bool(node["free_memory"] >= mib * MIB)
+
+    wait(there, f"{mib} MiB are free")
+
+
 def test_a_call_that_waits_too_long_for_capacity(cluster: Cluster) -> None:
-    deploy(cluster, "slow_stream", name="impatient", concurrency=1, queue_timeout=0.5)
+    make_room(cluster, 256)
+    deploy(cluster, "slow_stream", name="impatient", concurrency=1, queue_timeout=0.5, memory="256MiB")
     with Stream(cluster, "impatient", {"count": 1000}) as running:
         assert next(running.values()) == 0
         answer = cluster.http.post("/fn/impatient", json={"count": 1})

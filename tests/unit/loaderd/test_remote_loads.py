@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from sllm_runtime.protocol.errors import Conflict, Forbidden, SllmError
-from tests.fixtures.loaderd import loaded, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, loaded, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.sources import object_store, s3_settings
 from tests.fixtures.waiting import GIVE_UP_S
@@ -93,14 +94,35 @@ async def test_a_spoiled_ssd_copy_is_made_good_by_the_source(
         info = await daemon.control.register(f"{server.url}/tiny")
         same(await loaded(daemon, info.model), arrays)
         await until(lambda: len(list((daemon.data / "ssd").glob("*.bin"))) == 1, "the SSD copy")
-        await daemon.control.evict(info.model)
         (copy,) = (daemon.data / "ssd").glob("*.bin")
-        with copy.open("r+b") as file:
-            file.seek(70_000)
-            file.write(b"spoiled")
-        same(await loaded(daemon, info.model, "two"), arrays)
+        for at in range(100, copy.stat().st_size, SMALL_CHUNK):
+            spoil(copy, at)
+        holders = (f"holder-{number}" for number in itertools.count())
+        noticed = False
+        while not noticed:
+            # A chunk that the source brings sooner than a busy disk is read there, and nobody looks at the copy.
+            await daemon.control.evict(info.model)
+            same(await loaded(daemon, info.model, next(holders)), arrays)
+            noticed = not is_spoiled(copy, 100)
+        # That load makes a new one, or the next does: where chunks of the source came first, there still was one.
+        await daemon.control.evict(info.model)
+        same(await loaded(daemon, info.model, next(holders)), arrays)
         whole = (published[0] / "partition_0.bin").read_bytes()
         await until(lambda: copy.exists() and copy.read_bytes() == whole, "a new copy in place of the spoiled one")
+
+
+def spoil(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(b"spoiled")
+
+
+def is_spoiled(file: Path, at: int) -> bool:
+    """Whether it is still the file that was spoiled there."""
+    try:
+        return file.read_bytes()[at:].startswith(b"spoiled")
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize(
