@@ -6,9 +6,10 @@ runs then; counted is each call that moved (the gateway's own count). ``restart`
 calls are resumed on a new instance from their tokens (stop and restart). ``still``: as long with neither.
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened: lost and repeated by
-the events' ids, different by their values. The pause of a call is the longest gap between two of its events from the
-command until it is over (the destination starts meanwhile), in mean intervals of the same call; what the move itself
-costs is no more.
+the events' ids, different by their values. The pause of a call is the gap between two of its events in which it went
+over, by the timeline that ends its stream (the longest within one interval of that moment), in mean intervals of the
+same call. Beside it, as ``longest``, and for the other cases: the longest gap from the command until it is over; in it
+the destination starts, prefills, and computes on the cores that the source has.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, percentile
 from benchmarks.runner import Run, main
 from sllm.sse import Parser
+from sllm_runtime.protocol import timeline
 from sllm_runtime.protocol.http import API
 
 CALLERS: Final = 4
@@ -68,6 +70,13 @@ class Heard:
     values: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     error: str = ""
+    moves: list[float] = field(default_factory=list)
+    """When it went over to another instance."""
+
+    @property
+    def usual(self) -> float:
+        """The mean gap (events that came together have none between them, so a median says nothing)."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 
 @dataclass
@@ -95,16 +104,26 @@ class Sums:
         self.different += sum(at >= len(right) or right[at] != value for at, value in pairs)
 
 
-def pauses(heard: Heard, windows: Sequence[Window]) -> list[float]:
-    """The longest gap in each window that this stream ran through, in mean intervals of the whole stream (events that
-    came together have none between them, so a median says nothing)."""
+def longest(heard: Heard, windows: Sequence[Window]) -> list[float]:
+    """The longest gap in each window that this stream ran through, in its mean intervals."""
     gaps = list(itertools.pairwise(heard.times))
     inside = [[b - a for a, b in gaps if b >= window.begin and a <= window.end] for window in windows]
-    if not gaps:
-        return []
-    usual = (heard.times[-1] - heard.times[0]) / len(gaps)
     through = zip(windows, inside, strict=True)
-    return [max(found) / usual for window, found in through if found and heard.times[-1] > window.end]
+    return [max(found) / heard.usual for window, found in through if found and heard.times[-1] > window.end]
+
+
+def pauses(heard: Heard) -> list[float]:
+    """The gap in which it went over, for each time that it did, in its mean intervals."""
+    if len(heard.times) < 2:
+        return []
+    return longest(heard, [Window(at - heard.usual, at + heard.usual) for at in heard.moves])
+
+
+def moves(heard: Heard, comment: str) -> list[float]:
+    """When it went over, by the clock of its events: its first one came when the gateway had it."""
+    spans = timeline.parse_comment(comment)
+    first = next((span.at for span in spans if span.name == timeline.TOKENS), 0.0)
+    return [heard.times[0] + (span.at - first) / 1e3 for span in spans if span.name == timeline.MOVE]
 
 
 class Load:
@@ -163,6 +182,8 @@ def read(platform: Platform, heard: Heard) -> Heard:
             for event in parser.feed(data):
                 if event.event == "error":
                     heard.error = event.data[:300]
+                elif event.comment is not None and event.comment.startswith("timeline ") and heard.times:
+                    heard.moves = moves(heard, event.comment)
                 elif event.comment is None and event.event == "message" and not event.done:
                     heard.ids.append(int(event.id or 0))
                     heard.values.append(json.loads(event.data))
@@ -251,12 +272,15 @@ def _case(
         windows = windows_of(load, *act)
         load.until_all_hear()
     case, sums = run.case(name, "sllm", "intervals"), load.sums()
-    case.samples = [round(pause, 2) for heard in load.heard for pause in pauses(heard, windows)]
+    gaps = [round(gap, 2) for heard in load.heard for gap in longest(heard, windows)]
+    case.samples = [round(gap, 2) for heard in load.heard for gap in pauses(heard)] if name == "move" else gaps
     took = statistics.median(window.end - window.begin for window in windows)
     case.extra = {"lost": sums.lost, "repeated": sums.repeated, "different": sums.different}
     case.extra |= {"streams": sums.streams, "events": sums.events, "times": len(windows), "took_s": round(took, 3)}
     if case.samples:
         case.extra["p99"] = percentile(case.samples, 99)
+    if name == "move" and gaps:
+        case.extra |= {"longest_p50": percentile(gaps, 50), "longest_p99": percentile(gaps, 99)}
     if name == "move":
         _judge(run, case, moved(platform))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from sllm_gateway.binding import NEVER, Binding
 from sllm_gateway.move import Move
@@ -15,6 +15,8 @@ from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.frames import CallHead, End, Frame
 from sllm_runtime.protocol.records import Route, RouteEntry
 from sllm_runtime.protocol.states import CALL, CallState, check, final
+
+MOST_MOVES: Final = 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Marks:
     """To the instance that the answer began at; until then when it was accepted."""
     resumed: float = 0.0
     """To the instance that goes on with an answer that had begun; until then 0."""
+    moves: tuple[float, ...] = ()
+    """When it went over to another instance while it ran; the last ones."""
     waited: float = 0.0
     """Seconds it has waited for capacity, without those in which an instance was being started for it."""
     first: float | None = None
@@ -64,6 +68,11 @@ class Marks:
     """The instance whose start it waited for."""
     ready: float = 0.0
     """When that instance was there."""
+
+    def moved(self, now: float) -> None:
+        """It goes on at another instance."""
+        self.resumed = now
+        self.moves = (*self.moves, now)[-MOST_MOVES:]
 
 
 @dataclass(eq=False)

@@ -228,9 +228,9 @@ class Moves:
     def _adopt(self, call: Call, move: Move, new: list[Frame], dropped: int, now: float) -> None:
         del self._moving[call.id]
         binding = call.binding = move.binding
-        call.of_before = call.buffered
-        call.marks.resumed = call.due = now
-        call.move_round = 0
+        call.of_before, call.move_round = call.buffered, 0
+        call.marks.moved(now)
+        call.due = now
         binding.inbox.consume(dropped)
         self._finish_if_over(call, move)
         self._deliver(call, binding, new, now)

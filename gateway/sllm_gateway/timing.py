@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from sllm_gateway.call import Call
-from sllm_runtime.protocol.timeline import CONVERT, FIRST_TOKEN, IMPORT, QUEUE, SANDBOX, TOKENS, WEIGHTS, Span, shift
+from sllm_runtime.protocol.timeline import (
+    CONVERT,
+    FIRST_TOKEN,
+    IMPORT,
+    MOVE,
+    QUEUE,
+    SANDBOX,
+    TOKENS,
+    WEIGHTS,
+    Span,
+    shift,
+)
 
 
 def spans(call: Call) -> tuple[Span, ...]:
@@ -20,6 +31,7 @@ def spans(call: Call) -> tuple[Span, ...]:
     if marks.first is not None and marks.last is not None:
         first, last = (marks.first - begin) * 1e3, (marks.last - begin) * 1e3
         found += [Span(FIRST_TOKEN, sent, first - sent), Span(TOKENS, first, last - first)]
+        found += [Span(MOVE, (at - begin) * 1e3, 0.0) for at in marks.moves]
     if call.end is not None:
         names = {span.name for span in found}
         more = [span for span in shift(call.end.spans, sent) if span.name not in names]

@@ -17,6 +17,8 @@ WEIGHTS: Final = "weights"
 SETUP: Final = "setup"
 FIRST_TOKEN: Final = "first_token"
 TOKENS: Final = "tokens"
+MOVE: Final = "move"
+"""When a running call went over to another instance; it takes no time."""
 
 START_STAGES: Final = (SANDBOX, IMPORT, WEIGHTS, SETUP)
 """Stages of every start of an instance, in order of their beginning; ``import`` and ``weights`` overlap."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.migration import Heard, Sums, Window, pauses
+from benchmarks.migration import Heard, Sums, Window, longest, moves, pauses
 
 
 def test_what_was_lost_repeated_or_different() -> None:
@@ -17,7 +17,17 @@ def test_what_was_lost_repeated_or_different() -> None:
 def test_a_pause_is_counted_in_the_streams_own_intervals() -> None:
     times = [0.0, 1.0, 1.0, 2.0, 6.0, 7.0, 7.0, 8.0, 8.0]
     heard = Heard(0, times=times)
-    assert pauses(heard, [Window(4.0, 5.0)]) == [4.0]
-    assert pauses(heard, [Window(20.0, 21.0)]) == []
-    assert pauses(heard, [Window(7.5, 30.0)]) == []
-    assert pauses(Heard(0), [Window(0.0, 1.0)]) == []
+    assert longest(heard, [Window(4.0, 5.0)]) == [4.0]
+    assert longest(heard, [Window(20.0, 21.0)]) == []
+    assert longest(heard, [Window(7.5, 30.0)]) == []
+    assert longest(Heard(0), [Window(0.0, 1.0)]) == []
+
+
+def test_a_pause_is_the_gap_in_which_the_call_went_over() -> None:
+    heard = Heard(0, times=[10.0, 11.0, 12.0, 15.0, 16.0, 17.0, 18.0, 18.0, 18.0])
+    heard.moves = moves(
+        heard, "timeline queue=1.0@0.0 first_token=2.0@0.0 tokens=8000.0@2.0 move=0.0@3502.0 move=0.0@6602.0"
+    )
+    assert heard.moves == [13.5, 16.6]
+    assert pauses(heard) == [3.0, 1.0]
+    assert pauses(Heard(0, moves=[1.0])) == []

@@ -22,6 +22,7 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
 from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
+from sllm_runtime.protocol.timeline import parse_comment
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, world
@@ -369,13 +370,17 @@ async def test_a_running_call_goes_on_at_the_destination(nats: Nats) -> None:
     async with scene(nats) as s, s.reading() as call:
         s.pace["i2"] = TOTAL
         await s.deploy(moves=True)
-        assert values((await call).text) == list(range(TOTAL))
+        text = (await call).text
+        assert values(text) == list(range(TOTAL))
         (first,), (second,) = s.runs("i1"), s.runs("i2")
         assert (first.head.epoch, second.head.epoch) == (1, 2)
         assert (first.head.follow, second.head.follow) == (False, True)
         assert second.head.delivered == 10
         await until(first.cancelled.is_set)
         assert await s.moved() == 1
+        (timeline,) = [line[2:] for line in text.split("\n") if line.startswith(": timeline ")]
+        when = {span.name: span.at for span in parse_comment(timeline)}
+        assert when["tokens"] < when["move"]
 
 
 async def test_an_answer_that_is_not_streamed_moves_too(nats: Nats) -> None:
