@@ -84,18 +84,20 @@ class RowsOfOne:
             for page, at, count in _runs(table)
         ]
         self._queries = tiles(queries, tile)
-        self._asked = torch.from_numpy(queries)[:, :wanted].view(shape)
+        # (kv, rows, group, width) and what these rows see in the same order.
+        self._asked = queries[:, :wanted].reshape(shape)
         self._scores, self._weights = torch.from_numpy(scores), torch.from_numpy(weights)
         self._scored = self._scores[:, :wanted].view(shape)
-        self._total, *self._more = torch.from_numpy(parts).unbind()
-        self._seen = self._total[:, :wanted].view(shape).permute(1, 0, 2, 3)
+        self._total, *self._more = parts
+        self._seen = self._total[:, :wanted].reshape(shape).transpose(1, 0, 2, 3)
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
 
     def attend(self, qkv: torch.Tensor, k: Floats, v: Floats, look: Look, seen: torch.Tensor) -> None:
         """See ``Group.attend``."""
         heads, rows = self._heads, self._rows
-        asked = qkv[rows, : heads.queries].view(-1, heads.kv, heads.group, heads.width)
-        torch.mul(asked.permute(1, 0, 2, 3), look.scale, out=self._asked)
+        shape = (-1, heads.kv, heads.group, heads.width)
+        asked: Floats = qkv.numpy()[rows, : heads.queries].reshape(shape)
+        np.multiply(asked.transpose(1, 0, 2, 3), np.float32(look.scale), out=self._asked)
         for run in self._runs:
             np.matmul(self._queries, k[run.pages], out=run.scores)
         bent(self._scores, look.cap)
@@ -105,8 +107,8 @@ class RowsOfOne:
         for run in self._runs:
             np.matmul(run.weights, v[run.pages], out=run.parts)
         for part in self._more:
-            self._total.add_(part)
-        seen[rows].view(-1, heads.kv, heads.group, heads.width).copy_(self._seen)
+            self._total += part
+        seen.numpy()[rows].reshape(shape)[:] = self._seen
 
     def _mask(self, window: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Scores that not every row may see, and what is added to them."""

@@ -24,7 +24,7 @@ def choose_rows(logits: torch.Tensor, sequences: Many[Sequence], eos: frozenset[
     """
     rows: Matrix = logits[: len(sequences)].numpy()
     best = rows.argmax(-1)  # the first NaN, where there is one
-    broken = np.isnan(np.take_along_axis(rows, best[:, None], 1)[:, 0])
+    broken = np.isnan(rows[np.arange(len(rows)), best])
     return [
         TokenChoice(int(best[at]), 0.0) if _plain(sequence) and not broken[at] else _choose(rows[at], sequence, eos)
         for at, sequence in enumerate(sequences)

@@ -49,7 +49,8 @@ class Attention:
             qkv = torch.cat((q, k, qkv[:, both:]), 1)
         if self.rope is not None:
             self.rope.turn(qkv[:, :both], waves[self.rope])
-        batch.kv.write(layer, batch.places, qkv[:, heads.queries : both], qkv[:, both:])
+        numbers = qkv.numpy()
+        batch.kv.write(layer, batch.places, numbers[:, heads.queries : both], numbers[:, both:])
         keys, values = batch.kv.layer(layer)
         for group in batch.groups:
             group.attend(qkv, keys, values, self.look, batch.seen)

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from sllm_runtime.protocol.errors import UnsupportedModel
+from sllm_runtime.worker.engine.ours.attention import Floats
 from sllm_runtime.worker.engine.ours.lora import Product
 from sllm_runtime.worker.engine.ours.model.slabs import Products, Slabs
 from sllm_runtime.worker.engine.ours.model.weights import Weights, side_by_side
@@ -81,7 +83,7 @@ class Linear:
 
     def _product(self, x: Rows) -> Rows:
         if self._products.slabs:
-            out = self._by_slabs(x)
+            out = torch.from_numpy(self._by_slabs(x))
             return out if self._bias is None else out.add_(self._bias)
         if len(self._columns) == 1:
             only = self._columns[0]
@@ -89,16 +91,17 @@ class Linear:
         out = torch.cat([torch.mm(x, columns) for columns in self._columns], 1)
         return out if self._bias is None else out.add_(self._bias)
 
-    def _by_slabs(self, x: Rows) -> Rows:
+    def _by_slabs(self, x: Rows) -> Floats:
         if self._slabs is None:
             self._slabs = [Slabs.of(weight) for weight in self._weights]
-        out = torch.empty(len(x), sum(map(len, self._weights)))
-        into, at = out.numpy(), 0
+        out: Floats = np.empty((len(x), sum(map(len, self._weights))), np.float32)
+        at = 0
         for slabs, weight, columns in zip(self._slabs, self._weights, self._columns, strict=True):
+            into = out[:, at : at + len(weight)]
             if slabs is None:
-                out[:, at : at + len(weight)] = torch.mm(F.pad(x, (0, 0, 0, -len(x) % 4)), columns)[: len(x)]
+                into[:] = torch.mm(F.pad(x, (0, 0, 0, -len(x) % 4)), columns)[: len(x)].numpy()
             else:
-                slabs(x, into[:, at : at + len(weight)])
+                slabs(x.numpy(), into)
             at += len(weight)
         return out
 
@@ -106,7 +109,12 @@ class Linear:
         """``residual`` + the product."""
         if self._bias is not None:
             residual = residual + self._bias
-        out = self._by_slabs(x).add_(residual) if self._products.slabs else torch.addmm(residual, x, self._columns[0])
+        if self._products.slabs:
+            product = self._by_slabs(x)
+            product += residual.numpy()
+            out = torch.from_numpy(product)
+        else:
+            out = torch.addmm(residual, x, self._columns[0])
         if self._lora is not None and self._lora.lora.groups:
             self._lora.add(x, out)
         return out
@@ -119,18 +127,25 @@ class Norm(Protocol):
 
 
 class RmsNorm:
-    """x / sqrt(mean(x^2) + eps) * weight, in float32. ``plus``: what the stored weight lacks (Gemma stores w - 1)."""
+    """x / sqrt(mean(x^2) + eps) * weight, in float32. ``plus``: what the stored weight lacks (Gemma stores w - 1).
+
+    By numpy, whose operators on few rows take half the time of torch's.
+    """
 
     def __init__(self, weight: torch.Tensor, eps: float, plus: float = 0.0) -> None:
         width = weight.shape[0]
-        # sqrt(mean + eps) = hypot(norm, sqrt(eps * width)) / sqrt(width): four operators in place of seven.
-        self._scale = (weight.float() + plus) * math.sqrt(width)
-        self._eps = torch.tensor([math.sqrt(eps * width)])
+        # sqrt(mean + eps) = sqrt(sum + eps * width) / sqrt(width): the last root is in the scale.
+        self._scale: Floats = ((weight.float() + plus) * math.sqrt(width)).numpy()
+        self._eps = np.float32(eps * width)
 
     def __call__(self, x: Rows) -> Rows:
-        wide = x.to(torch.float32)
-        size = torch.linalg.vector_norm(wide, 2, -1, True)
-        return torch.div(wide, torch.hypot(size, self._eps)).mul_(self._scale).to(x.dtype)
+        wide: Floats = x.to(torch.float32).numpy()
+        size: Floats = np.vecdot(wide, wide)
+        size += self._eps
+        np.sqrt(size, out=size)
+        out: Floats = wide / size[..., None]
+        out *= self._scale
+        return torch.from_numpy(out).to(x.dtype)
 
 
 class LayerNorm:

@@ -50,7 +50,7 @@ class Slabs:
         total, inputs = matrix.shape
         self._rows, self._outputs = rows, outputs
         whole = total - total % outputs
-        self._whole = matrix[:whole].reshape(whole // outputs, 1, outputs, inputs).swapaxes(-1, -2)
+        self._whole = matrix[:whole].reshape(whole // outputs, outputs, inputs).swapaxes(-1, -2)
         # What is left over is computed with the outputs before it: every slab has the same width.
         self._last = matrix[total - outputs :].T if whole < total else None
 
@@ -64,19 +64,29 @@ class Slabs:
                 return cls(weight, rows, outputs)
         return None
 
-    def __call__(self, x: torch.Tensor, out: Floats) -> None:
-        """``out`` (rows, outputs) = ``x`` (rows, inputs) x the matrix; an even number of rows."""
-        rows: Floats = x.numpy()
-        size = min(self._rows, len(rows))
-        whole = len(rows) - len(rows) % size
-        self._multiply(rows[:whole], out[:whole], size)
+    def __call__(self, rows: Floats, out: Floats) -> None:
+        """``out`` (rows, outputs) = ``rows`` (rows, inputs) x the matrix; an even number of rows."""
+        if len(rows) <= self._rows:
+            self._multiply_few(rows, out)
+            return
+        whole = len(rows) - len(rows) % self._rows
+        self._multiply(rows[:whole], out[:whole])
         if whole < len(rows):
-            self._multiply(rows[whole:], out[whole:], len(rows) - whole)
+            self._multiply_few(rows[whole:], out[whole:])
 
-    def _multiply(self, rows: Floats, out: Floats, size: int) -> None:
-        tiles = rows.reshape(1, -1, size, rows.shape[1])
+    def _multiply_few(self, rows: Floats, out: Floats) -> None:
+        """Rows of one product."""
         count, outputs = len(self._whole), self._outputs
-        into = out[:, : count * outputs].reshape(-1, size, count, outputs).transpose(2, 0, 1, 3)
-        np.matmul(tiles, self._whole, out=into, order="C")  # a slab after the other: its weights are read once
+        np.matmul(rows, self._whole, out=out[:, : count * outputs].reshape(-1, count, outputs).swapaxes(0, 1))
         if self._last is not None:
-            np.matmul(tiles[0], self._last, out=out[:, -outputs:].reshape(-1, size, outputs))
+            np.matmul(rows, self._last, out=out[:, -outputs:])
+
+    def _multiply(self, rows: Floats, out: Floats) -> None:
+        """A whole number of products."""
+        tiles = rows.reshape(-1, self._rows, rows.shape[1])
+        count, outputs = len(self._whole), self._outputs
+        into = out[:, : count * outputs].reshape(-1, self._rows, count, outputs).transpose(2, 0, 1, 3)
+        # A slab after the other: its weights are read once.
+        np.matmul(tiles[None], self._whole[:, None], out=into, order="C")
+        if self._last is not None:
+            np.matmul(tiles, self._last, out=out[:, -outputs:].reshape(-1, self._rows, outputs))
