@@ -138,6 +138,11 @@ def remove(kind: Kind, name: str) -> tuple[str, ...]:
     return ("rm", "--force", *(("--ignore", "--time", "0") if kind == "podman" else ()), name)
 
 
+def runtime(name: str) -> tuple[str, ...]:
+    """Ask podman which program runs a container, and by which id: two words."""
+    return ("inspect", "--type", "container", "--format", "{{.OCIRuntime}} {{.ID}}", name)
+
+
 def places(kind: Kind) -> tuple[str, ...]:
     """List all containers of ours, running or not, one a line: name, tab, place."""
     place = f'{{{{index .Labels "{PLACE}"}}}}' if kind == "podman" else f'{{{{.Label "{PLACE}"}}}}'

@@ -102,6 +102,7 @@ class ContainerDriver:
         for name, place in (await self._engine.places()).items():
             if place == self._owner.place or vanished(Path(place)):
                 log.info("container %s was left by an earlier life of the node at %s and is removed", name, place)
+                await self._engine.abandon(name)
                 await self._engine.remove(name)
         Workdirs(self._root).reset()
         self._making = self._make_image()

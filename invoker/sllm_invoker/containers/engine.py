@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO, Final
 
 from sllm_invoker.containers import arguments
@@ -106,6 +107,20 @@ class Engine:
         except EngineFailed as error:
             if not any(words in error.said.lower() for words in _GONE):
                 raise
+
+    async def abandon(self, name: str) -> None:
+        """Have its runtime end a container whose monitor may be dead, before it is removed: podman leaves that to the
+        monitor, and so would leave its control groups and what the runtime knows of it. Whatever goes wrong here, it is
+        removed next."""
+        if self.kind != "podman":
+            return
+        with contextlib.suppress(EngineFailed):
+            out, _ = await self._run(arguments.runtime(name), None, self.command_s)
+            program, _, container = out.strip().partition(" ")
+            path = shutil.which(program)
+            if path is not None and container:
+                runtime = replace(self, program=path, options=())
+                await runtime._run(("delete", "--force", container), None, self.command_s)
 
     async def wait(self, name: str, within_s: float = COMMAND_S) -> int:
         """The exit code of its process 1, once that has ended."""

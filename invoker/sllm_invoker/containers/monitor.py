@@ -30,6 +30,11 @@ class Monitor:
         os.close(self._pidfd)
         self._ended.set_result(None)
 
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended, or there never was one."""
+        return self._ended.done()
+
     async def ended(self, within_s: float) -> bool:
         """Whether it has ended by then."""
         _, late = await asyncio.wait([self._ended], timeout=within_s)

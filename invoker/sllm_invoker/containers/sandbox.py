@@ -85,6 +85,8 @@ class ContainerSandbox:
         self._closed = closed
         self._pid = parts.pid
         self._asked = False
+        self._alone = False
+        """It outlived its monitor, or has none."""
         self._closing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._dead: asyncio.Future[None] = self._loop.create_future()
@@ -154,6 +156,7 @@ class ContainerSandbox:
     def _on_death(self) -> None:
         """Its process 1 has ended, and with it everything else in it."""
         self._loop.remove_reader(self._parts.pidfd)
+        self._alone = self._parts.monitor.gone
         reap(self._parts.pidfd)
         self._pid = 0
         if not self._dead.done():
@@ -242,6 +245,8 @@ class ContainerSandbox:
         self._closed(self._name, removed)
 
     async def _remove(self) -> bool:
+        if self._alone:
+            await self._engine.abandon(self._name)
         try:
             await self._engine.remove(self._name)
         except EngineFailed as error:

@@ -63,3 +63,16 @@ async def test_removing_what_is_not_there_is_no_error(engine: Make, said: str) -
     await engine(f"echo '{said}' >&2; exit 1").remove("sb-1")
     with pytest.raises(EngineFailed, match="device busy"):
         await engine("echo device busy >&2; exit 1").remove("sb-1")
+
+
+async def test_what_lost_its_monitor_is_taken_from_its_runtime_by_its_id(engine: Make, tmp_path: Path) -> None:
+    runtime, log = tmp_path / "runtime", tmp_path / "log"
+    runtime.write_text(f'#!/bin/sh\necho "$@" > {log}\necho not there >&2; exit 1\n')
+    runtime.chmod(0o755)
+    await engine(f"echo {runtime} 4711abc").abandon("sb-1")
+    assert log.read_text() == "delete --force 4711abc\n"
+
+
+@pytest.mark.parametrize("script", ["exit 1", "true", "echo /no/such/runtime 4711abc", "echo only-one-word"])
+async def test_one_that_nobody_knows_is_left_to_be_removed(engine: Make, script: str) -> None:
+    await engine(script).abandon("sb-1")
