@@ -123,7 +123,7 @@ def test_sllm_migrate_moves_a_running_call(cluster: Cluster, text: list[str], tm
 
 
 def completion(cluster: Cluster, **more: Any) -> dict[str, Any]:
-    body = {"model": "coder", "prompt": "def ", "max_tokens": 200, "temperature": 0.7, "seed": 3, **more}
+    body = {"model": "coder", "prompt": "def ", "max_tokens": 120, "temperature": 0.7, "seed": 3, **more}
     answer = cluster.http.post("/v1/completions", json=body, timeout=GIVE_UP_S)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -133,7 +133,7 @@ def completion(cluster: Cluster, **more: Any) -> dict[str, Any]:
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
-    "several": {"n": 3, "max_tokens": 100},
+    "several": {"n": 3, "max_tokens": 60},
     "stop": {"stop": ["\n\n\n\n", "zzzz"]},
     "logprobs": {"logprobs": 2},
     "long": {"prompt": "def f(x):\n    return x\n" * 100},

@@ -211,7 +211,7 @@ def truncate(file: Path) -> None:
 DAMAGE = [
     (flip, "partition_0.bin", "corrupt_checkpoint"),
     (truncate, "partition_0.bin", "corrupt_checkpoint"),
-    (flip, "tokenizer.json", "corrupt_checkpoint"),
+    pytest.param(flip, "tokenizer.json", "corrupt_checkpoint", marks=pytest.mark.slow),
     (flip, "index.json", "start_failed"),
 ]
 
