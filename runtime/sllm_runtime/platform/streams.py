@@ -70,9 +70,10 @@ def _configs(replicas: int) -> list[StreamConfig]:
         max_bytes=128 * MIB,
         allow_direct=True,
         allow_msg_ttl=True,
-        # On a cluster two other servers have it. One alone would lose it with its process, so it goes through a file.
+        # On a cluster two other servers have it. One alone would lose it with its process, so it goes through a file,
+        # and not a relaxed one: a server that is killed loses the last entry it has acknowledged there, and whoever
+        # reads the journal would find nothing of what follows that.
         storage=StorageType.FILE if replicas == 1 else StorageType.MEMORY,
-        persist_mode=relaxed,
     )
     lives = StreamConfig(
         name=subjects.LIVES_STREAM,
@@ -82,7 +83,6 @@ def _configs(replicas: int) -> list[StreamConfig]:
         max_bytes=64 * MIB,
         allow_direct=True,
         storage=StorageType.FILE if replicas == 1 else StorageType.MEMORY,
-        persist_mode=relaxed,
     )
     calls = StreamConfig(
         name=subjects.CALLS_STREAM,
