@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -96,7 +97,7 @@ def up(
             shown = partial(_show, asked=options.profile, token=platform.token, began=platform.began)
             return await platform.run(lambda running: shown(running, as_json=as_json, report=report))
 
-        status = asyncio.run(run())
+        status = _loop(run())
     if status:
         raise typer.Exit(status)
     return 0
@@ -124,10 +125,19 @@ def _join(data: Path, as_json: bool, with_parent: bool) -> int:
     async def run() -> int:
         return await Joined(data, settings, os.environ, _note).run(show)
 
-    status = asyncio.run(run())
+    status = _loop(run())
     if status:
         raise typer.Exit(status)
     return 0
+
+
+def _loop(main: Coroutine[Any, Any, int]) -> int:
+    """``asyncio.run``, which answers Ctrl-C by cancelling ``main`` only where it finds Python's own answer: one that is
+    raised in the middle of a loop leaves children that nobody knows."""
+    ours = threading.current_thread() is threading.main_thread()
+    if ours and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return asyncio.run(main)
 
 
 def down(data: Data = None, as_json: Json = False) -> None:

@@ -3,7 +3,8 @@
 Python raises ``KeyboardInterrupt`` between any two instructions, and some of those places cannot raise: what runs
 inside an import may be called by compiled code that prints and drops it (pydantic's core while it builds a schema, the
 callback of a module's lock), so that the command goes on; and one inside ``__enter__``, between a lock taken and the
-``with`` that gives it back, leaves the lock taken for ever. Such a Ctrl-C waits until it can be answered.
+``with`` that gives it back, leaves the lock taken for ever. Such a Ctrl-C waits until it can be answered: here, or by
+who has taken over meanwhile (an event loop, in which a ``KeyboardInterrupt`` would tear what it starts from its owner).
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def prepare() -> None:
         signal.signal(signal.SIGINT, _answer)
 
 
-def _answer(_number: int, frame: FrameType | None) -> None:
+def _answer(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGALRM and signal.getsignal(signal.SIGINT) is not _answer:
+        signal.raise_signal(signal.SIGINT)
+        return
     if _can_raise(frame):
         raise KeyboardInterrupt
     signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
