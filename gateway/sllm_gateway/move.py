@@ -110,7 +110,7 @@ class Move:
         """Whether, computed, it waits at the source for ``others`` on their way to the same instance: as long as that
         prefills them each of its steps takes longer than one of the source's."""
         self._since = now if self._since is None else self._since
-        if not self.feeds or now - self._since >= TOGETHER_S:
+        if self.feeds is False or now - self._since >= TOGETHER_S:
             return False
         return any(not other.abreast if self.ready else other.filling for other in others)
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_gateway import move as moving
 from sllm_gateway.binding import Binding
 from sllm_gateway.move import GAP, MOST_ROUNDS, ROUNDS, TOGETHER_S, Move
 from sllm_gateway.resumption import Resumption
@@ -205,6 +206,8 @@ def test_one_that_is_not_fed_waits_for_nobody() -> None:
     kept.watch()
     move, other = move_of(kept), move_of(kept)
     move.take(frames_of([(0, (1,), [b"x"])], delivered=1, upto=1))
+    assert move.held([other], 10.0), "nobody has said that it takes none"
+    move.feeds = False
     assert not move.held([other], 10.0)
 
 
@@ -292,6 +295,7 @@ class Scene:
         self.ids = True
         self.held: asyncio.Event | None = None
         """What the first run at i2 waits for before it says a word."""
+        self.holds: Callable[[Run], bool] = lambda run: run.head.epoch == 2
 
     async def deploy(self, *, moves: bool = False) -> None:
         source = entry("i1", fingerprint="f", moves_to="i2" if moves else "")
@@ -302,7 +306,7 @@ class Scene:
         """As a worker does: gives out the ids again that it was told, and leaves out what the caller has."""
         known = run.head.recorded[0] if run.head.recorded else ()
         name = run.head.instance
-        if self.held is not None and run.head.epoch == 2 and not await self._let_go(run, self.held):
+        if self.held is not None and self.holds(run) and not await self._let_go(run, self.held):
             run.end(Cancelled("stopped"))
             return
         for number in range(self.total):
@@ -428,6 +432,31 @@ async def test_a_running_call_is_fed_what_is_missing(nats: Nats) -> None:
         assert values((await call).text) == list(range(TOTAL))
         assert len(s.runs("i2")) == 1
         assert await s.moved() == 1
+
+
+async def test_calls_that_move_together_go_over_together(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that its destination has computed stays where it is while that prefills the other."""
+    monkeypatch.setattr(moving, "TOGETHER_S", 1e9)
+    async with scene(nats) as s, s.reading() as call:
+        other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
+        await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20, 20])
+        first, second = (run.head.call for run in s.runs("i1"))
+        held = s.held = asyncio.Event()
+        s.holds = lambda run: (run.head.call, run.head.epoch) == (second, 2)
+        s.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
+        await s.deploy(moves=True)
+        running = s.w.gateway.calls.get(first)
+        assert running is not None
+        await until(lambda: running.move is not None and running.move.ready)
+        assert running.move is not None
+        assert not running.move.switched
+        s.pace["i1"] = 12
+        await until(lambda: running.resumption is not None and len(running.resumption.known(0)) == 12)
+        held.set()
+        await until(lambda: all(run.cancelled.is_set() for run in s.runs("i1")))
+        s.pace["i2"] = TOTAL
+        assert [values(response.text) for response in (await call, await other)] == [list(range(TOTAL))] * 2
+        assert await s.moved() == 2
 
 
 async def test_the_source_dies_and_the_destination_is_fed_the_rest(nats: Nats) -> None:
