@@ -140,10 +140,11 @@ class Platform:
 
     def process(self, title: str) -> psutil.Process:
         """The one process whose title begins so (``sllm-zygote``). Raises ``ProgramFailed``."""
-        found = [process for process in self.program.tree() if " ".join(process.cmdline()).startswith(title)]
-        if not found:
-            raise ProgramFailed(f"no process called {title} runs")
-        return found[0]
+        for process in self.program.tree():
+            with contextlib.suppress(psutil.Error):  # it ends while we look
+                if " ".join(process.cmdline()).startswith(title):
+                    return process
+        raise ProgramFailed(f"no process called {title} runs")
 
 
 def stream(connection: http.client.HTTPConnection, token: str, name: str, arguments: Mapping[str, Any]) -> Answer:

@@ -1,0 +1,130 @@
+"""The case ``start`` of ``sandbox``: each kind of sandbox by itself, without the platform."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from benchmarks.programs import ROOT, ProgramFailed
+from benchmarks.record import Case
+from benchmarks.runner import Run
+from benchmarks.sandbox_kinds import CONTAINERS, WARM, System, containers, processes
+from benchmarks.sandbox_worker import Worker, copied, packed
+from sllm.bundle import Bundle
+from sllm_invoker.containers import probe
+from sllm_invoker.containers.arguments import Kind
+from sllm_runtime.protocol.errors import Unavailable
+
+ECHO: Final = ROOT / "functions" / "echo" / "function.py"
+CALLS: Final = 40
+IDLE_S: Final = 5.0
+_ARGUMENTS: Final = {"text": "so", "times": 3}
+_SAID: Final = {"text": "so so so", "length": 8}
+
+
+@dataclass
+class Start:
+    """What one start took, in ms."""
+
+    take: float
+    limits: float
+    worker: float
+    calls: list[float]
+
+
+def measure(run: Run, directory: Path) -> None:
+    """All kinds in turn."""
+    asyncio.run(_measure(run, directory))
+
+
+async def _measure(run: Run, directory: Path) -> None:
+    function = packed(copied(ECHO, directory, "echoing"))
+    async with AsyncExitStack() as stack:
+        systems = dict(await stack.enter_async_context(processes(directory)))
+        for kind in probe.KINDS:
+            systems |= await _of_engine(run, kind, directory, stack)
+        starts: dict[str, list[Start]] = {name: [] for name in systems}
+        for number in range(run.rounds):
+            for name, system in systems.items():
+                run.note(f"start: {name}, {number + 1} of {run.rounds}")
+                home = directory / f"{name}-{number}".replace(" ", "-")
+                starts[name].append(await one_start(system, function, home))
+                if name.startswith(WARM) and number < 3:
+                    run.case("idle", name, "ms/s").samples.append(await _idle(system))
+    for name, made in starts.items():
+        _take(run.case("start", name), run.case("call", name), made)
+
+
+async def _of_engine(run: Run, kind: Kind, directory: Path, stack: AsyncExitStack) -> dict[str, System]:
+    try:
+        engine = await probe.find(kind)
+    except Unavailable as error:
+        for name in CONTAINERS:
+            run.case("start", f"{name} ({kind})").not_run = error.message
+        return {}
+    made = await stack.enter_async_context(containers(engine, directory))
+    return {f"{name} ({kind})": system for name, system in made.items()}
+
+
+async def one_start(system: System, function: Bundle, home: Path) -> Start:
+    """One start and its calls."""
+    await system.prepare()
+    times = [time.perf_counter()]
+    held = await system.take()
+    try:
+        times.append(time.perf_counter())
+        await held.confine(function.manifest.memory, function.manifest.cpu)
+        times.append(time.perf_counter())
+        worker = Worker(held.wire)
+        await worker.become(function, held.home or home)
+        times.append(time.perf_counter())
+        take, limits, start = ((after - before) * 1e3 for before, after in itertools.pairwise(times))
+        return Start(take, limits, start, [await _call(worker, function) for _ in range(CALLS)])
+    finally:
+        await held.close()
+
+
+async def _call(worker: Worker, function: Bundle) -> float:
+    began = time.perf_counter()
+    answer = await worker.call(function, _ARGUMENTS)
+    took = (time.perf_counter() - began) * 1e3
+    if answer.values != (_SAID,):
+        raise ProgramFailed(f"echo answered {answer.values}")
+    return took
+
+
+async def _idle(system: System) -> float:
+    """Milliseconds of CPU in a second that a sandbox uses while it waits."""
+    await system.prepare()
+    held = await system.take()
+    try:
+        before, began = _cpu_ns(held.pid), time.monotonic()
+        await asyncio.sleep(IDLE_S)
+        return round((_cpu_ns(held.pid) - before) / 1e6 / (time.monotonic() - began), 4)
+    finally:
+        await held.close()
+
+
+def _cpu_ns(pid: int) -> int:
+    """Of all threads of a process and what is below it."""
+    first = psutil.Process(pid)
+    total = 0
+    for process in (first, *first.children(recursive=True)):
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            total += int((task / "schedstat").read_text().split()[0])
+    return total
+
+
+def _take(start: Case, call: Case, made: list[Start]) -> None:
+    start.samples = [round(each.take + each.limits + each.worker, 2) for each in made]
+    call.samples = [round(statistics.median(each.calls), 3) for each in made]
+    for part in ("take", "limits", "worker"):
+        start.extra[f"{part}_ms"] = round(statistics.median(getattr(each, part) for each in made), 2)
