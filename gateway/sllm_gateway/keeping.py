@@ -204,12 +204,23 @@ class Keeping:
 def require_kept(journaled: Journaled) -> None:
     """Raises ``JournalExpired`` for what has ended too long ago."""
     if journaled.ended is not None and not journaled.kept:
-        call = journaled.order.call if journaled.order is not None else "the call"
-        raise JournalExpired(f"{call} ended {journaled.ended.state} and its answer is no longer kept; call again")
+        raise JournalExpired(
+            f"{_name(journaled)} ended {journaled.ended.state} and its answer is no longer kept; call again"
+        )
+
+
+def _name(journaled: Journaled) -> str:
+    return journaled.order.call if journaled.order is not None else "the call"
 
 
 def _success(journaled: Journaled) -> End:
+    """Raises how the call failed, ``JournalExpired`` where not all of its answer is there: it must not seem whole."""
     assert journaled.ended is not None
+    if journaled.written > journaled.frames:
+        raise JournalExpired(
+            f"of the answer of {_name(journaled)} only the first {journaled.frames} of {journaled.written} frames are"
+            " kept: the journal is full, or its server was killed; call again"
+        )
     if journaled.ended.error is not None:
         raise journaled.ended.error.to_error()
     return End(usage=journaled.ended.usage)

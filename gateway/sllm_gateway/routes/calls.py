@@ -113,7 +113,8 @@ class CallRoutes:
         stream, _ = await self._journal.find(scope["path_params"]["call"])
         journaled, entries = await self._journal.now(stream, scope["path_params"]["call"])
         view = views.call(journaled)
-        if journaled.state is CallState.SUCCEEDED and journaled.kept and journaled.order is not None:
+        whole = journaled.kept and journaled.written == journaled.frames
+        if journaled.state is CallState.SUCCEEDED and whole and journaled.order is not None:
             order = journaled.order
             version = self._table.get(order.function, order.version)
             streams = version is not None and version.manifest.handler.streams

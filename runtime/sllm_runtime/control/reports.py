@@ -42,14 +42,18 @@ def still(view: View, status: NodeStatus, now: float) -> View | None:
         return None
     if news(known.status, status):
         return None
-    there, same = view.on(status.node), []
-    for said in status.instances:
-        instance = there.get(said.instance)
-        if instance is None or instance.ended:
+    reported, same = {said.instance: said for said in status.instances}, []
+    for instance in view.on(status.node).values():
+        if instance.ended:
             continue
-        if instance.seen is None or instances.path(instance.state, said.state):  # it is to move
+        said = reported.get(instance.record.instance)
+        if said is None:
+            if instance.seen is not None or instance.adopted:  # it is gone
+                return None
+        elif instance.seen is None or instances.path(instance.state, said.state):  # it is to move
             return None
-        same.append(replace(instance, seen=said, seen_at=now))
+        else:
+            same.append(replace(instance, seen=said, seen_at=now))
     view = view.put_node(replace(known, status=status, heard=now))
     return replace(view, instances=view.instances.put(*same)) if same else view
 

@@ -126,6 +126,8 @@ class Journaled:
     frames: int = 0
     """Of the answer, so far."""
     batches: int = 0
+    written: int = 0
+    """Frames of the answer up to the end of its furthest batch: more than ``frames`` where one before that is gone."""
     _parts: dict[int, bytes] = field(default_factory=dict)
 
     def take(self, entry: Entry) -> tuple[Frame, ...]:
@@ -139,6 +141,7 @@ class Journaled:
                 self.began = entry if self.began is None or entry.epoch >= self.began.epoch else self.began
             case Batch(first, frames):
                 self.batches += 1
+                self.written = max(self.written, first + len(frames))
                 new = frames[max(0, self.frames - first) :] if first <= self.frames else ()
                 self.frames += len(new)
                 return new

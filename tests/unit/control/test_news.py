@@ -66,6 +66,29 @@ def test_a_report_that_something_may_follow_from_is_looked_at_whole() -> None:
     assert still(replace(world.view, suspects={"i": 1}), fresh, world.now) is None, "it may clear a suspicion"
 
 
+def test_an_instance_that_a_node_had_and_does_not_name_is_looked_at_whole() -> None:
+    world = World(FakeNode("n1", cpu=8.0, gpus=1))
+    world.view = deployed(world.view, manifest("chat"))
+    world.hear("n1")
+    world.wait_for(("chat", 1), 1)
+    world.plan()
+    (name,) = world.live(("chat", 1))
+    known = world.view.instances[name]
+    world.hear("n1")
+    status = world.nodes["n1"].report()
+    quiet = replace(known, seen=None)
+    node_ = world.view.nodes["n1"]
+    assert node_.status is not None
+    silent = replace(node_, status=msgspec.structs.replace(node_.status, instances=()))
+    before = world.view.put_node(silent).put_instance(quiet)
+    assert still(before, msgspec.structs.replace(status, instances=()), world.now) is not None, (
+        "it has just been placed"
+    )
+    for gone in (replace(known, seen=IDLE), replace(known, seen=None, adopted=True)):
+        view = before.put_instance(gone)
+        assert still(view, msgspec.structs.replace(status, instances=()), world.now) is None
+
+
 small = st.dictionaries(st.integers(0, 5), st.integers(1000, 1003))
 
 

@@ -193,6 +193,27 @@ async def test_what_cannot_be_read(nats: Nats) -> None:
         assert (await state_of(w.http, call))["result"] is None
 
 
+async def test_an_answer_that_lost_its_beginning_does_not_seem_whole(nats: Nats) -> None:
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        call = (await w.http.post("/fn/gate", json={}, headers=[*ASYNC.items(), *key("k").items()])).json()["id"]
+        async with w.http.stream("GET", f"/v1/calls/{call}/events") as reading:
+            async for line in reading.aiter_lines():
+                if line == "id: 0":  # it is a batch of its own
+                    break
+        gate.opened.set()
+        await reaches(w.http, call, "SUCCEEDED")
+        purged = subjects.call_entry(subjects.CALLS_STREAM, call, "batch-0")
+        await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=purged)
+        told = await events_of(w.http, call)
+        assert '"code":"journal_expired"' in told
+        assert "id: " not in told
+        again = await w.http.post("/fn/gate", json={}, headers=key("k"))
+        assert (again.status_code, again.json()["error"]["code"]) == (410, "journal_expired")
+        assert (await state_of(w.http, call))["result"] is None
+
+
 async def test_cancel_ends_it_and_is_repeatable(nats: Nats) -> None:
     async with world(nats) as w, second(nats) as other:
         gate = Gate()
