@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nats.js.manager import JetStreamManager
 
 from benchmarks.nats_cluster import NatsCluster
 from sllm.client import Client
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.settings import Settings
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait_cold
 from tests.fixtures.streams import Stream
@@ -41,6 +46,31 @@ def test_the_leader_of_the_state_is_killed(tmp_path: Path) -> None:
         assert nats.leader() != victim
         nats.start(victim)
         assert cluster.http.post("/fn/later", json={"text": "b"}).json() == "B"
+
+
+async def test_a_cluster_is_waited_for_until_it_has_a_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unanswered = asyncio.Event()
+    asked = JetStreamManager.account_info
+
+    async def told(self: JetStreamManager) -> Any:
+        try:
+            return await asked(self)
+        except Exception:
+            unanswered.set()
+            raise
+
+    monkeypatch.setattr(JetStreamManager, "account_info", told)
+    with NatsCluster(tmp_path / "nats") as nats:
+        first, *others = nats.pids()
+        for name in others:
+            nats.kill(name)
+        settings = Settings.load({"SLLM_NATS_URL": nats.url})
+        connecting = asyncio.create_task(Bus.connect(settings, "up", name="test"))
+        async with asyncio.timeout(60):
+            await unanswered.wait()
+        assert set(nats.pids()) == {first}
+        await asyncio.to_thread(nats.start_missing)
+        await (await connecting).close()
 
 
 def test_a_stream_outlives_its_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,11 @@ _FLUSH_S = 10.0
 PENDING_BYTES = 8 * MIB
 """What may wait for the server before a publisher waits."""
 _PING_S = 5
+ELECTION_S = 15.0
+"""Servers of a cluster that have just met, or lost one, answer nothing about JetStream until they have a leader."""
+_AGAIN_S = 0.2
+_NO_LEADER = 10008
+"""JetStream's code for a cluster that knows it has none."""
 _REFUSED = ("authorization", "authentication", "unauthorized", "credentials")
 
 
@@ -150,18 +155,35 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
 
 
 async def _require_jetstream(client: Client, settings: Settings, identity: str) -> None:
-    try:
-        await client.jetstream().account_info()
-    except nats.js.errors.Error as error:
-        raise Unavailable(
+    """That it answers, at the latest when a cluster has had the time to elect a leader."""
+    deadline = asyncio.get_running_loop().time() + ELECTION_S
+    while True:
+        try:
+            await client.jetstream().account_info()
+            return
+        except nats.errors.Error as error:
+            if not _electing(error) or asyncio.get_running_loop().time() >= deadline:
+                raise _no_jetstream(settings, identity, error) from error
+        await asyncio.sleep(_AGAIN_S)  # nothing tells that there is a leader
+
+
+def _electing(error: nats.errors.Error) -> bool:
+    """Whether it may be different soon."""
+    return isinstance(error, nats.errors.TimeoutError) or (
+        isinstance(error, nats.js.errors.APIError) and error.err_code == _NO_LEADER
+    )
+
+
+def _no_jetstream(settings: Settings, identity: str, error: nats.errors.Error) -> Unavailable:
+    if isinstance(error, nats.js.errors.Error) and not _electing(error):
+        return Unavailable(
             f"NATS at {settings.nats_url} has no JetStream for {identity} ({_why(error)}); start it with `-js` or"
             " allow JetStream for this account"
-        ) from error
-    except nats.errors.Error as error:
-        raise Unavailable(
-            f"JetStream at {settings.nats_url} does not answer {identity} ({_why(error)}); check its permissions for"
-            " $JS.API.INFO"
-        ) from error
+        )
+    return Unavailable(
+        f"JetStream at {settings.nats_url} does not answer {identity} within {ELECTION_S:g} s ({_why(error)}); check"
+        " that most of its servers run, and its permissions for $JS.API.INFO"
+    )
 
 
 def _why(error: Exception) -> str:
