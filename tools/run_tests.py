@@ -23,7 +23,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 NO_TESTS: Final = 5
 HANDED_ON: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 RUNS: Final = "SLLM_TEST_RUNS"
-USUAL: Final = 3
+USUAL: Final = 2
 ENDS: Final = ("front", "back", "front")
 """Where each takes its files from. In front stand tests of whole platforms, which wait as much as they work."""
 _SECTION: Final = re.compile(rb"(?:\x1b\[[\d;]*m)*=+ (?!test session starts)")
