@@ -34,13 +34,19 @@ def test_whatever_else_it_says_is_news() -> None:
         assert news(before, msgspec.structs.replace(before, **{name: value}))
 
 
-def test_a_report_that_says_nothing_new_changes_when_its_node_was_heard_and_no_more() -> None:
+def with_an_instance() -> tuple[World, str]:
+    """A node that has just been told to start an instance, and that one's name."""
     world = World(FakeNode("n1", cpu=8.0, gpus=1))
     world.view = deployed(world.view, manifest("chat"))
     world.hear("n1")
     world.wait_for(("chat", 1), 1)
     world.plan()
     (name,) = world.live(("chat", 1))
+    return world, name
+
+
+def test_a_report_that_says_nothing_new_changes_when_its_node_was_heard_and_no_more() -> None:
+    world, name = with_an_instance()
     world.nodes["n1"].set(name, InstanceState.READY)
     world.hear("n1")
     before = world.view
@@ -67,12 +73,7 @@ def test_a_report_that_something_may_follow_from_is_looked_at_whole() -> None:
 
 
 def test_an_instance_that_a_node_had_and_does_not_name_is_looked_at_whole() -> None:
-    world = World(FakeNode("n1", cpu=8.0, gpus=1))
-    world.view = deployed(world.view, manifest("chat"))
-    world.hear("n1")
-    world.wait_for(("chat", 1), 1)
-    world.plan()
-    (name,) = world.live(("chat", 1))
+    world, name = with_an_instance()
     known = world.view.instances[name]
     world.hear("n1")
     status = world.nodes["n1"].report()
