@@ -215,6 +215,7 @@ async def containers(engine: Engine, directory: Path) -> AsyncIterator[dict[str,
     """Those that are containers of ``engine``, by name."""
     two_steps = TwoSteps(engine.kind, engine.program, engine.options)
     images = choice.images(_settings(directory / "images"), engine, os.environ)
+    await images.ensure(None, (), lambda _step: None)  # no start's time: a node makes it when it comes up
     async with AsyncExitStack() as stack:
         plain, made = [
             await _driver(directory / f"{engine.kind}-{number}", each, images, stack)

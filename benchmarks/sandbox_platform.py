@@ -48,7 +48,13 @@ def measure(run: Run, directory: Path, cases: Sequence[str]) -> None:
         return
     run.settings["engine"] = " ".join(engine.words)
     image = asyncio.run(Base(Store(engine), directory / "image", dict(os.environ)).ensure(run.note))
-    isolated = {"SLLM_SANDBOX": engine.kind, "SLLM_REQUIRE_ISOLATION": "true", "SLLM_IMAGE": image}
+    isolated = {
+        "SLLM_SANDBOX": engine.kind,
+        "SLLM_REQUIRE_ISOLATION": "true",
+        "SLLM_IMAGE": image,
+        # A node sets each instance's model aside once more, for pages that it may write, which nobody does here.
+        "SLLM_MEMORY": str(psutil.virtual_memory().total + INSTANCES * NBYTES),
+    }
     with Platform(directory / "containers", isolated) as platform:
         for case in cases:
             with run.attempt(case):
