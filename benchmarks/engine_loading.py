@@ -98,7 +98,7 @@ def _engine(pending: Weights) -> OurEngine:
     known = recognise(weights.read_config(files), "auto", typed, typed.shapes, torch.bfloat16)
     if known is None:
         raise ProgramFailed("the synthetic model is none of ours")
-    known.decoder.arrival = Layers(pending, blocks_of(index, 0, known.needs), known.decoder.count)
+    known.decoder.arrival = Layers(pending, blocks_of(index, (0,), known.needs), known.decoder.count)
     return OurEngine(known.decoder, frozenset(), EXACT, KV_BYTES)
 
 

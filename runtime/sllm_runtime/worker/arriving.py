@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from sllm_loaderd.client import LoaderSession, PartitionMemory, SessionLoad
-from sllm_runtime.protocol.checkpoint import CheckpointIndex, block_spans, rank_blocks
+from sllm_runtime.protocol.checkpoint import CheckpointIndex, TensorRecord, block_spans, rank_blocks
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError
 from sllm_runtime.protocol.loader import CPU, place_of
 from sllm_runtime.protocol.timeline import WEIGHTS, Span
@@ -18,6 +18,8 @@ from sllm_runtime.protocol.timeline import WEIGHTS, Span
 _PROGRESS_S: Final = 0.25
 Report = Callable[[str, int, int], None]
 """Told of each stage's beginning and of bytes: ``(stage, done, total)``."""
+Place = tuple[int, int]
+"""A block: its partition's rank, its number there."""
 
 
 class Weights:
@@ -74,6 +76,16 @@ class Weights:
             raise
         self.ended = self.ended or time.perf_counter()
 
+    def wait_for(self, place: Place) -> None:
+        """Until that block is there. Raises as ``wait`` does."""
+        rank, block = place
+        next(load for load in self.loads if load.partition == rank).wait(block, self.left)
+
+    def wait_all(self) -> None:
+        """Until every byte is there. Raises as ``wait`` does."""
+        for load in self.loads:
+            load.wait_all(self.left)
+
     def watch(self, report: Report) -> None:
         """``wait`` in a thread of its own, which ends with the load."""
         threading.Thread(target=self._watch, args=(report,), name="weights", daemon=True).start()
@@ -120,36 +132,48 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """``decoder.Arrival`` over a load: ``blocks`` that each layer needs, by their numbers. What stands behind the
-    layers, ``last``, waits for all there is: so no token is told before the load's end is known."""
+    """``decoder.Arrival`` over a model's loads: ``blocks`` that each layer needs, in whichever partitions. What stands
+    behind the layers, ``last``, waits for all there is: so no token is told before the load's end is known."""
 
     weights: Weights
-    blocks: Mapping[int, tuple[int, ...]]
+    blocks: Mapping[int, tuple[Place, ...]]
     last: int
 
     def wait(self, layer: int) -> None:
         """See ``Arrival.wait``."""
-        for block in self.blocks.get(layer, ()):
-            self.weights.load.wait(block, self.weights.left)
+        for place in self.blocks.get(layer, ()):
+            self.weights.wait_for(place)
         if layer == self.last:
-            self.weights.load.wait_all(self.weights.left)
+            self.weights.wait_all()
 
 
-def blocks_of(index: CheckpointIndex, rank: int, needs: Mapping[int, frozenset[str]]) -> dict[int, tuple[int, ...]]:
-    """For each layer, the blocks of ``rank`` that hold what it reads (names, aliases and views among them)."""
+def blocks_of(
+    index: CheckpointIndex, ranks: Collection[int], needs: Mapping[int, frozenset[str]]
+) -> dict[int, tuple[Place, ...]]:
+    """For each layer, the blocks of ``ranks`` that hold what it reads (names, aliases and views among them). Of what
+    several ranks have, those of the first, as ``CheckpointTensors`` reads it."""
     aliases = {alias.name: alias.of for alias in index.aliases}
-    places = {record.name: record for record in (*index.views, *index.tensors) if record.rank == rank}
-    spans = sorted(
+    there = [record for record in (*index.views, *index.tensors) if record.rank in ranks]
+    records = {record.name: record for record in sorted(there, key=lambda record: -record.rank)}
+    spans = {rank: _spans(index, rank) for rank in ranks}
+
+    def found(name: str) -> Iterator[Place]:
+        record = records.get(aliases.get(name, name)) or records[name]
+        return ((record.rank, number) for number in _touched(spans[record.rank], record))
+
+    return {layer: tuple(sorted({place for name in names for place in found(name)})) for layer, names in needs.items()}
+
+
+def _spans(index: CheckpointIndex, rank: int) -> list[tuple[int, ...]]:
+    """Start, end and number of the block of everything that the rank's blocks wait for, by its start."""
+    return sorted(
         (start, start + nbytes, number)
         for number, block in enumerate(rank_blocks(index, rank))
         for start, nbytes in block_spans(index, block)
     )
-    starts = [start for start, _, _ in spans]
 
-    def found(name: str) -> set[int]:
-        record = places.get(aliases.get(name, name)) or places[name]
-        first = max(0, bisect_right(starts, record.offset) - 1)
-        last = bisect_left(starts, record.offset + record.nbytes)
-        return {number for _, stop, number in spans[first:last] if stop > record.offset}
 
-    return {layer: tuple(sorted(set().union(*map(found, names)))) for layer, names in needs.items()}
+def _touched(spans: Sequence[tuple[int, ...]], record: TensorRecord) -> Iterator[int]:
+    first = max(0, bisect_left(spans, (record.offset + 1,)) - 1)
+    last = bisect_left(spans, (record.offset + record.nbytes,))
+    return (number for _, stop, number in spans[first:last] if stop > record.offset)

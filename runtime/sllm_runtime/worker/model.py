@@ -47,10 +47,8 @@ def load_model(
         return ModelHandle(
             lambda: net, files, home / "model", lambda: start_engine(lambda: _of(net, files, config, settings), files)
         )
-    followed = len(pending.loads) == 1
-    if followed:
-        _follow(known, pending, index)
-    if not followed or known.proof(settings) is None:
+    _follow(known, pending, index)
+    if known.proof(settings) is None:
         pending.wait(report)
     else:
         pending.watch(report)
@@ -76,7 +74,7 @@ def _known(manifest: Manifest, config: Mapping[str, Any], tensors: CheckpointTen
 
 def _follow(known: Known, pending: Weights, index: CheckpointIndex) -> None:
     """Let the layers wait for their blocks."""
-    blocks = blocks_of(index, pending.load.partition, known.needs)
+    blocks = blocks_of(index, [load.partition for load in pending.loads], known.needs)
     known.decoder.arrival = Layers(pending, blocks, known.decoder.count)
 
 

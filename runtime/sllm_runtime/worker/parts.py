@@ -163,9 +163,9 @@ def _stage_part(assign: Assign, joined: Joined, fd: int) -> Part:
     surveyed = _recognised(assign, config, CheckpointTensors(index, b""))
     count = surveyed.decoder.count
     layers = layers_of(count, member.stages, member.number)
-    needs = blocks_of(index, 0, surveyed.needs)
+    needs = blocks_of(index, (0,), surveyed.needs)
     places = [*range(layers.low, layers.high), *(() if member.number else (-1, count))]
-    wanted = ranges(block for place in places for block in needs.get(place, ()))
+    wanted = ranges(block for place in places for _, block in needs.get(place, ()))
     coming = Weights(session, [session.load(blocks=wanted)], began, manifest.startup_timeout)
     known = _recognised(assign, config, CheckpointTensors(index, coming.load.attach(coming.left).exporter()))
     # The last of what it has waits for all of it: so no row goes on before the load's end is known.

@@ -11,16 +11,18 @@ import msgspec
 import pytest
 import torch
 
-from sllm_loaderd.convert.directory import convert_directory
-from sllm_runtime.protocol.checkpoint import INDEX_NAME, CheckpointIndex, decode_index, rank_blocks
+from sllm_loaderd.convert.directory import ConvertOptions, convert_directory
+from sllm_loaderd.convert.ranks import AutoPlan
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, CheckpointIndex, decode_index, partition_name, rank_blocks
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 from sllm_runtime.protocol.timeline import WEIGHTS
 from sllm_runtime.worker import weights
-from sllm_runtime.worker.arriving import blocks_of
+from sllm_runtime.worker.arriving import Layers, Weights, blocks_of
 from sllm_runtime.worker.engine.choice import Known, recognise
 from sllm_runtime.worker.engine.ours.model.weights import side_by_side
 from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 from tests.fixtures.models import save_model
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Zygote, bundle_of, manifest
 from tests.unit.worker.scripted_loaderd import ScriptedLoaderd
 
@@ -29,10 +31,22 @@ MADE = manifest(kind="generator", streams=True, model="m", engine=True)
 SOURCE = bundle_of({"user.py": "def fn(model, prompt: str):\n    yield from model.generate(prompt, max_tokens=8)\n"})
 
 
-@pytest.fixture
-def checkpoint(models: Callable[[str], Path], tmp_path: Path) -> Path:
-    convert_directory(models("llama"), tmp_path / "converted")
-    return tmp_path / "converted"
+DEVICES = ("cpu", "fake:0", "fake:1")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("checkpoint") / "converted"
+    convert_directory(models("llama"), made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def parted(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in two partitions, each with some of its layers."""
+    made = tmp_path_factory.mktemp("parted") / "converted"
+    convert_directory(models("llama"), made, options=ConvertOptions(plan=AutoPlan("auto-layers", 2)))
+    return made
 
 
 @pytest.fixture
@@ -42,13 +56,16 @@ def loaderd(checkpoint: Path) -> Iterator[ScriptedLoaderd]:
     one.close()
 
 
-@pytest.fixture
-def proof(zygote: Zygote, checkpoint: Path, tmp_path: Path) -> Iterator[tuple[str, list[Any]]]:
+@pytest.fixture(scope="module")
+def proof(
+    zygote: Zygote, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, list[Any]]]:
     """What a first start finds, and what its instance says."""
+    tmp_path = tmp_path_factory.mktemp("proof")
     first, worker = ScriptedLoaderd(checkpoint, MODEL), zygote.spawn()
     try:
         worker.assign(MADE, SOURCE, workdir=tmp_path / "first", session=first.session)
-        first.land(*range(len(first.blocks)))
+        first.land(*range(first.blocks))
         first.finish()
         worker.until(lambda: worker.ready is not None or worker.failed is not None)
         assert worker.ready is not None, worker.failed
@@ -76,7 +93,7 @@ def test_it_is_ready_before_its_weights_and_says_the_same(
         assert [span.name for span in ready.spans] == ["import", "setup"], "not one block is there"
         assert ready.proof == proof[0]
         call = worker.call({"prompt": "def f"})
-        loaderd.land(*range(len(loaderd.blocks)))
+        loaderd.land(*range(loaderd.blocks))
         loaderd.finish()
         answer = worker.finish(call)
         assert answer.outputs == proof[1]
@@ -85,6 +102,26 @@ def test_it_is_ready_before_its_weights_and_says_the_same(
     finally:
         worker.close()
         zygote.exited(zygote.count)
+
+
+def test_it_is_ready_before_any_of_its_partitions(
+    proof: tuple[str, list[Any]], zygote: Zygote, parted: Path, tmp_path: Path
+) -> None:
+    loaderd, worker = ScriptedLoaderd(parted, MODEL), zygote.spawn()
+    try:
+        worker.start(MADE, SOURCE, workdir=tmp_path, session=loaderd.session, proof=proof[0], devices=DEVICES)
+        assert loaderd.devices == {0: "fake:0", 1: "fake:1"}
+        call = worker.call({"prompt": "def f"})
+        loaderd.land(rank=1)  # by a link of its own, which may be the faster one
+        loaderd.land(rank=0)
+        loaderd.finish()
+        answer = worker.finish(call)
+        assert answer.outputs == proof[1]
+        assert _spans(answer)[0] == WEIGHTS
+    finally:
+        worker.close()
+        zygote.exited(zygote.count)
+        loaderd.close()
 
 
 def test_weights_that_break_off_fail_the_call_and_end_the_instance(
@@ -119,7 +156,7 @@ def test_a_module_waits_for_the_weights_too(
             made, bundle_of({"user.py": source}), workdir=tmp_path / "w", session=loaderd.session, proof=proof[0]
         )
         call = worker.call()
-        loaderd.land(*range(len(loaderd.blocks)))
+        loaderd.land(*range(loaderd.blocks))
         loaderd.finish()
         device, total = worker.finish(call).outputs[0]
         assert device == "cpu"
@@ -132,7 +169,8 @@ def test_a_module_waits_for_the_weights_too(
 # --- before any byte ----------------------------------------------------------------------------------
 def known(directory: Path, index: CheckpointIndex, **changes: Any) -> Known | None:
     files = {path.name: path.read_bytes() for path in directory.glob("*.json")}
-    tensors = CheckpointTensors(index, (ctypes.c_ubyte * index.partition(0).nbytes)())
+    first, *others = [(ctypes.c_ubyte * part.nbytes)() for part in index.partitions]
+    tensors = CheckpointTensors(index, first, beside=dict(enumerate(others, 1)))
     typed = TypedTensors(tensors, torch.float32)
     return recognise({**weights.read_config(files), **changes}, "auto", typed, typed.shapes, torch.float32)
 
@@ -151,13 +189,65 @@ def test_each_layer_waits_for_the_blocks_of_its_own_tensors(tmp_path: Path) -> N
             msgspec.structs.replace(index.blocks[0], offset=each.offset, nbytes=each.nbytes) for each in index.tensors
         ),
     )
-    blocks = blocks_of(split, 0, found.needs)
+    placed = blocks_of(split, (0,), found.needs)
+    assert {rank for places in placed.values() for rank, _ in places} == {0}
+    blocks = {layer: tuple(block for _, block in places) for layer, places in placed.items()}
     embedding = names.index("model.embed_tokens.weight")
     assert blocks[-1] == (embedding,)
     for layer in range(found.decoder.count):
         own = [at for at, name in enumerate(names) if name.startswith(f"model.layers.{layer}.")]
         assert blocks[layer] == tuple(sorted(own))
     assert blocks[found.decoder.count] == tuple(sorted((embedding, names.index("model.norm.weight"))))
+
+
+def followed(directory: Path, loaderd: ScriptedLoaderd) -> tuple[Layers, CheckpointTensors]:
+    """What a worker's decoder waits for, and its tensors."""
+    coming = Weights.begin(loaderd.session, "w", GIVE_UP_S, DEVICES)
+    index = coming.load.index()
+    first, *others = coming.attach().values()
+    tensors = CheckpointTensors(index, first.exporter(), beside={1: others[0].exporter()})
+    found = known(directory, index)
+    assert found is not None
+    return Layers(coming, blocks_of(index, (0, 1), found.needs), found.decoder.count), tensors
+
+
+def test_layers_of_one_partition_do_not_wait_for_the_other_one(parted: Path) -> None:
+    """On devices of their own. Which layers are where the index says."""
+    loaderd = ScriptedLoaderd(parted, MODEL)
+    layers, tensors = followed(parted, loaderd)
+    try:
+        parts = {layer: {rank for rank, _ in places} for layer, places in layers.blocks.items()}
+        own = [layer for layer, ranks in parts.items() if ranks == {0}]
+        assert -1 in own, "the embedding is in the first one"
+        assert len(own) > 1, "so is a layer"
+        assert any(ranks == {1} for ranks in parts.values())
+        loaderd.land(rank=0)
+        for layer in own:
+            layers.wait(layer)
+        record = tensors.find("model.layers.0.mlp.up_proj.weight")
+        assert record is not None
+        data = (parted / partition_name(0)).read_bytes()[record.offset : record.offset + record.nbytes]
+        assert tensors.tensor(record).view(torch.uint8).numpy().tobytes() == data
+        loaderd.fail(CorruptCheckpoint("chunk 3 has another digest"), rank=1)
+        with pytest.raises(CorruptCheckpoint, match="chunk 3"):
+            layers.wait(layers.last)
+    finally:
+        layers.weights.session.close()
+        loaderd.close()
+
+
+def test_what_two_partitions_have_is_waited_for_where_it_is_read(tmp_path: Path) -> None:
+    save_model("tied_llama", tmp_path / "hf")
+    plan = ConvertOptions(plan=AutoPlan("auto-layers", 2))
+    convert_directory(tmp_path / "hf", tmp_path / "ck", options=plan)
+    index = decode_index((tmp_path / "ck" / INDEX_NAME).read_bytes())
+    found = known(tmp_path / "ck", index)
+    assert found is not None
+    holders = [tensor.rank for tensor in index.tensors if tensor.name == "model.embed_tokens.weight"]
+    assert holders == [0, 1], "the tied head's partition has it once more"
+    blocks = blocks_of(index, (1, 0), found.needs)
+    assert {rank for rank, _ in blocks[-1]} == {0}
+    assert {rank for rank, _ in blocks[found.decoder.count]} == {0, 1}, "its norm is in the other one"
 
 
 def test_blocks_of_a_checkpoint_that_was_not_converted(tmp_path: Path) -> None:
@@ -170,7 +260,7 @@ def test_blocks_of_a_checkpoint_that_was_not_converted(tmp_path: Path) -> None:
         for start in range(2)
     )
     raw = msgspec.structs.replace(index, blocks=blocks, segments=("a file",))
-    assert blocks_of(raw, 0, needs) == {0: (1,), 1: ()}
+    assert blocks_of(raw, (0,), needs) == {0: ((0, 1),), 1: ()}
     assert len(rank_blocks(raw, 0)) == 2
 
 
