@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -191,15 +192,15 @@ class Bus:
             raise Unavailable(f"cannot subscribe to {subscription.subject}: {text(error)}") from error
         subscription.inner = inner
         self._subscriptions[inner] = subscription
-
-        def forget() -> None:
-            self._subscriptions.pop(inner, None)
-
-        subscription.forget = forget
+        subscription.forget = partial(self._subscriptions.pop, inner, None)
         if self._client.is_connected:
             # So that who asks next is heard; if the server dies just now, nats-py subscribes again by itself.
-            with contextlib.suppress(Unavailable):
-                await self.flush()
+            try:
+                with contextlib.suppress(Unavailable):
+                    await self.flush()
+            except asyncio.CancelledError:  # nobody gets it, so nobody else could end it
+                await subscription.unsubscribe()
+                raise
 
     # --- requests ---------------------------------------------------------------------------------
     async def call(self, subject: str, request: Any, reply_type: type[R], *, timeout_s: float = RPC_TIMEOUT_S) -> R:

@@ -19,7 +19,7 @@ class Subscription:
         self.dropped = False
         """Whether messages were lost here since the last recovery."""
         self.inner: NatsSubscription | None = None
-        self.forget: Callable[[], None] | None = None
+        self.forget: Callable[[], object] | None = None
         self.tasks: Tasks | None = None
 
     async def unsubscribe(self) -> None:

@@ -22,6 +22,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.limits import MAX_MESSAGE
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 
@@ -55,6 +56,34 @@ async def test_publish_now_of_more_than_the_connection_buffers_keeps_the_order(n
         node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n, bytes(200_000)))
     await until(lambda: len(got) == 100)
     assert got == list(range(100))
+
+
+async def test_a_subscription_that_nobody_waited_for_is_none(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever subscribes is cancelled while the server is asked whether it knows of it."""
+    gateway, node = await _pair(nats)
+    first: list[int] = []
+    second: list[int] = []
+    asking, flush = asyncio.Event(), gateway.flush
+
+    async def ask() -> None:
+        asking.set()
+        await flush()
+
+    assert nats.server.child is not None
+    with suspended(nats.server.child.pid), monkeypatch.context() as patch:
+        patch.setattr(gateway, "flush", ask)
+        subscribing = asyncio.create_task(
+            gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: first.append(m.n))
+        )
+        await asking.wait()
+        subscribing.cancel()
+        await asyncio.wait([subscribing])
+        assert subscribing.cancelled()
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: second.append(m.n))
+    node.publish_now(subjects.frames(GATEWAY, NODE), Ping(1))
+    await until(lambda: second == [1])
+    await gateway.flush()
+    assert first == []
 
 
 async def test_a_failing_handler_and_a_bad_message_do_not_end_the_subscription(nats: Nats) -> None:
