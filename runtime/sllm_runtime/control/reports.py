@@ -28,7 +28,7 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
         said = reported.get(instance.record.instance)
         if said is not None:
             view = instances.report(view, instance, said, now)
-        elif instance.seen is not None or instance.adopted:
+        elif _was_there(instance):
             view = instances.vanish(view, instance, _gone(instance, reborn).body(), now)
     return _trust(view, status)
 
@@ -48,7 +48,7 @@ def still(view: View, status: NodeStatus, now: float) -> View | None:
             continue
         said = reported.get(instance.record.instance)
         if said is None:
-            if instance.seen is not None or instance.adopted:  # it is gone
+            if _was_there(instance):  # it is gone
                 return None
         elif instance.seen is None or instances.path(instance.state, said.state):  # it is to move
             return None
@@ -66,6 +66,12 @@ def news(before: NodeStatus, after: NodeStatus) -> bool:
 def _steady(status: NodeStatus) -> NodeStatus:
     there = tuple([msgspec.structs.replace(instance, idle_s=0.0) for instance in status.instances])
     return msgspec.structs.replace(status, sequence=0, instances=there)
+
+
+def _was_there(instance: Instance) -> bool:
+    """Whether its node had it once: a report that does not name it says then that it is gone, else that it is yet to
+    come."""
+    return instance.seen is not None or instance.adopted
 
 
 def _gone(instance: Instance, reborn: bool) -> InstanceLost:
