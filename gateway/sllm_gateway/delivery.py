@@ -88,9 +88,11 @@ class Delivery:
         ready = binding.on_frames(frames, now)
         cost = binding.inbox.received_bytes - before
         if call.move is not None:
-            ready, dropped = self._moves.sift(call, binding, ready)
+            ready, dropped = self._moves.sift(call, binding, ready, now)
             cost -= dropped
         self._arrived(call, binding, ready, cost, now)
+        if call.move is not None and binding is call.binding:
+            self._moves.on_source(call)
 
     def moved(self, call: Call, binding: Binding, frames: list[Frame], now: float) -> None:
         """Frames of ``binding`` that have waited until it was the call's."""

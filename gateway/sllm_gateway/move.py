@@ -7,7 +7,7 @@ hash: it can take over only as the same answer. No I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from sllm_gateway.binding import Binding
@@ -53,6 +53,8 @@ class Move:
         self._kept = kept
         self._told = kept.counts
         self._told_outputs = kept.delivered
+        self._fed = kept.counts
+        """Ids of each generation that were sent to the destination, whether or not a round had it so."""
         self._reached: dict[int, int] = {}
         self._outputs = kept.delivered
         """Whole outputs of the answer that the destination has made or was told to leave out."""
@@ -65,8 +67,8 @@ class Move:
         """Of the outputs among them, as ``Resumption.digest_at``."""
         self._spoke = False
         self._ended = False
-        self._filled = False
-        self._since: float | None = None
+        self._computed_at: float | None = None
+        """When the destination had computed first what it was told."""
 
     # --- how far it is ------------------------------------------------------------------------------
     @property
@@ -99,7 +101,7 @@ class Move:
     def filling(self) -> bool:
         """Whether the destination has yet to prefill what it was told at its opening. What has no ids is drawn again, a
         token a step."""
-        return not self._filled and (bool(self._told) or not self._told_outputs)
+        return self._computed_at is None and (bool(self._told) or not self._told_outputs)
 
     @property
     def abreast(self) -> bool:
@@ -109,8 +111,7 @@ class Move:
     def held(self, others: Iterable[Move], now: float) -> bool:
         """Whether, computed, it waits at the source for ``others`` on their way to the same instance: as long as that
         prefills them each of its steps takes longer than one of the source's."""
-        self._since = now if self._since is None else self._since
-        if self.feeds is False or now - self._since >= TOGETHER_S:
+        if self.feeds is False or self._computed_at is None or now - self._computed_at >= TOGETHER_S:
             return False
         return any(not other.abreast if self.ready else other.filling for other in others)
 
@@ -127,17 +128,26 @@ class Move:
 
     def lacking(self) -> list[Feed]:
         """Ids that the source has and the destination, which takes them, has not said."""
+        return self._beyond(self._reached)
+
+    def forward(self) -> list[Feed]:
+        """Ids that the source has told since, to a destination that has computed what it was told. Those of a round,
+        which follow a step of the destination, come in the middle of its next one, in which it draws the first of them
+        itself: so it stays a token behind a source that is as quick. These come before its next step."""
+        return self._beyond(self._fed) if self._computed_at is not None else []
+
+    def _beyond(self, known: Mapping[int, int]) -> list[Feed]:
         if not self.feeds:
             return []
-        call, epoch = self.binding.call, self.binding.epoch
+        call, epoch, self._fed = self.binding.call, self.binding.epoch, self._kept.counts
         return [
             Feed(call, epoch, number, at, tuple(self._kept.known(number)[at : at + FEED_IDS]))
-            for number, count in self._kept.counts.items()
-            for at in range(self._reached.get(number, 0), count, FEED_IDS)
+            for number, count in self._fed.items()
+            for at in range(max(known.get(number, 0), self._reached.get(number, 0)), count, FEED_IDS)
         ]
 
     # --- frames of the destination --------------------------------------------------------------------
-    def take(self, frames: Sequence[Frame]) -> tuple[list[Frame], int]:
+    def take(self, frames: Sequence[Frame], now: float) -> tuple[list[Frame], int]:
         """Of frames that came, in order, those that are new to the caller (none before ``switch``), and the cost of
         those that nobody waits for. Raises also what the destination ended with before ``switch``."""
         new: list[Frame] = []
@@ -159,7 +169,8 @@ class Move:
                 dropped += self._early(frame)
         if self.switched:
             return new, dropped
-        self._filled = self._filled or self.computed
+        if self._computed_at is None and self.computed:
+            self._computed_at = now
         self._ahead += [(0, frame) for frame in new]
         return [], dropped
 

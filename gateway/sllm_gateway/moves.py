@@ -18,6 +18,7 @@ from sllm_gateway.metrics import Metrics
 from sllm_gateway.move import Move, leaving
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.table import Version
+from sllm_gateway.under_way import UnderWay
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic, SllmError
 from sllm_runtime.protocol.frames import Ack, Beat, Cancel, Frame, Open, Resend, Segment
@@ -58,8 +59,7 @@ class Moves:
         self._fail = fail
         self._leaving: dict[tuple[str, int], dict[str, RouteEntry]] = {}
         """By version: where the calls of an instance are to go."""
-        self._moving: dict[str, tuple[Call, Move]] = {}
-        """Calls whose destination does not have them yet."""
+        self._moving = UnderWay()
 
     def on_version(self, version: Version) -> None:
         """Its route has changed, or it was removed."""
@@ -69,7 +69,7 @@ class Moves:
 
     def tick(self, now: float) -> None:
         """Begin what should move, look after what moves."""
-        for call, move in list(self._moving.values()):
+        for call, move in self._moving.all():
             if call.move is move:
                 self._tend(call, move, now)
         for key, where in self._leaving.items():
@@ -99,7 +99,7 @@ class Moves:
         binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         binding.following = True
         call.move = Move(binding, call.resumption, round_)
-        self._moving[call.id] = (call, call.move)
+        self._moving.begin(call, call.move)
         self._dispatcher.take(call, entry.instance)
         request = Open(head=call.head(binding, now), first=binding.first())  # now: the move counts from what it says
         self._tasks.start(self._open(call, call.move, request), "move")
@@ -147,7 +147,7 @@ class Moves:
     def _on_frames(self, call: Call, move: Move, frames: tuple[Frame, ...], now: float) -> None:
         binding = move.binding
         try:
-            _, dropped = move.take(binding.on_frames(frames, now))
+            _, dropped = move.take(binding.on_frames(frames, now), now)
         except SllmError as error:
             call.stays = call.stays or not isinstance(error, InstanceLost)
             self.drop(call, error.message, gone=isinstance(error, InstanceLost))
@@ -158,7 +158,7 @@ class Moves:
 
     def _judge(self, call: Call, move: Move, now: float) -> None:
         """Switch, or tell the destination what it lacks."""
-        if not move.computed or move.held(self._beside(move), now):
+        if not move.computed or move.held(self._moving.beside(move), now):
             return
         if move.ready:
             self._switch(call, move, now)
@@ -171,10 +171,11 @@ class Moves:
             self._let_go(call, move, f"round {move.round} is over, {move.gap} tokens are missing")
             self._begin(call, move.binding.entry, move.round + 1)
 
-    def _beside(self, move: Move) -> list[Move]:
-        """The others on their way to the same instance."""
-        there = move.binding.instance
-        return [each for _, each in self._moving.values() if each is not move and each.binding.instance == there]
+    def on_source(self, call: Call) -> None:
+        """It has told more: the destination has that at its next step, if it has no other call to prefill."""
+        move = call.move
+        if move is not None and not move.switched and not any(each.filling for each in self._moving.beside(move)):
+            self._link.send_all(move.binding.node, move.forward())
 
     def _tend(self, call: Call, move: Move, now: float) -> None:
         binding = move.binding
@@ -226,7 +227,7 @@ class Moves:
         return True
 
     def _adopt(self, call: Call, move: Move, new: list[Frame], dropped: int, now: float) -> None:
-        del self._moving[call.id]
+        self._moving.end(call)
         binding = call.binding = move.binding
         call.of_before, call.move_round = call.buffered, 0
         call.marks.moved(now)
@@ -235,13 +236,13 @@ class Moves:
         self._finish_if_over(call, move)
         self._deliver(call, binding, new, now)
 
-    def sift(self, call: Call, binding: Binding, frames: list[Frame]) -> tuple[list[Frame], int]:
+    def sift(self, call: Call, binding: Binding, frames: list[Frame], now: float) -> tuple[list[Frame], int]:
         """Of the frames of a call's binding those that are new to its caller, and the cost of the others."""
         move = call.move
         if move is None or binding is not move.binding:
             return frames, 0
         try:
-            new, dropped = move.take(frames)
+            new, dropped = move.take(frames, now)
         except NotDeterministic as error:
             self._fail(call, error)
             return [], sum(frame.cost for frame in frames)
@@ -280,7 +281,7 @@ class Moves:
     def _let_go(self, call: Call, move: Move, why: str, *, gone: bool = False) -> None:
         binding = move.binding
         call.move = None
-        self._moving.pop(call.id, None)
+        self._moving.end(call)
         self._link.send(binding.node, Cancel(call.id, binding.epoch, reason=why[:500]))
         if gone:
             self._dispatcher.refused(call, binding.instance, gone=True)
@@ -289,11 +290,10 @@ class Moves:
 
     def on_restart(self, node: str) -> None:
         """A node was started anew: what was on its way there stays."""
-        for call, move in list(self._moving.values()):
-            if move.binding.node == node:
-                self.drop(call, f"node {node} was restarted", gone=True)
+        for call, _ in self._moving.all(node):
+            self.drop(call, f"node {node} was restarted", gone=True)
 
     def on_reconnect(self, now: float) -> None:
         """Messages may have been lost in both directions."""
-        for _, move in self._moving.values():
+        for _, move in self._moving.all():
             self._link.send_all(move.binding.node, move.binding.recovered(now))

@@ -9,20 +9,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from sllm.client import Client
 from sllm.sse import Parser
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait
+from tests.fixtures.kept import begin, first_events, read_on
 from tests.fixtures.streams import Stream
 from tests.fixtures.suspended import suspended
-from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
 ASK = {"prompt": "class Parser", "max_tokens": 200, "temperature": 0.8, "seed": 7}
-ASYNC = {"Prefer": "respond-async"}
 SEEN = 20
 """Values that the caller of a stream has read when its gateway is gone."""
 
@@ -41,12 +39,6 @@ def text(cluster: Cluster) -> list[str]:
         return list(stream.values())
 
 
-def begin(cluster: Cluster) -> str:
-    answer = cluster.http.post("/fn/coder", json=ASK, headers=ASYNC)
-    assert answer.status_code == 202, answer.text
-    return str(answer.json()["id"])
-
-
 def status(cluster: Cluster, call: str) -> dict[str, Any]:
     answer = cluster.http.get(f"/v1/calls/{call}")
     assert answer.status_code == 200, answer.text
@@ -54,27 +46,9 @@ def status(cluster: Cluster, call: str) -> dict[str, Any]:
     return found
 
 
-def first_event(cluster: Cluster, call: str) -> None:
-    """Read until something of its answer is in the journal."""
-    with cluster.http.stream("GET", f"/v1/calls/{call}/events") as answer:
-        assert any(line.startswith("id: ") for line in answer.iter_lines())
-
-
 def ended(cluster: Cluster, call: str) -> dict[str, Any]:
     wait(lambda: status(cluster, call)["finished"] is not None, lambda: f"it ends: {status(cluster, call)}")
     return status(cluster, call)
-
-
-def read_on(cluster: Cluster, call: str, last: int) -> list[Any]:
-    """What the second gateway says of it after event ``last`` (-1: all)."""
-    url, after = cluster.document["urls"][1], {"Last-Event-ID": str(last)} if last >= 0 else {}
-    headers = {**cluster.headers, **after}
-    answer = httpx.get(f"{url}/v1/calls/{call}/events", headers=headers, timeout=GIVE_UP_S)
-    assert answer.status_code == 200, answer.text
-    events = [event for event in Parser().feed(answer.content) if event.comment is None]
-    assert events[-1].done, events[-1]
-    assert [event.id for event in events[:-1]] == [str(last + 1 + at) for at in range(len(events) - 1)]
-    return [json.loads(event.data) for event in events[:-1]]
 
 
 def first_values(stream: Stream) -> list[Any]:
@@ -84,8 +58,8 @@ def first_values(stream: Stream) -> list[Any]:
 
 def test_its_gateway_is_killed(cluster: Cluster, text: list[str]) -> None:
     """It goes on from its tokens in the next life of that gateway, and is read from any place on."""
-    call = begin(cluster)
-    first_event(cluster, call)
+    call = begin(cluster, "coder", ASK)
+    first_events(cluster, call, 1)
     old = cluster.kill("gateway")
     cluster.wait_restarted("gateway", old)
     done = ended(cluster, call)
@@ -137,8 +111,8 @@ def test_a_stream_outlives_a_gateway_that_stands_still(cluster: Cluster, text: l
 
 @pytest.mark.slow
 def test_a_kept_call_outlives_a_gateway_that_stands_still(cluster: Cluster, text: list[str]) -> None:
-    call = begin(cluster)
-    first_event(cluster, call)
+    call = begin(cluster, "coder", ASK)
+    first_events(cluster, call, 1)
     with suspended(cluster.pid("gateway-g1")):
         assert read_on(cluster, call, -1) == text
     assert read_on(cluster, call, 9) == text[10:]
@@ -146,8 +120,8 @@ def test_a_kept_call_outlives_a_gateway_that_stands_still(cluster: Cluster, text
 
 @pytest.mark.slow
 def test_everything_is_restarted(cluster: Cluster, text: list[str]) -> None:
-    call = begin(cluster)
-    first_event(cluster, call)
+    call = begin(cluster, "coder", ASK)
+    first_events(cluster, call, 1)
     token, port = cluster.token, int(cluster.url.rpartition(":")[2])
     cluster.stop()
     again = Cluster(cluster.home.parent, env={"SLLM_TOKEN": token}, port=port)

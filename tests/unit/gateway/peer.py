@@ -125,6 +125,8 @@ class ScriptedNode:
         self.lose: Callable[[Segment], bool] = lambda _: False
         """Frames that never leave."""
         self.silent = False
+        self.mute: Callable[[Any], bool] = lambda _: False
+        """Of which calls nothing leaves."""
         self._tasks = Tasks("node")
         self._subscriptions: list[Subscription] = []
         self._sequence = 0
@@ -197,7 +199,7 @@ class ScriptedNode:
                 self.send(segment)
 
     def send(self, item: Any) -> None:
-        if not self.silent:
+        if not self.silent and not self.mute(item):
             self.bus.publish_now(subjects.frames(GATEWAY, self.name), ToGateway((item,)))
 
     async def _beats(self) -> None:

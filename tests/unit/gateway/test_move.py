@@ -19,7 +19,7 @@ from sllm_gateway import move as moving
 from sllm_gateway.binding import Binding
 from sllm_gateway.move import GAP, MOST_ROUNDS, ROUNDS, TOGETHER_S, Move
 from sllm_gateway.resumption import Resumption
-from sllm_runtime.protocol import codec
+from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
 from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
@@ -31,6 +31,7 @@ from tests.unit.gateway.test_faults import SSE, values
 from tests.unit.gateway.test_resumption import engine
 
 # --- what is new to the caller ----------------------------------------------------------------------
+NOW = 10.0
 Step = tuple[int, tuple[int, ...], list[bytes]]
 """A generation, ids that it drew, and the parts of the output that follows (none: no output yet)."""
 steps = st.lists(
@@ -87,13 +88,13 @@ def test_nothing_is_lost_repeated_or_different(answer: list[Step], seed: int) ->
         arrive(rest[:count])
         del rest[:count]
         count = chance.randint(0, 3)
-        assert move.take(there[:count])[0] == []
+        assert move.take(there[:count], NOW)[0] == []
         del there[:count]
         if move.ready and (not rest or not there or chance.random() < 0.5):
             arrive(move.switch()[0])
     while there:
         count = chance.randint(1, 3)
-        arrive(move.take(there[:count])[0])
+        arrive(move.take(there[:count], NOW)[0])
         del there[:count]
     assert move.over
     assert given_out(caller) == given_out(source)
@@ -113,11 +114,11 @@ def test_it_is_ready_when_little_is_missing_or_after_the_last_round() -> None:
     kept.take(frames_of(answer, upto=10)[8:])
     for move in moves:
         assert not move.computed
-        move.take(frames_of(answer, delivered=4, upto=4))
+        move.take(frames_of(answer, delivered=4, upto=4), NOW)
         assert move.computed
         assert move.gap == 6
     assert [move.ready for move in moves] == [False, True]
-    moves[0].take(frames_of(answer, delivered=4, upto=8)[4:])
+    moves[0].take(frames_of(answer, delivered=4, upto=8)[4:], NOW)
     assert moves[0].gap == 2
     assert moves[0].ready
 
@@ -131,10 +132,10 @@ def test_one_that_is_fed_is_level_when_the_source_stops() -> None:
     kept.take(frames_of(answer, upto=6)[8:])
     for move in moves:
         move.feeds = True
-        move.take(frames_of(answer, delivered=4, upto=5))
+        move.take(frames_of(answer, delivered=4, upto=5), NOW)
         assert (move.computed, move.gap) == (True, 1)
     assert [move.ready for move in moves] == [False, True], "after some rounds a token or two may be missing"
-    moves[0].take(frames_of(answer, delivered=4, upto=6)[6:])
+    moves[0].take(frames_of(answer, delivered=4, upto=6)[6:], NOW)
     assert (moves[0].gap, moves[0].ready) == (0, True)
 
 
@@ -147,7 +148,7 @@ def test_one_that_is_fed_gets_more_rounds_while_much_is_missing() -> None:
     kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
     for move in moves:
         move.feeds = True
-        move.take(frames_of(answer, delivered=4, upto=4))
+        move.take(frames_of(answer, delivered=4, upto=4), NOW)
         assert (move.computed, move.gap) == (True, GAP + 1)
     assert [move.ready for move in moves] == [False, True]
 
@@ -160,7 +161,7 @@ def test_a_destination_prefills_what_it_was_told_and_what_it_is_fed() -> None:
     move = move_of(kept)
     move.feeds = True
     assert (move.filling, move.abreast) == (True, False)
-    move.take(frames_of(answer, delivered=4, upto=4))
+    move.take(frames_of(answer, delivered=4, upto=4), NOW)
     assert (move.filling, move.abreast) == (False, True)
     kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
     assert (move.filling, move.abreast) == (False, False)
@@ -183,7 +184,7 @@ def test_it_waits_for_others_so_long_and_no_longer() -> None:
     kept.watch()
     move, other = move_of(kept), move_of(kept)
     move.feeds = other.feeds = True
-    move.take(frames_of(answer, delivered=4, upto=4))
+    move.take(frames_of(answer, delivered=4, upto=4), NOW)
     assert move.ready
     assert other.filling
     assert [move.held([other], at) for at in (10.0, 10.0 + TOGETHER_S - 1, 10.0 + TOGETHER_S)] == [True, True, False]
@@ -191,12 +192,12 @@ def test_it_waits_for_others_so_long_and_no_longer() -> None:
     kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
     assert not move.ready
     assert move.held([other], 10.0)
-    other.take(frames_of(answer, delivered=4, upto=4))
+    other.take(frames_of(answer, delivered=4, upto=4), NOW)
     assert not move.held([other], 10.0), "it is to be fed"
-    move.take(frames_of(answer, delivered=4, upto=4 + GAP + 1)[4:])
+    move.take(frames_of(answer, delivered=4, upto=4 + GAP + 1)[4:], NOW)
     assert move.ready
     assert move.held([other], 10.0), "what the other lacks is a prefill too"
-    other.take(frames_of(answer, delivered=4, upto=5)[4:])
+    other.take(frames_of(answer, delivered=4, upto=5)[4:], NOW)
     assert not move.held([other], 10.0)
 
 
@@ -205,7 +206,7 @@ def test_one_that_is_not_fed_waits_for_nobody() -> None:
     kept.take(frames_of([(0, (1,), [b"x"])], upto=1))
     kept.watch()
     move, other = move_of(kept), move_of(kept)
-    move.take(frames_of([(0, (1,), [b"x"])], delivered=1, upto=1))
+    move.take(frames_of([(0, (1,), [b"x"])], delivered=1, upto=1), NOW)
     assert move.held([other], 10.0), "nobody has said that it takes none"
     move.feeds = False
     assert not move.held([other], 10.0)
@@ -220,16 +221,40 @@ def test_a_round_feeds_what_is_missing() -> None:
     kept.take(frames_of(answer, upto=10)[4:])
     assert move.lacking() == [], "it takes none"
     move.feeds = True
-    move.take(frames_of(answer, delivered=2, upto=4))
+    move.take(frames_of(answer, delivered=2, upto=4), NOW)
     assert (move.computed, move.gap) == (True, 6)
     assert move.feed() == [Feed("call", 2, 0, 4, (4, 4, 6, 6, 8, 8)), Feed("call", 2, 1, 4, (5, 5, 7, 7, 9, 9))]
     assert (move.computed, move.round) == (False, 2)
-    move.take(frames_of(answer, delivered=2, upto=9)[6:])
+    move.take(frames_of(answer, delivered=2, upto=9)[6:], NOW)
     assert not move.computed
     assert move.lacking() == [Feed("call", 2, 1, 8, (9, 9))]
-    move.take(frames_of(answer, delivered=2, upto=10)[16:])
+    move.take(frames_of(answer, delivered=2, upto=10)[16:], NOW)
     assert move.computed
     assert move.ready
+
+
+def test_what_the_source_tells_goes_on_to_a_destination_that_has_begun() -> None:
+    kept = Resumption()
+    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
+    kept.take(frames_of(answer, upto=4))
+    kept.watch()
+    move = move_of(kept)
+    move.feeds = True
+    kept.take(frames_of(answer, upto=6)[8:])
+    assert move.forward() == [], "it still computes what it was told at its opening"
+    move.take(frames_of(answer, delivered=4, upto=4), NOW)
+    assert move.forward() == [Feed("call", 2, 0, 4, (4, 5))]
+    assert move.forward() == []
+    kept.take(frames_of(answer, upto=7)[12:])
+    assert move.forward() == [Feed("call", 2, 0, 6, (6,))]
+    assert (move.round, move.computed) == (1, True), "that is no round"
+    assert move.lacking() == [Feed("call", 2, 0, 4, (4, 5, 6))], "any of these may be lost"
+    move.take(frames_of(answer, delivered=4, upto=9)[4:], NOW)
+    kept.take(frames_of(answer, upto=9)[14:])
+    assert move.forward() == [], "it has drawn them itself"
+    move.feeds = False
+    kept.take(frames_of(answer, upto=10)[18:])
+    assert move.forward() == []
 
 
 def test_ids_are_fed_in_messages_of_a_bounded_size() -> None:
@@ -248,11 +273,11 @@ def test_it_does_not_switch_within_an_output() -> None:
     kept.watch()
     move = move_of(kept)
     kept.take([Frame(0, FrameKind.OUTPUT, b"1", True)])
-    move.take([Frame(0, FrameKind.OUTPUT, b"1", True)])
+    move.take([Frame(0, FrameKind.OUTPUT, b"1", True)], NOW)
     assert move.computed
     assert not move.ready
     kept.take([Frame(0, FrameKind.OUTPUT, b"2")])
-    move.take([Frame(0, FrameKind.OUTPUT, b"2")])
+    move.take([Frame(0, FrameKind.OUTPUT, b"2")], NOW)
     assert move.ready
 
 
@@ -265,14 +290,14 @@ def test_another_answer_is_none(kind: FrameKind) -> None:
     wrong: list[Step] = [(0, (1, 3), [b"a"])] if kind is FrameKind.IDS else [(0, (1, 2), [b"b"])]
     kept.take(frames_of(right, upto=1))
     with pytest.raises(NotDeterministic):
-        move.take(frames_of(wrong, upto=1))
+        move.take(frames_of(wrong, upto=1), NOW)
 
 
 def test_another_answer_that_came_first_is_found_at_the_switch() -> None:
     kept = Resumption()
     kept.watch()
     move = move_of(kept)
-    move.take(frames_of([(0, (1,), [b"b"])], upto=1)[1:])
+    move.take(frames_of([(0, (1,), [b"b"])], upto=1)[1:], NOW)
     kept.take(frames_of([(0, (1,), [b"a"])], upto=1)[1:])
     with pytest.raises(NotDeterministic):
         move.switch()
@@ -296,6 +321,8 @@ class Scene:
         self.held: asyncio.Event | None = None
         """What the first run at i2 waits for before it says a word."""
         self.holds: Callable[[Run], bool] = lambda run: run.head.epoch == 2
+        self.stands = ""
+        """An instance that gives out nothing beyond what it was opened with."""
 
     async def deploy(self, *, moves: bool = False) -> None:
         source = entry("i1", fingerprint="f", moves_to="i2" if moves else "")
@@ -313,7 +340,7 @@ class Scene:
             if self.dies_at.get(name) == number:
                 run.end(InstanceLost(f"{name} died"))
                 return
-            if number >= max(len(known), fed(run)) and not await self._turn(run, number):
+            if number >= len(known) and not await self._turn(run, number):
                 run.end(Cancelled("stopped"))
                 return
             if self.ids:
@@ -329,7 +356,8 @@ class Scene:
 
     async def _turn(self, run: Run, number: int) -> bool:
         def go() -> bool:
-            return self.pace[run.head.instance] > number or fed(run) > number or run.cancelled.is_set()
+            goes = self.pace[run.head.instance] > number or fed(run) > number
+            return (goes and self.stands != run.head.instance) or run.cancelled.is_set()
 
         await until(go)
         return not run.cancelled.is_set()
@@ -434,6 +462,27 @@ async def test_a_running_call_is_fed_what_is_missing(nats: Nats) -> None:
         assert await s.moved() == 1
 
 
+async def test_what_the_source_tells_meanwhile_is_fed_as_it_comes(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        held, s.stands = asyncio.Event(), "i2"
+        s.held = held
+        s.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        s.pace["i1"] = 16
+        await until(lambda: s.acked("i1") >= 32)
+        held.set()
+        (second,) = s.runs("i2")
+        await until(lambda: second.fed)
+        s.pace["i1"] = 18
+        await until(lambda: fed(second) == 18)
+        assert second.fed[0].first == 10
+        assert all(item.first >= 16 for item in second.fed[1:])
+        s.stands, s.pace["i2"] = "", TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 1
+
+
 async def test_calls_that_move_together_go_over_together(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that its destination has computed stays where it is while that prefills the other."""
     monkeypatch.setattr(moving, "TOGETHER_S", 1e9)
@@ -535,6 +584,29 @@ async def test_the_destination_dies_and_the_source_goes_on(nats: Nats) -> None:
         s.pace["i1"] = TOTAL
         assert values((await call).text) == list(range(TOTAL))
         assert await s.moved() == 0
+
+
+async def test_the_destination_falls_silent_and_the_source_goes_on(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1.5)
+    async with scene(nats) as s, s.reading() as call:
+        s.w.node.mute = lambda item: item.epoch > 1
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2") and s.runs("i2")[0].cancelled.is_set())
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 0
+
+
+async def test_it_falls_silent_when_it_has_the_call(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1.5)
+    async with scene(nats) as s, s.reading() as call:
+        await s.deploy(moves=True)
+        await until(s.runs("i1")[0].cancelled.is_set)
+        s.w.node.mute = lambda item: item.epoch == 2
+        await s.deploy()
+        s.pace["i1"] = s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert max(run.head.epoch for run in s.w.node.runs.values()) > 2
 
 
 async def test_the_source_dies_and_the_destination_goes_on_at_once(nats: Nats) -> None:
