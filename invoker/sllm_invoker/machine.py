@@ -12,7 +12,10 @@ from sllm_runtime.protocol.node import Gpu
 from sllm_runtime.protocol.quantities import parse_bytes
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_MEMINFO: Final = Path("/proc/meminfo")
 _NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
+_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
+_CACHED = re.compile(r"^(?:active|inactive)_file (\d+)$", re.MULTILINE)
 _MODEL = re.compile(r"^Model:\s*(?:NVIDIA\s+)?(.+)$", re.MULTILINE)
 
 
@@ -34,6 +37,22 @@ def memory() -> int:
     except OSError:
         return total
     return total if limit == "max" else min(total, int(limit))
+
+
+def available(group: Path = _CGROUP, machine: Path = _MEMINFO) -> int:
+    """Bytes that can be had without anybody being killed: the machine's, cut by what the control group's limit leaves.
+    What the page cache holds counts, since the kernel gives it up."""
+    try:
+        found = _AVAILABLE.search(machine.read_text())
+    except OSError:
+        found = None
+    free = int(found[1]) * 1024 if found else memory()
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        cached = sum(map(int, _CACHED.findall((group / "memory.stat").read_text())))
+    except (OSError, ValueError):  # version 1, or no limit ("max")
+        return free
+    return min(free, max(0, limit - used + cached))
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:

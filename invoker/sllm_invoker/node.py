@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from sllm_invoker import machine
+from sllm_invoker import machine, pressure
 from sllm_invoker.admission import Ledger
 from sllm_invoker.bundles import BundleCache
 from sllm_invoker.gateway_link import BusLine
@@ -20,7 +20,7 @@ from sllm_invoker.instances import Instances
 from sllm_invoker.loader import Loader
 from sllm_invoker.logs import LogSink
 from sllm_invoker.models import Models
-from sllm_invoker.pool import WarmPool
+from sllm_invoker.pools import WarmPools
 from sllm_invoker.preparation import Images, Suppliers
 from sllm_invoker.proofs import Proofs
 from sllm_invoker.relay import Relay
@@ -90,8 +90,12 @@ class Node:
         self._labels = machine.parse_labels(settings.labels)
         self._reporter = Reporter(self._compose, self._publish_status)
         self._loader = Loader(settings.loaderd_socket, self._storage_changed)
-        self._pool = WarmPool(
-            driver, settings.pool_size, refill_delay_s=settings.refill_delay, on_change=self._reporter.changed
+        self._pool = WarmPools(
+            driver,
+            settings.pool_size,
+            kinds=settings.pool_kinds,
+            refill_delay_s=settings.refill_delay,
+            on_change=self._reporter.changed,
         )
         self._bundles = BundleCache(settings.data_dir / "bundles", self._fetch_bundle, settings.bundle_cache)
         self._workdirs = Workdirs(settings.data_dir / "work")
@@ -143,6 +147,7 @@ class Node:
                 ("loader", self._loader.run()),
                 ("logs", self._sink.run()),
                 ("pool", self._pool.run()),
+                ("memory", pressure.watch(machine.available, self._settings.pool_floor, self._pool.press)),
                 ("ticks", self._tick()),
             ):
                 self._tasks.start(work, name)

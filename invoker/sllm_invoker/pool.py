@@ -1,4 +1,4 @@
-"""The warm pool: sandboxes forked before anyone asks, each used once.
+"""A warm pool: sandboxes of one kind that are made before anyone asks, each used once.
 
 A start never waits for the pool to be full: it takes a warm sandbox, or the next one that becomes warm. Refilling
 waits a moment after a start, so that on few cores it does not take time from the very start that emptied the pool.
@@ -25,18 +25,27 @@ CLOSE_S: Final = 10.0
 
 
 class WarmPool:
-    """``size`` sandboxes that wait. ``run`` keeps it so; ``acquire`` takes one; ``close`` ends what nobody took."""
+    """``size`` sandboxes that wait. ``run`` keeps it so; ``acquire`` takes one; ``close`` ends what nobody took.
+
+    ``patient``: who waits for a sandbox goes on waiting when one cannot be made. Else it is told why, and until one
+    could be made the pool makes none that nobody waits for.
+    """
 
     def __init__(
         self,
         driver: SandboxDriver,
         size: int,
+        wish: Wish = PLAIN,
         *,
+        patient: bool = True,
         refill_delay_s: float = 0.3,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._driver = driver
         self._size = size
+        self._wish = wish
+        self._patient = patient
+        self._pressed = False
         self._delay = refill_delay_s
         self._on_change = on_change
         self._idle: deque[Sandbox] = deque()
@@ -56,16 +65,18 @@ class WarmPool:
         """Warm sandboxes that wait."""
         return len(self._idle)
 
-    async def acquire(self, wish: Wish = PLAIN) -> Sandbox:
-        """A warm sandbox, now the caller's to close. Waits for the one being made if none is idle; one is made for a
-        ``wish`` that those of the pool do not fulfil.
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for a sandbox."""
+        return any(not waiter.done() for waiter in self._waiters)
 
-        Raises ``Unavailable`` when the pool is closed. The caller sets the deadline.
+    async def acquire(self) -> Sandbox:
+        """A warm sandbox, now the caller's to close. Waits for the one being made if none is idle.
+
+        Raises ``Unavailable`` when the pool is closed, and where it is not patient. The caller sets the deadline.
         """
         if self._closed:
             raise Unavailable("this node is shutting down")
-        if not self._driver.serves(wish):
-            return await self._driver.create(_name(), wish)
         loop = asyncio.get_running_loop()
         self._quiet_until = loop.time() + self._delay
         while self._idle:
@@ -83,6 +94,13 @@ class WarmPool:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._put(waiter.result())  # it came in the moment we were cancelled
             raise
+
+    def press(self, on: bool) -> None:
+        """Memory is short: none waits until it is not. Who asks for a sandbox gets one."""
+        self._pressed = on
+        while on and self._idle:
+            self._discard(self._idle.popleft())
+        self._changed()
 
     async def run(self) -> None:
         """Keep the pool filled until cancelled."""
@@ -108,13 +126,17 @@ class WarmPool:
         if self._closed:
             return 0
         self._waiters = deque(waiter for waiter in self._waiters if not waiter.done())
-        size = self._size if now >= self._quiet_until else 0
+        ready = now >= self._quiet_until and not self._pressed and (self._patient or not self._failures)
+        size = self._size if ready else 0
         return max(0, size + len(self._waiters) - len(self._idle) - len(self._making))
 
     async def _make(self) -> None:
         try:
-            sandbox = await self._driver.create(_name())
+            sandbox = await self._driver.create(sandbox_name(), self._wish)
         except SllmError as error:
+            if not self._patient:
+                self._refuse(error)
+                return
             delay = BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
             self._failures += 1
             self.last_error = error
@@ -124,6 +146,15 @@ class WarmPool:
         self._failures, self.last_error = 0, None
         sandbox.exited.add_done_callback(lambda _future: self._died(sandbox))
         self._put(sandbox)
+
+    def _refuse(self, error: SllmError) -> None:
+        """Whoever waits longest learns why the sandbox that was made for it became none."""
+        self._failures, self.last_error = self._failures + 1, error
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_exception(error)
+                return
 
     def _made(self, task: asyncio.Task[None]) -> None:
         self._making.discard(task)
@@ -141,6 +172,9 @@ class WarmPool:
             if not waiter.done():
                 waiter.set_result(sandbox)
                 return
+        if self._pressed:
+            self._discard(sandbox)
+            return
         self._idle.append(sandbox)
         self._changed()
 
@@ -175,7 +209,8 @@ class WarmPool:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
 
-def _name() -> str:
+def sandbox_name() -> str:
+    """Unique on this node, over all its lives."""
     return f"sb-{uuid.uuid4().hex[:12]}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sllm_invoker.bundles import BundleCache
-from sllm_invoker.pool import WarmPool
+from sllm_invoker.pools import WarmPools
 from sllm_invoker.proofs import Proofs
 from sllm_invoker.sandbox import Sandbox, Wish
 from sllm_invoker.start_times import StartTimes
@@ -61,7 +61,7 @@ class Images(Protocol):
 class Suppliers:
     """Where the parts come from."""
 
-    pool: WarmPool
+    pool: WarmPools
     bundles: BundleCache
     weights: Weights
     workdirs: Workdirs

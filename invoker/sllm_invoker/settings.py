@@ -22,6 +22,11 @@ class InvokerSettings(Settings):
     loaderd_socket: Path
     pool_size: int = Field(default=2, ge=0, le=256)
     """Warm sandboxes that wait."""
+    pool_kinds: int = Field(default=4, ge=0, le=64)
+    """Kinds of containers with an image or devices of their own of which one waits, those that were asked for last.
+    None where ``pool_size`` is 0."""
+    pool_floor: Bytes = Field(default=256 * 2**20, ge=0)
+    """Bytes of available memory below which no sandbox waits."""
     refill_delay: float = Field(default=0.3, ge=0)
     """Seconds the pool waits after a start before it forks again."""
     cpu: float | None = Field(default=None, gt=0)

@@ -29,8 +29,9 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine() -> Engine:
-    """A container engine that works here: for tests that are marked so."""
-    return asyncio.run(probe.find())
+    """A container engine that works here, SLLM_TEST_ENGINE's where that is set: for tests that are marked so."""
+    named: dict[str, probe.Wanted] = {"podman": "podman", "docker": "docker"}
+    return asyncio.run(probe.find(named.get(os.environ.get("SLLM_TEST_ENGINE", ""), "auto")))
 
 
 @pytest.fixture(scope="session")

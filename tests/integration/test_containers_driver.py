@@ -1,40 +1,32 @@
 """The container driver with a real engine: warm sandboxes that end in every way, and containers that become none."""
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sllm_invoker.containers import control_group, probe
+from sllm_invoker.containers import control_group
 from sllm_invoker.containers.arguments import Owner
 from sllm_invoker.containers.choice import COMMAND
 from sllm_invoker.containers.driver import ContainerDriver, Sizes
 from sllm_invoker.containers.engine import Engine
-from sllm_invoker.images.base import Base
-from sllm_invoker.images.store import Store
-from sllm_invoker.sandbox import Sandbox, Wish
+from sllm_invoker.pools import WarmPools
+from sllm_invoker.sandbox import PLAIN, Sandbox, Wish
+from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 SIZES = Sizes(memory=1 << 30, cpu=2.0, pids=64, tmp=32 << 20)
 Make = Callable[..., Coroutine[Any, Any, ContainerDriver]]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return asyncio.run(probe.find())
-
-
-@pytest.fixture(scope="module")
-def image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return asyncio.run(Base(Store(engine), tmp_path_factory.mktemp("image"), dict(os.environ)).ensure())
 
 
 @pytest.fixture
@@ -47,11 +39,11 @@ async def make(engine: Engine, image: str, owner: Owner, tmp_path: Path) -> Asyn
     """A driver that has begun, of another image or command where one is given. Nothing of its containers is left."""
     made = []
 
-    async def driver(of: str = image, command: tuple[str, ...] = COMMAND) -> ContainerDriver:
+    async def driver(of: str = image, command: tuple[str, ...] = COMMAND, by: Engine = engine) -> ContainerDriver:
         async def named() -> str:
             return of
 
-        made.append(ContainerDriver(engine, named, command, owner, tmp_path / "sandboxes", SIZES))
+        made.append(ContainerDriver(by, named, command, owner, tmp_path / "sandboxes", SIZES))
         await made[-1].start()
         return made[-1]
 
@@ -72,6 +64,14 @@ async def of(engine: Engine, owner: Owner) -> list[str]:
 def interfaces(pid: int) -> list[str]:
     """Network interfaces that a process sees; the loopback is one."""
     return Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
+
+
+def has_device(pid: int, number: int) -> tuple[bool, bool]:
+    """Whether the container of process ``pid`` has the device, and the variable, of ``named_device``."""
+    process = Path("/proc", str(pid))
+    environment = (process / "environ").read_bytes().split(b"\0")
+    there = (process / "root/dev" / f"sllm-test{number}").is_char_device()
+    return there, b"SLLM_TEST_DEVICE=%d" % number in environment
 
 
 async def ended(sandbox: Sandbox) -> tuple[int | None, int, bool]:
@@ -136,6 +136,51 @@ async def test_who_wants_the_network_gets_a_sandbox_of_its_own(make: Make) -> No
     await sandbox.close()
 
 
+@pytest.fixture
+def named_device() -> Iterator[int]:
+    """The number of a GPU that no machine has, and that engines find by its name: a device that is /dev/zero by another
+    name, and a variable."""
+    number, place = 4000 + os.getpid() % 1000, Path("/var/run/cdi")
+    nodes = [{"path": f"/dev/sllm-test{number}", "type": "c", "major": 1, "minor": 5, "permissions": "rw"}]
+    edits = {"deviceNodes": nodes, "env": [f"SLLM_TEST_DEVICE={number}"]}
+    named = {
+        "cdiVersion": "0.3.0",
+        "kind": "nvidia.com/gpu",
+        "devices": [{"name": f"{number}", "containerEdits": edits}],
+    }
+    made = not place.exists()
+    try:
+        place.mkdir(exist_ok=True)
+        (place / f"sllm-test-{number}.json").write_text(json.dumps(named))
+    except OSError as error:
+        pytest.skip(f"names of devices can be given by root alone: {error}")
+    yield number
+    (place / f"sllm-test-{number}.json").unlink()
+    if made:
+        place.rmdir()
+
+
+async def test_who_was_given_a_gpu_has_it_by_its_name(make: Make, engine: Engine, named_device: int) -> None:
+    if engine.kind != "podman":
+        pytest.skip(f"{engine.kind} asks NVIDIA's own runtime for GPUs, and finds no other device by name")
+    driver = await make()
+    wish = Wish(gpus=(named_device,))
+    assert not driver.serves(wish)
+    sandbox, plain = [
+        await driver.create(f"sllm-test-{number}-{os.getpid()}", each) for number, each in enumerate((wish, PLAIN))
+    ]
+    seen = [has_device(each.pid, named_device) for each in (sandbox, plain)]
+    assert seen == [(True, True), (False, False)]
+    for each in (sandbox, plain):
+        await each.close()
+
+
+async def test_a_gpu_that_no_file_names_is_the_engines_own_error(make: Make, engine: Engine) -> None:
+    driver = await make()
+    with pytest.raises(Unavailable, match=r"run` failed"):
+        await driver.create(f"sllm-test-{os.getpid()}", Wish(gpus=(9999,)))
+
+
 async def test_an_image_that_is_not_there_is_the_engines_own_error(make: Make) -> None:
     driver = await make("localhost/sllm-no-such-image:1")
     with pytest.raises(Unavailable, match=r"run` failed .*sllm-no-such-image"):
@@ -157,6 +202,52 @@ async def test_a_worker_that_cannot_import_is_quoted(make: Make) -> None:
     driver = await make(command=("python", "-c", broken))
     with pytest.raises(Unavailable, match=r"ended early: exit code 70; it said: .*torch"):
         await driver.create(f"sllm-test-{os.getpid()}")
+
+
+async def test_what_python_another_image_has_is_not_the_drivers(make: Make, image: str) -> None:
+    driver = await make()
+    sandbox = await driver.create(f"sllm-test-{os.getpid()}", Wish(image=image))
+    assert sandbox.python != ""
+    assert driver.python == ""
+    await sandbox.close()
+
+
+async def test_an_image_of_its_own_waits_for_the_next_start(make: Make, image: str) -> None:
+    """Of the base image under a wish of its own: the driver's other containers are not given for it."""
+    driver, tasks = await make(), Tasks("test")
+    pools = WarmPools(driver, 1, kinds=1, refill_delay_s=0.0)
+    tasks.start(pools.run(), "pools")
+    try:
+        wish = Wish(image=image)
+        first = await pools.acquire(wish)
+        await until(lambda: pools.others == {wish: 1} and pools.idle == 1, what="one of each kind waits")
+        second = await pools.acquire(wish)
+        assert second.name != first.name
+        await asyncio.gather(first.close(), second.close())
+    finally:
+        await pools.close()
+        await tasks.close()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.15, 0.4])
+async def test_an_engine_that_is_killed_while_it_starts_a_container_leaves_none(
+    make: Make, engine: Engine, owner: Owner, tmp_path: Path, after_s: float
+) -> None:
+    """Wherever it is killed: before it has made anything, in the middle, or when the container runs."""
+    killing = tmp_path / "killing"
+    killing.write_text(
+        f'#!/bin/sh\ncase " $* " in *\' run \'*) ;; *) exec {engine.program} "$@" ;; esac\n'
+        f'{engine.program} "$@" & sleep {after_s}; kill -9 $!; wait $!\n'
+    )
+    killing.chmod(0o755)
+    driver = await make(by=replace(engine, program=str(killing)))
+    name = f"sllm-test-{os.getpid()}"
+    with contextlib.suppress(Unavailable):  # it may have been done in time
+        sandbox = await driver.create(name)
+        await sandbox.close()
+    assert name not in await of(engine, owner)
+    again = await (await make()).create(name)  # nothing of the name is left either
+    await again.close()
 
 
 async def test_what_an_earlier_life_has_left_is_removed(

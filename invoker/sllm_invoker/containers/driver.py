@@ -88,7 +88,7 @@ class ContainerDriver:
 
     @property
     def python(self) -> str:
-        """Version of its workers' Python; empty before the first is ready."""
+        """Version of Python in its own image; empty before the first worker is ready."""
         return self._python
 
     @property
@@ -130,7 +130,8 @@ class ContainerDriver:
         except BaseException:
             await sandbox.close()
             raise
-        self._python = sandbox.hello.python
+        if not wish.image:  # a function's own image may have another
+            self._python = sandbox.hello.python
         return sandbox
 
     # --- one container --------------------------------------------------------------------------------

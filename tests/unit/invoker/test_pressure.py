@@ -1,0 +1,52 @@
+"""When memory is short, and what is available: of the machine and of a control group."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker import machine, pressure
+from tests.fixtures.waiting import until
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("available", "was", "is_short"),
+    [(99, False, True), (100, False, False), (150, False, False), (150, True, True), (200, True, False)],
+)
+def test_it_is_short_from_the_floor_until_twice_as_much(available: int, was: bool, is_short: bool) -> None:
+    assert pressure.short(available, 100, was) is is_short
+
+
+def test_without_a_floor_it_is_never_short() -> None:
+    assert not pressure.short(0, 0, False)
+
+
+async def test_each_change_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "LOOK_S", 0)
+    values = iter([500, 90, 150, 90, 250, 500, 10])
+    told: list[bool] = []
+    watching = asyncio.create_task(pressure.watch(lambda: next(values, 10), 100, told.append))
+    await until(lambda: len(told) == 3, what="the last change is told")
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert told == [True, False, True]
+
+
+def test_a_control_group_leaves_what_it_has_not_used_and_what_only_caches(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:   10 kB\nMemAvailable:    8192 kB\n")
+    there = (tmp_path, tmp_path / "meminfo")
+    assert machine.available(*there) == 8 * MIB, "no group, no limit"
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text(f"{6 * MIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {MIB}\nactive_file {MIB}\nfile 9\n")
+    assert machine.available(*there) == 8 * MIB
+    (tmp_path / "memory.max").write_text(f"{7 * MIB}\n")
+    assert machine.available(*there) == 3 * MIB
+    (tmp_path / "memory.max").write_text(f"{64 * MIB}\n")
+    assert machine.available(*there) == 8 * MIB, "the machine has no more"
+
+
+def test_this_machine_has_some() -> None:
+    assert 0 < machine.available() <= machine.memory()
