@@ -29,7 +29,9 @@ class Driver(ABC):
 
     kv: KvStore | None = None
     """No process has all of it."""
+    head = None
     layer_ranges = False
+    lora = False
     tokens = False
     """Whether followers are told the ids of a step."""
 

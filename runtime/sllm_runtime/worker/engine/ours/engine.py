@@ -17,7 +17,7 @@ from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash
 from sllm_runtime.worker.engine.ours.runner import LocalRunner, Runner
 from sllm_runtime.worker.engine.ours.sampler import choose_rows
 from sllm_runtime.worker.engine.ours.scheduler import Limits, Scheduler, Sequence, State
-from sllm_runtime.worker.engine.ours.scoring import Head, given, score
+from sllm_runtime.worker.engine.ours.scoring import given, score
 from sllm_runtime.worker.engine.sampling import broken
 
 
@@ -66,23 +66,20 @@ class OurEngine:
         self.vocabulary = decoder.vocabulary
         self.fingerprint = fingerprint
         self.numerics = numerics
-        whole = runner is None
+        self.runner: Runner = runner or LocalRunner(decoder, numerics)
+        self._head = self.runner.head
+        whole, lora = self._head is not None, self.runner.lora
         self.capabilities = Capabilities(
             exact_resume=proven,
-            layer_ranges=runner is None or runner.layer_ranges,
+            layer_ranges=self.runner.layer_ranges,
             kv_transfer=whole,
-            lora=whole,
+            lora=lora,
             sleep=True,
             prompt_logprobs=whole,
             feeds=proven,
             retells=whole and proven,
         )
-        self.adapters = decoder.lora if whole else None
-        self._head: Head | None = None
-        if runner is None:
-            runner = local = LocalRunner(decoder, numerics)
-            self._head = local.head
-        self.runner: Runner = runner
+        self.adapters = decoder.lora if lora else None
         self._eos = eos
         context = min(decoder.context, max_context or decoder.context)
         most = -(-context // PAGE) * limits.running

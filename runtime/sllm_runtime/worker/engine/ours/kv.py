@@ -1,4 +1,4 @@
-"""Where K and V lie: one tensor of pages for all layers of a stage, in float32.
+"""Where K and V lie on a CPU: one tensor of pages for all layers of a stage, in float32.
 
 float32 whatever the weights are: attention is computed in it, and a CPU multiplies small float32 matrices four times as
 fast as small bfloat16 ones.
@@ -20,16 +20,18 @@ from sllm_runtime.worker.engine.ours.pages import PAGE
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one position takes: ``layers`` of this stage, K and V of ``heads`` times ``width`` numbers each."""
+    """What one position takes: ``layers`` of this stage, K and V of ``heads`` times ``width`` numbers each, of
+    ``itemsize`` bytes."""
 
     layers: int
     heads: int
     width: int
+    itemsize: int = 4
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page over all layers."""
-        return self.layers * 2 * self.heads * PAGE * self.width * 4
+        return self.layers * 2 * self.heads * PAGE * self.width * self.itemsize
 
 
 class Places(NamedTuple):

@@ -44,5 +44,10 @@ LEVELS: Final = (
 )
 """From cheap to strict: the first that the self-test proves is taken. The first holds where products of few rows have
 kernels of their own that treat each row alike: in float32 OpenBLAS' with AVX-512, in bfloat16 oneDNN's."""
+GPU_EXACT: Final = Numerics("gpu-exact", 1, 1, 1)
+"""Nothing is padded: kernels whose tiles and splits are fixed (``gpu.exact``)."""
+GPU_FAST: Final = Numerics("gpu-fast", 1, 1, 1)
+"""What torch has."""
+GPU_LEVELS: Final = (GPU_EXACT, GPU_FAST)
 EXACT: Final = LEVELS[1]
 """What held wherever it was tried."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Protocol
 
 import torch
 
-from sllm_runtime.worker.engine.ours.batch import Batches, decodes_first
-from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.batch import decodes_first
+from sllm_runtime.worker.engine.ours.model.backend import Kv, Steps
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
+
+Head = Callable[[Many[int]], torch.Tensor]
+"""Float32 logits (rows, vocabulary), on the CPU, of any rows of the step that was launched last."""
 
 
 class Runner(Protocol):
@@ -30,8 +34,16 @@ class Runner(Protocol):
         """Whether any range of its layers may be a stage in a process of its own."""
 
     @property
-    def kv(self) -> KvStore | None:
+    def lora(self) -> bool:
+        """Whether rows may go through adapters."""
+
+    @property
+    def kv(self) -> Kv | None:
         """The KV cache, where this process holds all of it and is awake."""
+
+    @property
+    def head(self) -> Head | None:
+        """Of any rows of the last step; None where other processes have a part of the model."""
 
     def room(self, kv_bytes: int) -> int:
         """Pages that fit, when each process of this runner may use ``kv_bytes``; 0 if not one does."""
@@ -47,8 +59,8 @@ class Runner(Protocol):
         from, in the order of the logits."""
 
     def collect(self) -> torch.Tensor | None:
-        """Float32 logits (at least as many rows as were wanted, vocabulary) of the oldest step on its way; ``None``
-        where no row was wanted."""
+        """Float32 logits (at least as many rows as were wanted, vocabulary) of the oldest step on its way, on the CPU;
+        ``None`` where no row was wanted."""
 
     def close(self) -> None:
         """Give back what joins this process to others. Repeatable."""
@@ -64,15 +76,16 @@ class LocalRunner:
 
     depth = 1
     layer_ranges = True
+    lora = True
 
     def __init__(self, decoder: Decoder, numerics: Numerics) -> None:
         self._decoder = decoder
         self._numerics = numerics
-        self._shape = KvShape(decoder.count, decoder.heads.kv, decoder.heads.width)
-        self._batches: Batches | None = None
+        self._shape = decoder.backend.kv_shape(decoder.count, decoder.heads, decoder.dtype)
+        self._steps: Steps | None = None
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
-        self.kv: KvStore | None = None
+        self.kv: Kv | None = None
 
     def room(self, kv_bytes: int) -> int:
         """See ``Runner.room``."""
@@ -80,21 +93,21 @@ class LocalRunner:
 
     def wake(self, pages: int) -> None:
         """See ``Runner.wake``."""
-        self.kv = KvStore(self._shape, pages)
-        self._batches = Batches(self.kv, self._decoder.heads, self._numerics)
+        decoder = self._decoder
+        self.kv, self._steps = decoder.backend.cache(self._shape, pages, decoder.heads, self._numerics, decoder.dtype)
 
     def sleep(self) -> None:
         """See ``Runner.sleep``."""
-        self.kv = self._batches = None
+        self.kv = self._steps = None
 
     def launch(self, chunks: Many[Chunk], fresh: Many[int]) -> tuple[Sequence, ...]:
         """See ``Runner.launch``; computes the whole step."""
         assert self.kv is not None
-        assert self._batches is not None
+        assert self._steps is not None
         with torch.inference_mode():
             for page in fresh:
                 self.kv.clear(page)
-            batch = self._batches.make(chunks)
+            batch = self._steps.make(chunks)
             self._decoder.lora.begin(decodes_first(chunks))
             hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
             self._logits = self._decoder.logits(hidden, batch.wanted) if len(batch.wanted) else None
@@ -110,7 +123,7 @@ class LocalRunner:
         """See ``Runner.close``."""
 
     def head(self, rows: Many[int]) -> torch.Tensor:
-        """Float32 logits (rows, vocabulary) of any rows of the step that was launched last."""
+        """See ``Runner.head``."""
         assert self._hidden is not None
         padding = self._numerics.padded(len(rows)) - len(rows)
         with torch.inference_mode():

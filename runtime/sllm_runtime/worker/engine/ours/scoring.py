@@ -3,22 +3,18 @@ their rows go through the head too, a few at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Final
 
-import torch
-
 from sllm_runtime.worker.engine.base import TokenChoice
 from sllm_runtime.worker.engine.ours.batch import decodes_first
+from sllm_runtime.worker.engine.ours.runner import Head
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 from sllm_runtime.worker.engine.sampling import reported
 
 _BLOCK: Final = 32
 """Rows through the head at once: with a vocabulary of 150,000 that is 20 MB of logits."""
-
-Head = Callable[[Many[int]], torch.Tensor]
-"""Float32 logits (rows, vocabulary) of rows of the step that was launched last."""
 
 
 def score(chunks: Many[Chunk], head: Head) -> None:

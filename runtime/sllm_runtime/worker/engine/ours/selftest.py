@@ -8,19 +8,17 @@ The layers of a model are alike: the first few stand for all.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence as Many
 from typing import Final
 
 import msgspec
-import numpy as np
 import torch
 
 from sllm_runtime.worker.engine.base import Request, Sampling
-from sllm_runtime.worker.engine.ours.batch import Batches
-from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.model.backend import Backend
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
-from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
+from sllm_runtime.worker.engine.ours.model.host import Host
+from sllm_runtime.worker.engine.ours.numerics import EXACT, GPU_LEVELS, LEVELS, Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
@@ -29,14 +27,6 @@ VERSION: Final = 4
 _DEPTH: Final = 3
 _LENGTHS: Final = (PAGE + 9, 70, 33, 21, 18, 17, 12, 9, 5)
 _PIECES: Final = (1, 1, 3, 1, 31, 1, 1, 64, 2, 1, 1)
-_VARIABLES: Final = (
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ATEN_CPU_CAPABILITY",
-    "OPENBLAS_CORETYPE",
-)
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +41,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def numerics(self) -> Numerics:
         """The level."""
-        return next((level for level in LEVELS if level.name == self.level), EXACT)
+        return next((level for level in (*LEVELS, *GPU_LEVELS) if level.name == self.level), EXACT)
 
     @property
     def numerics_class(self) -> str:
@@ -59,13 +49,10 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256("\n".join((self.fingerprint, self.level, self.probe)).encode()).hexdigest()
 
 
-def fingerprint(architecture: str, model: str, dtype: torch.dtype) -> str:
-    """What decides the bits, known before any weight is there: libraries, CPU, threads, dtype, model."""
-    parts = (
-        str(VERSION), np.__version__, torch.__version__, torch.__config__.show(),
-        torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(dtype), architecture, model,
-        *(os.environ.get(n, "") for n in _VARIABLES),
-    )  # fmt: skip
+def fingerprint(architecture: str, model: str, dtype: torch.dtype, backend: Backend | None = None) -> str:
+    """What decides the bits, known before any weight is there: libraries, processor (``backend``'s, the CPU unless it
+    is given), dtype, model."""
+    parts = (str(VERSION), *(backend or Host()).marks(), str(dtype), architecture, model)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -78,16 +65,20 @@ def remembered(text: str, mark: str) -> Proof | None:
     return proof if proof.fingerprint == mark else None
 
 
-def prove(decoder: Decoder, mark: str, levels: Many[Numerics] = LEVELS, layers: int | None = None) -> Proof:
-    """The first level that holds. Where none does, exactness is not promised. Takes as long as some 1,000 tokens.
+def prove(
+    decoder: Decoder, mark: str, levels: Many[Numerics] | None = None, layers: int | None = None
+) -> Proof:  # fmt: skip
+    """The first of ``levels`` (those of the decoder's backend) that holds. Where none does, exactness is not promised.
+    Takes as long as some 1,000 tokens.
 
     ``layers``: how many of the first layers this process has; all of them unless it is given."""
     with torch.inference_mode():
-        for level in levels:
+        for level in decoder.backend.levels if levels is None else levels:
             test = _Test(decoder, level, layers)
             if test.holds():
                 return Proof(fingerprint=mark, level=level.name, exact=True, probe=test.digest())
-        return Proof(fingerprint=mark, level=EXACT.name, exact=False, probe=_Test(decoder, EXACT, layers).digest())
+        level = decoder.backend.otherwise
+        return Proof(fingerprint=mark, level=level.name, exact=False, probe=_Test(decoder, level, layers).digest())
 
 
 class _Test:
@@ -95,14 +86,15 @@ class _Test:
         self._decoder = decoder
         self._depth = min(layers or decoder.count, _DEPTH)
         self._lengths = [min(length, decoder.context) for length in _LENGTHS]
-        shape = KvShape(self._depth, decoder.heads.kv, decoder.heads.width)
-        self._kv = KvStore(shape, 2 * sum(map(pages_for, self._lengths)))
-        self._batches = Batches(self._kv, decoder.heads, level)
+        self._level = level
+        self._half = sum(map(pages_for, self._lengths))
+        shape = decoder.backend.kv_shape(self._depth, decoder.heads, decoder.dtype)
+        _, self._steps = decoder.backend.cache(shape, 2 * self._half, decoder.heads, level, decoder.dtype)
 
     def holds(self) -> bool:
         """Whether every row is the same in both ways."""
         alone = [self._rows([Chunk(text, 0, len(text.tokens))]) for text in self._texts(0)]
-        mixed = self._texts(self._kv.pages // 2)
+        mixed = self._texts(self._half)
         done = [0] * len(mixed)
         turn = 0
         while any(at < len(text.tokens) for at, text in zip(done, mixed, strict=True)):
@@ -124,7 +116,7 @@ class _Test:
         """Of the logits of the first text's last rows."""
         text = self._texts(0)[0]
         rows = self._rows([Chunk(text, 0, len(text.tokens))])[-4:]
-        return hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
+        return hashlib.sha256(rows.contiguous().cpu().numpy().tobytes()).hexdigest()
 
     def _texts(self, page: int) -> list[Sequence]:
         texts = []
@@ -136,8 +128,8 @@ class _Test:
         return texts
 
     def _rows(self, chunks: Many[Chunk]) -> torch.Tensor:
-        batch = self._batches.make(chunks)
+        batch = self._steps.make(chunks)
         hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._depth)
         count = sum(chunk.count for chunk in chunks)
-        wanted = torch.arange(self._batches.numerics.padded(count)).clamp_(max=count - 1)
+        wanted = torch.arange(self._level.padded(count), device=hidden.device).clamp_(max=count - 1)
         return self._decoder.logits(hidden, wanted)[:count]

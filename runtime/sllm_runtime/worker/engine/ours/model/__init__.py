@@ -9,7 +9,9 @@ import torch
 
 from sllm_runtime.protocol.errors import UnsupportedModel
 from sllm_runtime.worker.engine.ours.model import falcon, gemma, gpt2, llama, opt
+from sllm_runtime.worker.engine.ours.model.backend import Backend
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.model.host import Host
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
 Build = Callable[[Any, Weights, int], Decoder]
@@ -30,14 +32,18 @@ FAMILIES: Final[Mapping[str, Build]] = {
 
 
 def build(
-    architecture: str, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, tile: int
-) -> Decoder:
+    architecture: str, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, tile: int,
+    backend: Backend | None = None,
+) -> Decoder:  # fmt: skip
     """The model of a family. ``config``: transformers' own object; ``tensors``: by transformers' names; ``tile``: rows
-    that experts are padded to. Raises ``UnsupportedModel`` where another engine has to do it."""
+    that experts are padded to; ``backend``: where ``tensors`` are, on the CPU unless it is given. Raises
+    ``UnsupportedModel`` where another engine has to do it."""
     family = FAMILIES.get(architecture)
     if family is None:
         raise UnsupportedModel(f"{architecture} is unknown to this engine")
-    weights = Weights(tensors, dtype)
+    weights = Weights(tensors, dtype, backend or Host())
     decoder = family(config, weights, tile)
-    decoder.lora, decoder.products = weights.lora, weights.products
+    decoder.lora, decoder.backend = weights.lora, weights.backend
+    for rope in decoder.ropes:
+        rope.move(weights.backend.device)
     return decoder

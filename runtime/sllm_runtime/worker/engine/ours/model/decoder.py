@@ -16,9 +16,9 @@ import torch
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.batch import Batch
 from sllm_runtime.worker.engine.ours.lora import Lora
-from sllm_runtime.worker.engine.ours.model.parts import Linear, Mlp, Norm, Rows
+from sllm_runtime.worker.engine.ours.model.backend import Backend, Linear, Mlp, Norm, Rows
+from sllm_runtime.worker.engine.ours.model.host import Host
 from sllm_runtime.worker.engine.ours.model.rope import Rope
-from sllm_runtime.worker.engine.ours.model.slabs import Products
 
 Waves = dict[Rope, tuple[torch.Tensor, torch.Tensor]]
 Embed = Callable[[torch.Tensor, torch.Tensor], Rows]
@@ -49,12 +49,7 @@ class Attention:
             qkv = torch.cat((q, k, qkv[:, both:]), 1)
         if self.rope is not None:
             self.rope.turn(qkv[:, :both], waves[self.rope])
-        numbers = qkv.numpy()
-        batch.kv.write(layer, batch.places, numbers[:, heads.queries : both], numbers[:, both:])
-        keys, values = batch.kv.layer(layer)
-        for group in batch.groups:
-            group.attend(qkv, keys, values, self.look, batch.seen)
-        return batch.seen.to(x.dtype)
+        return batch.view.see(layer, qkv, self.look).to(x.dtype)
 
 
 @dataclass(slots=True)
@@ -130,8 +125,8 @@ class Decoder:
     ropes: Sequence[Rope] = ()
     lora: Lora = field(default_factory=lambda: Lora({}))
     """Its adapters."""
-    products: Products = field(default_factory=Products)
-    """How its products are computed."""
+    backend: Backend = field(default_factory=Host)
+    """Where it is computed."""
     arrival: Arrival = field(default_factory=Here)
     _layers: dict[int, Layer] = field(default_factory=dict)
     _last: Callable[[Rows], Rows] | None = None
@@ -139,7 +134,7 @@ class Decoder:
 
     def begin(self, batch: Batch) -> Rows:
         """Hidden rows before the first layer."""
-        self.products.use(batch.numerics, self.dtype)
+        self.backend.use(batch.numerics, self.dtype)
         if self._first is None:
             self.arrival.wait(-1)
             self._first = self.start()
@@ -147,7 +142,7 @@ class Decoder:
 
     def run(self, x: Rows, batch: Batch, low: int, high: int) -> Rows:
         """Through the layers ``[low, high)``: a stage. The batch's KV holds those layers alone."""
-        self.products.use(batch.numerics, self.dtype)
+        self.backend.use(batch.numerics, self.dtype)
         waves = {rope: rope.waves(batch.positions) for rope in self.ropes}
         with np.errstate(all="ignore"):  # a NaN is found where its row's token is chosen
             for number in range(low, high):

@@ -9,8 +9,9 @@ from torch.nn.functional import embedding
 
 from sllm_runtime.protocol.errors import UnsupportedModel
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
+from sllm_runtime.worker.engine.ours.model.backend import Norm
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
-from sllm_runtime.worker.engine.ours.model.parts import LayerNorm, Linear, Plain, activation
+from sllm_runtime.worker.engine.ours.model.parts import Plain, activation, layer_norm, linear, output_head
 from sllm_runtime.worker.engine.ours.model.rope import Rope
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
@@ -31,6 +32,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
     if config.alibi:
         raise UnsupportedModel("Falcon with ALiBi is unknown to this engine")
     heads, order = _heads(config)
+    order = None if order is None else order.to(weights.backend.device)
     hidden, inner, biased = config.hidden_size, config.ffn_hidden_size, config.bias
     rope = Rope(config, heads.width)
     two_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn in (None, 2)
@@ -43,10 +45,10 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         rows = table()
         return lambda tokens, positions: embedding(tokens, rows)
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm.named(weights, name, hidden, config.layer_norm_epsilon)
+    def norm(name: str) -> Norm:
+        return layer_norm(weights, name, hidden, config.layer_norm_epsilon)
 
-    def before_mlp(name: str) -> LayerNorm | None:
+    def before_mlp(name: str) -> Norm | None:
         if two_norms:
             return norm(f"{name}.ln_mlp")
         return None if parallel else norm(f"{name}.post_attention_layernorm")
@@ -54,13 +56,13 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
     def layer(number: int) -> Layer:
         name = f"transformer.h.{number}"
         qkv = {f"{name}.self_attention.query_key_value": (heads.queries + 2 * heads.kv) * heads.width}
-        up = Linear.named(weights, hidden, {f"{name}.mlp.dense_h_to_4h": inner}, bias=biased)
-        down = Linear.named(weights, inner, {f"{name}.mlp.dense_4h_to_h": hidden}, bias=biased)
+        up = linear(weights, hidden, {f"{name}.mlp.dense_h_to_4h": inner}, bias=biased)
+        down = linear(weights, inner, {f"{name}.mlp.dense_4h_to_h": hidden}, bias=biased)
         return Layer(
             Attention(
                 heads,
-                Linear.named(weights, hidden, qkv, bias=biased),
-                Linear.named(weights, hidden, {f"{name}.self_attention.dense": hidden}, bias=biased),
+                linear(weights, hidden, qkv, bias=biased),
+                linear(weights, hidden, {f"{name}.self_attention.dense": hidden}, bias=biased),
                 Look(heads.width**-0.5),
                 rope,
                 order=order,
@@ -72,7 +74,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         )
 
     def finish() -> Any:
-        last, head = norm("transformer.ln_f"), Linear.head(weights, config, table())
+        last, head = norm("transformer.ln_f"), output_head(weights, config, table())
         return lambda x: head(last(x))
 
     return Decoder(

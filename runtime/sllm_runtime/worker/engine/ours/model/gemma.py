@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from sllm_runtime.worker.engine.ours.attention import Look
+from sllm_runtime.worker.engine.ours.model.backend import Norm, Rows
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.llama import heads_of, window_of
-from sllm_runtime.worker.engine.ours.model.parts import Gated, Linear, RmsNorm, Rows, activation
+from sllm_runtime.worker.engine.ours.model.parts import Gated, activation, linear, output_head, rms_norm
 from sllm_runtime.worker.engine.ours.model.rope import Rope
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
@@ -29,16 +30,16 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         rows, size = table(), torch.tensor(hidden**0.5).to(weights.dtype)
         return lambda tokens, positions: torch.nn.functional.embedding(tokens, rows) * size
 
-    def norm(name: str, width: int = hidden) -> RmsNorm:
-        return RmsNorm(weights.get(f"{name}.weight", width), config.rms_norm_eps, plus=1.0)
+    def norm(name: str, width: int = hidden) -> Norm:
+        return rms_norm(weights, name, width, config.rms_norm_eps, plus=1.0)
 
     def attention(name: str, number: int) -> Attention:
         normed, biased = config.model_type != "gemma2", config.attention_bias
         projections = {f"{name}.q_proj": queries, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
         return Attention(
             heads,
-            Linear.named(weights, hidden, projections, bias=biased),
-            Linear.named(weights, queries, {f"{name}.o_proj": hidden}, bias=biased),
+            linear(weights, hidden, projections, bias=biased),
+            linear(weights, queries, {f"{name}.o_proj": hidden}, bias=biased),
             Look(config.query_pre_attn_scalar**-0.5, window_of(config, number), config.attn_logit_softcapping or 0.0),
             ropes.get(config.layer_types[number]) or ropes[None],
             norm(f"{name}.q_norm", heads.width) if normed else None,
@@ -47,8 +48,8 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
 
     def layer(number: int) -> Layer:
         name = f"model.layers.{number}"
-        up = Linear.named(weights, hidden, {f"{name}.mlp.gate_proj": inner, f"{name}.mlp.up_proj": inner})
-        down = Linear.named(weights, inner, {f"{name}.mlp.down_proj": hidden})
+        up = linear(weights, hidden, {f"{name}.mlp.gate_proj": inner, f"{name}.mlp.up_proj": inner})
+        down = linear(weights, inner, {f"{name}.mlp.down_proj": hidden})
         return Layer(
             attention(f"{name}.self_attn", number),
             Gated(up, down, activation(config.hidden_activation)),
@@ -59,7 +60,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         )
 
     def finish() -> Any:
-        last, head = norm("model.norm"), Linear.head(weights, config, table())
+        last, head = norm("model.norm"), output_head(weights, config, table())
         cap = config.final_logit_softcapping
 
         def logits(x: Rows) -> Rows:

@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import embedding
 
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
+from sllm_runtime.worker.engine.ours.model.backend import Linear, Norm
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
-from sllm_runtime.worker.engine.ours.model.parts import LayerNorm, Linear, Plain, activation
+from sllm_runtime.worker.engine.ours.model.parts import Plain, activation, layer_norm, output_head, transposed
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
 
@@ -28,10 +29,10 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         return lambda tokens, positions: embedding(tokens, rows) + embedding(positions, places)
 
     def linear(name: str, inputs: int, outputs: int) -> Linear:
-        return Linear.transposed(weights, name, inputs, outputs)
+        return transposed(weights, name, inputs, outputs)
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm.named(weights, name, hidden, config.layer_norm_epsilon)
+    def norm(name: str) -> Norm:
+        return layer_norm(weights, name, hidden, config.layer_norm_epsilon)
 
     def layer(number: int) -> Layer:
         name = f"transformer.h.{number}"
@@ -46,7 +47,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         )
 
     def finish() -> Any:
-        last, head = norm("transformer.ln_f"), Linear.head(weights, config, table())
+        last, head = norm("transformer.ln_f"), output_head(weights, config, table())
         return lambda x: head(last(x))
 
     return Decoder(

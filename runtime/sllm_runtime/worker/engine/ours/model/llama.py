@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
+from sllm_runtime.worker.engine.ours.model.backend import Mlp, Norm
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
-from sllm_runtime.worker.engine.ours.model.parts import Experts, Gated, Linear, Mlp, RmsNorm, activation
+from sllm_runtime.worker.engine.ours.model.parts import Gated, activation, linear, output_head, rms_norm
 from sllm_runtime.worker.engine.ours.model.rope import Rope, context
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
@@ -37,15 +38,15 @@ def attention(config: Any, weights: Weights, name: str, layer: int, rope: Rope) 
     else:
         projections = {f"{name}.q_proj": queries, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
 
-    def norm(which: str) -> RmsNorm | None:
+    def norm(which: str) -> Norm | None:
         if kind != "qwen3":
             return None
-        return RmsNorm(weights.get(f"{name}.{which}_norm.weight", heads.width), config.rms_norm_eps)
+        return rms_norm(weights, f"{name}.{which}_norm", heads.width, config.rms_norm_eps)
 
     return Attention(
         heads,
-        Linear.named(weights, hidden, projections, bias=biased),
-        Linear.named(weights, queries, {f"{name}.o_proj": hidden}, bias=biased and kind != "qwen2"),
+        linear(weights, hidden, projections, bias=biased),
+        linear(weights, queries, {f"{name}.o_proj": hidden}, bias=biased and kind != "qwen2"),
         Look(heads.width**-0.5, window_of(config, layer)),
         rope,
         norm("q"),
@@ -61,17 +62,17 @@ def mlp(config: Any, weights: Weights, name: str, tile: int) -> Mlp:
         here = getattr(config, "experts_here", range(count))  # a rank has some of them
         up = weights.get(f"{name}.experts.gate_up_proj", len(here), 2 * inner, hidden)
         down = weights.get(f"{name}.experts.down_proj", len(here), hidden, inner)
-        products = weights.products
+        make = weights.backend.linear
         experts = {
-            number: Gated(Linear(products, [up[i]]), Linear(products, [down[i]]), act) for i, number in enumerate(here)
+            number: Gated(make([up[i]], None, None), make([down[i]], None, None), act) for i, number in enumerate(here)
         }
-        gate = Linear.named(weights, hidden, {f"{name}.gate": count})
-        return Experts(gate, experts, config.num_experts_per_tok, tile)
+        gate = linear(weights, hidden, {f"{name}.gate": count})
+        return weights.backend.experts(gate, experts, config.num_experts_per_tok, tile)
     biased = config.model_type == "llama" and config.mlp_bias
     fused = {f"{name}.gate_up_proj": 2 * inner}
     apart = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
-    up_proj = Linear.named(weights, hidden, fused if config.model_type == "phi3" else apart, bias=biased)
-    return Gated(up_proj, Linear.named(weights, inner, {f"{name}.down_proj": hidden}, bias=biased), act)
+    up_proj = linear(weights, hidden, fused if config.model_type == "phi3" else apart, bias=biased)
+    return Gated(up_proj, linear(weights, inner, {f"{name}.down_proj": hidden}, bias=biased), act)
 
 
 def build(config: Any, weights: Weights, tile: int) -> Decoder:
@@ -80,8 +81,8 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
     rope = Rope(config, heads_of(config).width)
     hidden = config.hidden_size
 
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(weights.get(f"{name}.weight", hidden), config.rms_norm_eps)
+    def norm(name: str) -> Norm:
+        return rms_norm(weights, name, hidden, config.rms_norm_eps)
 
     def table() -> torch.Tensor:
         return weights.get("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -100,7 +101,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         )
 
     def finish() -> Any:
-        last, head = norm("model.norm"), Linear.head(weights, config, table())
+        last, head = norm("model.norm"), output_head(weights, config, table())
         return lambda x: head(last(x))
 
     return Decoder(

@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import embedding
 
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
+from sllm_runtime.worker.engine.ours.model.backend import Norm, Rows
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
-from sllm_runtime.worker.engine.ours.model.parts import LayerNorm, Linear, Plain, Rows, activation
+from sllm_runtime.worker.engine.ours.model.parts import Plain, activation, layer_norm, linear, output_head
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
 _FIRST = 2
@@ -28,7 +29,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
     def start() -> Embed:
         rows = table()
         places = weights.get(f"{top}.embed_positions.weight", config.max_position_embeddings + _FIRST, hidden)
-        widen = Linear.named(weights, narrow, {f"{top}.project_in": hidden}) if narrow != hidden else None
+        widen = linear(weights, narrow, {f"{top}.project_in": hidden}) if narrow != hidden else None
 
         def embed(tokens: torch.Tensor, positions: torch.Tensor) -> Rows:
             found = embedding(tokens, rows)
@@ -36,18 +37,18 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
 
         return embed
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm.named(weights, name, hidden, _EPS)
+    def norm(name: str) -> Norm:
+        return layer_norm(weights, name, hidden, _EPS)
 
     def layer(number: int) -> Layer:
         name = f"{top}.layers.{number}"
-        out = Linear.named(weights, hidden, {f"{name}.self_attn.out_proj": hidden}, bias=biased)
+        out = linear(weights, hidden, {f"{name}.self_attn.out_proj": hidden}, bias=biased)
         # The order of execution is k, v, q, and so is the checkpoint's; asked for as q, k, v it takes three products.
         qkv = {f"{name}.self_attn.{which}_proj": hidden for which in "qkv"}
-        up = Linear.named(weights, hidden, {f"{name}.fc1": config.ffn_dim}, bias=biased)
-        down = Linear.named(weights, config.ffn_dim, {f"{name}.fc2": hidden}, bias=biased)
+        up = linear(weights, hidden, {f"{name}.fc1": config.ffn_dim}, bias=biased)
+        down = linear(weights, config.ffn_dim, {f"{name}.fc2": hidden}, bias=biased)
         return Layer(
-            Attention(heads, Linear.named(weights, hidden, qkv, bias=biased), out, Look(heads.width**-0.5)),
+            Attention(heads, linear(weights, hidden, qkv, bias=biased), out, Look(heads.width**-0.5)),
             Plain(up, down, activation(config.activation_function)),
             norm(f"{name}.self_attn_layer_norm"),
             norm(f"{name}.final_layer_norm"),
@@ -57,8 +58,8 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
     def finish() -> Any:
         normed = config.do_layer_norm_before and not config._remove_final_layer_norm
         last = norm(f"{top}.final_layer_norm") if normed else None
-        project = Linear.named(weights, hidden, {f"{top}.project_out": narrow}) if narrow != hidden else None
-        head = Linear.head(weights, config, table())
+        project = linear(weights, hidden, {f"{top}.project_out": narrow}) if narrow != hidden else None
+        head = output_head(weights, config, table())
 
         def logits(x: Rows) -> Rows:
             x = last(x) if last is not None else x

@@ -38,6 +38,12 @@ class Rope:
         self._swap = torch.cat((torch.arange(half, 2 * half), torch.arange(half), torch.arange(2 * half, width)))
         self._rest = rest
 
+    def move(self, device: torch.device) -> None:
+        """Rotate what is there."""
+        self._frequencies, self._sign, self._swap = (
+            each.to(device) for each in (self._frequencies, self._sign, self._swap)
+        )
+
     def _plain(self, parameters: Mapping[str, Any]) -> torch.Tensor:
         steps = torch.arange(0, self.rotated, 2, dtype=torch.float32) / self.rotated
         found: torch.Tensor = 1.0 / (parameters["rope_theta"] ** steps)

@@ -8,19 +8,18 @@ import torch
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 from sllm_runtime.worker.engine.ours.lora import Lora
-from sllm_runtime.worker.engine.ours.model.slabs import Products
+from sllm_runtime.worker.engine.ours.model.backend import Backend
 
 
 class Weights:
-    """What a family reads. ``dtype`` is that of activations."""
+    """What a family reads. ``dtype`` is that of activations; ``backend`` makes parts of what is read."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, backend: Backend) -> None:
         self._tensors = tensors
         self.dtype = dtype
+        self.backend = backend
         self.lora = Lora(tensors)
         """What adapters add to the products that are made of these."""
-        self.products = Products()
-        """How these are computed."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

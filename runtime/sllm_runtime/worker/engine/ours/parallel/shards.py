@@ -8,15 +8,15 @@ logits are put side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 
 from sllm_runtime.protocol.checkpoint import CheckpointIndex
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 from sllm_runtime.worker.engine.ours.model import build
+from sllm_runtime.worker.engine.ours.model.backend import Linear, Mlp, Rows
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder, Embed, Layer
-from sllm_runtime.worker.engine.ours.model.parts import Linear, Mlp, Rows
 from sllm_runtime.worker.engine.ours.parallel.group import Group
 
 FAMILIES: Final = frozenset(
@@ -128,7 +128,7 @@ class _Total:
 
 
 def _summed(layer: Layer, group: Group) -> Layer:
-    layer.attention.out = cast(Linear, _Total(layer.attention.out, group))  # all that a layer asks of it
+    layer.attention.out = _Total(layer.attention.out, group)
     layer.mlp = _Total(layer.mlp, group)
     return layer
 

@@ -1,0 +1,168 @@
+"""A model on the CPU: products by torch or in slabs by numpy, norms of few rows by numpy, KV in float32."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from typing import Final
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from sllm_runtime.worker.engine.ours.attention import Floats, Heads
+from sllm_runtime.worker.engine.ours.batch import Batches
+from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.lora import Product
+from sllm_runtime.worker.engine.ours.model.backend import Kv, Linear, Mlp, Norm, Rows, Steps
+from sllm_runtime.worker.engine.ours.model.parts import Experts
+from sllm_runtime.worker.engine.ours.model.slabs import Products, Slabs
+from sllm_runtime.worker.engine.ours.model.weights import side_by_side
+from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
+
+_VARIABLES: Final = (
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "OPENBLAS_CORETYPE",
+)
+
+
+class Host:
+    """See ``Backend``."""
+
+    device = torch.device("cpu")
+    levels = LEVELS
+    otherwise = EXACT
+
+    def __init__(self) -> None:
+        self._products = Products()
+
+    def marks(self) -> tuple[str, ...]:
+        """See ``Backend.marks``."""
+        return (
+            np.__version__, torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(),
+            str(torch.get_num_threads()), *(os.environ.get(name, "") for name in _VARIABLES),
+        )  # fmt: skip
+
+    def use(self, numerics: Numerics, dtype: torch.dtype) -> None:
+        """See ``Backend.use``."""
+        self._products.use(numerics, dtype)
+
+    def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Linear:
+        """See ``Backend.linear``."""
+        return HostLinear(self._products, matrices, bias, lora)
+
+    def rms_norm(self, weight: torch.Tensor, eps: float, plus: float) -> Norm:
+        """See ``Backend.rms_norm``."""
+        return HostRmsNorm(weight, eps, plus)
+
+    def layer_norm(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Norm:
+        """See ``Backend.layer_norm``."""
+        return HostLayerNorm(weight, bias, eps)
+
+    def experts(self, gate: Linear, experts: Mapping[int, Mlp], top: int, tile: int) -> Mlp:
+        """See ``Backend.experts``."""
+        return Experts(gate, experts, top, tile)
+
+    def kv_shape(self, layers: int, heads: Heads, dtype: torch.dtype) -> KvShape:
+        """See ``Backend.kv_shape``: in float32 whatever ``dtype`` is."""
+        return KvShape(layers, heads.kv, heads.width)
+
+    def cache(
+        self, shape: KvShape, pages: int, heads: Heads, numerics: Numerics, dtype: torch.dtype
+    ) -> tuple[Kv, Steps]:  # fmt: skip
+        """See ``Backend.cache``."""
+        kv = KvStore(shape, pages)
+        return kv, Batches(kv, heads, numerics)
+
+
+class HostLinear:
+    """One product for matrices that lie behind one another, else one for each."""
+
+    def __init__(
+        self, products: Products, weights: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None
+    ) -> None:
+        joined = side_by_side(weights)
+        self._weights = [joined] if joined is not None else list(weights)
+        self._columns = [weight.t() for weight in self._weights]
+        self._products = products
+        self._slabs: list[Slabs | None] | None = None
+        self._bias = bias
+        self._lora = lora
+
+    def __call__(self, x: Rows) -> Rows:
+        out = self._product(x)
+        if self._lora is not None and self._lora.lora.groups:
+            self._lora.add(x, out)
+        return out
+
+    def _product(self, x: Rows) -> Rows:
+        if self._products.slabs:
+            out = torch.from_numpy(self._by_slabs(x))
+            return out if self._bias is None else out.add_(self._bias)
+        if len(self._columns) == 1:
+            only = self._columns[0]
+            return torch.mm(x, only) if self._bias is None else torch.addmm(self._bias, x, only)
+        out = torch.cat([torch.mm(x, columns) for columns in self._columns], 1)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def _by_slabs(self, x: Rows) -> Floats:
+        if self._slabs is None:
+            self._slabs = [Slabs.of(weight) for weight in self._weights]
+        out: Floats = np.empty((len(x), sum(map(len, self._weights))), np.float32)
+        at = 0
+        for slabs, weight, columns in zip(self._slabs, self._weights, self._columns, strict=True):
+            into = out[:, at : at + len(weight)]
+            if slabs is None:
+                into[:] = torch.mm(F.pad(x, (0, 0, 0, -len(x) % 4)), columns)[: len(x)].numpy()
+            else:
+                slabs(x.numpy(), into)
+            at += len(weight)
+        return out
+
+    def added(self, x: Rows, residual: Rows) -> Rows:
+        if self._bias is not None:
+            residual = residual + self._bias
+        if self._products.slabs:
+            product = self._by_slabs(x)
+            product += residual.numpy()
+            out = torch.from_numpy(product)
+        else:
+            out = torch.addmm(residual, x, self._columns[0])
+        if self._lora is not None and self._lora.lora.groups:
+            self._lora.add(x, out)
+        return out
+
+
+class HostRmsNorm:
+    """By numpy, whose operators on few rows take half the time of torch's."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, plus: float) -> None:
+        width = weight.shape[0]
+        # sqrt(mean + eps) = sqrt(sum + eps * width) / sqrt(width): the last root is in the scale.
+        self._scale: Floats = ((weight.float() + plus) * math.sqrt(width)).numpy()
+        self._eps = np.float32(eps * width)
+
+    def __call__(self, x: Rows) -> Rows:
+        wide: Floats = x.to(torch.float32).numpy()
+        size: Floats = np.vecdot(wide, wide)
+        size += self._eps
+        np.sqrt(size, out=size)
+        out: Floats = wide / size[..., None]
+        out *= self._scale
+        return torch.from_numpy(out).to(x.dtype)
+
+
+class HostLayerNorm:
+    """By torch."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+        self._weight, self._bias, self._eps = weight, bias, eps
+
+    def __call__(self, x: Rows) -> Rows:
+        return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, self._eps)
