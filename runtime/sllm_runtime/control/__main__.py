@@ -34,7 +34,7 @@ class Daemon:
     async def _life(self) -> None:
         settings = self._settings
         # A standby is ready as well: it is there.
-        leading = lead(settings, settings.name, settings.chosen_policy(), standing_by=ready, vault=settings.vault())
+        leading = lead(settings, settings.name, settings.chosen_policy(), standing_by=ready, vault_of=settings.vault)
         async with leading as controller:
             self._leading = True
             ready()

@@ -25,11 +25,12 @@ from sllm_runtime.control.providing.settings import ProviderSettings
 from sllm_runtime.control.providing.supplying import supplied
 from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, StartupTime
+from sllm_runtime.control.sealed_vault import Keyring, SealedVault
 from sllm_runtime.control.service import Service
 from sllm_runtime.control.spreading import Spreading
 from sllm_runtime.control.standby import stand_by
 from sllm_runtime.control.sweeping import Sweeps
-from sllm_runtime.control.vault import Vault
+from sllm_runtime.control.vault import DirectoryVault, Vault
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.disk import shortage
 from sllm_runtime.platform.owned import end
@@ -50,16 +51,20 @@ class ControllerSettings(ProviderSettings):
 
     controller: str = "controller"
     secrets: Path | None = None
-    """Directory of the platform's secrets; default: in ``home``. All its controllers need the same."""
+    """Directory of the platform's secrets; default: in ``home``. All its controllers need the same, or one key."""
+    secrets_key: Path | None = None
+    """File with the key of secrets, the same for all controllers: then they are sealed records of the state."""
     policy: Literal["random", "availability", "locality", "preemption", "startup-time"] = DEFAULT
 
     def chosen_policy(self) -> Policy:
         """The policy of that name."""
         return POLICIES[self.policy]()
 
-    def vault(self) -> Vault:
-        """The platform's secrets."""
-        return Vault(self.secrets or self.home / SECRETS)
+    def vault(self, store: StateStore) -> Vault:
+        """What keeps the platform's secrets. Raises ``InvalidRequest`` for a key that is none."""
+        if self.secrets_key is not None:
+            return SealedVault(store, Keyring.read(self.secrets_key))
+        return DirectoryVault(self.secrets or self.home / SECRETS)
 
     @property
     def name(self) -> str:
@@ -100,19 +105,19 @@ async def lead(
     policy: Policy | None = None,
     *,
     standing_by: Callable[[], None] | None = None,
-    vault: Vault | None = None,
+    vault_of: Callable[[StateStore], Vault] | None = None,
 ) -> AsyncIterator[Controller]:
     """Connect, be elected, take over what is stored, and serve. Everything is closed at the end.
 
     With ``standing_by`` it waits while another one leads, and tells so once; without, the other one is deposed.
     Raises ``Unavailable`` if NATS or its JetStream is missing.
     """
-    vault = vault or Vault(settings.home / SECRETS)
     async with contextlib.AsyncExitStack() as stack:
         bus = await Bus.connect(settings, identity, name="sllm-controller")
         stack.push_async_callback(bus.close)
         store = await StateStore.open(bus, create=True, replicas=settings.replicas)
         stack.push_async_callback(store.close)
+        vault = vault_of(store) if vault_of is not None else DirectoryVault(settings.home / SECRETS)
         term = await (stand_by(store, identity, standing_by) if standing_by else store.elect(identity))
         leadership = Leadership(store, bus, identity)
         stack.push_async_callback(leadership.release)

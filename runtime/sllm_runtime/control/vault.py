@@ -1,7 +1,8 @@
-"""The platform's secrets: a directory of its own with a file for each, which the platform's user alone can read.
+"""The platform's secrets: what keeps them, and the one that is a directory of its own with a file for each, which the
+platform's user alone can read.
 
-They are not in the store that the rest of the state is in, which every component may read. Controllers on several
-machines need the same directory.
+Controllers on several machines need the same directory, or a key with which they keep them in the state
+(``sealed_vault``), which every component may read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from sllm_runtime.protocol.ctl import SecretInfo
 from sllm_runtime.protocol.errors import Conflict, InvalidArgument, SecretNotFound, Unavailable
@@ -23,7 +24,23 @@ _NEW: Final = ".new"
 """No secret's name begins with it."""
 
 
-class Vault:
+class Vault(Protocol):
+    """What keeps secrets. What one controller has stored counts for all at once: each is read when it is needed."""
+
+    async def put(self, name: str, value: bytes) -> SecretInfo:
+        """Store ``value``, in place of an older one. Raises ``InvalidArgument``, ``Conflict``, ``Unavailable``."""
+
+    async def names(self) -> tuple[SecretInfo, ...]:
+        """All of them, by name. Raises ``Unavailable``."""
+
+    async def read(self, names: Iterable[str]) -> Secrets:
+        """The values of ``names``. Raises ``SecretNotFound`` naming those that there are not, ``Unavailable``."""
+
+    async def remove(self, name: str) -> None:
+        """Forget it. Raises ``SecretNotFound``, ``Unavailable``."""
+
+
+class DirectoryVault:
     """``directory`` is made when the first secret is stored. Every value is read when it is needed: what another
     controller has stored counts at once."""
 
@@ -31,24 +48,22 @@ class Vault:
         self._directory = directory
 
     async def put(self, name: str, value: bytes) -> SecretInfo:
-        """Store ``value``, in place of an older one. Raises ``InvalidArgument``, ``Conflict``, ``Unavailable``."""
+        """As ``Vault``."""
         checked(name)
-        if not 0 < len(value) <= MAX_SECRET:
-            text = f"a secret has 1 byte to {show_bytes(MAX_SECRET)}, this one {show_bytes(len(value))}"
-            raise InvalidArgument(text, field="value")
+        bounded(value)
         return await self._do(lambda: self._put(name, value))
 
     async def names(self) -> tuple[SecretInfo, ...]:
-        """All of them, by name. Raises ``Unavailable``."""
+        """As ``Vault``."""
         return await self._do(self._list)
 
     async def read(self, names: Iterable[str]) -> Secrets:
-        """The values of ``names``. Raises ``SecretNotFound`` naming those that there are not, ``Unavailable``."""
+        """As ``Vault``."""
         wanted = tuple(names)
         return await self._do(lambda: self._read(wanted)) if wanted else Secrets()
 
     async def remove(self, name: str) -> None:
-        """Forget it. Raises ``SecretNotFound``, ``Unavailable``."""
+        """As ``Vault``."""
         checked(name)
         await self._do(lambda: self._remove(name))
 
@@ -65,8 +80,8 @@ class Vault:
     def _put(self, name: str, value: bytes) -> SecretInfo:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._directory / name
-        if not path.exists() and len(self._list()) >= MAX_STORED:
-            raise Conflict(f"there are {MAX_STORED} secrets already; delete those that no function needs")
+        if not path.exists():
+            room_for(len(self._list()))
         new = self._directory / f"{_NEW}.{os.getpid()}.{name}"
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -90,14 +105,14 @@ class Vault:
             except FileNotFoundError:
                 missing.append(name)
         if missing:
-            raise SecretNotFound(_not_there(*missing), field="secrets")
+            raise SecretNotFound(not_there(*missing), field="secrets")
         return Secrets(values)
 
     def _remove(self, name: str) -> None:
         try:
             (self._directory / name).unlink()
         except FileNotFoundError as error:
-            raise SecretNotFound(_not_there(name)) from error
+            raise SecretNotFound(not_there(name)) from error
 
 
 def checked(name: str) -> str:
@@ -112,6 +127,20 @@ def _info(path: Path) -> SecretInfo:
     return SecretInfo(name=path.name, stored=path.stat().st_mtime)
 
 
-def _not_there(*names: str) -> str:
+def bounded(value: bytes) -> None:
+    """Raises ``InvalidArgument`` for one that is empty or too large."""
+    if not 0 < len(value) <= MAX_SECRET:
+        text = f"a secret has 1 byte to {show_bytes(MAX_SECRET)}, this one {show_bytes(len(value))}"
+        raise InvalidArgument(text, field="value")
+
+
+def room_for(stored: int) -> None:
+    """Raises ``Conflict`` where ``stored`` are as many as there may be."""
+    if stored >= MAX_STORED:
+        raise Conflict(f"there are {MAX_STORED} secrets already; delete those that no function needs")
+
+
+def not_there(*names: str) -> str:
+    """That these are not stored, and what to do."""
     what = "secret" if len(names) == 1 else "secrets"
     return f"there is no {what} {', '.join(names)}; `sllm secret set {names[0]}` stores one"

@@ -5,7 +5,7 @@ A scoped key's rights stand in the account, with the user's name for the identit
 for any name of that kind, and for no other kind. So a machine makes its own credentials when it boots, and the servers
 need not be told of it.
 
-    python -m sllm_runtime.platform.cluster_keys new DIR     the servers' accounts and each kind's key, once
+    python -m sllm_runtime.platform.cluster_keys new DIR     the servers' accounts and all keys, once
     python -m sllm_runtime.platform.cluster_keys join NAME   credentials for NAME, of the key on stdin
 """
 
@@ -26,6 +26,7 @@ import nkeys
 from sllm_runtime.platform.nats_server import write_private
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.secrets import SEALING_KEY_BYTES
 
 KINDS: Final = ("controller", "gateway", "node")
 _NAME: Final = "the-one-meant"
@@ -110,6 +111,8 @@ def write(cluster: Cluster, directory: Path) -> None:
     write_private(directory / "nats/accounts", json.dumps(cluster.accounts, indent=1) + "\n")
     for kind, key in cluster.keys.items():
         write_private(directory / kind / "key", msgspec.json.encode(key).decode() + "\n")
+    sealing = base64.urlsafe_b64encode(secrets.token_bytes(SEALING_KEY_BYTES)).decode()
+    write_private(directory / "controller/secrets-key", sealing + "\n")
     write_private(directory / "node/peer-token", secrets.token_urlsafe(32) + "\n")
     write_private(directory / "gateway/token", secrets.token_urlsafe(32) + "\n")
 

@@ -120,6 +120,18 @@ class Route(Record, frozen=True, kw_only=True):
     entries: tuple[RouteEntry, ...] = ()
 
 
+class SecretRecord(Record, frozen=True, kw_only=True):
+    """A secret as every component may read it: sealed with a key that controllers alone have."""
+
+    name: str
+    key: str
+    """Which key: the first hexadecimal digits of its SHA-256."""
+    sealed: bytes
+    """Nonce and XSalsa20-Poly1305 of name and value."""
+    stored: float
+    """Unix seconds; for people."""
+
+
 class PoolRecord(Record, frozen=True, kw_only=True):
     """What is known of a provider's nodes beyond the life of a controller. Key ``pool``."""
 

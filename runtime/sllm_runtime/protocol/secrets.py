@@ -17,6 +17,8 @@ MAX_SECRETS: Final = 16
 """Of one function: together they fit into one message."""
 MAX_STORED: Final = 1000
 """Of a platform."""
+SEALING_KEY_BYTES: Final = 32
+"""Of the key that secrets in the state are sealed with."""
 SECRETS_DIR: Final = "SLLM_SECRETS_DIR"
 """Variable in which a function finds the directory that has a file for each of its secrets."""
 

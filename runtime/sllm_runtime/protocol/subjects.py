@@ -157,6 +157,15 @@ def route_key(function: str, version: int) -> str:
 
 
 ROUTE_KEYS: Final = "routes.>"
+
+
+def secret_key(name: str) -> str:
+    """``SecretRecord``"""
+    return f"secrets.{token(name)}"
+
+
+SECRET_KEYS: Final = "secrets."
+"""Prefix of all of them."""
 BUNDLES: Final = "sllm_bundles"
 LOGS_STREAM: Final = "sllm_logs"
 EVENTS_STREAM: Final = "sllm_events"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sllm_runtime.control.daemon import Controller, lead
-from sllm_runtime.control.vault import Vault
+from sllm_runtime.control.vault import DirectoryVault
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.state import StateStore
@@ -95,7 +95,9 @@ def secrets_of(nats: Nats) -> Path:
 @contextlib.asynccontextmanager
 async def controller_of(nats: Nats, identity: str = "ctl") -> AsyncIterator[Controller]:
     stop = asyncio.Event()
-    async with lead(nats.settings(identity), identity, vault=Vault(secrets_of(nats))) as controller:
+    async with lead(
+        nats.settings(identity), identity, vault_of=lambda _: DirectoryVault(secrets_of(nats))
+    ) as controller:
         running = asyncio.create_task(controller.run(stop))
         try:
             yield controller

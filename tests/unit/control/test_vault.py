@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sllm_runtime.control.vault import Vault
+from sllm_runtime.control.vault import DirectoryVault
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Conflict, InvalidArgument, SecretNotFound, StartFailed, Unavailable
 from sllm_runtime.protocol.secrets import MAX_SECRET, MAX_SECRETS, Secrets, secret_names
@@ -16,14 +16,14 @@ VALUE = b"hunter2 \xff\0"
 
 
 async def test_a_value_is_kept_as_it_is_for_its_owner_alone(tmp_path: Path) -> None:
-    vault = Vault(tmp_path / "home" / "secrets")
+    vault = DirectoryVault(tmp_path / "home" / "secrets")
     assert await vault.names() == ()
     first = await vault.put("token", b"old")
     second = await vault.put("token", VALUE)
     await vault.put("a-b_C9", b"x")
     assert second.stored >= first.stored
     assert [each.name for each in await vault.names()] == ["a-b_C9", "token"]
-    assert (await Vault(tmp_path / "home" / "secrets").read(("token",))).values == {"token": VALUE}
+    assert (await DirectoryVault(tmp_path / "home" / "secrets").read(("token",))).values == {"token": VALUE}
     files = list((tmp_path / "home" / "secrets").iterdir())
     assert {path.name for path in files} == {"token", "a-b_C9"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
@@ -35,7 +35,7 @@ async def test_a_value_is_kept_as_it_is_for_its_owner_alone(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["", "..", "../token", "a/b", "-x", "9", "a" * 64, "tok\n", ".new.1.x", "ä"])
 async def test_what_is_no_name_is_no_path(tmp_path: Path, name: str) -> None:
-    vault = Vault(tmp_path / "secrets")
+    vault = DirectoryVault(tmp_path / "secrets")
     with pytest.raises(InvalidArgument, match="no secret's name"):
         await vault.put(name, b"x")
     with pytest.raises(InvalidArgument, match="no secret's name"):
@@ -48,11 +48,11 @@ async def test_what_is_no_name_is_no_path(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("value", [b"", b"x" * (MAX_SECRET + 1)])
 async def test_a_value_is_bounded(tmp_path: Path, value: bytes) -> None:
     with pytest.raises(InvalidArgument, match="a secret has 1 byte to 16"):
-        await Vault(tmp_path).put("token", value)
+        await DirectoryVault(tmp_path).put("token", value)
 
 
 async def test_all_that_lack_are_named_at_once(tmp_path: Path) -> None:
-    vault = Vault(tmp_path)
+    vault = DirectoryVault(tmp_path)
     await vault.put("b", b"x")
     with pytest.raises(SecretNotFound, match="no secrets a, c;"):
         await vault.read(("a", "b", "c"))
@@ -61,7 +61,7 @@ async def test_all_that_lack_are_named_at_once(tmp_path: Path) -> None:
 async def test_files_that_cannot_be_used_are_said_without_what_is_in_them(tmp_path: Path) -> None:
     (tmp_path / "token").mkdir()
     with pytest.raises(Unavailable, match=f"secrets in {tmp_path} cannot be used: Is a directory"):
-        await Vault(tmp_path).read(("token",))
+        await DirectoryVault(tmp_path).read(("token",))
 
 
 def test_values_are_in_no_text() -> None:

@@ -87,7 +87,8 @@ async def test_the_key_of_another_cluster_is_refused(server: Server) -> None:
 def test_what_lies_in_the_store(tmp_path: Path) -> None:
     write(CLUSTER, tmp_path)
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert files == {"nats/accounts", "controller/key", "gateway/key", "node/key", "node/peer-token", "gateway/token"}
+    keys = {"controller/key", "gateway/key", "node/key", "controller/secrets-key"}
+    assert files == keys | {"nats/accounts", "node/peer-token", "gateway/token"}
     assert all((tmp_path / name).stat().st_mode & 0o777 == 0o600 for name in files)
     assert "SA" not in {word[:2] for word in (tmp_path / "nats/accounts").read_text().split('"')}, "no seed"
 
