@@ -177,7 +177,7 @@ def make_server(app: Any, settings: GatewaySettings) -> Server:
         date_header=False,
         proxy_headers=False,
         backlog=settings.backlog,
-        timeout_keep_alive=75,
+        timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=5,
     )
     return Server(config)

@@ -28,6 +28,9 @@ class GatewaySettings(Settings):
     """Once to twice as long may a request's line and headers take."""
     body_timeout: float = Field(default=limits.BODY_TIMEOUT_S, gt=0)
     """From a request's headers to the end of its body."""
+    keep_alive: int = Field(default=75, ge=1)
+    """A connection without a request is closed after this. Behind a proxy: more than the proxy keeps one, which may
+    otherwise send a request into a connection that is being closed, and tell its client of a bad gateway."""
     max_output: int = Field(default=limits.MAX_BODY, gt=0)
     """Largest answer that is not streamed."""
     max_bundle: int = Field(default=limits.MAX_BUNDLE, gt=0)

@@ -92,6 +92,14 @@ async def test_one_that_waits_for_its_next_request_stays(nats: Nats) -> None:
             await asyncio.sleep(5 * SOON_S)  # it is looked at meanwhile, more than once
 
 
+async def test_it_is_closed_in_silence_when_its_time_is_over(nats: Nats) -> None:
+    """A proxy that keeps connections for less long never sends into one that is being closed."""
+    async with world(nats, keep_alive=1) as w, connected(w) as sock:
+        await send(sock, ASKED)
+        assert (await until_answered(sock, b"ok\n")).startswith(b"HTTP/1.1 200")
+        assert await rest(sock) == b""
+
+
 async def test_one_that_is_answered_stays(nats: Nats) -> None:
     async def slow(run: Run) -> None:
         await asyncio.sleep(5 * SOON_S)
