@@ -8,12 +8,41 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from sllm_runtime.worker.engine.ours.attention import Group, Heads
+from sllm_runtime.worker.engine.ours.attention import Group, Heads, Look
 from sllm_runtime.worker.engine.ours.attention_batch import Plan, RowsOfMany, plan
 from sllm_runtime.worker.engine.ours.attention_rows import RowsOfOne, blocks
 from sllm_runtime.worker.engine.ours.kv import KvStore, Places
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
+
+
+class View(Protocol):
+    """How the rows of a step see what is in their pages."""
+
+    def see(self, layer: int, qkv: torch.Tensor, look: Look) -> torch.Tensor:
+        """What each row sees (rows, queries * width) in the stage's ``layer``, after its K and V are in the cache.
+        ``qkv``: float32 (rows, queries + 2 * kv, width), normed and turned. Good until the next layer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """A ``View`` of ``kv``. ``places``: where K and V go; ``seen``: float32, zeros where a row is padding."""
+
+    kv: KvStore
+    heads: Heads
+    places: Places
+    groups: tuple[Group, ...]
+    seen: torch.Tensor
+
+    def see(self, layer: int, qkv: torch.Tensor, look: Look) -> torch.Tensor:
+        """See ``View.see``."""
+        queries, both = self.heads.queries, self.heads.queries + self.heads.kv
+        numbers = qkv.numpy()
+        self.kv.write(layer, self.places, numbers[:, queries:both], numbers[:, both:])
+        keys, values = self.kv.layer(layer)
+        for group in self.groups:
+            group.attend(qkv, keys, values, look, self.seen)
+        return self.seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +53,10 @@ class Batch:
     """(rows) ids, int64; fewer where the rows come from another stage."""
     positions: torch.Tensor
     """(rows) int64."""
-    places: Places
-    """Where K and V go."""
-    groups: tuple[Group, ...]
+    view: View
+    """What the rows see."""
     wanted: torch.Tensor
     """Rows that a token is chosen from, padded like the rows."""
-    kv: KvStore
-    seen: torch.Tensor
-    """Float32 (rows, queries * width): what each row sees in the current layer; zeros where a row is padding."""
     numerics: Numerics
 
     @property
@@ -95,16 +120,14 @@ class Batches:
         pages += [self._kv.pages] * pad
         positions += [0] * pad
         at = torch.tensor(positions)
-        return Batch(
-            torch.tensor(tokens),
-            at,
+        view = Paged(
+            self._kv,
+            self._heads,
             self._kv.places(pages, positions),
             self._groups(ordered, at),
-            self._wanted(ordered),
-            self._kv,
             torch.zeros(count + pad, self._heads.queries * self._heads.width),
-            self.numerics,
         )
+        return Batch(torch.tensor(tokens), at, view, self._wanted(ordered), self.numerics)
 
     def _groups(self, ordered: Many[Part], positions: torch.Tensor) -> tuple[Group, ...]:
         single = [chunk for chunk in ordered if chunk.count == 1]
