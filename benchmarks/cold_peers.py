@@ -7,7 +7,7 @@ import http.client
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -109,13 +109,16 @@ def bentoml(directory: Path, model: Path, prompt: str, count: int) -> First:
                 return First((began - program.began) * 1e3 + first_ms, text, program.usage().cpu_s)
 
 
-def post_text(port: int, path: str, body: dict[str, object]) -> tuple[float, str]:
-    """Milliseconds to the first byte of a streamed text, and all of it. Raises ``ProgramFailed`` for an error."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_CALL_S)
+def post_text(
+    port: int, path: str, body: dict[str, object], more: Mapping[str, str] | None = None, timeout_s: float = _CALL_S
+) -> tuple[float, str]:
+    """Milliseconds to the first byte of a streamed text, and all of it. ``more``: further headers. Raises
+    ``ProgramFailed`` for an error."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     connection.connect()
     try:
         began = time.perf_counter()
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, text/plain, */*"}
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, text/plain, */*", **(more or {})}
         connection.request("POST", path, json.dumps(body).encode(), headers)
         response = connection.getresponse()
         data = response.read1(65536)

@@ -42,14 +42,19 @@ class ObjectStore:
     env: Mapping[str, str]
 
 
+def rclone() -> str:
+    """The program. Raises ``ProgramFailed`` if it is not here."""
+    found = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if found is None:
+        raise ProgramFailed(_SHOULD)
+    return found
+
+
 @contextlib.contextmanager
 def object_store(directory: Path, nbytes: int) -> Iterator[ObjectStore]:
     """``rclone serve s3`` over ``directory``, whose folders are buckets. Raises ``ProgramFailed``."""
-    rclone = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    if rclone is None:
-        raise ProgramFailed(_SHOULD)
     port = free_port()
-    argv = [rclone, "serve", "s3", "--auth-key", "KEY,SECRET", "--addr", f"127.0.0.1:{port}", str(directory)]
+    argv = [rclone(), "serve", "s3", "--auth-key", "KEY,SECRET", "--addr", f"127.0.0.1:{port}", str(directory)]
     env = {
         "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "KEY",

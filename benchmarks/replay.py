@@ -1,0 +1,233 @@
+"""``python -m benchmarks.replay``: bursts of calls over many models and few devices, scheduling policies side by side.
+
+The real platform, four nodes with four virtual devices each (memory and a link of 400 MB/s; what runs there computes on
+this machine's cores), 32 functions, each with a model of its own: the demo model's weights under another digest. Models
+lie in a store that gives 20 MiB a second to all; the nodes' SSDs have room for 1.5 times as many, their DRAM for half.
+Every run begins alike: a copy of each model on some node's SSD, nothing in memory, warm pools full. A seeded trace
+(``replay_trace``) is replayed over HTTP, with a thread and a connection for each call: the same one for all systems, in
+turn, another one in each round.
+
+A sample is a call's startup latency: from the moment it was due to its first token at the caller, queueing included.
+Calls that were not served wholly within 300 s count with 300 s. ``moved``: running calls carried over to another
+instance. ``preempted``: running calls that went on elsewhere since their instance was stopped. ``ssd_read_mib``: what
+the nodes' loaders read of files. ``cold``: calls that waited for a start. Answers are compared, whole, with those of an
+idle platform.
+
+Beside it Ray Serve with as many slots (``replay_peers``; its notes say what it was made to do). ``sweep_devices`` and
+``sweep_models``: a shorter trace with other numbers of devices a node, or of models, by two policies.
+
+What the machine limits: all devices compute on the same cores, so that a burst is as much one of forks and of decoding
+as of loads, which all policies share; where each device computes for itself, their differences count for more.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from benchmarks.platform import Platform
+from benchmarks.programs import ProgramFailed, Usage, free_port, peers_missing
+from benchmarks.record import Aim, Case
+from benchmarks.replay_client import LIMIT_S, Told, check, play, sums
+from benchmarks.replay_peers import NOTES, RAY, WHAT, ray_slots
+from benchmarks.replay_platform import (
+    LINK,
+    STORE_MIB_S,
+    Beginning,
+    Counts,
+    Scene,
+    Store,
+    caller,
+    prepare,
+    until_there,
+    write_models,
+)
+from benchmarks.replay_trace import CV, LENGTHS, Shape, trace
+from benchmarks.runner import Run, main
+
+OURS: Final = "startup-time"
+POLICIES: Final = (OURS, "random", "availability", "locality", "preemption")
+SWEPT: Final = (OURS, "random")
+ROUNDS: Final = 3
+LEAST_CALLS: Final = 300
+"""Of a system, below which its p99 is not judged."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is replayed."""
+
+    scene: Scene
+    shape: Shape
+    short: Shape
+    """Of the sweeps."""
+    devices: tuple[int, ...]
+    models: tuple[int, ...]
+    rounds: int
+
+
+FULL: Final = Scale(Scene(4, 4, 32), Shape(32, 120, 45.0), Shape(32, 60, 20.0), (1, 2, 4), (8, 16, 32), ROUNDS)
+QUICK: Final = Scale(Scene(2, 2, 8), Shape(8, 24, 6.0), Shape(8, 10, 3.0), (1,), (4,), 1)
+
+
+@dataclass
+class Bench:
+    """One invocation: what all of its runs begin with, and what was heard by case and system."""
+
+    run: Run
+    scale: Scale
+    directory: Path
+    store: Store
+    beginning: Beginning
+    told: dict[tuple[str, str], list[Told]] = field(default_factory=dict)
+    runs: int = 0
+
+    def fresh(self) -> Path:
+        """A directory that was never used."""
+        self.runs += 1
+        return self.directory / f"r{self.runs}"
+
+    def ours(self, case: str, policy: str, shape: Shape, seed: int, devices: int | None = None) -> None:
+        """One trace on the platform with that policy."""
+        home, scene = self.fresh(), self.scale.scene
+        self.beginning.copy(home)
+        with Platform(home, scene.settings(policy, devices), nodes=scene.nodes) as platform:
+            until_there(platform, scene.nodes)
+            before, used = Counts.of(platform), platform.program.usage()
+            told = play(trace(shape, seed), caller(platform), platform.stop)
+            after, spent = Counts.of(platform), platform.program.usage()
+        shutil.rmtree(home, ignore_errors=True)
+        check(told, dict(self.beginning.right), policy)
+        found = self.add(case, policy, told, Usage(spent.cpu_s - used.cpu_s, spent.pss_mib))
+        for name, value in after.since(before).items():
+            found.extra[name] = found.extra.get(name, 0) + value
+        found.extra["cold"] = sum(each.cold for each in self.told[case, policy])
+        self.run.note(f"{case}: {policy}: {_words(told)}")
+
+    def rays(self, case: str, shape: Shape, seed: int) -> None:
+        """One trace on Ray Serve with its cache, and without."""
+        home, right = self.fresh(), dict[int, str]()
+        with ray_slots(home, self.scale.scene.nodes * self.scale.scene.devices, self.store) as ray:
+            for kind, name in RAY.items():
+                used = ray.program.usage()
+                told = play(trace(shape, seed), ray.caller(kind), ray.program.stop)
+                spent = ray.program.usage()
+                check(told, right, name)
+                self.add(case, name, told, Usage(spent.cpu_s - used.cpu_s, spent.pss_mib)).notes = WHAT + NOTES[kind]
+                self.run.note(f"{case}: {name}: {_words(told)}")
+
+    def add(self, case: str, system: str, told: Sequence[Told], usage: Usage) -> Case:
+        """Into the record, with the sums over all rounds."""
+        every = self.told.setdefault((case, system), [])
+        every += told
+        found = self.run.case(case, system)
+        found.samples += [round(each.startup_ms, 1) for each in told]
+        found.cpu_s = round((found.cpu_s or 0.0) + usage.cpu_s, 2)
+        found.peak_rss_mib = round(max(found.peak_rss_mib or 0.0, usage.pss_mib))
+        figures = sums(every)
+        found.extra |= {"p50": round(figures.p50, 1), "p99": round(figures.p99, 1), "mean": round(figures.mean, 1)}
+        found.extra["served"] = round(figures.served, 4)
+        if errors := [each.error for each in every if each.error]:
+            found.extra["not_served"] = f"{len(errors)}, the first: {errors[0][:200]}"
+        return found
+
+
+def measure(run: Run, cases: Sequence[str]) -> None:
+    """Deploy once, then run by run."""
+    scale, seed = QUICK if run.quick else FULL, int(run.settings["seed"])
+    run.settings |= _settings(scale)
+    with tempfile.TemporaryDirectory(prefix="br-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        with run.attempt("deploy"):
+            store = Store(directory / "store", free_port())
+            write_models(store.directory, scale.scene.functions)
+            with store.serving():
+                bench = Bench(run, scale, directory, store, prepare(directory, scale.scene, store))
+            with store.serving(STORE_MIB_S):
+                for case in cases:
+                    with run.attempt(case):
+                        _MEASURES[case](bench, seed)
+
+
+def _settings(scale: Scale) -> dict[str, object]:
+    scene, shape = scale.scene, scale.shape
+    return {
+        "nodes": scene.nodes,
+        "devices_per_node": scene.devices,
+        "functions": scene.functions,
+        "dram_models_per_node": scene.dram_models,
+        "ssd_models_per_node": scene.ssd_models,
+        "calls": shape.calls,
+        "seconds": shape.seconds,
+        "cv": CV,
+        "zipf": shape.skew,
+        "tokens": dict(LENGTHS),
+        "store_mib_s": STORE_MIB_S,
+        "link": LINK,
+        "limit_s": LIMIT_S,
+        "rounds": scale.rounds,
+    }
+
+
+def _replay(bench: Bench, seed: int) -> None:
+    missing = peers_missing()
+    for number in range(bench.scale.rounds):
+        for policy in POLICIES:
+            bench.ours("replay", policy, bench.scale.shape, seed + number)
+        if not missing:
+            missing = _try_rays(bench, seed + number)
+    for name in RAY.values() if missing else ():
+        bench.run.case("replay", name).not_run = missing
+    judge(bench.run, {system: told for (case, system), told in bench.told.items() if case == "replay"})
+
+
+def _try_rays(bench: Bench, seed: int) -> str:
+    """Why they cannot run; empty if they did."""
+    try:
+        bench.rays("replay", bench.scale.shape, seed)
+    except ProgramFailed as error:
+        bench.run.note(f"ray serve: {error}")
+        return str(error)[:1000]
+    return ""
+
+
+def _sweep_devices(bench: Bench, seed: int) -> None:
+    for devices in bench.scale.devices:
+        for policy in SWEPT:
+            bench.ours(f"sweep_devices: {devices} a node", policy, bench.scale.short, seed, devices)
+
+
+def _sweep_models(bench: Bench, seed: int) -> None:
+    for models in bench.scale.models:
+        for policy in SWEPT:
+            bench.ours(f"sweep_models: {models}", policy, replace(bench.scale.short, functions=models), seed)
+
+
+_MEASURES: Final = {"replay": _replay, "sweep_devices": _sweep_devices, "sweep_models": _sweep_models}
+
+
+def judge(run: Run, told: Mapping[str, Sequence[Told]]) -> None:
+    """The aims: of its p99, its mean and the share of calls served, ours beside each other system's."""
+    ours = sums(told[OURS])
+    for other in (*POLICIES[1:], *RAY.values()):
+        theirs = sums(told[other]) if told.get(other) else None
+        enough = theirs is not None and min(ours.calls, theirs.calls) >= LEAST_CALLS
+        for what in ("p99", "mean"):
+            value = getattr(ours, what) / getattr(theirs, what) if enough else None
+            run.aims.append(Aim(f"replay: {OURS} / {other}, {what} startup latency", value, at_most=1.0))
+        share = ours.served / theirs.served if enough and theirs and theirs.served else None
+        run.aims.append(Aim(f"replay: {OURS} / {other}, share served in time", share, at_least=1.0))
+
+
+def _words(told: Sequence[Told]) -> str:
+    figures = sums(told)
+    return f"p50 {figures.p50:.0f} ms, p99 {figures.p99:.0f} ms, {figures.served:.1%} served"
+
+
+if __name__ == "__main__":
+    sys.exit(main("replay", tuple(_MEASURES), measure, numbers={"seed": 1}))
