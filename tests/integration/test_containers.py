@@ -26,8 +26,9 @@ pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
-def cluster(image: str, coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("platform"), env={**LIMITS, "SLLM_IMAGE": image}) as running:
+def cluster(image: str, engine: Engine, coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    env = {**LIMITS, "SLLM_SANDBOX": engine.kind, "SLLM_IMAGE": image}
+    with Cluster(tmp_path_factory.mktemp("platform"), env=env) as running:
         deploy(running, str(ECHO), name="neighbour", keep_alive=3600, **SMALL)
         deploy(running, str(coder / "function.py"), name="coder", keep_alive=3600)
         yield running

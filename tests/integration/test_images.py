@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from sllm_invoker.containers.engine import Engine
 from sllm_runtime.protocol.errors import ImageFailed
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here
-from tests.fixtures.deployed import client_of, deploy
+from tests.fixtures.containers import call, ids, images
+from tests.fixtures.deployed import client_of, deploy, wait, worker_of
 from tests.fixtures.wheels import only, wheel
 
 pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -45,8 +47,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    asked = {"SLLM_SANDBOX": "auto", "SLLM_REQUIRE_ISOLATION": "true", "SLLM_POOL_SIZE": "0", **only(wheels)}
+def cluster(engine: Engine, wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    asked = {"SLLM_SANDBOX": engine.kind, "SLLM_REQUIRE_ISOLATION": "true", "SLLM_POOL_SIZE": "1", **only(wheels)}
     with Cluster(tmp_path_factory.mktemp("platform"), env=asked) as running:
         yield running
 
@@ -63,6 +65,32 @@ def test_requirements_are_there_when_the_function_is_called(cluster: Cluster, gr
     with client_of(cluster) as client:
         said = client.call("greets", {})
     assert said == "1.0 /opt/sllm/lib/python{}.{}/site-packages/greeting.py".format(*sys.version_info)
+
+
+def test_the_next_start_of_an_image_takes_the_container_that_waits(
+    cluster: Cluster, engine: Engine, greets: str
+) -> None:
+    """Also when it is another function's: nothing of a function is in it."""
+
+    def waiting() -> set[str]:
+        return {name for name, image in images(cluster, engine).items() if image == own and name != at_work}
+
+    asked = {"requirements": ["greeting"], "startup_timeout": 300, "keep_alive": 3600}
+    deploy(cluster, greets, name="one", **asked)
+    at_work = container_of(cluster, engine, "one")
+    own = images(cluster, engine)[at_work]
+    wait(waiting, "another one is there beside it")
+    there = waiting()
+    deploy(cluster, greets, name="two", **asked)
+    assert {container_of(cluster, engine, "two")} == there
+    assert call(cluster, "two") == call(cluster, "one")
+
+
+def container_of(cluster: Cluster, engine: Engine, function: str) -> str:
+    """The name of the container that the function's only instance runs in."""
+    group = Path(f"/proc/{worker_of(cluster, function)}/cgroup").read_text()
+    (name,) = [name for name, number in ids(cluster, engine).items() if number in group]
+    return name
 
 
 def test_secrets_lie_in_the_containers_own_memory(cluster: Cluster, tmp_path: Path) -> None:
