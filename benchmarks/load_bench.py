@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from benchmarks.load_abilities import abilities
 from benchmarks.load_adapter import AdapterShape, write_adapter
 from benchmarks.load_model import QUICK, Checkpoint, Shape, write
 from benchmarks.load_node import Node, usable_cores
@@ -55,6 +56,7 @@ class Bench:
         self._converted: dict[Path, Converted] = {}
         self._forms: set[Path] = set()
         run.settings["disk"] = disk_of(directory)
+        run.settings["abilities"] = abilities(directory)
 
     def home(self, case: str) -> Path:
         """A directory for that case's programs."""

@@ -37,7 +37,8 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}; "
         f"accelerators: {', '.join(machine['accelerators']) or 'none'}; "
         f"commit {record['commit']}, {record['started']}, {record['seconds']:.0f} s"
-        f"{', quick' if record['settings'].get('quick') else ''}{_yardstick(record['settings'])}.",
+        f"{', quick' if record['settings'].get('quick') else ''}{_yardstick(record['settings'])}"
+        f"{_abilities(record['settings'])}.",
         "",
         "| case | system | median | min | max | n | unit | notes |",
         "|---|---|---|---|---|---|---|---|",
@@ -62,6 +63,11 @@ _VERDICT: Final = {True: "yes", False: "**no**", None: "not judged"}
 def _yardstick(settings: dict[str, Any]) -> str:
     known = settings.get("yardstick_ms")
     return f"; yardstick {known[0]} ms before, {known[1]} ms after" if known else ""
+
+
+def _abilities(settings: dict[str, Any]) -> str:
+    """What this machine's kernel and driver gave."""
+    return "".join(f"; {name}: {_line(answer)}" for name, answer in settings.get("abilities", {}).items())
 
 
 def _extra(case: dict[str, Any]) -> str:

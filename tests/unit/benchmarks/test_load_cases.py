@@ -13,6 +13,7 @@ from safetensors import safe_open
 from benchmarks import load
 from benchmarks.chart import bars
 from benchmarks.charts import charts, write_charts
+from benchmarks.load_abilities import YES, abilities
 from benchmarks.load_adapter import LARGE, SMALL, AdapterShape, write_adapter
 from benchmarks.load_bench import Bench, Converted
 from benchmarks.load_copies import make_copy, size
@@ -28,6 +29,20 @@ from sllm_loaderd.files import chunk_digest
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, decode_index, index_digest, partition_name
 
 TINY = AdapterShape(1, 128, 256, 128, 2)
+
+
+def test_what_the_machine_gives_is_tried_out(tmp_path: Path) -> None:
+    found = abilities(tmp_path)
+    assert found.pop("shmem huge pages")
+    assert found["memfd seals"] == YES, "loaderd runs on no kernel without"
+    assert len(found) == 5
+    assert all(answer == YES or answer.startswith("no: ") for answer in found.values()), found
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_file_system_has_not_is_said() -> None:
+    assert abilities(Path("/dev/shm"))["page cache can be dropped"].startswith("no: "), "it is in memory alone"
+    assert abilities(Path("/proc"))["O_DIRECT"].startswith("no: ")
 
 
 def test_what_a_quick_run_leaves_out_are_cases() -> None:

@@ -5,6 +5,7 @@ What does not need a GPU of the way to one is tested with fake devices: `test_de
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import os
@@ -12,18 +13,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sllm_loaderd.client import cuda as cuda_client
 from sllm_loaderd.client import cuda_driver, memory
 from sllm_loaderd.client.cuda_driver import PINNED_ALREADY, access_description, call, ipc_bytes, ipc_handle, open_driver
 from sllm_loaderd.devices import cuda as cuda_device
 from sllm_loaderd.devices.cuda import CudaAllocation, CudaDevice, IpcAllocation, VmmAllocation, cuda_devices
+from sllm_loaderd.devices.tensors import bind
 from sllm_loaderd.sealed import create_sealed
 from sllm_runtime.protocol.errors import DeviceOutOfMemory, ProtocolError, Unavailable
 from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
+from tests.fixtures.loaderd import loaderd, numbers_model, session, small_checkpoint
 
 IMPORTER = """
 import hashlib, sys
@@ -131,6 +136,27 @@ def test_another_process_sees_what_was_copied(device: CudaDevice, chunk: memoryv
             os.close(fd)
         allocation.free()
         allocation.free()
+
+
+@pytest.mark.gpu
+async def test_a_model_on_a_gpu_is_the_same_model(tmp_path: Path) -> None:
+    """From its file over a daemon's chunks to tensors of a worker; as on fake devices, but nobody shares the memory."""
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    arrays = numbers_model(tmp_path / "same")
+    async with loaderd(tmp_path, cuda_devices="0") as daemon:
+        model = (await daemon.control.register(str(checkpoint))).model
+        for _ in range(2):  # the second from memory
+            async with session(daemon, model) as opened:
+                load = opened.load(device="cuda:0")
+                tensors = await asyncio.to_thread(bind, load)
+                await asyncio.to_thread(load.wait_all)
+                assert all(tensor.is_cuda for tensor in tensors.values())
+                for name, array in arrays.items():
+                    assert torch.equal(tensors[name].cpu(), torch.from_numpy(array)), name
+                (used,) = [device.used for device in (await daemon.control.status()).devices]
+                assert used >= load.attach().nbytes
+            await daemon.control.gone("w")
+            assert [device.used for device in (await daemon.control.status()).devices] == [0]
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ A checkpoint is a directory with the index, one file of raw bytes per rank, and 
 
 from sllm_runtime.protocol.checkpoint.checks import check_index
 from sllm_runtime.protocol.checkpoint.encoding import (
+    decode_checked,
     decode_index,
     digest_hex,
     encode_index,
@@ -80,6 +81,7 @@ __all__ = [
     "chunk_count",
     "chunks_of",
     "contiguous_stride",
+    "decode_checked",
     "decode_index",
     "digest_hex",
     "encode_index",

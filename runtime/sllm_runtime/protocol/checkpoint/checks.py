@@ -87,8 +87,8 @@ def _check_partitions(index: CheckpointIndex) -> dict[int, int]:
 
 
 def _check_tensors(kind: str, tensors: Iterable[TensorRecord], sizes: dict[int, int], *, aligned: bool) -> None:
-    """Every worker does this for every tensor before it may bind the first: no generator, no text that nobody reads,
-    and what the tensors of all layers have in common is worked out once."""
+    """For every tensor: no generator, no text that nobody reads, and what the tensors of all layers have in common is
+    worked out once."""
     known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
     for tensor in tensors:
         form = tensor.dtype, tensor.shape, tensor.stride
