@@ -44,10 +44,15 @@ cloud_leaving() { # why this machine goes away; fails while it stays
     fi
 }
 
-_lifecycle() { # HOOK RESULT: answer the group's hook; a machine of no group has none to answer
+_lifecycle() { # HOOK RESULT: answer the group's hook; where none waits, or there is no group, nothing is to be answered
+    local node said
     [ -n "$GROUP" ] || return 0
-    aws autoscaling complete-lifecycle-action --region "$REGION" --auto-scaling-group-name "$GROUP" \
-        --lifecycle-hook-name "$1" --lifecycle-action-result "$2" --instance-id "$(cloud_node)"
+    node=$(cloud_node) || return 1
+    said=$(aws autoscaling complete-lifecycle-action --region "$REGION" --auto-scaling-group-name "$GROUP" \
+        --lifecycle-hook-name "$1" --lifecycle-action-result "$2" --instance-id "$node" 2>&1) && return 0
+    case $said in *'No active Lifecycle Action'*) return 0 ;; esac
+    printf '%s\n' "$said" >&2
+    return 1
 }
 
 cloud_arrived() { _lifecycle arrive CONTINUE; }

@@ -14,18 +14,25 @@ from importlib import metadata
 from pathlib import Path
 
 from sllm_invoker.containers.engine import Engine
-from tests.fixtures.terraform import render
 from tests.fixtures.wheels import wheel
-from tests.unit.infra.stage import ANSWERS, MACHINE, SETTINGS, STUB
+from tests.unit.infra.stubs import ANSWERS, MACHINE, Places, Stubbed, settings
 
 REAL = {"python3.13"}
 """Stubs of the other stage that are real here."""
 STUBS = (
     *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "mount", "umount", "mountpoint", "dmsetup"),
-    *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl"),
+    *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "rpm", "dnf"),
 )
 KEYS = "import sys\nprint('creds of', sys.argv[2], 'by', sys.stdin.read().strip())\n"
 RUN_SECONDS = 300
+PLACES = Places(
+    account="sllm",
+    mount="/mnt/sllm",
+    prefix="/opt/sllm",
+    run="/run/sllm",
+    cdi_file="/etc/cdi/nvidia.yaml",
+    huge_pages="/thp",
+)
 
 
 def pip_wheel(directory: Path) -> None:
@@ -39,11 +46,14 @@ def pip_wheel(directory: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Contained:
-    """``root``: what the container sees as its root."""
+class Contained(Stubbed):
+    """``folder``: what the container sees as its root."""
 
-    root: Path
     engine: Engine
+
+    @property
+    def stubs(self) -> Path:
+        return self.folder / "stubs"
 
     @classmethod
     def create(cls, root: Path, engine: Engine) -> "Contained":
@@ -59,25 +69,19 @@ class Contained:
         (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
         (root / "etc/group").write_text("root:x:0:\n")
         (root / "etc/shadow").write_text("root:*:19000::::::\n")
-        for name in STUBS:
-            (root / "stubs" / name).write_text(STUB)
-            (root / "stubs" / name).chmod(0o755)
+        machine.command(root / "stubs", STUBS)
         for name, answer in ANSWERS.items():
             if name not in REAL:
                 machine.answer(name, answer)
         for script in (MACHINE / "boot.sh", *(MACHINE / "node").glob("*.sh")):
             shutil.copy(script, root / "scripts")
         shutil.copy(MACHINE / "aws.sh", root / "scripts/cloud.sh")
-        (root / "etc/sllm/boot.env").write_text(machine._settings(machine._pack()))
+        (root / "etc/sllm/boot.env").write_text(settings(root / "tmp", "node", machine._pack(), PLACES))
         return machine
-
-    def answer(self, name: str, shell: str) -> None:
-        """What the stub ``name`` does beside writing itself down."""
-        (self.root / "stubs/answers" / name).write_text(shell)
 
     def _pack(self) -> str:
         """Make the artifact: pip itself, and an sllm that needs one library for each extra. Its SHA-256."""
-        wheels = self.root / "tmp/wheels"
+        wheels = self.folder / "tmp/wheels"
         wheels.mkdir()
         pip_wheel(wheels)
         extras = ("server", "worker", "cuda")
@@ -90,46 +94,21 @@ class Contained:
         with tarfile.open(fileobj=data, mode="w:gz") as archive:
             for path in wheels.iterdir():
                 archive.add(path, path.name)
-        (self.root / "stubs/artifact.tar.gz").write_bytes(data.getvalue())
+        (self.folder / "stubs/artifact.tar.gz").write_bytes(data.getvalue())
         return sha256(data.getvalue()).hexdigest()
-
-    def _settings(self, digest: str) -> str:
-        template, own = SETTINGS["node"]
-        return render(
-            self.root / "tmp",
-            template,
-            region="us-east-1",
-            artifact_url="s3://models/sllm.tar.gz",
-            artifact_sha256=digest,
-            parameter_prefix="/sllm/prod",
-            account="sllm",
-            mount="/mnt/sllm",
-            prefix="/opt/sllm",
-            run="/run/sllm",
-            cdi_file="/etc/cdi/nvidia.yaml",
-            huge_pages="/thp",
-            **own,
-        )
 
     def boot(self) -> subprocess.CompletedProcess[str]:
         """Run the boot script to its end, as the machine's root, in a container without network."""
-        (self.root / "stubs/calls").write_text("")
         python = Path(sys.base_prefix, "bin")
-        own = {
-            "PATH": f"/stubs:{python}:/usr/sbin:/usr/bin:/sbin:/bin",
-            "CALLS": "/stubs/calls",
-            "ANSWERS": "/stubs/answers",
-            "STATE": "/stubs/state",
-            "ARTIFACT": "/stubs/artifact.tar.gz",
-            "DISKS": "/dev/nvme1n1 /dev/nvme2n1",
-        }
+        path = f"/stubs:{python}:/usr/sbin:/usr/bin:/sbin:/bin"
+        own = {"PATH": path} | self.seen(Path("/stubs"), "/dev/nvme1n1 /dev/nvme2n1")
         seen = {"/usr", str(sys.base_prefix)} - ({str(sys.base_prefix)} if python.is_relative_to("/usr") else set())
         command = [
             *(self.engine.program, *self.engine.options, "run", "--rm", "--network", "none", "--pull", "never"),
             *("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=512:512"),
             *(word for path in sorted(seen) for word in ("--volume", f"{path}:{path}:ro")),
             *(word for name, value in own.items() for word in ("--env", f"{name}={value}")),
-            *("--rootfs", str(self.root), "bash", "/scripts/boot.sh"),
+            *("--rootfs", str(self.folder), "bash", "/scripts/boot.sh"),
         ]
         return subprocess.run(
             command,
@@ -141,13 +120,6 @@ class Contained:
             check=False,
         )
 
-    def calls(self, *names: str) -> list[str]:
-        """How the stubs ``names`` were called in the last boot, in order."""
-        lines = (self.root / "stubs/calls").read_text().splitlines()
-        return [line for line in lines if line.split(" ", 1)[0] in names]
-
     def reboot(self) -> None:
-        """What a reboot takes away."""
-        (self.root / "stubs/state/mounted").unlink(missing_ok=True)
-        shutil.rmtree(self.root / "run")
-        (self.root / "run").mkdir()
+        super().reboot()
+        (self.folder / "run").mkdir()

@@ -9,7 +9,7 @@ from tests.unit.infra.stage import TORCH, WHEELS, Machine
 
 pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
 
-DONE = ["account", "storage", "memory", "gpus", "software", "credentials", "environment"]
+DONE = ["packages", "account", "storage", "memory", "gpus", "software", "credentials", "environment"]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_reboot_makes_the_disks_anew(machine: Machine) -> None:
     machine.run("boot.sh")
     machine.reboot()
     held = "*) printf '%s disk\\n/dev/md127 raid0\\n' \"${@: -1}\" ;;\n"
-    shown = (machine.folder / "answers/lsblk").read_text()
+    shown = machine.answered("lsblk")
     machine.answer("lsblk", shown.replace("*) printf '%s disk\\n' \"${@: -1}\" ;;\n", held))
     done = machine.run("boot.sh")
     assert done.returncode == 0, done.stdout
@@ -95,6 +95,16 @@ def test_no_disk_is_said(machine: Machine) -> None:
     assert done.returncode == 0, done.stdout
     assert machine.calls("mdadm", "mkfs.xfs", "mount", "wipefs") == []
     assert "no instance-store disk" in done.stdout
+
+
+def test_what_the_image_lacks_comes_from_its_own_repositories(machine: Machine) -> None:
+    machine.answer("rpm", "exit 1\n")
+    assert machine.run("boot.sh").returncode == 0
+    assert machine.calls("dnf") == ["dnf install --assumeyes --quiet mdadm xfsprogs"]
+    machine.answer("dnf", "exit 1\n")
+    done = machine.run("boot.sh")
+    assert done.returncode != 0
+    assert "stage packages FAILED" in done.stdout
 
 
 def test_another_archive_is_not_installed(machine: Machine) -> None:
@@ -186,7 +196,7 @@ ENDS = '*target-lifecycle-state) [ -e "$STATE/notice" ] && printf Terminated || 
 @pytest.mark.parametrize(("what", "said"), [(NOTICE, "spot notice"), (ENDS, "its group ends it")])
 def test_a_node_that_is_taken_away_is_drained_first(machine: Machine, what: str, said: str) -> None:
     machine.run("boot.sh")
-    answers = (machine.folder / "answers/curl").read_text()
+    answers = machine.answered("curl")
     machine.answer("curl", answers.replace("*instance-id)", what + "*instance-id)"))
     # The node is ready after the first look; the notice is there after the second.
     ready = machine.folder / "run/ready"
@@ -206,14 +216,43 @@ def test_a_node_that_is_taken_away_is_drained_first(machine: Machine, what: str,
 
 def test_a_node_that_goes_before_it_is_ready(machine: Machine) -> None:
     machine.run("boot.sh")
-    answers = (machine.folder / "answers/curl").read_text()
+    answers = machine.answered("curl")
     ends = "*target-lifecycle-state) printf Terminated ;;\n"
     machine.answer("curl", answers.replace("*instance-id)", ends + "*instance-id)"))
-    machine.answer("aws", "exit 254\n")
+    machine.answer("aws", "echo 'Rate exceeded' >&2; exit 254\n")
     done = machine.run("watch.sh")
     assert done.returncode == 0, done.stdout
     assert machine.calls("systemctl") == ["systemctl stop sllm-node.service"]
-    assert "no lifecycle action waits for this node" in done.stdout
+    assert done.stdout.count("Rate exceeded") == len(machine.calls("aws")) > 1, "it is said, and tried again"
+    assert "the group could not be told" in done.stdout
+
+
+def test_a_group_that_waits_for_nothing_has_been_told(machine: Machine) -> None:
+    """As after a restart of what watches, or a spot notice that the group has not heard of yet."""
+    machine.run("boot.sh")
+    ends = "*target-lifecycle-state) printf Terminated ;;\n"
+    machine.answer("curl", machine.answered("curl").replace("*instance-id)", ends + "*instance-id)"))
+    machine.answer("aws", "echo '(ValidationError): No active Lifecycle Action found with instance ID' >&2; exit 254\n")
+    done = machine.run("watch.sh")
+    assert done.returncode == 0, done.stdout
+    assert len(machine.calls("aws")) == 1
+    assert "ValidationError" not in done.stdout
+
+
+def test_a_group_that_did_not_hear_of_a_ready_node_is_told_again(machine: Machine) -> None:
+    """Otherwise it would end a node that works."""
+    machine.run("boot.sh")
+    (machine.folder / "run/ready").write_text("READY\n")
+    (machine.folder / "run/ready").chmod(0o600)
+    machine.answer("curl", machine.answered("curl").replace("*instance-id)", ENDS + "*instance-id)"))
+    fails = '[ -e "$STATE/heard" ] || { : >"$STATE/heard"; echo "Could not connect" >&2; exit 255; }\n'
+    machine.answer("aws", fails)
+    machine.answer("sleep", '[ ! -e "$STATE/once" ] || : >"$STATE/notice"; : >"$STATE/once"\n')
+    done = machine.run("watch.sh")
+    assert done.returncode == 0, done.stdout
+    hooks = [line.split("--lifecycle-hook-name ")[1].split()[0] for line in machine.calls("aws")]
+    assert hooks == ["arrive", "arrive", "drain"]
+    assert done.stdout.count("READY") == 1
 
 
 def test_the_node_says_when_it_is_ready(machine: Machine) -> None:
@@ -248,7 +287,7 @@ esac
         "gcloud",
         'case $1 in storage) cp "$ARTIFACT" "${@: -1}" ;; secrets) printf "SECRET of %s\\n" "${@: -1}" ;; esac\n',
     )
-    shown = (machine.folder / "answers/lsblk").read_text()
+    shown = machine.answered("lsblk")
     machine.answer("lsblk", shown.replace("Amazon EC2 NVMe Instance Storage", "nvme_card1"))
     done = machine.run("boot.sh")
     assert done.returncode == 0, done.stdout

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}"),
 ]
 
-DONE = ["account", "storage", "memory", "gpus", "software", "credentials", "environment"]
+DONE = ["packages", "account", "storage", "memory", "gpus", "software", "credentials", "environment"]
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def stages(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 def owner(machine: Contained, path: str) -> tuple[bool, int]:
     """Whether the daemons' account has it, and its mode."""
-    (line,) = [line for line in (machine.root / "etc/passwd").read_text().splitlines() if line.startswith("sllm:")]
-    found = (machine.root / path).stat()
+    (line,) = [line for line in (machine.folder / "etc/passwd").read_text().splitlines() if line.startswith("sllm:")]
+    found = (machine.folder / path).stat()
     return found.st_uid == int(line.split(":")[2]), found.st_mode & 0o777
 
 
@@ -51,12 +51,12 @@ def test_a_boot_the_same_boot_again_and_the_boot_after_it(machine: Contained) ->
     assert owner(machine, "mnt/sllm") == (True, 0o700)
     for name in ("nats-ca.pem", "nats.creds", "node.env"):
         assert owner(machine, f"run/sllm/{name}") == (True, 0o400)
-    assert (machine.root / "run/sllm/nats.creds").read_text() == "creds of i-0abc by SECRET of /sllm/prod/node/key\n"
+    assert (machine.folder / "run/sllm/nats.creds").read_text() == "creds of i-0abc by SECRET of /sllm/prod/node/key\n"
     assert owner(machine, "etc/cdi/nvidia.yaml") == (False, 0o644)
-    packages = [path.parent for path in (machine.root / "opt/sllm").glob("*/lib/python*/site-packages/sllm.py")]
+    packages = [path.parent for path in (machine.folder / "opt/sllm").glob("*/lib/python*/site-packages/sllm.py")]
     assert len(packages) == 1
     assert {path.stem for path in packages[0].glob("*.py")} >= {"sllm", "torch", "web", "driver"}
-    assert owner(machine, str(packages[0].relative_to(machine.root))) == (False, 0o755)
+    assert owner(machine, str(packages[0].relative_to(machine.folder))) == (False, 0o755)
     made = os.stat(packages[0] / "sllm.py").st_mtime_ns
 
     again = machine.boot()
@@ -73,13 +73,13 @@ def test_a_boot_the_same_boot_again_and_the_boot_after_it(machine: Contained) ->
 
 
 def test_a_boot_that_fails_tells_the_group_and_may_be_repeated(machine: Contained) -> None:
-    works = (machine.root / "stubs/answers/nvidia-ctk").read_text()
+    works = machine.answered("nvidia-ctk")
     machine.answer("nvidia-ctk", "exit 1\n")
     failed = machine.boot()
     assert failed.returncode != 0
-    assert stages(failed) == DONE[:3]
+    assert stages(failed) == DONE[:4]
     assert "stage gpus FAILED" in failed.stdout
-    assert not (machine.root / "run/sllm/node.env").exists()
+    assert not (machine.folder / "run/sllm/node.env").exists()
     (told,) = [line for line in machine.calls("aws") if "autoscaling" in line]
     assert "--lifecycle-action-result ABANDON" in told
     machine.answer("nvidia-ctk", works)

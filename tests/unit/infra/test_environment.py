@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,9 +10,11 @@ from sllm_gateway.settings import GatewaySettings
 from sllm_invoker.settings import InvokerSettings
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_runtime.control.daemon import ControllerSettings
+from sllm_runtime.control.providing.aws import AutoScalingGroup
+from sllm_runtime.control.providing.provider import Shape
 from sllm_runtime.platform.settings import PREFIX, Settings
 from tests.fixtures.terraform import TERRAFORM, render, why_no_terraform
-from tests.unit.infra.stage import MACHINE
+from tests.unit.infra.stubs import MACHINE
 
 pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
 
@@ -68,13 +71,16 @@ def test_gateways_and_controllers_read_theirs(tmp_path: Path) -> None:
         nats_url="tls://nats-0.sllm.internal:4222",
         nats_ca="/run/sllm/nats-ca.pem",
         drain_s=60,
+        keep_alive_s=960,
         settings={"AWS_DEFAULT_REGION": "us-east-1"},
     )
     own = set(re.findall(r"printf '(SLLM_[A-Z_]+)=", (MACHINE / "gateway/stages.sh").read_text()))
-    assert own == {"SLLM_GATEWAY", "SLLM_NATS_CREDS", "SLLM_HOST", "SLLM_PORT", "SLLM_TOKEN_FILE", "SLLM_CONTROLLER"}
+    gateways = {"SLLM_GATEWAY", "SLLM_NATS_CREDS", "SLLM_HOST", "SLLM_PORT", "SLLM_TOKEN_FILE"}
+    assert own == gateways | {"SLLM_CONTROLLER", "SLLM_SECRETS_KEY"}
     unknown = (set(variables(text)) | own) - known(GatewaySettings, ControllerSettings)
     assert unknown == NOT_OURS
-    assert GatewaySettings.load(variables(text)).drain == 60
+    gateway = GatewaySettings.load(variables(text))
+    assert (gateway.drain, gateway.keep_alive) == (60, 960)
 
 
 def test_a_pool_tells_the_controller_of_itself() -> None:
@@ -90,3 +96,29 @@ def test_a_pool_tells_the_controller_of_itself() -> None:
         given = {"SLLM_NODES_CPU": cpu, "SLLM_NODES_MEMORY": memory, "SLLM_NODES_GPUS": gpus}
         shape = ControllerSettings.load(given).shape
         assert (shape.cpu, len(shape.gpus)) == (float(cpu), int(count or 1))
+
+
+class Asked:
+    """The auto scaling API, which writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.actions: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        def answer(**_given: Any) -> dict[str, Any]:
+            self.actions.add("autoscaling:" + "".join(map(str.capitalize, name.split("_"))))
+            return {"AutoScalingGroups": [{"DesiredCapacity": 1, "MinSize": 0, "MaxSize": 2, "Instances": []}]}
+
+        return answer
+
+
+async def test_the_controllers_role_may_do_what_its_provider_asks_and_no_more() -> None:
+    api = Asked()
+    group = AutoScalingGroup(api, "chat-gpu", Shape(cpu=4.0, memory=2**33))
+    await group.capacity()
+    await group.set_desired(2)
+    await group.remove("i-0abc")
+    text = (TERRAFORM / "modules/gpu_pool/iam.tf").read_text()
+    policy = text[text.index("scaler_policy = {") : text.index('resource "aws_iam_role" "node"')]
+    granted = set(re.findall(r'"(autoscaling:\w+)"', policy))
+    assert granted == api.actions

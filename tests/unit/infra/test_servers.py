@@ -1,6 +1,7 @@
 """What NATS servers and gateways do at each boot, and the secrets that they find: real keys, certificates and a real
 nats-server that reads its configuration."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sllm_runtime.platform.nats_server import find_binary
+from sllm_runtime.control.sealed_vault import Keyring
+from sllm_runtime.platform.nats_server import EmbeddedNats, find_binary
 from tests.fixtures.terraform import why_no_terraform
-from tests.unit.infra.stage import MACHINE, RUN_SECONDS, Machine
+from tests.unit.infra.stage import RUN_SECONDS, Machine
+from tests.unit.infra.stubs import MACHINE
 
 pytestmark = [
     pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}"),
@@ -45,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bin/aws").chmod(0o755)
     done = new_secrets(folder)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("stored /sllm/prod/") == 9
+    assert done.stdout.count("stored /sllm/prod/") == 10
     assert not list((folder / "tmp").iterdir()), "nothing of them stays"
     return folder / "store"
 
@@ -107,6 +110,19 @@ def test_a_nats_server(tmp_path: Path, store: Path) -> None:
     assert machine.calls("mkfs.xfs") == [], "what has streams on it is never formatted"
 
 
+def test_a_nats_server_has_the_limits_of_the_one_that_sllm_up_starts(tmp_path: Path, store: Path) -> None:
+    machine = machine_of(tmp_path, "nats", store)
+    machine.answer("python3.13", VENV.replace("FILL", f'ln -s "{find_binary()}" "$4/bin/nats-server"'))
+    assert machine.run("boot.sh").returncode == 0
+    written = (machine.folder / "run/nats.conf").read_text()
+    embedded = EmbeddedNats(directory=tmp_path / "embedded", identities=())
+    embedded.prepare()
+    config = json.loads(embedded.config_file.read_text())
+    for name in ("max_payload", "max_control_line", "max_pending", "write_deadline"):
+        assert f"\n{name}: {json.dumps(config[name])}\n" in written
+    assert f"max_memory_store: {config['jetstream']['max_memory_store']} " in written
+
+
 def test_a_gateway(tmp_path: Path, store: Path) -> None:
     machine = machine_of(tmp_path, "gateway", store)
     machine.answer("python3.13", VENV.replace("FILL", "").replace("PYTHON", f'"{sys.executable}"'))
@@ -121,8 +137,40 @@ def test_a_gateway(tmp_path: Path, store: Path) -> None:
         f"SLLM_TOKEN_FILE={run}/token",
     ]
     assert (run / "controller.env").read_text().startswith("SLLM_CONTROLLER=c-i-0abc\n")
+    assert f"SLLM_SECRETS_KEY={run}/secrets-key" in (run / "controller.env").read_text().splitlines()
+    assert len(Keyring.read(run / "secrets-key").boxes) == 1, "controllers of all machines have the one"
     for kind in ("gateway", "controller"):
         assert (run / f"{kind}.creds").read_text().startswith("-----BEGIN NATS USER JWT-----")
         assert (run / f"{kind}.creds").stat().st_mode & 0o777 == 0o400
     assert machine.calls("rpm") == ["rpm --query --quiet python3.12"]
     assert machine.calls("dnf") == []
+
+
+# Ready from the second look on; from the fifth what THEN says.
+TURNS = """\
+turn=$(($(cat "$STATE/turns" 2>/dev/null || echo 0) + 1))
+echo "$turn" >"$STATE/turns"
+[ "$turn" != 1 ] || : >"$STATE/ready"
+[ "$turn" != 4 ] || { THEN; }
+[ "$turn" -lt 20 ]
+"""
+HEALTH = """\
+*/readyz) [ -e "$STATE/ready" ] || exit 22 ;;
+*/livez) [ ! -e "$STATE/hangs" ] || exit 28 ;;
+"""
+
+
+@pytest.mark.parametrize(("then", "killed"), [(': >"$STATE/hangs"', 2), ('rm "$STATE/ready"', 0)])
+def test_a_gateway_that_hangs_is_killed_and_one_that_is_not_ready_is_left(
+    tmp_path: Path, store: Path, then: str, killed: int
+) -> None:
+    machine = machine_of(tmp_path, "gateway", store)
+    machine.answer("curl", machine.answered("curl").replace("*instance-id)", HEALTH + "*instance-id)"))
+    machine.answer("sleep", TURNS.replace("THEN", then))
+    done = machine.run("watch.sh")
+    assert done.returncode != 0, "it watches for ever, but for a sleep that fails"
+    assert done.stdout.count("READY") == 1
+    (told,) = machine.calls("aws")
+    group = "--auto-scaling-group-name prod-gateway --lifecycle-hook-name arrive --lifecycle-action-result CONTINUE"
+    assert group in told
+    assert machine.calls("systemctl") == ["systemctl kill --signal=KILL sllm-gateway.service"] * killed

@@ -112,6 +112,22 @@ def test_every_variable_and_output_is_explained() -> None:
         assert all(block["required_version"] for block in found[name]["terraform"]), name
 
 
+def test_nothing_else_names_the_whole_world() -> None:
+    """Clients' 443 at the load balancer, the way out that is asked for, and the routes that these two need."""
+    found = [
+        (path.relative_to(TERRAFORM).as_posix(), line.split("=")[0].strip())
+        for path in sorted(TERRAFORM.rglob("*.tf"))
+        for line in path.read_text().splitlines()
+        if "0.0.0.0/0" in line or "::/0" in line
+    ]
+    assert found == [
+        ("modules/network/main.tf", "destination_cidr_block"),
+        ("modules/network/main.tf", "destination_cidr_block"),
+        ("modules/network/security.tf", "cidr_ipv4"),
+        ("modules/network/variables.tf", "default"),
+    ]
+
+
 def test_every_module_is_whole() -> None:
     for name in MODULES:
         files = {path.name for path in (TERRAFORM / name).iterdir()}

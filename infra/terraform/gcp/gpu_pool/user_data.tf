@@ -17,6 +17,7 @@ locals {
   })
 
   boot_env = templatefile("${local.modules}/templates/boot.env.tftpl", {
+    packages         = "" # the image has them
     group            = var.name
     region           = var.region
     artifact_url     = var.artifact_url
@@ -46,7 +47,7 @@ locals {
       "/usr/local/lib/sllm/watch.sh"           = file("${local.machine}/node/watch.sh")
       "/etc/systemd/system/sllm-boot.service"  = file("${local.machine}/sllm-boot.service")
       "/etc/systemd/system/sllm-node.service"  = templatefile("${local.machine}/node/sllm-node.service", { stop_timeout_s = var.node_drain_s + 5 })
-      "/etc/systemd/system/sllm-watch.service" = file("${local.machine}/node/sllm-watch.service")
+      "/etc/systemd/system/sllm-watch.service" = file("${local.machine}/sllm-watch.service")
     }
   })
 }

@@ -15,6 +15,7 @@ credentials() {
     chmod 700 "$MOUNT"
     cloud_secret "$PARAMETER_PREFIX/nats/ca" | put "$RUN/nats-ca.pem"
     cloud_secret "$PARAMETER_PREFIX/gateway/token" | put "$RUN/token"
+    cloud_secret "$PARAMETER_PREFIX/controller/secrets-key" | put "$RUN/secrets-key"
     join gateway "g-$node"
     join controller "c-$node"
 }
@@ -32,6 +33,7 @@ environment() {
     } | put "$RUN/gateway.env"
     {
         printf 'SLLM_CONTROLLER=c-%s\n' "$node"
+        printf 'SLLM_SECRETS_KEY=%s\n' "$RUN/secrets-key"
         printf 'SLLM_NATS_CREDS=%s\n' "$RUN/controller.creds"
     } | put "$RUN/controller.env"
 }

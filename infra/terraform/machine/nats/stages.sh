@@ -32,9 +32,9 @@ configuration() {
 server_name: $SERVER
 listen: 0.0.0.0:4222
 http: 127.0.0.1:8222
-max_payload: 1MB
-max_control_line: 4KB
-max_pending: 64MB
+max_payload: 1048576
+max_control_line: 4096
+max_pending: 67108864
 write_deadline: "10s"
 lame_duck_duration: "30s"
 tls { cert_file: "$RUN/nats-cert", key_file: "$RUN/nats-key", ca_file: "$RUN/nats-ca", timeout: 5 }
@@ -42,6 +42,7 @@ jetstream { store_dir: "$MOUNT/jetstream", max_file_store: $MAX_FILE_STORE, max_
 cluster {
   name: $CLUSTER
   listen: 0.0.0.0:6222
+  no_advertise: true # clients know all names, which stay when a server is replaced; addresses do not
   routes: [ ${routes%, } ]
   tls { cert_file: "$RUN/nats-cert", key_file: "$RUN/nats-key", ca_file: "$RUN/nats-ca", verify: true, timeout: 5 }
 }

@@ -16,9 +16,8 @@ say() { printf 'sllm-watch: %s\n' "$*"; }
 
 arrived=''
 while ! reason=$(cloud_leaving); do
-    if [ -z "$arrived" ] && [ -s "$RUN/ready" ]; then
-        # Refused after a restart, when the group waits for nothing: the node is in service already.
-        cloud_arrived || say "the group did not wait for this node"
+    # Until the group has taken it: one that is not told ends a node that is ready when its patience is over.
+    if [ -z "$arrived" ] && [ -s "$RUN/ready" ] && cloud_arrived; then
         arrived=yes
         say "READY $(cut -d ' ' -f 1 /proc/uptime) s after boot"
     fi
@@ -27,4 +26,8 @@ done
 say "leaving: $reason; draining"
 systemctl stop sllm-node.service
 say "drained"
-cloud_gone || say "no lifecycle action waits for this node"
+for _ in {1..6}; do
+    if cloud_gone; then exit 0; fi
+    sleep "$EVERY_S"
+done
+say "the group could not be told; it goes on by itself when its hook's time is over"

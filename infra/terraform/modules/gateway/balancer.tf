@@ -11,7 +11,7 @@ resource "aws_lb" "this" {
   idle_timeout               = var.idle_timeout_s
   drop_invalid_header_fields = true
   desync_mitigation_mode     = "strictest"
-  enable_deletion_protection = true
+  enable_deletion_protection = var.deletion_protection
   tags                       = local.tags
 
   dynamic "access_logs" {

@@ -1,4 +1,4 @@
-# What a machine with a gateway and a controller may do: fetch the artifact and read its own secrets.
+# What a machine with a gateway and a controller may do: fetch the artifact, read its own secrets, answer its own group.
 
 data "aws_partition" "current" {}
 
@@ -23,17 +23,25 @@ locals {
           Effect = "Allow"
           Action = ["ssm:GetParameter"]
           Resource = [
-            for name in ["nats/ca", "gateway/key", "gateway/token", "controller/key"] :
+            for name in ["nats/ca", "gateway/key", "gateway/token", "controller/key", "controller/secrets-key"] :
             "arn:${local.partition}:ssm:${var.region}:${local.account}:parameter${var.parameter_prefix}/${name}"
           ]
+        },
+        {
+          Sid      = "AnswerOwnHook"
+          Effect   = "Allow"
+          Action   = ["autoscaling:CompleteLifecycleAction"]
+          Resource = ["arn:${local.partition}:autoscaling:${var.region}:${local.account}:autoScalingGroup:*:autoScalingGroupName/${local.group}"]
         },
       ],
       [
         for keys in [var.decrypt_key_arns] : {
-          Sid      = "Decrypt"
-          Effect   = "Allow"
-          Action   = ["kms:Decrypt"]
-          Resource = keys
+          # For what S3 and the parameter store hand out, and for nothing else that the keys encrypt.
+          Sid       = "Decrypt"
+          Effect    = "Allow"
+          Action    = ["kms:Decrypt"]
+          Resource  = keys
+          Condition = { StringLike = { "kms:ViaService" = ["s3.${var.region}.amazonaws.com*", "ssm.${var.region}.amazonaws.com*"] } }
         } if length(keys) > 0
       ],
     )
@@ -72,4 +80,18 @@ resource "aws_iam_role_policy_attachment" "more" {
 
   role       = aws_iam_role.gateway.name
   policy_arn = each.value
+}
+
+# A group's instances are started by its service-linked role, which may use no customer's key unless it is granted.
+resource "aws_kms_grant" "group" {
+  for_each = var.ebs_kms_key_arn == null ? {} : { on = var.ebs_kms_key_arn }
+
+  name              = "${var.name}-volumes"
+  key_id            = each.value
+  grantee_principal = "arn:${local.partition}:iam::${local.account}:role/aws-service-role/autoscaling.amazonaws.com/AWSServiceRoleForAutoScaling"
+
+  operations = [
+    "CreateGrant", "Decrypt", "DescribeKey", "Encrypt", "GenerateDataKey", "GenerateDataKeyWithoutPlaintext",
+    "ReEncryptFrom", "ReEncryptTo",
+  ]
 }

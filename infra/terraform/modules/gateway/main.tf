@@ -1,7 +1,8 @@
 # Machines with a gateway and a controller each, replaced when they do not answer.
 
 locals {
-  tags = merge(var.tags, { "sllm:cluster" = var.name })
+  tags  = merge(var.tags, { "sllm:cluster" = var.name })
+  group = "${var.name}-gateway"
 }
 
 resource "aws_launch_template" "gateway" {
@@ -58,19 +59,28 @@ resource "aws_launch_template" "gateway" {
 }
 
 resource "aws_autoscaling_group" "gateways" {
-  name                      = "${var.name}-gateway"
+  name                      = local.group
   vpc_zone_identifier       = var.private_subnet_ids
   min_size                  = var.size
   max_size                  = var.size + 1
   desired_capacity          = var.size
   target_group_arns         = [aws_lb_target_group.gateways.arn]
-  health_check_type         = "ELB"
-  health_check_grace_period = var.boot_timeout_s
   wait_for_capacity_timeout = "0"
+  # By EC2's own checks and not by the load balancer's: while NATS is away no gateway is ready, and replacing all of them
+  # would be one outage more. Who does not answer is seen to on the machine (machine/gateway/watch.sh).
+  health_check_type = "EC2"
 
   launch_template {
     id      = aws_launch_template.gateway.id
     version = aws_launch_template.gateway.latest_version
+  }
+
+  # In service once /readyz says so; who never gets there is replaced.
+  initial_lifecycle_hook {
+    name                 = "arrive"
+    lifecycle_transition = "autoscaling:EC2_INSTANCE_LAUNCHING"
+    heartbeat_timeout    = var.boot_timeout_s
+    default_result       = "ABANDON"
   }
 
   # A new template is rolled out: the next one is ready before the one before it goes.
@@ -92,4 +102,7 @@ resource "aws_autoscaling_group" "gateways" {
       propagate_at_launch = false
     }
   }
+
+  # Before the first instance: what it asks for as it starts.
+  depends_on = [aws_iam_role_policy.gateway, aws_kms_grant.group]
 }

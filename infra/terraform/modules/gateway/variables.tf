@@ -130,7 +130,7 @@ variable "drain_s" {
 }
 
 variable "boot_timeout_s" {
-  description = "Seconds within which a gateway must answer /readyz before it is replaced."
+  description = "Seconds within which a new gateway must answer /readyz; one that does not is ended and replaced."
   type        = number
   default     = 600
 
@@ -140,6 +140,12 @@ variable "boot_timeout_s" {
   }
 }
 
+variable "deletion_protection" {
+  description = "Whether AWS refuses to delete the load balancer. Set to false, and applied, before a cluster is destroyed."
+  type        = bool
+  default     = true
+}
+
 variable "log_bucket" {
   description = "Bucket that the load balancer's access logs are written to. null: none are written."
   type        = string
@@ -147,7 +153,7 @@ variable "log_bucket" {
 }
 
 variable "ebs_kms_key_arn" {
-  description = "Key for the root volumes. null: the account's key for EBS; they are encrypted either way."
+  description = "Key for the root volumes, which the group is granted the use of. null: the account's key for EBS; they are encrypted either way."
   type        = string
   default     = null
 }
@@ -163,7 +169,7 @@ variable "nats_url" {
 }
 
 variable "parameter_prefix" {
-  description = "Path in the parameter store below which this cluster's secrets lie: nats/ca, gateway/key, gateway/token, controller/key."
+  description = "Path in the parameter store below which this cluster's secrets lie: nats/ca, gateway/key, gateway/token, controller/key, controller/secrets-key."
   type        = string
 
   validation {

@@ -4,7 +4,7 @@ terraform {
   required_providers {
     aws = {
       source  = "hashicorp/aws"
-      version = ">= 5.0, < 7.0"
+      version = ">= 5.32, < 7.0" # the first with max_healthy_percentage
     }
   }
 }

@@ -46,10 +46,12 @@ locals {
       ],
       [
         for keys in [var.decrypt_key_arns] : {
-          Sid      = "Decrypt"
-          Effect   = "Allow"
-          Action   = ["kms:Decrypt"]
-          Resource = keys
+          # For what S3 and the parameter store hand out, and for nothing else that the keys encrypt.
+          Sid       = "Decrypt"
+          Effect    = "Allow"
+          Action    = ["kms:Decrypt"]
+          Resource  = keys
+          Condition = { StringLike = { "kms:ViaService" = ["s3.${var.region}.amazonaws.com*", "ssm.${var.region}.amazonaws.com*"] } }
         } if length(keys) > 0
       ],
     )
@@ -111,4 +113,18 @@ resource "aws_iam_policy" "scaler" {
   description = "Size the pool ${var.name}: for the role of the controller"
   policy      = jsonencode(local.scaler_policy)
   tags        = local.tags
+}
+
+# A group's instances are started by its service-linked role, which may use no customer's key unless it is granted.
+resource "aws_kms_grant" "group" {
+  for_each = var.ebs_kms_key_arn == null ? {} : { on = var.ebs_kms_key_arn }
+
+  name              = "${var.name}-volumes"
+  key_id            = each.value
+  grantee_principal = "arn:${local.partition}:iam::${local.account}:role/aws-service-role/autoscaling.amazonaws.com/AWSServiceRoleForAutoScaling"
+
+  operations = [
+    "CreateGrant", "Decrypt", "DescribeKey", "Encrypt", "GenerateDataKey", "GenerateDataKeyWithoutPlaintext",
+    "ReEncryptFrom", "ReEncryptTo",
+  ]
 }

@@ -126,4 +126,7 @@ resource "aws_autoscaling_group" "nodes" {
   lifecycle {
     ignore_changes = [desired_capacity]
   }
+
+  # Before the first instance: what it asks for as it starts.
+  depends_on = [aws_iam_role_policy.node, aws_kms_grant.group]
 }

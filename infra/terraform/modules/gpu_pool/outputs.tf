@@ -12,7 +12,7 @@ output "controller_settings" {
     SLLM_NODES_CPU     = tostring(local.shape.cpu)
     SLLM_NODES_MEMORY  = local.shape.memory
     SLLM_NODES_GPUS    = local.shape.gpus
-    SLLM_NODES_LABELS  = "pool=${var.name}"
+    SLLM_NODES_LABELS  = local.labels
     SLLM_NODES_LOST    = tostring(var.boot_timeout_s)
   }
 }

@@ -2,7 +2,9 @@
 
 locals {
   machine = "${path.module}/../../machine"
-  units   = ["sllm-boot.service", "sllm-node.service", "sllm-watch.service"]
+  # Of every node of the pool, whatever its zone, type and market: also what the controller expects of one that it makes.
+  labels = join(",", [for name, value in merge(var.labels, { pool = var.name }) : "${name}=${value}"])
+  units  = ["sllm-boot.service", "sllm-node.service", "sllm-watch.service"]
 
   node_env = templatefile("${path.module}/templates/node.env.tftpl", {
     home         = "/mnt/sllm"
@@ -14,12 +16,13 @@ locals {
   })
 
   boot_env = templatefile("${path.module}/templates/boot.env.tftpl", {
+    packages         = "mdadm xfsprogs"
     group            = var.name
     region           = var.region
     artifact_url     = var.artifact_url
     artifact_sha256  = var.artifact_sha256
     parameter_prefix = var.parameter_prefix
-    labels           = join(",", [for name, value in merge(var.labels, { pool = var.name }) : "${name}=${value}"])
+    labels           = local.labels
     peer_port        = var.peer_port
     storage_key      = "" # the instance's role reads the bucket
     account          = "sllm"
@@ -40,7 +43,7 @@ locals {
     "/usr/local/lib/sllm/watch.sh"          = file("${local.machine}/node/watch.sh")
     "/etc/systemd/system/${local.units[0]}" = file("${local.machine}/sllm-boot.service")
     "/etc/systemd/system/${local.units[1]}" = templatefile("${local.machine}/node/sllm-node.service", { stop_timeout_s = var.node_drain_s + 30 })
-    "/etc/systemd/system/${local.units[2]}" = file("${local.machine}/node/sllm-watch.service")
+    "/etc/systemd/system/${local.units[2]}" = file("${local.machine}/sllm-watch.service")
   }
 
   cloud_config = templatefile("${local.machine}/user_data.yaml.tftpl", {

@@ -170,7 +170,7 @@ variable "root_volume_gb" {
 }
 
 variable "ebs_kms_key_arn" {
-  description = "Key for the root volume. null: the account's key for EBS; the volume is encrypted either way."
+  description = "Key for the root volume, which the group is granted the use of. null: the account's key for EBS; the volume is encrypted either way."
   type        = string
   default     = null
 }

@@ -27,10 +27,12 @@ locals {
       ],
       [
         for keys in [var.decrypt_key_arns] : {
-          Sid      = "Decrypt"
-          Effect   = "Allow"
-          Action   = ["kms:Decrypt"]
-          Resource = keys
+          # For what S3 and the parameter store hand out, and for nothing else that the keys encrypt.
+          Sid       = "Decrypt"
+          Effect    = "Allow"
+          Action    = ["kms:Decrypt"]
+          Resource  = keys
+          Condition = { StringLike = { "kms:ViaService" = ["s3.${var.region}.amazonaws.com*", "ssm.${var.region}.amazonaws.com*"] } }
         } if length(keys) > 0
       ],
     )

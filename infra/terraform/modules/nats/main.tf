@@ -57,6 +57,9 @@ resource "aws_instance" "server" {
   lifecycle {
     ignore_changes = [ami, user_data_base64]
   }
+
+  # Before it starts: what it asks for as it does.
+  depends_on = [aws_iam_role_policy.server]
 }
 
 resource "aws_volume_attachment" "streams" {

@@ -22,18 +22,21 @@ locals {
     })
   }
 
-  user_data = {
-    for server in keys(local.servers) : server => base64gzip(templatefile("${local.machine}/user_data.yaml.tftpl", {
+  cloud_config = {
+    for server in keys(local.servers) : server => templatefile("${local.machine}/user_data.yaml.tftpl", {
       mask  = []
       units = ["sllm-boot.service", "sllm-nats.service"]
       files = {
-        "/etc/sllm/boot.env"                    = local.boot_env[server]
-        "/usr/local/lib/sllm/boot.sh"           = file("${local.machine}/boot.sh")
-        "/usr/local/lib/sllm/cloud.sh"          = file("${local.machine}/aws.sh")
-        "/usr/local/lib/sllm/stages.sh"         = file("${local.machine}/nats/stages.sh")
-        "/etc/systemd/system/sllm-boot.service" = file("${local.machine}/sllm-boot.service")
-        "/etc/systemd/system/sllm-nats.service" = file("${local.machine}/nats/sllm-nats.service")
+        "/etc/sllm/boot.env"                                 = local.boot_env[server]
+        "/usr/local/lib/sllm/boot.sh"                        = file("${local.machine}/boot.sh")
+        "/usr/local/lib/sllm/cloud.sh"                       = file("${local.machine}/aws.sh")
+        "/usr/local/lib/sllm/stages.sh"                      = file("${local.machine}/nats/stages.sh")
+        "/etc/systemd/system/sllm-boot.service"              = file("${local.machine}/sllm-boot.service")
+        "/etc/systemd/system/sllm-boot.service.d/again.conf" = file("${local.machine}/again.conf")
+        "/etc/systemd/system/sllm-nats.service"              = file("${local.machine}/nats/sllm-nats.service")
       }
-    }))
+    })
   }
+
+  user_data = { for server, text in local.cloud_config : server => base64gzip(text) }
 }

@@ -12,7 +12,8 @@ resource "aws_vpc_endpoint" "s3" {
   route_table_ids   = [for table in aws_route_table.private : table.id]
   tags              = merge(local.tags, { Name = "${var.name}-s3" })
 
-  # Who may do what is the roles' affair; here is said which buckets there are at all, so that nothing leaves to others.
+  # Who may do what is the roles' affair; here is said which buckets there are at all, so that nothing leaves to others, and that machines
+  # read alone.
   policy = jsonencode({
     Version = "2012-10-17"
     Statement = [
@@ -20,7 +21,7 @@ resource "aws_vpc_endpoint" "s3" {
         Sid       = "Own"
         Effect    = "Allow"
         Principal = "*"
-        Action    = ["s3:GetObject", "s3:PutObject", "s3:ListBucket", "s3:GetBucketLocation", "s3:AbortMultipartUpload"]
+        Action    = ["s3:GetObject", "s3:ListBucket", "s3:GetBucketLocation"]
         Resource  = flatten([for arn in var.bucket_arns : [arn, "${arn}/*"]])
       },
       {
@@ -44,4 +45,17 @@ resource "aws_vpc_endpoint" "interface" {
   subnet_ids          = [for subnet in aws_subnet.private : subnet.id]
   security_group_ids  = [aws_security_group.this["endpoints"].id]
   tags                = merge(local.tags, { Name = "${var.name}-${each.key}" })
+
+  # What a machine may do there is its role's affair; the roles are this account's, so no other's key is of use inside.
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Sid       = "OwnAccount"
+      Effect    = "Allow"
+      Principal = "*"
+      Action    = ["*"]
+      Resource  = ["*"]
+      Condition = { StringEquals = { "aws:PrincipalAccount" = data.aws_caller_identity.current.account_id } }
+    }]
+  })
 }

@@ -26,6 +26,8 @@ resource "aws_iam_role" "flow" {
       Effect    = "Allow"
       Action    = "sts:AssumeRole"
       Principal = { Service = "vpc-flow-logs.amazonaws.com" }
+      # For this account's flow logs, not for whoever names this role.
+      Condition = { StringEquals = { "aws:SourceAccount" = data.aws_caller_identity.current.account_id } }
     }]
   })
 }

@@ -8,6 +8,8 @@ locals {
 
 data "aws_partition" "current" {}
 
+data "aws_caller_identity" "current" {}
+
 resource "aws_vpc" "this" {
   cidr_block           = var.cidr
   enable_dns_support   = true

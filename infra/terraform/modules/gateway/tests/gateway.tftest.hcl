@@ -72,8 +72,40 @@ run "streams_are_not_cut_off" {
   }
 
   assert {
+    condition     = strcontains(local.cluster_env, "\nSLLM_KEEP_ALIVE=960\n")
+    error_message = "gateways keep a connection longer than the load balancer, which would else meet a closed one"
+  }
+
+  assert {
     condition     = aws_lb_target_group.gateways.health_check[0].path == "/readyz" && tonumber(aws_lb_target_group.gateways.deregistration_delay) == 60
     error_message = "a gateway that is not ready gets no calls, one that goes may end its own"
+  }
+}
+
+run "in_service_once_it_is_ready_and_not_replaced_for_an_outage" {
+  command = plan
+
+  assert {
+    condition = one([
+      for hook in aws_autoscaling_group.gateways.initial_lifecycle_hook : hook.default_result
+      if hook.lifecycle_transition == "autoscaling:EC2_INSTANCE_LAUNCHING" && hook.heartbeat_timeout == var.boot_timeout_s
+    ]) == "ABANDON"
+    error_message = "a gateway that is never ready is replaced"
+  }
+
+  assert {
+    condition     = strcontains(local.boot_env, "\nGROUP=prod-gateway\n") && aws_autoscaling_group.gateways.name == "prod-gateway"
+    error_message = "the machine knows whom it tells"
+  }
+
+  assert {
+    condition     = aws_autoscaling_group.gateways.health_check_type == "EC2"
+    error_message = "while NATS is away no gateway is ready, and none is replaced for it"
+  }
+
+  assert {
+    condition     = !strcontains(local.cloud_config, "Requires=sllm-boot") && strcontains(local.cloud_config, "StartLimitIntervalSec=0") && strcontains(local.cloud_config, "sllm-boot.service.d/again.conf")
+    error_message = "what is not there yet is waited for"
   }
 }
 
@@ -96,6 +128,18 @@ run "closed" {
       alltrue([for resource in statement.Resource : !endswith(resource, "*")])
     ])
     error_message = "rights name what they are for"
+  }
+
+  assert {
+    condition = toset(flatten([for statement in jsondecode(aws_iam_role_policy.gateway.policy).Statement : statement.Action])) == toset([
+      "s3:GetObject", "ssm:GetParameter", "autoscaling:CompleteLifecycleAction",
+    ])
+    error_message = "a gateway fetches its artifact and its secrets and answers its hook; no more"
+  }
+
+  assert {
+    condition     = !can(regex("(?i)(BEGIN [A-Z ]*PRIVATE|NKEY SEED|\\nSLLM_[A-Z_]*TOKEN=[^%])", local.cloud_config))
+    error_message = "no secret stands in user data"
   }
 
   assert {
@@ -124,6 +168,31 @@ run "outputs" {
   assert {
     condition     = output.url == "https://sllm.example.com" && strcontains(output.profile, "SLLM_URL=https://sllm.example.com") && strcontains(output.profile, "/sllm/prod/gateway/token")
     error_message = "who reads the outputs can call"
+  }
+}
+
+run "a_customers_key_for_volumes" {
+  command = plan
+  variables { ebs_kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/volumes" }
+
+  assert {
+    condition     = aws_launch_template.gateway.block_device_mappings[0].ebs[0].kms_key_id == var.ebs_kms_key_arn
+    error_message = "volumes are encrypted with it"
+  }
+
+  assert {
+    condition     = aws_kms_grant.group["on"].grantee_principal == "arn:aws:iam::123456789012:role/aws-service-role/autoscaling.amazonaws.com/AWSServiceRoleForAutoScaling" && contains(aws_kms_grant.group["on"].operations, "CreateGrant")
+    error_message = "who starts the machines may use it"
+  }
+}
+
+run "a_door_that_may_be_deleted" {
+  command = plan
+  variables { deletion_protection = false }
+
+  assert {
+    condition     = !aws_lb.this.enable_deletion_protection
+    error_message = "a cluster can be destroyed by who says so before"
   }
 }
 

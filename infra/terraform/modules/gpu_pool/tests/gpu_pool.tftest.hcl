@@ -104,6 +104,11 @@ run "a_node_that_goes_is_drained_first" {
     condition     = strcontains(local.cloud_config, "systemctl stop sllm-node.service") && strcontains(local.cloud_config, "TimeoutStopSec=120")
     error_message = "what drains is on the machine, and systemd waits for it"
   }
+
+  assert {
+    condition     = !strcontains(local.files["/etc/systemd/system/sllm-watch.service"], "Requires=")
+    error_message = "a machine whose boot failed answers the hook too"
+  }
 }
 
 run "spot" {
@@ -184,6 +189,11 @@ run "user_data" {
     condition     = strcontains(local.node_env, "SLLM_NATS_URL=tls://")
     error_message = "the node joins over TLS"
   }
+
+  assert {
+    condition     = strcontains(local.boot_env, "\nSTAGES=\"packages account storage memory gpus software credentials environment\"\nPACKAGES=\"mdadm xfsprogs\"\n")
+    error_message = "disks are made into one before anything is put there"
+  }
 }
 
 run "settings_reach_the_daemons" {
@@ -197,6 +207,11 @@ run "settings_reach_the_daemons" {
   assert {
     condition     = strcontains(local.node_env, "\nSLLM_POOL_SIZE=4\n") && strcontains(local.boot_env, "\nLABELS=pool=chat-gpu,team=chat\n")
     error_message = "settings and labels are rendered"
+  }
+
+  assert {
+    condition     = output.controller_settings.SLLM_NODES_LABELS == "pool=chat-gpu,team=chat"
+    error_message = "the controller knows which labels a node will have that it makes"
   }
 }
 
@@ -225,6 +240,33 @@ run "customer_keys_may_be_used" {
       for statement in jsondecode(aws_iam_role_policy.node.policy).Statement : statement.Resource[0] if statement.Sid == "Decrypt"
     ]) == "arn:aws:kms:us-east-1:123456789012:key/models"
     error_message = "exactly the keys that were named"
+  }
+
+  assert {
+    condition = one([
+      for statement in jsondecode(aws_iam_role_policy.node.policy).Statement : statement.Condition.StringLike["kms:ViaService"] if statement.Sid == "Decrypt"
+    ]) == ["s3.us-east-1.amazonaws.com*", "ssm.us-east-1.amazonaws.com*"]
+    error_message = "for the bucket and the parameters alone"
+  }
+
+  assert {
+    condition     = length(aws_kms_grant.group) == 0
+    error_message = "no grant where volumes have the account's key"
+  }
+}
+
+run "a_customers_key_for_volumes" {
+  command = plan
+  variables { ebs_kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/volumes" }
+
+  assert {
+    condition     = aws_launch_template.node.block_device_mappings[0].ebs[0].kms_key_id == var.ebs_kms_key_arn
+    error_message = "volumes are encrypted with it"
+  }
+
+  assert {
+    condition     = aws_kms_grant.group["on"].grantee_principal == "arn:aws:iam::123456789012:role/aws-service-role/autoscaling.amazonaws.com/AWSServiceRoleForAutoScaling" && contains(aws_kms_grant.group["on"].operations, "CreateGrant")
+    error_message = "who starts the machines may use it"
   }
 }
 

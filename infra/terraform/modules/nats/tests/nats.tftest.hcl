@@ -76,7 +76,7 @@ run "closed" {
   }
 
   assert {
-    condition     = alltrue([for text in local.boot_env : !can(regex("(?i)seed|private", text))])
+    condition     = alltrue([for text in local.cloud_config : !can(regex("(?i)(BEGIN [A-Z ]*PRIVATE|NKEY SEED)", text)) && length(base64gzip(text)) < 16384])
     error_message = "no secret stands in user data"
   }
 }
@@ -92,6 +92,15 @@ run "each_server_knows_the_others_and_its_own_volume" {
   assert {
     condition     = strcontains(local.boot_env["nats-1"], "\nVOLUME=vol-") && strcontains(local.boot_env["nats-1"], "\nMAX_FILE_STORE=19327352832\n")
     error_message = "streams have their volume, and stay within it"
+  }
+}
+
+run "a_boot_that_failed_is_tried_again" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for text in local.cloud_config : strcontains(text, "sllm-boot.service.d/again.conf") && strcontains(text, "Wants=sllm-boot.service") && strcontains(text, "StartLimitIntervalSec=0")])
+    error_message = "no group replaces a NATS server"
   }
 }
 

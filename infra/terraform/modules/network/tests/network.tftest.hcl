@@ -7,6 +7,10 @@ mock_provider "aws" {
     defaults = { partition = "aws" }
   }
 
+  mock_data "aws_caller_identity" {
+    defaults = { account_id = "123456789012" }
+  }
+
   mock_resource "aws_cloudwatch_log_group" {
     defaults = { arn = "arn:aws:logs:us-east-1:123456789012:log-group:flow" }
   }
@@ -84,6 +88,21 @@ run "s3_without_the_internet" {
     condition     = !contains(flatten([for statement in jsondecode(aws_vpc_endpoint.s3.policy).Statement : statement.Resource]), "*")
     error_message = "only named buckets are reached"
   }
+
+  assert {
+    condition = alltrue(flatten([
+      for statement in jsondecode(aws_vpc_endpoint.s3.policy).Statement : [for action in statement.Action : can(regex("^s3:(Get|List)", action))]
+    ]))
+    error_message = "machines read, and write nowhere"
+  }
+
+  assert {
+    condition = alltrue([
+      for endpoint in aws_vpc_endpoint.interface :
+      jsondecode(endpoint.policy).Statement[0].Condition.StringEquals["aws:PrincipalAccount"] == "123456789012"
+    ]) && keys(aws_vpc_endpoint.interface) == ["autoscaling", "ssm"]
+    error_message = "the APIs are reached by this account's roles alone"
+  }
 }
 
 run "flow_logs_are_kept" {
@@ -92,6 +111,11 @@ run "flow_logs_are_kept" {
   assert {
     condition     = one(values(aws_flow_log.this)).traffic_type == "ALL" && one(values(aws_cloudwatch_log_group.flow)).retention_in_days == 365
     error_message = "flow logs are on by default"
+  }
+
+  assert {
+    condition     = jsondecode(one(values(aws_iam_role.flow)).assume_role_policy).Statement[0].Condition.StringEquals["aws:SourceAccount"] == "123456789012"
+    error_message = "the role is for this account's flow logs"
   }
 }
 
