@@ -16,7 +16,7 @@ quiet=-qq
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 extras=server,worker,dev
 # What all of it takes, measured with CPython 3.11 on Linux x86-64, in MB.
-torch_mb=190 rest_mb=150 disk_mb=2000 memory_mb=1500
+torch_mb=190 rest_mb=350 disk_mb=2700 memory_mb=1500
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
