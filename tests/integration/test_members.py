@@ -15,6 +15,7 @@ from sllm_runtime.protocol.http import InstanceView
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import sllm
 from tests.fixtures.deployed import deploy, live, view, wait, wait_gone, workers
+from tests.fixtures.lora import adapter
 from tests.fixtures.streams import Stream
 
 pytestmark = pytest.mark.chaos
@@ -36,13 +37,19 @@ def deployed(cluster: Cluster, coder: Path, name: str, **options: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def one(cluster: Cluster, coder: Path) -> str:
-    return deployed(cluster, coder, "one", dtype="float32")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    home = tmp_path_factory.mktemp("adapters")
+    return {name: str(adapter(home / name, seed)) for seed, name in enumerate(("loud", "wide"))}
 
 
 @pytest.fixture(scope="module")
-def staged(cluster: Cluster, coder: Path) -> str:
-    return deployed(cluster, coder, "staged", dtype="float32", parallelism={"pipeline": 2})
+def one(cluster: Cluster, coder: Path, adapters: dict[str, str]) -> str:
+    return deployed(cluster, coder, "one", dtype="float32", adapters=adapters)
+
+
+@pytest.fixture(scope="module")
+def staged(cluster: Cluster, coder: Path, adapters: dict[str, str]) -> str:
+    return deployed(cluster, coder, "staged", dtype="float32", adapters=adapters, parallelism={"pipeline": 2})
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +100,16 @@ def test_stages_say_what_one_process_says(cluster: Cluster, one: str, staged: st
     body = {"prompt": "def ", "max_tokens": 40, "logprobs": 3, "seed": 5}
     answers = [cluster.http.post("/v1/completions", json={**body, "model": name}).json() for name in (staged, one)]
     assert answers[0]["choices"] == answers[1]["choices"]
+    texts = set()
+    for name in (":loud", ":wide", ":loud"):  # adapters of the model, brought when they are first named
+        answers = [
+            cluster.http.post("/v1/completions", json={**body, "model": each + name}).json() for each in (staged, one)
+        ]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        texts.add(answers[0]["choices"][0]["text"])
+    assert len(texts) == 2
+    scored = cluster.http.post("/v1/completions", json={**body, "model": staged, "echo": True})
+    assert (scored.status_code, scored.json()["error"]["param"]) == (400, "logprobs")
     assert sorted(members(cluster, staged)) == [0, 1]
     assert classes(cluster, staged) == classes(cluster, one), "calls may move between them"
 

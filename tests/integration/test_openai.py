@@ -10,35 +10,16 @@ from typing import Any
 
 import openai
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait_cold
+from tests.fixtures.lora import adapter
 
 CODER = Path(__file__).parents[2] / "functions" / "coder"
 PROMPT = "import os\n\n\ndef "
 ASK: dict[str, Any] = {"model": "coder", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
 MESSAGES: Any = [{"role": "system", "content": "import os\n\n\n"}, {"role": "user", "content": "def "}]
 TALK: dict[str, Any] = {"model": "coder", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
-
-
-def adapter(directory: Path, seed: int) -> Path:
-    """A LoRA adapter of the demo model in peft's layout: two modules of each of its eight layers."""
-    directory.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"],
-              "base_model_name_or_path": "coder"}  # fmt: skip
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    made = torch.Generator().manual_seed(seed)
-    shapes = {"self_attn.q_proj": (256, 256), "mlp.down_proj": (704, 256)}
-    tensors = {}
-    for layer in range(8):
-        for module, (inputs, outputs) in shapes.items():
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(4, inputs, generator=made) * 0.05
-            tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, 4, generator=made) * 0.05
-    save_file(tensors, directory / "adapter_model.safetensors")
-    return directory
 
 
 def with_tools(directory: Path) -> Path:

@@ -10,10 +10,12 @@ from sllm_gateway.arguments import parse, path_text
 from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.openai import (
     MAX_BAD_WORDS,
+    MAX_BIASES,
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_REGEX,
     MAX_STOPS,
+    MAX_WORD,
     OWN_FIELDS,
     WITHOUT_MEANING,
     check,
@@ -23,6 +25,7 @@ _PASSED_ON = OWN_FIELDS | WITHOUT_MEANING
 """Not checked here: the engine's own sampling parameters, and fields that mean nothing to any model."""
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
+_Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD)]
 
 
 class _Shape(BaseModel):
@@ -44,10 +47,10 @@ class OpenAIRequest(_Shape):
     top_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MAX_BIASES)
     seed: int | None = None
     stop: _Text | Annotated[list[_Text], Field(max_length=MAX_STOPS)] | None = None
-    bad_words: _Text | Annotated[list[_Text], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: _Word | Annotated[list[_Word], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     regex: str | None = Field(default=None, max_length=MAX_REGEX)

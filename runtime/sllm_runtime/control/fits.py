@@ -83,8 +83,9 @@ def _not_parallel(manifest: Manifest) -> str:
         return f"parallelism: an instance has at most {MAX_MEMBERS} processes, {wanted.processes} are asked for"
     if not manifest.engine or manifest.model_loader == "build":
         return "parallelism: the engine alone shares a model out; it needs engine=True and no build()"
-    if manifest.adapters:
-        return f"parallelism: no adapters are served with it yet, and {', '.join(sorted(manifest.adapters))} are named"
+    if manifest.adapters and wanted.tensor > 1:
+        named = ", ".join(sorted(manifest.adapters))
+        return f"parallelism: tensor ranks run no adapters, and {named} are named; use pipeline, or one process"
     if manifest.gpu or manifest.gpu_memory:
         return "parallelism: several processes run on CPUs so far; leave gpu out"
     return ""

@@ -12,6 +12,11 @@ from sllm_runtime.protocol.errors import InvalidArgument
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
 MAX_BAD_WORDS: Final = 64
+MAX_WORD: Final = 256
+"""Characters of a bad word. Each token of an output is held against every place where one may have begun."""
+MAX_BIASES: Final = 1024
+"""Ids in ``logit_bias``. Each token of an output is weighed with all of them."""
+MAX_STOP_IDS: Final = 1024
 MAX_LOGPROBS: Final = 20
 MAX_CALLS: Final = 16
 """Calls of functions that one answer makes."""
@@ -108,6 +113,9 @@ def _format(body: Mapping[str, Any]) -> Complaints:
 
 
 def _completion(body: Mapping[str, Any]) -> Complaints:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > MAX_CHOICES and not isinstance(prompt[0], int):
+        yield "prompt", f"it has {len(prompt)} prompts, at most {MAX_CHOICES} go in one request"
     if body.get("suffix"):
         yield "suffix", "the models here do not fill in; give a prompt alone"
     if body.get("best_of") not in (None, body.get("n") or 1):

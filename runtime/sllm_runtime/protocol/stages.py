@@ -81,6 +81,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     pages: Count
     """Pages of KV cache that each of them has room for."""
     shared: bool
+    lends: bool = False
+    """Whether each of them takes adapters (``Lend``), and can hand on the memory that they come in."""
 
 
 class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="rank"):
@@ -116,6 +118,41 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     pages: tuple[Count, ...]
     tokens: tuple[Count, ...] = ()
     """Ids of the positions, for who embeds them: a rank does, a stage behind the head does not."""
+    adapter: Count | None = None
+    """Number of the adapter that its rows go through (``Lent``)."""
+
+
+class LowRankShape(msgspec.Struct, frozen=True, array_like=True):
+    """What an adapter adds to ``module``: A (inputs, rank) and B (rank, outputs)."""
+
+    module: str
+    inputs: Count
+    rank: Count
+    outputs: Count
+
+    @property
+    def nbytes(self) -> int:
+        """Of both, in float32."""
+        return 4 * self.rank * (self.inputs + self.outputs)
+
+
+class Lent(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter that steps name by ``number``. ``tile``: rows of its products."""
+
+    number: Count
+    tile: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEP_ROWS)]
+    modules: tuple[LowRankShape, ...]
+
+
+class Lend(msgspec.Struct, frozen=True, tag="lend"):
+    """Adapters that steps may name from now on, and those that none names any more. Goes round as steps do.
+
+    With ``table`` a descriptor comes along: a sealed memfd of a table of so many bytes (``tuple[Lent, ...]``, msgpack)
+    and behind it A and B of each module, float32 row by row, in the order of the table.
+    """
+
+    table: Count = 0
+    drop: tuple[Count, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -143,4 +180,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     error: ErrorBody
 
 
-OnEdge = Hello | RankHello | Wake | Sleep | Step | Rows | Failed
+OnEdge = Hello | RankHello | Wake | Sleep | Lend | Step | Rows | Failed

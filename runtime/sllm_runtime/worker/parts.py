@@ -49,6 +49,11 @@ class Part:
     settings: Settings
     layers: LayerRange
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors of its layers."""
+        return frozenset().union(*(self.known.needs[number] for number in range(self.layers.low, self.layers.high)))
+
 
 def layers_of(count: int, stages: int, number: int) -> LayerRange:
     """Layers of stage ``number``; all are as many, or one more. Raises ``InvalidArgument`` if some would have none."""
@@ -110,6 +115,7 @@ def _pipeline(part: Part, joined: Joined) -> Any:
             depth=joined.member.stages,
             kv_bytes=part.settings.kv_bytes,
             fingerprint=part.known.mark(part.settings),
+            names=part.names,
         )
 
     return make
@@ -134,9 +140,16 @@ def follower(assign: Assign, joined: Joined, fd: int, report: Report) -> Followe
     """This process's part of the model of the loaderd session ``fd``, ready to compute what number 0 says."""
     if joined.member.stages > 1:
         part = _stage_part(assign, joined, fd)
-        mark, low, high = part.known.mark(part.settings), part.layers.low, part.layers.high
         part.coming.watch(report)
-        return Stage(part.known.decoder, low, high, joined.edges[0], kv_bytes=part.settings.kv_bytes, fingerprint=mark)
+        return Stage(
+            part.known.decoder,
+            part.layers.low,
+            part.layers.high,
+            joined.edges[0],
+            kv_bytes=part.settings.kv_bytes,
+            fingerprint=part.known.mark(part.settings),
+            names=part.names,
+        )
     part, group = _rank_part(assign, joined, fd, report)
     found = part.known.found(part.settings)
     return Rank(

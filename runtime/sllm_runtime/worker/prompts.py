@@ -10,7 +10,15 @@ from typing import Annotated, Any, Protocol
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sllm_runtime.protocol.errors import ContextLengthExceeded, InvalidArgument
-from sllm_runtime.protocol.openai import MAX_BAD_WORDS, MAX_REGEX, MAX_STOPS, check
+from sllm_runtime.protocol.openai import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_REGEX,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MAX_WORD,
+    check,
+)
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.constraints import BadWords, Grammar
 from sllm_runtime.worker.engine.admission import end_ids
@@ -18,6 +26,7 @@ from sllm_runtime.worker.engine.base import Constraint, Request, Sampling
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
 
 _Text = Annotated[str, Field(min_length=1)]
+_Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD)]
 
 
 class Limits(Protocol):
@@ -46,15 +55,17 @@ class SamplingOptions(BaseModel):
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MAX_BIASES)
     stop: Annotated[tuple[_Text, ...], BeforeValidator(_one_or_many)] = Field(
         default=(), max_length=MAX_STOPS, strict=False
     )
-    stop_ids: Annotated[tuple[int, ...], BeforeValidator(_one_or_many)] = Field(default=(), strict=False)
+    stop_ids: Annotated[tuple[int, ...], BeforeValidator(_one_or_many)] = Field(
+        default=(), max_length=MAX_STOP_IDS, strict=False
+    )
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    bad_words: Annotated[tuple[_Text, ...], BeforeValidator(_one_or_many)] = Field(
+    bad_words: Annotated[tuple[_Word, ...], BeforeValidator(_one_or_many)] = Field(
         default=(), max_length=MAX_BAD_WORDS, strict=False
     )
     """Texts that the output never holds."""

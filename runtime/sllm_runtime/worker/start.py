@@ -148,6 +148,7 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
     elif pending is not None:
         stages.begin(WEIGHTS)
         handle = load_model(manifest, home, pending, module, stages.report, assign.proof)
+    if handle is not None and pending is not None:
         load = adapters.loader(pending.session, manifest.startup_timeout)
         room = manifest.memory // adapters.SHARE
         handle.adapters = adapters.Adapters(assign.adapters, load, room, manifest.startup_timeout)

@@ -116,6 +116,9 @@ async def test_a_later_version_that_fails_keeps_the_route_of_the_one_before(benc
         await bench.gateway.acquire(version=2)
 
 
+ADAPTED = {"engine": True, "model": "/m", "adapters": {"it": "/it", "fr": "/fr"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
@@ -127,6 +130,7 @@ async def test_a_later_version_that_fails_keeps_the_route_of_the_one_before(benc
         ({"parallelism": {"tensor": 2, "pipeline": 2}}, Unsatisfiable, "leave one of them out"),
         ({"parallelism": {"pipeline": 17}}, Unsatisfiable, "at most 16 processes, 17 are asked for"),
         ({"parallelism": {"pipeline": 2}}, Unsatisfiable, "needs engine=True"),
+        ({**ADAPTED, "parallelism": {"tensor": 2}}, Unsatisfiable, "ranks run no adapters, and fr, it are named"),
         ({"handler": {"python": "3.9"}, "image": "mine:1"}, Unsatisfiable, "container driver for image mine:1"),
         ({"handler": {"python": "3.9"}}, PythonMismatch, "pickled by Python 3.9, the nodes run 3.11"),
     ],

@@ -16,6 +16,7 @@ from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.model.survey import survey
 from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
 from sllm_runtime.worker.engine.ours.pages import pages_for
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Limits
@@ -29,6 +30,14 @@ def decoder(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
     """Ours over the weights of transformers' model."""
     model = family(name, dtype)
     return build(type(model).__name__, model.config, model.state_dict(), dtype, EXACT.rows)
+
+
+def names_of(name: str, low: int, high: int, dtype: torch.dtype = torch.float32) -> frozenset[str]:
+    """The tensors that its layers ``[low, high)`` read."""
+    model = family(name, dtype)
+    shapes = {each: tuple(tensor.shape) for each, tensor in model.state_dict().items()}
+    needs = survey(type(model).__name__, model.config, shapes, dtype, EXACT.rows)
+    return frozenset().union(*(needs[number] for number in range(low, high)))
 
 
 def exact(name: str = "llama", dtype: torch.dtype = torch.float32) -> Numerics:

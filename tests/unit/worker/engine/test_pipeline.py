@@ -2,95 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError, StartFailed, Unavailable
+from sllm_runtime.protocol.errors import (
+    InstanceLost,
+    InvalidRequest,
+    ModelNotFound,
+    ProtocolError,
+    SllmError,
+    StartFailed,
+    Unavailable,
+)
 from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.loop import EngineLoop
-from sllm_runtime.worker.engine.ours.edge import Edges, dtype_name
 from sllm_runtime.worker.engine.ours.engine import OurEngine
-from sllm_runtime.worker.engine.ours.numerics import EXACT
-from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.scheduler import Limits
 from sllm_runtime.worker.engine.sinks import ThreadSink
-from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S
 from tests.fixtures.nursery import Nursery, kill
 from tests.fixtures.suspended import suspend
 from tests.fixtures.waiting import GIVE_UP_S
-from tests.unit.worker.engine.driver import Letters, decoder, engine, finish, ids, kept, page_bytes, request, run
+from tests.unit.worker.engine.driver import Letters, engine, finish, ids, kept, page_bytes, request, run
+from tests.unit.worker.engine.pipelines import stages
 
 pytestmark = pytest.mark.timeout(300)  # the first waits for the imports of another process
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """As between nodes, with buffers that hold little."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        two, _ = server.accept()
-    for each in (one, two):
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
-    return one, two
-
-
-@dataclass
-class Made:
-    """A pipeline: its engine, and the processes of the stages behind the head."""
-
-    core: OurEngine
-    pipeline: Pipeline
-    pids: list[int]
-    logits: list[torch.Tensor] = field(default_factory=list)
-
-
-@contextlib.contextmanager
-def stages(
-    nursery: Nursery, name: str, *cuts: int, depth: int | None = None, dtype: torch.dtype = torch.float32,
-    limits: Limits | None = None, tcp: bool = False, pipes: tuple[int, ...] = (), kv: int = KV_BYTES,
-    stage: Mapping[str, Any] | None = None,
-) -> Iterator[Made]:  # fmt: skip
-    """Stages at ``cuts``, the first here. ``pipes``: that layers of the last one come through; ``stage``: what it is
-    told beside or in place of the rest."""
-    borders = list(pairwise(cuts))
-    pairs = [tcp_pair() if tcp else socket.socketpair() for _ in borders]
-    pids = []
-    try:
-        for number, (low, high) in enumerate(borders[1:], 1):
-            fds = [pairs[number - 1][1].fileno(), pairs[number][0].fileno()]
-            asked = {"model": name, "low": low, "high": high, "dtype": dtype_name(dtype)}
-            if number == len(borders) - 1:
-                fds += pipes
-                asked |= stage or {}
-            pids.append(nursery.fork("tests.fixtures.engine_parts:stage", fds, **asked))
-        edges = Edges(pairs[-1][1], pairs[0][0], patience_s=PATIENCE_S)
-        for before, behind in pairs:
-            if behind is not pairs[-1][1]:
-                behind.close()
-            if before is not pairs[0][0]:
-                before.close()
-        limits = limits or Limits()
-        made = decoder(name, dtype)
-        pipeline = Pipeline(
-            made, EXACT, cuts[1], edges, depth=depth or len(borders), kv_bytes=kv, fingerprint="same", limits=limits
-        )
-        with contextlib.closing(pipeline):
-            core = OurEngine(made, frozenset(), EXACT, kv, proven=True, limits=limits, runner=pipeline)
-            yield Made(core, pipeline, pids)
-    finally:
-        for pair in pairs:
-            for each in pair:
-                each.close()
 
 
 ASKED = [
@@ -325,6 +267,31 @@ def test_a_bug_in_one_step_gives_nobody_the_rows_of_another(nursery: Nursery, mo
         for number in range(8):
             core.cancel(100 + number)
         assert run(core, *ASKED) == expected
+
+
+def test_what_stages_cannot_is_refused_by_name_and_nobody_else_notices(nursery: Nursery) -> None:
+    expected = run(engine("llama"), *ASKED)
+    with stages(nursery, "llama", 0, 1, 3) as made:
+        core = made.core
+        found = core.capabilities
+        assert (found.lora, found.layer_ranges, found.sleep, found.feeds) == (True, True, True, True)
+        assert (found.prompt_logprobs, found.kv_transfer, found.retells) == (False, False, False)
+        for each in ASKED:
+            core.add(each)
+        events = {event.request: [event] for event in core.step()}
+        with pytest.raises(InvalidRequest, match="no log probabilities of a prompt") as refused:
+            core.add(request(9, prompt_logprobs=1))
+        assert refused.value.field == "logprobs"
+        with pytest.raises(ModelNotFound, match="no adapter 'x'") as unknown:
+            core.add(replace(request(9), lora="x"))
+        assert unknown.value.field == "model"
+        assert core.export_pages(1) == []
+        whole = engine("llama")
+        whole.add(ASKED[1])
+        while len(pages := whole.export_pages(1)) < 2:
+            whole.step()
+        assert core.import_pages(pages) == 0
+        assert {number: ids(each) for number, each in finish(core, events).items()} == expected
 
 
 def test_stages_that_are_not_alike_are_refused_by_the_head(nursery: Nursery) -> None:

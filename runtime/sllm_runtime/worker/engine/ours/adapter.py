@@ -40,14 +40,16 @@ class LowRank:
 
 
 class Adapter:
-    """``modules`` by the names that the model's own matrices have. ``digest``: of its content."""
+    """``modules`` by the names that the model's own matrices have. ``digest``: of its content. ``tile``: rows of its
+    products, where that is known."""
 
-    def __init__(self, digest: str, modules: Mapping[str, LowRank]) -> None:
+    def __init__(self, digest: str, modules: Mapping[str, LowRank], tile: int | None = None) -> None:
         self.modules = modules
         self.root = hashlib.blake2b(b"lora" + digest.encode(), digest_size=16).digest()
         """What the hashes of its pages in the KV cache begin with: what it computed is no other's."""
         self.nbytes = sum(half.a.nbytes + half.b.nbytes for half in modules.values())
-        self.tile = TILE if all(map(_same_wherever, _of_each_shape(modules))) else 1
+        """Of all its modules, also of those that are in other processes."""
+        self.tile = tile or (TILE if all(map(_same_wherever, _of_each_shape(modules))) else 1)
 
     @classmethod
     def read(
@@ -75,6 +77,10 @@ class Adapter:
                 name: _low_rank(tensor(halves_a[name]), tensor(halves_b[name]), scaling.of(name)) for name in halves_a
             }
         return cls(digest, modules)
+
+    def keep(self, holds: Callable[[str], bool]) -> None:
+        """Give up the modules that ``holds`` is false of: another process has them."""
+        self.modules = {name: half for name, half in self.modules.items() if holds(name)}
 
 
 def _named(pattern: re.Pattern[str], names: frozenset[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import pages_for
-from sllm_runtime.worker.engine.ours.runner import sampled
+from sllm_runtime.worker.engine.ours.runner import adapted, sampled
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
 CAUSE_S: Final = 5.0
@@ -68,6 +68,10 @@ class Driver(ABC):
     def _release(self) -> None:
         """Give back what joins the processes. Repeatable."""
 
+    def _lent(self, chunks: Many[Chunk]) -> list[int | None]:
+        """By which numbers the followers know the adapters of ``chunks``; they are told of new ones."""
+        return [None] * len(chunks)
+
     def _settle(self, pages: int) -> None:
         """Every process has room for ``pages``. Raises ``OutOfMemory`` if that is none."""
         if not pages:
@@ -104,7 +108,9 @@ class Driver(ABC):
         assert self._batches is not None
         number, self._launched = self._launched, self._launched + 1
         with self._failing(), torch.inference_mode():
-            self._tell(Step(number, tuple(map(self._said, decodes_first(chunks))), tuple(fresh)))
+            ordered = decodes_first(chunks)
+            self._tell(Step(number, tuple(map(self._said, ordered, self._lent(ordered))), tuple(fresh)))
+            self._decoder.lora.begin(adapted(chunks))
             for page in fresh:
                 self._store.clear(page)
             self._run(number, self._batches.make(chunks))
@@ -115,9 +121,10 @@ class Driver(ABC):
         with self._failing(), torch.inference_mode():
             return self._collect()
 
-    def _said(self, chunk: Chunk) -> Part:
+    def _said(self, chunk: Chunk, adapter: int | None) -> Part:
         pages = tuple(chunk.pages[: pages_for(chunk.start + chunk.count)])
-        return Part(chunk.start, chunk.count, chunk.samples, pages, tuple(chunk.tokens) if self.tokens else ())
+        tokens = tuple(chunk.tokens) if self.tokens else ()
+        return Part(chunk.start, chunk.count, chunk.samples, pages, tokens, adapter)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:

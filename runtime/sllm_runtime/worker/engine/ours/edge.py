@@ -21,12 +21,12 @@ from sllm_runtime.platform.framing import READ_BYTES, Descriptors, Splitter, fra
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError
 from sllm_runtime.protocol.limits import MAX_PART
-from sllm_runtime.protocol.stages import Failed, Hello, OnEdge, Rows
+from sllm_runtime.protocol.stages import MAX_STEPS, Failed, Hello, OnEdge, Rows
 from sllm_runtime.worker.engine.ours import ring
 from sllm_runtime.worker.engine.ours.ring import Slots
 
-_STEP_MESSAGES: Final = 2
-"""A step's announcement, and its rows."""
+_STEP_MESSAGES: Final = 3
+"""A step's announcement, its rows, and the adapters that it is the first to name."""
 _OTHER_MESSAGES: Final = 64
 
 
@@ -60,7 +60,7 @@ class Edges:
         self._clock = clock
         self._splitter = Splitter()
         self._read_into = bytearray(READ_BYTES)
-        self._fds = Descriptors(1)
+        self._fds = Descriptors(MAX_STEPS + 1)
         self._inbox: deque[bytes] = deque()
         self._most = _OTHER_MESSAGES
         self._into: torch.Tensor | None = None
@@ -97,7 +97,7 @@ class Edges:
             raise ProtocolError(f"a stage began with {type(hello).__name__}, not Hello")
         slots = Slots.of(hello)
         if hello.shared:
-            (fd,) = self._fds.take(1)
+            fd = self.descriptor()
             try:
                 self._from = ring.attach(fd, slots)
             finally:
@@ -106,14 +106,13 @@ class Edges:
 
     def send(self, message: OnEdge, fds: Sequence[int] = ()) -> None:
         """Hand ``message`` on. Raises ``InstanceLost`` if the stage behind is gone or takes nothing."""
-        data = memoryview(frame(codec.pack(message)))
+        data, beside = memoryview(frame(codec.pack(message))), list(fds)
         until = self._clock() + self.patience_s
         try:
-            if fds:
-                data = data[socket.send_fds(self._behind, [data], list(fds)) :]
             while data:
                 try:
-                    data = data[self._behind.send(data) :]
+                    sent = socket.send_fds(self._behind, [data], beside) if beside else self._behind.send(data)
+                    data, beside = data[sent:], []
                 except BlockingIOError:
                     self._wait(until, sending=True)
         except OSError as error:
@@ -169,6 +168,11 @@ class Edges:
             self.told = True
             raise message.error.to_error()
         return message
+
+    def descriptor(self) -> int:
+        """The one that the last message says came along; the caller owns it. Raises ``ProtocolError``."""
+        (fd,) = self._fds.take(1)
+        return fd
 
     def tell(self, error: SllmError) -> None:
         """Send why nothing more is computed, if anybody is there to hear it."""

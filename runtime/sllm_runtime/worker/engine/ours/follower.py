@@ -14,7 +14,7 @@ import torch
 
 from sllm_runtime.protocol.errors import InternalError, InvalidRequest, ProtocolError, SllmError
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
-from sllm_runtime.protocol.stages import STAGE_TRANSITIONS, LayerRange, OnEdge, Sleep, StageState, Step, Wake
+from sllm_runtime.protocol.stages import STAGE_TRANSITIONS, LayerRange, Lend, OnEdge, Sleep, StageState, Step, Wake
 from sllm_runtime.worker.engine.ours.batch import Batch, Batches
 from sllm_runtime.worker.engine.ours.edge import Edges
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
@@ -77,6 +77,10 @@ class Follower(ABC):
     def _pass_on(self, message: OnEdge) -> None:
         """Tell who is behind, if anybody is."""
 
+    def _lend(self, message: Lend) -> None:
+        """Take adapters. Raises ``ProtocolError`` where there are none."""
+        raise ProtocolError(f"what computes {self._layers} runs no adapters, {message.table} bytes of them came")
+
     @abstractmethod
     def _run(self, step: Step, batch: Batch) -> None:
         """Compute the step."""
@@ -107,6 +111,9 @@ class Follower(ABC):
     def _handle(self) -> None:
         # No deadline: an idle follower waits for its next step as long as who drives it lives.
         message = self._edges.receive(None)
+        if isinstance(message, Lend):
+            self._lend(message)
+            return
         if not isinstance(message, Wake | Sleep | Step):
             raise ProtocolError(f"{type(message).__name__} came where a step was due")
         self._pass_on(message)

@@ -6,15 +6,13 @@ and each tile is a product by itself. A step without adapters pays a look at an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
 from sllm_runtime.worker.engine.ours.adapter import Adapter
-from sllm_runtime.worker.engine.ours.scheduler import Chunk
 
 Rows = torch.Tensor
 
@@ -39,9 +37,13 @@ class Lora:
     def put(self, name: str, adapter: Adapter) -> None:
         """Requests may name it from now on. Raises ``UnsupportedModel`` or ``InvalidCheckpoint`` if it is of another
         model, or of parts that take none."""
+        self.check(name, adapter)
+        self._named[name] = adapter
+
+    def check(self, name: str, adapter: Adapter) -> None:
+        """Raise as ``put`` does."""
         for module, half in adapter.modules.items():
             self._check(name, module, half.a.shape[0], half.b.shape[1])
-        self._named[name] = adapter
 
     def drop(self, name: str) -> None:
         """Requests that name it are refused from now on; those that run keep it. Repeatable."""
@@ -55,14 +57,14 @@ class Lora:
             raise ModelNotFound(f"there is no adapter {name!r:.100} here", field="model")
         return self._named[name]
 
-    def begin(self, chunks: Many[Chunk]) -> None:
-        """The rows of the next step are those of ``chunks``, in this order."""
+    def begin(self, parts: Iterable[tuple[Adapter | None, int]]) -> None:
+        """Which adapter the rows of the next step go through, and how many do, in their order."""
         rows: dict[Adapter, list[int]] = {}
         at = 0
-        for chunk in chunks:
-            if chunk.sequence.adapter is not None:
-                rows.setdefault(chunk.sequence.adapter, []).extend(range(at, at + chunk.count))
-            at += chunk.count
+        for adapter, count in parts:
+            if adapter is not None:
+                rows.setdefault(adapter, []).extend(range(at, at + count))
+            at += count
         self.groups = tuple(_group(adapter, numbers) for adapter, numbers in rows.items())
 
     def product(self, outputs: Mapping[str, int]) -> Product:

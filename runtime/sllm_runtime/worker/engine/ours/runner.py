@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.engine.ours.batch import decodes_first
 from sllm_runtime.worker.engine.ours.model.backend import Kv, Steps
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
@@ -71,6 +72,11 @@ def sampled(chunks: Many[Chunk]) -> tuple[Sequence, ...]:
     return tuple(chunk.sequence for chunk in decodes_first(chunks) if chunk.samples)
 
 
+def adapted(chunks: Many[Chunk]) -> list[tuple[Adapter | None, int]]:
+    """The adapter of each, and how many rows, in the order in which a step has them."""
+    return [(chunk.sequence.adapter, chunk.count) for chunk in decodes_first(chunks)]
+
+
 class LocalRunner:
     """All layers in this process, one step at a time."""
 
@@ -108,7 +114,7 @@ class LocalRunner:
             for page in fresh:
                 self.kv.clear(page)
             batch = self._steps.make(chunks)
-            self._decoder.lora.begin(decodes_first(chunks))
+            self._decoder.lora.begin(adapted(chunks))
             hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
             self._logits = self._decoder.logits(hidden, batch.wanted) if len(batch.wanted) else None
             self._hidden = hidden

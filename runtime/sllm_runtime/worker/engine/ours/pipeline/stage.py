@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Set as Names
+
 import msgspec
 
 from sllm_runtime.protocol.errors import ProtocolError, StartFailed
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
-from sllm_runtime.protocol.stages import Hello, LayerRange, OnEdge, Step
+from sllm_runtime.protocol.stages import Hello, LayerRange, Lend, OnEdge, Step
 from sllm_runtime.worker.engine.ours.batch import Batch
 from sllm_runtime.worker.engine.ours.edge import Edges, dtype_name
 from sllm_runtime.worker.engine.ours.follower import Follower, check_version, level
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
+from sllm_runtime.worker.engine.ours.pipeline.lending import Borrowed
 
 
 class Stage(Follower):
     """Layers ``[low, high)`` of ``decoder``. ``fingerprint``: of this process's numerics (``selftest.fingerprint``),
-    which the head's must equal."""
+    which the head's must equal. ``names``: of the tensors of these layers, for adapters; ``None``: it runs none."""
 
-    def __init__(self, decoder: Decoder, low: int, high: int, edges: Edges, *, kv_bytes: int, fingerprint: str) -> None:
+    def __init__(
+        self, decoder: Decoder, low: int, high: int, edges: Edges, *, kv_bytes: int, fingerprint: str,
+        names: Names[str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(decoder, LayerRange(low, high), edges, kv_bytes)
         self._fingerprint = fingerprint
+        self._lends = names is not None and edges.shared
+        self._adapters = Borrowed(decoder.lora, names or frozenset())
         self._last = high == decoder.count
 
     def _open(self) -> tuple[Numerics, int]:
@@ -34,6 +43,7 @@ class Stage(Follower):
             layers=(*hello.layers, self._layers),
             pages=min(hello.pages, self._room),
             shared=self._edges.shared,
+            lends=hello.lends and self._lends,
         )
         self._edges.open(mine)
         return level(hello.level), hello.rows
@@ -56,7 +66,20 @@ class Stage(Follower):
         if not self._last:
             self._edges.send(message)
 
+    def _lend(self, message: Lend) -> None:
+        if not self._lends:
+            super()._lend(message)
+        fd = self._edges.descriptor() if message.table else None
+        try:
+            if not self._last:
+                self._edges.send(message, () if fd is None else (fd,))
+            self._adapters.take(message, fd)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
     def _run(self, step: Step, batch: Batch) -> None:
+        self._adapters.begin(step)
         rows = self._edges.receive_rows(step.number, batch.rows)
         rows = self._decoder.run(rows, batch, self._layers.low, self._layers.high)
         self._edges.send_rows(step.number, rows.index_select(0, batch.wanted) if self._last else rows)
