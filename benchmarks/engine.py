@@ -6,8 +6,8 @@ fast one, transformers' generate and its continuous batching, llama.cpp, and wha
 parameters.
 ``poisson``: requests of mixed lengths at random times, and static batches. ``while_loading``: the first token of a
 model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in DRAM. ``stages_*``: layers in several
-processes (``engine_stages``). One thread, as an instance with ``cpu=1`` has. Greedy; the tokens of all systems are
-compared.
+processes (``engine_stages``). ``gpu_decode``: decode on a GPU (``engine_gpu``). One thread, as an instance with
+``cpu=1`` has. Greedy; the tokens of all systems are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from benchmarks import engine_decode, engine_large, engine_loading, engine_poisson, engine_stages
+from benchmarks import engine_decode, engine_gpu, engine_large, engine_loading, engine_poisson, engine_stages
 from benchmarks.engine_models import DTYPES, Demo
 from benchmarks.engine_peers import ABSENT
 from benchmarks.runner import Run, main
@@ -28,6 +28,7 @@ from benchmarks.runner import Run, main
 CASES: Final = (
     *(f"decode_{name}" for name in DTYPES),
     "large",
+    "gpu_decode",
     "poisson",
     "while_loading",
     "start",
@@ -35,6 +36,7 @@ CASES: Final = (
 )
 _ALONE: Final = {
     "large": engine_large.measure,
+    "gpu_decode": engine_gpu.measure,
     "while_loading": engine_loading.while_loading,
     "start": engine_loading.start,
 }

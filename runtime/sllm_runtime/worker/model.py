@@ -65,11 +65,10 @@ def _tensors(index: CheckpointIndex, pending: Weights) -> CheckpointTensors:
 
 
 def _known(manifest: Manifest, config: Mapping[str, Any], tensors: CheckpointTensors, dtype: Any) -> Known | None:
-    on_cpu = all(device.type == "cpu" for device in tensors.devices)  # where our engine computes
-    if not manifest.engine or manifest.model_loader == "build" or not on_cpu:
+    if not manifest.engine or manifest.model_loader == "build" or len(tensors.devices) > 1:  # ours computes on one
         return None
     typed = TypedTensors(tensors, dtype)
-    return recognise(config, manifest.model_loader, typed, typed.shapes, dtype)
+    return recognise(config, manifest.model_loader, typed, typed.shapes, dtype, tensors.devices[0])
 
 
 def _follow(known: Known, pending: Weights, index: CheckpointIndex) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -16,12 +16,17 @@ from sllm_runtime.worker.engine.base import Engine
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.model import build, config
+from sllm_runtime.worker.engine.ours.model.backend import Backend
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
+from sllm_runtime.worker.engine.ours.model.host import Host
 from sllm_runtime.worker.engine.ours.model.survey import Needs, survey
 from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.ours.runner import Runner
 
 log = logging.getLogger(__name__)
+_CPU: Final = torch.device("cpu")
+_COMPUTES: Final = ("cpu", "cuda")
+"""Kinds of devices that our engine computes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Known:
             log.warning(
                 "no level of exactness holds for %s on this machine: a resumed call may differ", self.architecture
             )
-        runner = None if settings.runner is None else settings.runner(found)
+        runner = _on_device(self.decoder, found) if settings.runner is None else settings.runner(found)
         engine = OurEngine(
             self.decoder,
             admission.end_ids(raw, files.get("generation_config.json")),
@@ -89,7 +94,7 @@ class Known:
 
     def mark(self, settings: Settings) -> str:
         """What decides the bits, as ``selftest.fingerprint`` has it."""
-        return selftest.fingerprint(self.architecture, settings.model, self.decoder.dtype)
+        return selftest.fingerprint(self.architecture, settings.model, self.decoder.dtype, self.decoder.backend)
 
 
 def recognise(
@@ -98,15 +103,16 @@ def recognise(
     tensors: Mapping[str, torch.Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
+    device: torch.device = _CPU,
 ) -> Known | None:
     """The model of a config.json (``raw``), if it is one of ours; no byte of ``tensors`` is read, and no module of
-    transformers built. ``loader`` is the manifest's. Raises ``InvalidCheckpoint`` if ``shapes`` lacks a tensor or has
-    another shape for it."""
+    transformers built. ``loader`` is the manifest's; ``device``: where ``tensors`` are. Raises ``InvalidCheckpoint`` if
+    ``shapes`` lacks a tensor or has another shape for it."""
     found = config.read(raw, loader)
     if found is None:
         return None
     try:
-        decoder = build(*found, tensors, dtype, EXACT.rows)
+        decoder = build(*found, tensors, dtype, EXACT.rows, backend_of(device))
         return Known(found[0], decoder, survey(*found, shapes, dtype, EXACT.rows))
     except UnsupportedModel as error:
         log.info("%s; transformers runs it", error.message)
@@ -127,13 +133,33 @@ def choose_engine(module: Any, files: Mapping[str, bytes], raw: Mapping[str, Any
 
 
 def _known(module: Any, architecture: str) -> Decoder | None:
-    """Ours, if it is one of transformers' own classes that ours knows, on a CPU."""
+    """Ours, if it is one of transformers' own classes that ours knows, on a CPU or a GPU."""
     tensors = dict(module.named_parameters())
     first: torch.Tensor = next(iter(tensors.values()))
-    if not type(module).__module__.startswith("transformers.") or first.device.type != "cpu":
+    if not type(module).__module__.startswith("transformers.") or first.device.type not in _COMPUTES:
         return None
     try:
-        return build(architecture, module.config, tensors, first.dtype, EXACT.rows)
+        return build(architecture, module.config, tensors, first.dtype, EXACT.rows, backend_of(first.device))
     except UnsupportedModel as error:
         log.info("%s; transformers runs it", error.message)
         return None
+
+
+def backend_of(device: torch.device) -> Backend:
+    """What computes where ``device`` is."""
+    if device.type == "cpu":
+        return Host()
+    from sllm_runtime.worker.engine.ours.gpu.device import Device  # imports triton, which few instances need
+
+    return Device.here(device)
+
+
+def _on_device(decoder: Decoder, found: selftest.Proof) -> Runner | None:
+    """None: the engine's own, on the CPU."""
+    if isinstance(decoder.backend, Host):
+        return None
+    from sllm_runtime.worker.engine.ours.gpu.device import Device
+    from sllm_runtime.worker.engine.ours.gpu.runner import DeviceRunner
+
+    assert isinstance(decoder.backend, Device)
+    return DeviceRunner(decoder, decoder.backend, found.numerics)

@@ -1,0 +1,81 @@
+"""The parts of a model on an accelerator, made of ``Ops``. None of them waits for the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from sllm_runtime.worker.engine.ours.gpu.ops import Ops
+from sllm_runtime.worker.engine.ours.model.backend import Linear, Mlp, Rows
+from sllm_runtime.worker.engine.ours.model.parts import Experts
+from sllm_runtime.worker.engine.ours.model.weights import side_by_side
+
+DENSE: Final = 64
+"""Up to so many rows go through every expert: few rows cost as much as the weights that are read for them."""
+
+
+@dataclass(slots=True)
+class Current:
+    """The operators of the current step."""
+
+    ops: Ops
+
+
+class DeviceLinear:
+    """One product for matrices that lie behind one another, else one for each."""
+
+    def __init__(self, current: Current, matrices: Many[torch.Tensor], bias: torch.Tensor | None) -> None:
+        joined = side_by_side(matrices)
+        self._matrices = list(matrices) if joined is None else [joined]
+        sizes = [len(matrix) for matrix in self._matrices]
+        ends = list(itertools.accumulate(sizes))
+        self._biases = [None if bias is None else bias[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        self._current = current
+
+    def __call__(self, x: Rows) -> Rows:
+        linear = self._current.ops.linear
+        parts = [linear(x, matrix, bias) for matrix, bias in zip(self._matrices, self._biases, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def added(self, x: Rows, residual: Rows) -> Rows:
+        return self._current.ops.linear_added(x, self._matrices[0], residual, self._biases[0])
+
+
+class DeviceRmsNorm:
+    """See ``Backend.rms_norm``."""
+
+    def __init__(self, current: Current, weight: torch.Tensor, eps: float, plus: float) -> None:
+        self._current, self._scale, self._eps = current, weight.float() + plus, eps
+
+    def __call__(self, x: Rows) -> Rows:
+        return self._current.ops.rms_norm(x, self._scale, self._eps)
+
+
+class DeviceLayerNorm:
+    """See ``Backend.layer_norm``."""
+
+    def __init__(self, current: Current, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+        self._current, self._weight, self._bias, self._eps = current, weight, bias, eps
+
+    def __call__(self, x: Rows) -> Rows:
+        return self._current.ops.layer_norm(x, self._weight, self._bias, self._eps)
+
+
+class DeviceExperts(Experts):
+    """Few rows go through every expert, and each takes its own: which ones it has is known on the device alone, and a
+    step that waited for it could not be captured. In exact mode a row has the same bits either way."""
+
+    def __init__(self, gate: Linear, experts: Mapping[int, Mlp], top: int, tile: int) -> None:
+        super().__init__(gate, experts, top, tile)
+        self._all = [experts[number] for number in range(len(experts))]
+
+    def _parts(self, x: Rows, chosen: torch.Tensor) -> Rows:
+        if len(x) > DENSE:
+            return super()._parts(x, chosen)
+        every = torch.stack([expert(x) for expert in self._all], 1)
+        return every.gather(1, chosen.unsqueeze(2).expand(-1, -1, x.shape[1]))
