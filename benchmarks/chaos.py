@@ -34,7 +34,7 @@ from benchmarks.chaos_client import Callers, Told
 from benchmarks.chaos_faults import Field, Tally, Victim, counted, gateways_of, shared_mib, strike
 from benchmarks.chaos_schedule import KINDS, STOPPED_S, Fault, schedule
 from benchmarks.cold_cases import CODER
-from benchmarks.migration import Sums
+from benchmarks.heard import Sums
 from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
 from benchmarks.record import Aim, percentile

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import httpx
 
-from benchmarks.migration import Heard
+from benchmarks.heard import Heard
 from benchmarks.programs import ProgramFailed
 from sllm.sse import Parser
 

@@ -26,7 +26,7 @@ from typing import Any, Final
 from benchmarks.chaos_client import GIVE_UP_S, Reader, Told
 from benchmarks.chaos_faults import Field, gateways_of, until
 from benchmarks.cold_cases import CODER
-from benchmarks.migration import Heard, Sums
+from benchmarks.heard import Heard, Sums
 from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed

@@ -23,11 +23,12 @@ class Shape:
     layers: int
     hidden: int
     intermediate: int
+    vocabulary: int = VOCABULARY
 
     def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes: nine a layer, and two."""
         hidden, intermediate = self.hidden, self.intermediate
-        made: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (VOCABULARY, hidden))]
+        made: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (self.vocabulary, hidden))]
         for layer in range(self.layers):
             at = f"model.layers.{layer}."
             made += [(f"{at}self_attn.{name}_proj.weight", (hidden, hidden)) for name in "qkvo"]
@@ -46,7 +47,7 @@ class Shape:
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden,
             "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
             "num_attention_heads": self.hidden // 64, "num_key_value_heads": self.hidden // 64,
-            "vocab_size": VOCABULARY, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6,
+            "vocab_size": self.vocabulary, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6,
             "max_position_embeddings": 2048, "hidden_act": "silu",
         }  # fmt: skip
 

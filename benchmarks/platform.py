@@ -24,6 +24,7 @@ from benchmarks.programs import ROOT, Program, ProgramFailed
 from sllm import Client, bundle
 from sllm.cli import load
 from sllm.deployment import deploy_bundle
+from sllm.function import ModelFunction
 from sllm.sse import Parser
 from sllm_runtime.platform.local import Layout
 from sllm_runtime.protocol.http import API
@@ -91,10 +92,14 @@ class Platform:
         self._scratch.cleanup()
 
     # --- functions --------------------------------------------------------------------------------
-    def deploy(self, file: Path, **changes: Any) -> str:
-        """Deploy the one function of ``file`` with ``changes`` to its manifest (``name``, ``keep_alive``); its name."""
+    def deploy(self, file: Path, *, model: str = "", **changes: Any) -> str:
+        """Deploy the one function of ``file`` with ``changes`` to its manifest (``name``, ``keep_alive``), and with
+        another ``model`` than it names; its name."""
         with own_modules():
-            built = bundle.build(load.one(str(file)))
+            function = load.one(str(file))
+            if model:
+                function = ModelFunction(function.target, {**function.options, "model": model})
+            built = bundle.build(function)
         manifest = built.manifest.model_copy(update=changes)
         deploy_bundle(dataclasses.replace(built, manifest=manifest), self.client)
         return manifest.name

@@ -12,7 +12,7 @@ from benchmarks.chaos import LEAST_IN_ALL, Outcome, Struck, judge
 from benchmarks.chaos_client import Told
 from benchmarks.chaos_faults import Tally, Victim
 from benchmarks.chaos_schedule import GAP_S, KINDS, STOPPED_S, Fault, Kind, schedule
-from benchmarks.migration import Heard
+from benchmarks.heard import Heard
 from benchmarks.runner import Run
 
 SEEDS = st.integers(0, 2**32)

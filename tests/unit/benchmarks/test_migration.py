@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.migration import Heard, Sums, Window, longest, moves, pauses
+from benchmarks.heard import Heard, Sums, Window, longest, moves, pauses
 
 
 def test_what_was_lost_repeated_or_different() -> None:

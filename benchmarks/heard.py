@@ -1,0 +1,83 @@
+"""Streams as their callers heard them: what was lost, repeated or different, and the gaps between their events."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sllm_runtime.protocol import timeline
+
+
+@dataclass(frozen=True)
+class Window:
+    """From a command until what followed from it was over, by ``time.monotonic``."""
+
+    begin: float
+    end: float
+
+
+@dataclass
+class Heard:
+    """One stream as its caller saw it."""
+
+    ask: int
+    ids: list[int] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+    moves: list[float] = field(default_factory=list)
+    """When it went over to another instance."""
+
+    @property
+    def usual(self) -> float:
+        """The mean gap (events that came together have none between them, so a median says nothing)."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+
+
+@dataclass
+class Sums:
+    """Over all streams."""
+
+    streams: int = 0
+    events: int = 0
+    lost: int = 0
+    repeated: int = 0
+    different: int = 0
+
+    @property
+    def wrong(self) -> int:
+        return self.lost + self.repeated + self.different
+
+    def add(self, heard: Heard, right: Sequence[Any]) -> None:
+        """Compare one whole stream with the answer of the same call."""
+        seen = set(heard.ids)
+        self.streams += 1
+        self.events += len(heard.ids)
+        self.lost += len(set(range(len(right))) - seen)
+        self.repeated += len(heard.ids) - len(seen)
+        pairs = zip(heard.ids, heard.values, strict=True)
+        self.different += sum(at >= len(right) or right[at] != value for at, value in pairs)
+
+
+def longest(heard: Heard, windows: Sequence[Window]) -> list[float]:
+    """The longest gap in each window that this stream ran through, in its mean intervals."""
+    gaps = list(itertools.pairwise(heard.times))
+    inside = [[b - a for a, b in gaps if b >= window.begin and a <= window.end] for window in windows]
+    through = zip(windows, inside, strict=True)
+    return [max(found) / heard.usual for window, found in through if found and heard.times[-1] > window.end]
+
+
+def pauses(heard: Heard) -> list[float]:
+    """The gap in which it went over, for each time that it did, in its mean intervals."""
+    if len(heard.times) < 2:
+        return []
+    return longest(heard, [Window(at - heard.usual, at + heard.usual) for at in heard.moves])
+
+
+def moves(heard: Heard, comment: str) -> list[float]:
+    """When it went over, by the clock of its events: its first one came when the gateway had it."""
+    spans = timeline.parse_comment(comment)
+    first = next((span.at for span in spans if span.name == timeline.TOKENS), 0.0)
+    return [heard.times[0] + (span.at - first) / 1e3 for span in spans if span.name == timeline.MOVE]

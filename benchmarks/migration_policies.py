@@ -1,0 +1,152 @@
+"""The case of ``migration`` after figure 3 of ServerlessLLM: two servers, two models, four policies.
+
+Server n2 has model B in its memory and runs A; server n1 has A in its memory and is idle, B it would have to read from
+a store that gives it in two and a half seconds. Each server has room for one instance. Somebody calls B, which has the
+higher priority: else an instance that was stopped for it might be started again in its place.
+``availability`` starts B on n1, from the store; ``locality`` waits on n2 until the call of A has ended; ``preemption``
+stops A on n2, whose call goes on at n1 from its tokens; ``startup-time`` lets it go on there while it runs.
+``figure3_started``: from B's call to its first token; ``figure3_running``: the longest gap in A's stream from then on.
+A is the demo model, B random bytes, of which the first token is a digest. Both answers are compared. A platform for
+each sample, since whoever was called is in memory afterwards; their instances of A are old enough to be moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import cold_gigabyte, synthetic
+from benchmarks.cold_cases import CODER
+from benchmarks.heard import Heard
+from benchmarks.migration_load import Called, counted, read, sums
+from benchmarks.platform import Platform
+from benchmarks.programs import ROOT, Program, ProgramFailed
+from benchmarks.record import Aim
+from benchmarks.runner import Run
+from sllm_loaderd.convert.directory import convert_directory
+from sllm_runtime.control.scheduling.moving import SETTLED_S
+from sllm_runtime.protocol.http import API
+
+POLICIES: Final = ("availability", "locality", "preemption", "startup-time")
+STORE_S: Final = 2.5
+"""That the store takes for B: what a server's disk takes for a large model."""
+MIB: Final = 2**20
+ASK: Final = {"prompt": "class Parser", "temperature": 0.8, "seed": 7}
+AT: Final = 100
+"""Events of A that are here when B is called."""
+WAIT_S: Final = 60.0
+KEEP_S: Final = 600.0
+ONE_EACH: Final = {"SLLM_CPU": "1", "SLLM_CPU_OVERCOMMIT": "1", "SLLM_SSD_BYTES": "0", "SLLM_PRELOAD": "engine"}
+"""Room for one instance; no copy of B on a disk."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What all platforms share. ``store``: B's address; ``digest``: its token; ``function``: B's file."""
+
+    store: str
+    digest: str
+    function: Path
+
+
+def measure(run: Run, case: str, directory: Path) -> None:
+    """Each policy in turn. Those of one round stand side by side while their instances of A become old enough."""
+    nbytes = (128 if run.quick else 512) * MIB
+    run.settings.update({f"{case}_store_s": STORE_S, f"{case}_bytes": nbytes})
+    wrong = 0
+    tokens = 1000 if run.quick else 1500
+    with _models(directory, nbytes) as models:
+        for number in range(1 if run.quick else run.rounds):
+            with contextlib.ExitStack() as stack:
+                scenes = {}
+                for policy in POLICIES:
+                    place = directory / f"{policy}-{number}"
+                    scenes[policy] = stack.enter_context(_scene(policy, place, models, tokens))
+                for policy, scene in scenes.items():
+                    wrong += _strike(run, case, policy, scene)
+    run.aims.append(Aim(f"{case}: tokens of the running call lost, repeated or changed", float(wrong), at_most=0.0))
+
+
+@contextlib.contextmanager
+def _models(directory: Path, nbytes: int) -> Iterator[Models]:
+    made = synthetic.write(directory / "plain", nbytes, cold_gigabyte.STEP)
+    convert_directory(made.directory, directory / "store" / "b")
+    shutil.rmtree(made.directory)
+    # One module of a name for an interpreter.
+    function = Path(shutil.copy(cold_gigabyte.FUNCTION, directory / "started.py"))
+    argv = [sys.executable, "-m", "benchmarks.slow_store", str(directory / "store"), str(nbytes / STORE_S)]
+    with Program(argv, directory / "store.log", cwd=ROOT) as store:
+        yield Models(f"http://127.0.0.1:{store.hear(WAIT_S)['port']}/b", str(made.sampled), function)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A platform as the figure begins. ``settled``: when A's instance may be moved, by ``time.monotonic``."""
+
+    models: Models
+    running: Called
+    right: Sequence[Sequence[Any]]
+    started: str
+    settled: float
+
+
+@contextlib.contextmanager
+def _scene(policy: str, directory: Path, models: Models, tokens: int) -> Iterator[Scene]:
+    with Platform(directory, {**ONE_EACH, "SLLM_POLICY": policy}, nodes=2) as platform:
+        _wish(platform, "n2", "cordon")
+        running = platform.deploy(CODER, keep_alive=KEEP_S, max_instances=2)
+        until = time.monotonic() + WAIT_S
+        while _wish(platform, "n1", "drain")["instances"]:  # its weights stay in memory there
+            if time.monotonic() > until:
+                raise ProgramFailed(f"n1 is not drained within {WAIT_S:g} s")
+            time.sleep(0.05)
+        _wish(platform, "n2", "uncordon")
+        started = platform.deploy(models.function, model=models.store, keep_alive=0.0, priority=1)
+        platform.until_cold(started)
+        called = Called(platform, running, [{**ASK, "max_tokens": tokens}])
+        right = called.right()
+        _wish(platform, "n1", "uncordon")
+        yield Scene(models, called, right, started, time.monotonic() + SETTLED_S + 1.0)
+
+
+def _wish(platform: Platform, node: str, wish: str) -> dict[str, Any]:
+    said: dict[str, Any] = platform.client.request("POST", f"{API}/nodes/{node}/{wish}")
+    return said
+
+
+def _strike(run: Run, case: str, policy: str, scene: Scene) -> int:
+    """B is called while A runs. How many tokens of A were lost, repeated or changed."""
+    time.sleep(max(0.0, scene.settled - time.monotonic()))
+    heard, platform = Heard(0), scene.running.platform
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, scene.running, heard)
+        while len(heard.times) < AT:
+            if reading.done():
+                raise ProgramFailed(f"the running call has ended after {len(heard.times)} events: {heard.error}")
+            time.sleep(0.005)
+        struck = time.monotonic()
+        answer = platform.stream(scene.started, {})
+        reading.result()
+    if answer.text != scene.models.digest:
+        raise ProgramFailed(f"{scene.started} says {answer.text}, of what was written it is {scene.models.digest}")
+    gaps = [after - before for before, after in itertools.pairwise(heard.times) if after > struck]
+    if not gaps:
+        raise ProgramFailed("the running call had ended when the other one was called")
+    first, gap = run.case(f"{case}_started", policy), run.case(f"{case}_running", policy)
+    first.samples.append(round(answer.first_ms, 1))
+    gap.samples.append(round(max(gaps) * 1e3, 1))
+    for what in ("moved", "resumed"):
+        gap.extra[what] = gap.extra.get(what, 0) + counted(platform, what)
+    totals = gap.extra.setdefault("totals_s", [])
+    totals.append(round(heard.times[-1] - heard.times[0], 3))
+    gap.extra["total_s"] = round(statistics.median(totals), 3)
+    return sums([heard], scene.right).wrong
