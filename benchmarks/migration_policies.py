@@ -1,7 +1,7 @@
 """The case of ``migration`` after figure 3 of ServerlessLLM: two servers, two models, four policies.
 
 Server n2 has model B in its memory and runs A; server n1 has A in its memory and is idle, B it would have to read from
-a store that gives it in two and a half seconds. Each server has room for one instance. Somebody calls B, which has the
+a store that gives it in five seconds. Each server has room for one instance. Somebody calls B, which has the
 higher priority: else an instance that was stopped for it might be started again in its place.
 ``availability`` starts B on n1, from the store; ``locality`` waits on n2 until the call of A has ended; ``preemption``
 stops A on n2, whose call goes on at n1 from its tokens; ``startup-time`` lets it go on there while it runs.
@@ -37,7 +37,7 @@ from sllm_runtime.control.scheduling.moving import SETTLED_S
 from sllm_runtime.protocol.http import API
 
 POLICIES: Final = ("availability", "locality", "preemption", "startup-time")
-STORE_S: Final = 2.5
+STORE_S: Final = 5.0
 """That the store takes for B: what a server's disk takes for a large model."""
 MIB: Final = 2**20
 ASK: Final = {"prompt": "class Parser", "temperature": 0.8, "seed": 7}
@@ -60,7 +60,7 @@ class Models:
 
 def measure(run: Run, case: str, directory: Path) -> None:
     """Each policy in turn. Those of one round stand side by side while their instances of A become old enough."""
-    nbytes = (128 if run.quick else 512) * MIB
+    nbytes = (256 if run.quick else 512) * MIB
     run.settings.update({f"{case}_store_s": STORE_S, f"{case}_bytes": nbytes})
     wrong = 0
     tokens = 1000 if run.quick else 1500
