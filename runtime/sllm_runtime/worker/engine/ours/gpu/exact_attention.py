@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sllm_runtime.worker.engine.ours.gpu.exact_memory import aligned
 from sllm_runtime.worker.engine.ours.pages import PAGE
 
 _HEADS: Final = 16
@@ -77,21 +76,22 @@ def bend(score: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     return tl.where(score < 0, -bent, bent)
 
 
-@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["tables", "of", "positions"])
+@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["q", "tables", "of", "positions"])
 def attend_kernel(
     q: tl.tensor, k_pages: tl.tensor, v_pages: tl.tensor, tables: tl.tensor, of: tl.tensor,
     positions: tl.tensor, out: tl.tensor, most: tl.tensor,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    Q_STRIDE: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    TILE: tl.constexpr, PAGE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row of one KV head, of ``HEADS`` of its query heads."""
     row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     member = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, BLOCK)
     has_lane = lane < WIDTH
-    mine = (row * KV * GROUP + kv * GROUP + member)[:, None] * WIDTH + lane[None, :]
+    mine = (kv * GROUP + member)[:, None] * WIDTH + lane[None, :]
     wanted = (member < GROUP)[:, None] & has_lane[None, :]
-    query = tl.load(q + mine, mask=wanted, other=0.0).to(k_pages.dtype.element_ty)
+    query = tl.load(q + row * Q_STRIDE + mine, mask=wanted, other=0.0).to(k_pages.dtype.element_ty)
     here = tl.load(positions + row).to(tl.int32)
     table = tables + tl.load(of + row).to(tl.int64) * most
     top = tl.full((HEADS,), float("-inf"), tl.float32)
@@ -119,7 +119,7 @@ def attend_kernel(
         size = size * keep + tl.sum(weight, 1)
         seen = tl.dot(weight.to(value.dtype), value, seen * keep[:, None], input_precision="ieee")
         top = higher
-    tl.store(out + mine, (seen / size[:, None]).to(out.dtype.element_ty), mask=wanted)
+    tl.store(out + row * KV * GROUP * WIDTH + mine, (seen / size[:, None]).to(out.dtype.element_ty), mask=wanted)
 
 
 def attend(
@@ -130,12 +130,12 @@ def attend(
     rows, queries, width = q.shape
     kv = k_pages.shape[1]
     group = queries // kv
-    q = aligned(q)
-    out = torch.empty_like(q)
+    q = by_rows(q)
+    out = q.new_empty(q.shape)
     if rows:
         attend_kernel[rows, kv, triton.cdiv(group, _HEADS)](
             q, k_pages, v_pages, tables, of, positions, out, tables.shape[1],
-            SCALE=scale, WINDOW=window, CAP=cap, KV=kv, GROUP=group, WIDTH=width,
+            Q_STRIDE=q.stride(0), SCALE=scale, WINDOW=window, CAP=cap, KV=kv, GROUP=group, WIDTH=width,
             BLOCK=max(triton.next_power_of_2(width), _HEADS), HEADS=_HEADS, TILE=tile_of(width, k_pages.dtype),
             PAGE=PAGE, num_warps=4, num_stages=2,
         )  # fmt: skip
