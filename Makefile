@@ -1,5 +1,5 @@
 # Every target begins with `setup`, which takes milliseconds when there is nothing to do.
-.PHONY: help setup demo check test test-all infra-tools infra-check bench-peers wheelhouse dist clean
+.PHONY: help setup demo check test test-all test-containers infra-tools infra-check bench-peers wheelhouse dist clean
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
@@ -19,6 +19,8 @@ help:
 	@echo '                  SANDBOX=container does it in containers)'
 	@echo 'make test         the tests but the slow ones; ARGS=... goes to pytest'
 	@echo 'make test-all     all tests, on new random examples'
+	@echo 'make test-containers  a few in containers, with an engine that root has installed for them; where CI is'
+	@echo '                  set make test does it too'
 	@echo 'make check        ruff, mypy, import-linter; infra-check where TF_MIRROR_DIR is set'
 	@echo 'make setup        .venv; see the head of setup.sh for PYTHON, WHEELHOUSE, TORCH, TORCH_INDEX'
 	@echo 'make infra-check  terraform fmt, validate, test and checkov; TF_MIRROR_DIR: where the providers lie'
@@ -46,6 +48,10 @@ check: setup
 test: setup
 	$(COMPILE)
 	$(RUN_TESTS) -m 'not slow' $(ARGS)
+	@if [ -n "$$CI" ]; then sh tools/test_containers.sh; fi
+
+test-containers: setup
+	@sh tools/test_containers.sh
 
 test-all: setup
 	$(COMPILE)

@@ -234,6 +234,8 @@ async def test_an_engine_that_is_killed_while_it_starts_a_container_leaves_none(
     make: Make, engine: Engine, owner: Owner, tmp_path: Path, after_s: float
 ) -> None:
     """Wherever it is killed: before it has made anything, in the middle, or when the container runs."""
+    if engine.kind != "podman":
+        pytest.skip(f"{engine.kind}'s daemon goes on with what a killed command has asked for")
     killing = tmp_path / "killing"
     killing.write_text(
         f'#!/bin/sh\ncase " $* " in *\' run \'*) ;; *) exec {engine.program} "$@" ;; esac\n'

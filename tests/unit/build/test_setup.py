@@ -192,6 +192,6 @@ def test_unknown_kind_of_torch_is_refused(project: Project, wheelhouse: Path) ->
 
 def test_shell_scripts_pass_shellcheck() -> None:
     checker = Path(sys.executable).parent / "shellcheck"
-    scripts = [ROOT / "setup.sh", ROOT / ".ci/run"]
+    scripts = [ROOT / "setup.sh", ROOT / ".ci/run", ROOT / "tools/test_containers.sh"]
     done = subprocess.run([checker, *scripts], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
