@@ -3,9 +3,9 @@
 The real platform, four nodes with four virtual devices each (memory and a link of 400 MB/s; what runs there computes on
 this machine's cores), 32 functions, each with a model of its own: the demo model's weights under another digest. Models
 lie in a store that gives 20 MiB a second to all; the nodes' SSDs have room for 1.5 times as many, their DRAM for half.
-Every run begins alike: a copy of each model on some node's SSD, nothing in memory, warm pools full. A seeded trace
-(``replay_trace``) is replayed over HTTP, with a thread and a connection for each call: the same one for all systems, in
-turn, another one in each round.
+Every run begins alike: a copy of each model on one node's SSD, in turn, nothing in memory, warm pools full. A seeded
+trace (``replay_trace``) is replayed over HTTP, with a thread and a connection for each call: the same one for all
+systems, in turn, another one in each round.
 
 A sample is a call's startup latency: from the moment it was due to its first token at the caller, queueing included.
 Calls that were not served wholly within 300 s count with 300 s. ``moved``: running calls carried over to another
@@ -14,7 +14,8 @@ the nodes' loaders read of files. ``cold``: calls that waited for a start. Answe
 idle platform.
 
 Beside it Ray Serve with as many slots (``replay_peers``; its notes say what it was made to do). ``sweep_devices`` and
-``sweep_models``: a shorter trace with other numbers of devices a node, or of models, by two policies.
+``sweep_models``: a shorter trace with other numbers of devices a node, or of models, by two policies, one with
+``--quick``.
 
 What the machine limits: all devices compute on the same cores, so that a burst is as much one of forks and of decoding
 as of loads, which all policies share; where each device computes for itself, their differences count for more.
@@ -52,7 +53,6 @@ from benchmarks.runner import Run, main
 
 OURS: Final = "startup-time"
 POLICIES: Final = (OURS, "random", "availability", "locality", "preemption")
-SWEPT: Final = (OURS, "random")
 ROUNDS: Final = 3
 LEAST_CALLS: Final = 300
 """Of a system, below which its p99 is not judged."""
@@ -68,11 +68,15 @@ class Scale:
     """Of the sweeps."""
     devices: tuple[int, ...]
     models: tuple[int, ...]
+    swept: tuple[str, ...]
+    """Policies of the sweeps."""
     rounds: int
 
 
-FULL: Final = Scale(Scene(4, 4, 32), Shape(32, 120, 45.0), Shape(32, 60, 20.0), (1, 2, 4), (8, 16, 32), ROUNDS)
-QUICK: Final = Scale(Scene(2, 2, 8), Shape(8, 24, 6.0), Shape(8, 10, 3.0), (1,), (4,), 1)
+FULL: Final = Scale(
+    Scene(4, 4, 32), Shape(32, 100, 45.0), Shape(32, 40, 15.0), (1, 2, 4), (8, 16, 32), (OURS, "random"), ROUNDS
+)
+QUICK: Final = Scale(Scene(2, 2, 8), Shape(8, 20, 5.0), Shape(8, 10, 3.0), (1,), (4,), (OURS,), 1)
 
 
 @dataclass
@@ -198,13 +202,13 @@ def _try_rays(bench: Bench, seed: int) -> str:
 
 def _sweep_devices(bench: Bench, seed: int) -> None:
     for devices in bench.scale.devices:
-        for policy in SWEPT:
+        for policy in bench.scale.swept:
             bench.ours(f"sweep_devices: {devices} a node", policy, bench.scale.short, seed, devices)
 
 
 def _sweep_models(bench: Bench, seed: int) -> None:
     for models in bench.scale.models:
-        for policy in SWEPT:
+        for policy in bench.scale.swept:
             bench.ours(f"sweep_models: {models}", policy, replace(bench.scale.short, functions=models), seed)
 
 

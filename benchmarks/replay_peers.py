@@ -25,7 +25,7 @@ WHAT: Final = (
     "one deployment of serve.multiplexed, a replica for each device, one model and one call each, LRU; transformers, "
     "greedy, one thread; replicas run, and have imported all, before the first call; no sandbox; no limit of a link; "
 )
-_STARTED_S: Final = 300.0
+_STARTED_S: Final = 600.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +26,9 @@ from benchmarks.programs import Program, ProgramFailed, await_port
 from benchmarks.replay_client import LIMIT_S, Call, Heard
 from benchmarks.replay_trace import LENGTHS, Arrival
 from sllm_loaderd.convert.directory import convert_directory
+from sllm_runtime.platform.local import Layout
 from sllm_runtime.platform.running import read_running
-from sllm_runtime.protocol.checkpoint import INDEX_NAME, FileRecord, decode_index, encode_index
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, FileRecord, decode_index, digest_hex, encode_index
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
 from sllm_runtime.protocol.timeline import WEIGHTS
@@ -56,6 +57,11 @@ class Scene:
     nodes: int
     devices: int
     functions: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the nodes."""
+        return tuple(f"n{number}" for number in range(1, self.nodes + 1))
 
     @property
     def dram_models(self) -> int:
@@ -125,8 +131,10 @@ class Store:
 
 
 def prepare(directory: Path, scene: Scene, store: Store) -> Beginning:
-    """Deploy everything once, by a platform that is stopped then."""
-    with Platform(directory / "first", scene.settings("startup-time"), nodes=scene.nodes) as platform:
+    """Deploy everything once, by a platform that is stopped then; its SSDs have room for all models meanwhile. Every
+    node knows every model; a copy of each stays on one node, in turn."""
+    settings = scene.settings("startup-time") | {"SLLM_SSD_BYTES": str(scene.functions * CHUNK_BYTES)}
+    with Platform(directory / "first", settings, nodes=scene.nodes) as platform:
         until_there(platform, scene.nodes)
         for number in range(scene.functions):
             platform.deploy(
@@ -144,7 +152,19 @@ def prepare(directory: Path, scene: Scene, store: Store) -> Beginning:
             )
         right = {tokens: platform.stream(name_of(0), asked(tokens)).text for tokens in LENGTHS}
         _until_copied(platform, scene)
+        models = [platform.function(name_of(number))["versions"][0]["model"] for number in range(scene.functions)]
+        for model in models:
+            platform.client.operation(f"{API}/models/{model}/pull", {"nodes": list(scene.names)})
+    share_out(platform.data, scene.names, models)
     return Beginning(platform.home, right)
+
+
+def share_out(data: Path, nodes: Sequence[str], models: Sequence[str]) -> None:
+    """Of the copies that all nodes of a stopped platform have, leave each model's on one node, in turn."""
+    for number, model in enumerate(models):
+        for node in nodes:
+            if node != nodes[number % len(nodes)]:
+                (Layout(data).node(node) / "loaderd" / "ssd" / f"{digest_hex(model)}.0.bin").unlink()
 
 
 def asked(tokens: int) -> dict[str, Any]:
@@ -167,7 +187,7 @@ def _until_copied(platform: Platform, scene: Scene) -> None:
     """Until each model lies on some node's SSD: copies are written beside the loads."""
 
     def there() -> bool:
-        details = [platform.client.request("GET", f"{API}/nodes/n{n}")["tiers"] for n in range(1, scene.nodes + 1)]
+        details = [platform.client.request("GET", f"{API}/nodes/{node}")["tiers"] for node in scene.names]
         copied = {model for tiers in details for model, found in tiers.items() if "ssd" in found}
         return len(copied) >= scene.functions
 

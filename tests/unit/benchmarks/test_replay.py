@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.programs import ProgramFailed
 from benchmarks.replay import LEAST_CALLS, OURS, POLICIES, judge
 from benchmarks.replay_client import LIMIT_S, Heard, Told, check, play, sums
-from benchmarks.replay_platform import PUBLISHED, Beginning, Scene, name_of, write_models
+from benchmarks.replay_platform import PUBLISHED, Beginning, Scene, name_of, share_out, write_models
 from benchmarks.replay_trace import CV, LENGTHS, Arrival, Shape, trace
 from benchmarks.runner import Run
 from sllm_invoker.machine import parse_gpus
@@ -153,3 +153,14 @@ def test_a_run_begins_with_the_state_and_the_ssds_as_they_were(tmp_path: Path) -
     assert (home / "run" / "state").read_text() == "kept"
     assert (made / "ssd" / "model.bin").stat().st_ino == copy.stat().st_ino
     assert copy.stat().st_atime_ns == 5_000_000_000, "what was used last in a run before is not known to the next"
+
+
+def test_of_the_copies_on_all_nodes_each_models_stays_on_one_in_turn(tmp_path: Path) -> None:
+    models = [f"sha256:{number:064x}" for number in range(3)]
+    for node in ("n1", "n2"):
+        (tmp_path / "nodes" / node / "loaderd" / "ssd").mkdir(parents=True)
+        for model in models:
+            (tmp_path / "nodes" / node / "loaderd" / "ssd" / f"{model.removeprefix('sha256:')}.0.bin").touch()
+    share_out(tmp_path, ("n1", "n2"), models)
+    left = {node: sorted(path.name[63] for path in (tmp_path / "nodes" / node).rglob("*.bin")) for node in ("n1", "n2")}
+    assert left == {"n1": ["0", "2"], "n2": ["1"]}
