@@ -38,8 +38,10 @@ def quickest_ending(
 
 
 def _ends_late(server: Server) -> bool:
-    """Whether instances that end there have calls to finish first, which may take as long as calls do."""
-    return any(instance.stop is not None and instance.running for instance in server.instances.values())
+    """Whether instances that end there have calls to finish first, which may take as long as calls do. What is stopped
+    at once has none: nothing is stopped for a start that then goes elsewhere."""
+    stops = [instance.stop for instance in server.instances.values() if instance.running]
+    return any(stop is not None and stop.grace_s > 0 for stop in stops)
 
 
 def _again(view: View, server: Server, instance: Instance) -> float:

@@ -110,6 +110,15 @@ def test_a_preempted_instance_is_stopped_at_once_and_its_calls_may_go_on() -> No
     assert (stop.grace_s, stop.resume) == (0.0, True)
 
 
+def test_a_start_takes_the_place_that_something_was_stopped_for() -> None:
+    """Also where there is room elsewhere meanwhile, from which it would be slower."""
+    context = Context(now=NOW, wall=0.0, policy=Preemption(), rng=random.Random(1))
+    stopped = plan(crowded().put_waiting(("chat", 1), "gw", 1), context).view
+    again = plan(stopped, context).view
+    assert again.why(("chat", 1)) == "waits for instances to end on full"
+    assert not [each for each in again.instances.values() if each.key == ("chat", 1)]
+
+
 # --- against trying everything --------------------------------------------------------------------
 def without(servers: Mapping[str, Server], view: View, gone: tuple[Instance, ...], name: str) -> tuple[int, int]:
     """Free memory and accelerators of a server when ``gone`` have left it."""
