@@ -195,6 +195,14 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         stranger.models.list()
 
 
+def test_a_long_prompt_is_scored_whole(client: openai.OpenAI) -> None:
+    """More log probabilities than one frame takes."""
+    scored = client.completions.create(**{**ASK, "prompt": [100] * 1500, "max_tokens": 0}, echo=True, logprobs=20)
+    found = scored.choices[0].logprobs
+    assert found is not None
+    assert len(found.tokens or []) == len(found.top_logprobs or []) == 1500
+
+
 def test_limits_of_max_tokens(client: openai.OpenAI) -> None:
     nothing = client.completions.create(**{**ASK, "max_tokens": 0})
     assert nothing.choices[0].text == ""
@@ -331,6 +339,11 @@ def test_bad_words_biases_and_cached_tokens(client: openai.OpenAI, expected: str
     assert used.prompt_tokens_details.cached_tokens == used.prompt_tokens // 128 * 128
 
 
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"items": DEEP}
+
+
 @pytest.mark.parametrize(
     ("param", "body"),
     [
@@ -341,6 +354,16 @@ def test_bad_words_biases_and_cached_tokens(client: openai.OpenAI, expected: str
             "name": "x", "schema": {"type": "wobble"}}}}}),
         ("response_format.type", {"extra_body": {"response_format": {"type": "xml"}}}),
         ("bad_words", {"extra_body": {"bad_words": ["x"] * 65}}),
+        ("bad_words", {"extra_body": {"bad_words": ["x" * 257]}}),
+        ("logit_bias", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}),
+        ("logit_bias", {"logit_bias": {"4096": 1}}),
+        ("stop_ids", {"extra_body": {"stop_ids": [1] * 100_000}}),
+        ("n", {"prompt": ["x"] * 5, "n": 103}),
+        ("prompt", {"prompt": ["x"] * 129}),
+        ("prompt", {"prompt": [2**70]}),
+        ("seed", {"seed": 2**64}),
+        ("response_format", {"extra_body": {"response_format": {"type": "json_schema", "json_schema": {
+            "name": "x", "schema": DEEP}}}}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_400_by_name(client: openai.OpenAI, param: str, body: dict[str, Any]) -> None:

@@ -22,6 +22,10 @@ MAX_CALLS: Final = 16
 """Calls of functions that one answer makes."""
 MAX_REGEX: Final = 16 * 1024
 """Characters of a regular expression."""
+MAX_GRAMMAR: Final = 128 * 1024
+"""Characters of a schema, or of those of all tools together: reading it holds up the instance's other calls."""
+MAX_OUTPUTS: Final = 512
+"""Continuations of all prompts of one request: more would leave no room for others in the engine's queue."""
 OWN_FIELDS: Final = frozenset(
     {"top_k", "min_p", "repetition_penalty", "stop_ids", "ignore_eos", "min_tokens", "bad_words", "regex",
      "chat_template_kwargs"}
@@ -116,6 +120,10 @@ def _completion(body: Mapping[str, Any]) -> Complaints:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > MAX_CHOICES and not isinstance(prompt[0], int):
         yield "prompt", f"it has {len(prompt)} prompts, at most {MAX_CHOICES} go in one request"
+    elif isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int):
+        count = len(prompt) * (body.get("n") or 1)
+        if count > MAX_OUTPUTS:
+            yield "n", f"{count} continuations of all prompts, at most {MAX_OUTPUTS} go in one request"
     if body.get("suffix"):
         yield "suffix", "the models here do not fill in; give a prompt alone"
     if body.get("best_of") not in (None, body.get("n") or 1):

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from sllm_runtime.protocol.errors import InvalidRequest
-from sllm_runtime.protocol.openai import output_format
+from sllm_runtime.protocol.openai import MAX_GRAMMAR, output_format
 from sllm_runtime.worker.engine.base import Mask
 from sllm_runtime.worker.tokens import Vocabulary
 from sllm_runtime.worker.tools.forms import Form
@@ -42,9 +42,11 @@ _SHOWN: Final = 300
 
 @contextlib.contextmanager
 def _concerning(field: str) -> Iterator[None]:
-    """What the model cannot do is an error of the field that asks for it."""
+    """What the model cannot do is an error of the field that asks for it, and so is what llguidance cannot read."""
     try:
         yield
+    except ValueError as error:  # a schema that is nested too deeply
+        raise InvalidRequest(f"'{field}': {error}", field=field) from error
     except InvalidRequest as error:
         error.field = field
         raise
@@ -54,6 +56,9 @@ class Grammar:
     """A compiled shape. Raises ``InvalidRequest`` where it is wrong, fits nothing or costs too much."""
 
     def __init__(self, vocabulary: Vocabulary, text: str, field: str) -> None:
+        if len(text) > MAX_GRAMMAR:
+            why = f"it is {len(text)} characters long, at most {MAX_GRAMMAR} are read"
+            raise InvalidRequest(f"'{field}': {why}", field=field)
         if _REPEATED.search(text):
             raise InvalidRequest(f"'{field}': it repeats something 10,000 times or more", field=field)
         with _concerning(field):
@@ -72,7 +77,8 @@ class Grammar:
         if kind == "regex":
             return cls(vocabulary, LLMatcher.grammar_from_regex(body["regex"]), "regex")
         schema = _ANY_OBJECT if kind == "json_object" else body["response_format"]["json_schema"]["schema"]
-        text = LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=_WRITING)
+        with _concerning("response_format"):
+            text = LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=_WRITING)
         return cls(vocabulary, text, "response_format")
 
     @classmethod

@@ -30,7 +30,7 @@ from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, Piece
 from sllm_runtime.worker.generation import Generation
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.prompts import Rules
-from sllm_runtime.worker.telling import Shown, Telling
+from sllm_runtime.worker.telling import Shown, Telling, parted
 from sllm_runtime.worker.tokens import Tokens
 from sllm_runtime.worker.tools.calling import Calling, required
 
@@ -169,8 +169,8 @@ async def _told(call: Call, output: _Output, pieces: AsyncIterator[Piece]) -> bo
 
 
 async def _tell(call: Call, delta: Delta | None) -> None:
-    if delta is not None:
-        await call.adelta(codec.pack(delta))
+    for part in () if delta is None else parted(delta):
+        await call.adelta(codec.pack(part))
 
 
 def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, _Plan]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import msgspec
 
 from sllm_runtime.protocol.frames import Delta, FinishReason, TokenLogprob, ToolDelta
 from sllm_runtime.worker.engine.base import TokenChoice
 from sllm_runtime.worker.engine.sinks import Piece
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
 from sllm_runtime.worker.tools.reader import CallReader
+
+_SCORES: Final = 24
+"""Log probabilities of one delta: with 20 alternatives each, of tokens as long as any, less than a frame takes."""
 
 
 class Shown:
@@ -34,6 +40,16 @@ class Shown:
         top = tuple((text, logprob) for text, (_, logprob) in zip(texts[1:], choice.top, strict=True))
         whole = all(each == text.encode() for each, text in zip(raw, texts, strict=True))
         return TokenLogprob(texts[0], choice.logprob, top, () if whole else raw)
+
+
+def parted(delta: Delta) -> Iterator[Delta]:
+    """``delta`` in parts that each go into one frame, text and end with the last: of a prompt that is scored there may
+    be far more log probabilities."""
+    scores = delta.logprobs
+    last = max(0, len(scores) - 1) // _SCORES * _SCORES
+    for at in range(0, last, _SCORES):
+        yield Delta(delta.choice, "", None, scores[at : at + _SCORES])
+    yield msgspec.structs.replace(delta, logprobs=scores[last:])
 
 
 @dataclass(slots=True)

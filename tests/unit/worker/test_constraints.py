@@ -237,6 +237,11 @@ def test_a_regex_that_is_wrong_or_explodes_is_refused(pattern: str) -> None:
     assert len(refused.value.message) < 500
 
 
+DEEP: Any = {"type": "integer"}
+for _ in range(300):
+    DEEP = {"type": "array", "items": DEEP}
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -244,6 +249,8 @@ def test_a_regex_that_is_wrong_or_explodes_is_refused(pattern: str) -> None:
         {"not": {"type": "string"}},
         {"$ref": "#/nowhere"},
         {"$ref": "http://localhost/schema"},
+        {"enum": ["x" * 128 * 1024]},
+        DEEP,
         {"type": "string", "pattern": "("},
         {"type": "string", "pattern": "a{100000}"},
         {"allOf": [{"type": "string"}, {"type": "integer"}]},

@@ -145,6 +145,9 @@ def test_the_log_probabilities_of_a_prompt(served: Worker) -> None:
     assert (scored.end.usage.prompt, scored.end.usage.completion) == (17, 0)
     (one,) = completion(served, prompt="d", logprobs=0, max_tokens=0, echo=True).deltas
     assert (one.text, one.logprobs) == ("d", (first,))
+    many = completion(served, prompt=[72, 73] * 60, logprobs=20, max_tokens=0, echo=True).deltas
+    assert [(len(each.logprobs), each.finish) for each in many] == [(24, None)] * 4 + [(24, "length")], "a frame each"
+    assert [bool(each.text) for each in many] == [False] * 4 + [True]
 
 
 def chat(worker: Worker, **body: Any) -> Answer:
@@ -183,6 +186,7 @@ def test_chat_renders_the_models_template(served: Worker) -> None:
         ("completion", {"prompt": "x", "stop_ids": [5] * 1025}, "invalid_argument", "stop_ids"),
         ("completion", {"prompt": "x", "bad_words": ["a" * 257]}, "invalid_argument", "bad_words"),
         ("completion", {"prompt": ["x"] * 129}, "invalid_argument", "prompt"),
+        ("completion", {"prompt": ["x"] * 5, "n": 103}, "invalid_argument", "n"),
         ("completion", {}, "invalid_argument", "prompt"),
         ("chat", {}, "invalid_argument", "messages"),
         ("chat", {"messages": []}, "invalid_argument", "messages"),
