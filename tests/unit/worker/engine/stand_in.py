@@ -34,6 +34,7 @@ class RowByRow:
     """Exact operators without a kernel of their own: each row is computed by itself, by torch's."""
 
     name = "row-by-row"
+    refusals: tuple[type[Exception], ...] = ()
 
     def __init__(self) -> None:
         self._fast = FastOps()

@@ -167,6 +167,21 @@ def test_the_self_test_proves_what_treats_each_row_alike_and_nothing_else() -> N
     assert mark != selftest.fingerprint("LlamaForCausalLM", "sha256:1", torch.float32)
 
 
+def test_kernels_that_cannot_be_computed_here_leave_the_fast_mode(caplog: pytest.LogCaptureFixture) -> None:
+    class NotCompiled(Exception):
+        pass
+
+    class Refused(RowByRow):
+        refusals = (NotCompiled,)
+
+        def attend(self, *_: Any) -> torch.Tensor:
+            raise NotCompiled("out of shared memory")
+
+    proof = selftest.prove(stand_in.decoder("llama", exact=Refused()), "mark")
+    assert (proof.exact, proof.numerics) == (False, GPU_FAST)
+    assert "gpu-exact cannot be computed here: NotCompiled: out of shared memory" in caplog.text
+
+
 @pytest.mark.parametrize("options", OPTIONS[:3])
 def test_a_resume_goes_on_at_every_position(options: dict[str, Any]) -> None:
     first = request(max_tokens=12, prompt=range(5, 60), **options)

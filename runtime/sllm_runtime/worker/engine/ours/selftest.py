@@ -8,6 +8,7 @@ The layers of a model are alike: the first few stand for all.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence as Many
 from typing import Final
 
@@ -22,6 +23,7 @@ from sllm_runtime.worker.engine.ours.numerics import EXACT, GPU_LEVELS, LEVELS, 
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
+log = logging.getLogger(__name__)
 VERSION: Final = 4
 """Of the arithmetic: raised when the same weights may give other bits."""
 _DEPTH: Final = 3
@@ -69,14 +71,17 @@ def prove(
     decoder: Decoder, mark: str, levels: Many[Numerics] | None = None, layers: int | None = None
 ) -> Proof:  # fmt: skip
     """The first of ``levels`` (those of the decoder's backend) that holds. Where none does, exactness is not promised.
-    Takes as long as some 1,000 tokens.
+    Takes as long as some 1,000 tokens. One that cannot be computed here (``Backend.refusals``) does not hold.
 
     ``layers``: how many of the first layers this process has; all of them unless it is given."""
     with torch.inference_mode():
         for level in decoder.backend.levels if levels is None else levels:
-            test = _Test(decoder, level, layers)
-            if test.holds():
-                return Proof(fingerprint=mark, level=level.name, exact=True, probe=test.digest())
+            try:
+                test = _Test(decoder, level, layers)
+                if test.holds():
+                    return Proof(fingerprint=mark, level=level.name, exact=True, probe=test.digest())
+            except decoder.backend.refusals as error:
+                log.warning("level %s cannot be computed here: %s: %s", level.name, type(error).__name__, error)
         level = decoder.backend.otherwise
         return Proof(fingerprint=mark, level=level.name, exact=False, probe=_Test(decoder, level, layers).digest())
 

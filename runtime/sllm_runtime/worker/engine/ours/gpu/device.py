@@ -40,6 +40,7 @@ class Device:
     def __init__(self, device: torch.device, fast: Ops, exact: Ops | None) -> None:
         self.device = device
         self.levels: tuple[Numerics, ...] = () if exact is None else (GPU_EXACT,)
+        self.refusals: tuple[type[Exception], ...] = () if exact is None else exact.refusals
         self._ops = {GPU_FAST.name: fast, GPU_EXACT.name: exact or fast}
         self._current = Current(fast)
 

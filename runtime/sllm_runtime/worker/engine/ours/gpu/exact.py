@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from triton.errors import TritonError
+
 from sllm_runtime.worker.engine.ours.gpu import exact_attention, exact_linear, exact_norms
 from sllm_runtime.worker.engine.ours.gpu.ops import Tensor
 
@@ -16,6 +18,7 @@ class ExactOps:
     """See ``Ops``."""
 
     name: Final = "exact-triton"
+    refusals: Final = (TritonError,)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Ops.linear``."""

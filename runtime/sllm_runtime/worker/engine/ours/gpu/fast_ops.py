@@ -16,6 +16,7 @@ class FastOps(FastAttention):
     """See ``Ops``; ``attend`` is ``FastAttention``'s."""
 
     name: Final = "fast-torch"
+    refusals: Final = ()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Ops.linear``."""

@@ -20,6 +20,10 @@ class Ops(Protocol):
     def name(self) -> str:
         """Part of the numerics fingerprint."""
 
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """What they raise where they cannot be computed: by a compiler or a processor that does not take a kernel."""
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` (rows, in) times ``weight`` (out, in), plus ``bias`` (out): (rows, out) of the dtype of ``x``,
         accumulated in float32."""

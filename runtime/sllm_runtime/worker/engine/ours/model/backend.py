@@ -81,6 +81,11 @@ class Backend(Protocol):
     def otherwise(self) -> Numerics:
         """The level where none holds."""
 
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """What a level raises that cannot be computed on this machine: a kernel that its compiler or its processor
+        does not take."""
+
     def marks(self) -> tuple[str, ...]:
         """What decides the bits beside the model: libraries, processor, settings."""
 

@@ -38,6 +38,7 @@ class Host:
     device = torch.device("cpu")
     levels = LEVELS
     otherwise = EXACT
+    refusals = ()
 
     def __init__(self) -> None:
         self._products = Products()
