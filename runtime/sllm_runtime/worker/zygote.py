@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import resource
 import select
 import signal
@@ -41,6 +42,7 @@ from sllm_runtime.worker.imports import QUIET_S, Later, preload
 
 _SEND_S: Final = 10.0
 _END_S: Final = 5.0
+_MOST = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 class Zygote:
@@ -153,8 +155,15 @@ class Zygote:
 
 
 def _exited(sandbox: str, code: int, peak_kib: int) -> Exited:
-    ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return Exited(sandbox=sandbox, code=max(code, 0), signal=max(-code, 0), peak=max(0, peak_kib - ours) * 1024)
+    peak = max(0, peak_kib - _most_kib()) * 1024
+    return Exited(sandbox=sandbox, code=max(code, 0), signal=max(-code, 0), peak=peak)
+
+
+def _most_kib() -> int:
+    """Memory that this process had at its most. Its ru_maxrss would be that of whoever started it, if that had more:
+    the kernel hands it on over an exec."""
+    found = _MOST.search(Path("/proc/self/status").read_text())
+    return int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _kill_group(pid: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -176,3 +178,13 @@ def test_what_memory_a_worker_had_at_its_most_is_told(zygote: Zygote, tmp_path: 
             worker.close()
             peaks.append(zygote.exited(zygote.count).peak)
     assert peaks[0] < 2**27 < peaks[1] < 2**30
+
+
+def test_memory_of_who_started_the_fork_server_is_not_taken_for_its_own() -> None:
+    """The kernel hands a peak on over an exec."""
+    asks = "import resource; from sllm_runtime.worker import zygote; "
+    asks += "print(zygote._most_kib(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    large = f"import subprocess, sys; held = b'x' * 2**29; subprocess.run([sys.executable, '-c', {asks!r}], check=True)"
+    done = subprocess.run([sys.executable, "-c", large], capture_output=True, text=True, timeout=60, check=True)
+    own, handed_on = map(int, done.stdout.split())
+    assert own < 2**18 < handed_on, "KiB"
