@@ -137,8 +137,8 @@ def test_a_process_killed_in_mid_stream(
             pieces.append(piece)
             if len(pieces) == 10:
                 os.kill(old[number], signal.SIGKILL)
+    assert stream.error is None, f"after {len(pieces)} of {len(expected)} pieces"
     assert pieces == expected
-    assert stream.error is None
     assert stream.done
     wait_gone(set(old.values()))
 

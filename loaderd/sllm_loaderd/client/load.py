@@ -176,24 +176,32 @@ class SessionLoad:
 
     def _place(self, message: Chunks, fds: Sequence[int]) -> None:
         waiting = list(fds)
-        try:
-            if self._index is None:
-                raise ProtocolError("chunks came before the index")
-            if self._placing is None:
-                self._placing = Mapping(self._index.partition(self.partition).nbytes, message.chunk_bytes)
-            for number in message.numbers:
-                self._placing.place(number, waiting.pop(0))
-        finally:
-            for fd in waiting:
-                os.close(fd)
-        if message.last:
-            self._placing.placed()
-            self._attach(self._placing)
-            if not message.huge_pages:  # so many pages that whoever reads them catches up with what begins later
-                self._warm_up()
+        # Held all the time: what ``detach`` gives back meanwhile may be somebody else's memory before a chunk is there.
+        with self._changed:
+            try:
+                if self._index is None:
+                    raise ProtocolError("chunks came before the index")
+                if self._detached:
+                    return
+                if self._placing is None:
+                    self._placing = Mapping(self._index.partition(self.partition).nbytes, message.chunk_bytes)
+                for number in message.numbers:
+                    self._placing.place(number, waiting.pop(0))
+                if message.last:
+                    self._placing.placed()
+                    self._attach(self._placing)
+            finally:
+                for fd in waiting:
+                    os.close(fd)
+        if message.last and not message.huge_pages:  # so many pages that who reads them catches up with a late begin
+            self._warm_up()
 
     def _attach(self, memory: PartitionMemory) -> None:
-        self._change(lambda: setattr(self, "_memory", memory))
+        with self._changed:
+            if self._detached:
+                memory.release()
+                return
+            self._change(lambda: setattr(self, "_memory", memory))
 
     def _warm_up(self) -> None:
         """Begin to fill in page tables, once there is something to fill in. If all is there in large pages, not before
