@@ -65,18 +65,23 @@ async def _accept(
 
 @contextlib.contextmanager
 def _listening(path: Path) -> Iterator[socket.socket]:
-    """The control socket, for this user alone; its name is removed at the end."""
+    """The control socket, for this user alone; its name is removed at the end. Whoever finds it is heard: it gets its
+    name when it listens."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # left by a loaderd that was killed; the lock on the data directory keeps out others
+    early = path.with_name(path.name[:-1] + "~")  # as long: names of sockets have little room
+    for left in (path, early):  # by a loaderd that was killed; the lock on the data directory keeps out others
+        left.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         before = os.umask(0o177)
         try:
-            listener.bind(str(path))
+            listener.bind(str(early))
         finally:
             os.umask(before)
         listener.listen(_BACKLOG)
+        early.rename(path)
         yield listener
     finally:
         listener.close()
-        path.unlink(missing_ok=True)
+        for made in (path, early):
+            made.unlink(missing_ok=True)
