@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import ssl
 from collections.abc import Awaitable, Callable
@@ -13,6 +12,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 
+from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized, Unavailable
@@ -86,7 +86,7 @@ class _Troubles:
 
 async def _connect(client: Client, settings: Settings, options: dict[str, Any], troubles: _Troubles) -> None:
     """Until it stands or is refused, at most ``nats_timeout``."""
-    connecting: asyncio.Future[Any] = asyncio.ensure_future(client.connect(**options))
+    connecting: asyncio.Task[Any] = asyncio.create_task(client.connect(**options), name="connect")
     waited: set[asyncio.Future[Any]] = {connecting, troubles.refused}
     try:
         await asyncio.wait(waited, timeout=settings.nats_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -98,9 +98,10 @@ async def _connect(client: Client, settings: Settings, options: dict[str, Any], 
             )
         _raise_if_failed(connecting, settings)
     finally:
-        connecting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await connecting
+        # It may swallow its cancellation (Python 3.11: a try that fails as it is cancelled), and would try for ever.
+        await end([connecting])
+        if not connecting.cancelled():
+            connecting.exception()  # it was heard: by who is told below, or of no use any more
 
 
 def _raise_if_failed(connecting: asyncio.Future[Any], settings: Settings) -> None:
