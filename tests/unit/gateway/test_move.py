@@ -381,6 +381,19 @@ class Scene:
     def acked(self, instance: str) -> int:
         return max((run.outbox.acked for run in self.runs(instance)), default=0)
 
+    async def first_feed(self) -> Run:
+        """The call moves to a destination that takes ids, which is told of six that its source drew meanwhile."""
+        held = self.held = asyncio.Event()
+        self.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
+        await self.deploy(moves=True)
+        await until(lambda: self.runs("i2"))
+        self.pace["i1"] = 16
+        await until(lambda: self.acked("i1") >= 32)
+        held.set()
+        (second,) = self.runs("i2")
+        await until(lambda: second.fed)
+        return second
+
     async def moved(self) -> float:
         text = (await self.w.http.get("/metrics")).text
         lines = [line for line in text.split("\n") if line.startswith("sllm_calls_moved_total{")]
@@ -445,15 +458,7 @@ async def test_rounds_until_little_is_missing(nats: Nats) -> None:
 async def test_a_running_call_is_fed_what_is_missing(nats: Nats) -> None:
     """Where the destination takes that, no call is opened twice."""
     async with scene(nats) as s, s.reading() as call:
-        held = s.held = asyncio.Event()
-        s.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
-        await s.deploy(moves=True)
-        await until(lambda: s.runs("i2"))
-        s.pace["i1"] = 16
-        await until(lambda: s.acked("i1") >= 32)
-        held.set()
-        (second,) = s.runs("i2")
-        await until(lambda: second.fed)
+        second = await s.first_feed()
         assert second.fed[0] == Feed(second.head.call, 2, 0, 10, tuple(number * 7 for number in range(10, 16)))
         await until(s.runs("i1")[0].cancelled.is_set)
         s.pace["i2"] = TOTAL
@@ -464,16 +469,8 @@ async def test_a_running_call_is_fed_what_is_missing(nats: Nats) -> None:
 
 async def test_what_the_source_tells_meanwhile_is_fed_as_it_comes(nats: Nats) -> None:
     async with scene(nats) as s, s.reading() as call:
-        held, s.stands = asyncio.Event(), "i2"
-        s.held = held
-        s.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
-        await s.deploy(moves=True)
-        await until(lambda: s.runs("i2"))
-        s.pace["i1"] = 16
-        await until(lambda: s.acked("i1") >= 32)
-        held.set()
-        (second,) = s.runs("i2")
-        await until(lambda: second.fed)
+        s.stands = "i2"
+        second = await s.first_feed()
         s.pace["i1"] = 18
         await until(lambda: fed(second) == 18)
         assert second.fed[0].first == 10

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from sllm_runtime.worker.engine.base import Engine, Event, Request, Sampling
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.batch import Batches
-from sllm_runtime.worker.engine.ours.engine import OurEngine
+from sllm_runtime.worker.engine.ours.engine import KvPage, OurEngine
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
@@ -153,3 +154,20 @@ class Letters:
 
     def decode(self, numbers: Sequence[int]) -> str:
         return "".join(chr(32 + number % 90) for number in numbers)
+
+
+def moves_with_its_pages(make: Callable[[], OurEngine]) -> tuple[OurEngine, list[KvPage], Request]:
+    """A request goes on in another engine with its pages, and says what it says in one: that engine, the pages."""
+    first = request(1, tuple(range(3, 101)) * 3, max_tokens=30)
+    source, target = make(), make()
+    whole = run(make(), first)[1]
+    source.add(first)
+    while source.stats().generated < 10:
+        source.step()
+    pages, exported = source.export_pages(1), source.export(1)
+    assert target.import_pages(pages) == len(pages) == 2
+    target.add(replace(first, emitted=exported.ids))
+    events = finish(target)[1]
+    assert exported.ids + ids(events) == whole
+    assert events[0].cached == 256
+    return target, pages, first

@@ -81,18 +81,7 @@ def test_a_prefix_is_computed_once_and_sleep_forgets_it() -> None:
 
 
 def test_pages_move_from_engine_to_engine() -> None:
-    first = request(1, tuple(range(3, 101)) * 3, max_tokens=30)
-    source, target = stand_in.exact(), stand_in.exact()
-    whole = run(stand_in.exact(), first)[1]
-    source.add(first)
-    while source.stats().generated < 10:
-        source.step()
-    pages, exported = source.export_pages(1), source.export(1)
-    assert target.import_pages(pages) == len(pages) == 2
-    target.add(replace(first, emitted=exported.ids))
-    events = finish(target)[1]
-    assert exported.ids + ids(events) == whole
-    assert events[0].cached == 256
+    target, pages, _ = driver.moves_with_its_pages(stand_in.exact)
     for wrong in (pages[0].content.double(), pages[0].content[:, :1]):
         with pytest.raises(ValueError, match="a page is"):
             target.import_pages([replace(pages[0], content=wrong)])

@@ -240,18 +240,7 @@ def test_what_it_was_not_is_not_fed() -> None:
 
 
 def test_pages_move_with_a_request() -> None:
-    first = request(1, tuple(range(3, 101)) * 3, max_tokens=30)
-    source, target = engine(), engine()
-    whole = run(engine(), first)[1]
-    source.add(first)
-    while source.stats().generated < 10:
-        source.step()
-    pages, exported = source.export_pages(1), source.export(1)
-    assert target.import_pages(pages) == len(pages) == 2
-    target.add(replace(first, emitted=exported.ids))
-    events = finish(target)[1]
-    assert exported.ids + ids(events) == whole
-    assert events[0].cached == 256
+    target, pages, first = driver.moves_with_its_pages(engine)
     assert target.stats().prefilled < len(first.prompt) + 10 - 255
     target.scheduler.check()
     with pytest.raises(ValueError, match="float32"):
