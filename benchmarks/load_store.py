@@ -25,8 +25,8 @@ from benchmarks.runner import Run
 BUCKET: Final = "models"
 KEY: Final = "model/partition_0.bin"
 URI: Final = f"s3://{BUCKET}/model"
-RANGED: Final = (2, 4, 8)
-"""Connections of the ranged clients; the one with the best median is the reference."""
+RANGED: Final = ((2, 2), (4, 4), (8, 8), (8, 64))
+"""Connections and ranges of the ranged clients; the one with the best median is the reference."""
 RANGED_AIM: Final = 0.9
 _SIGNED: Final = ("--aws-sigv4", "aws:amz:us-east-1:s3", "--user", "KEY:SECRET")
 _EACH: Final = ("--fail", "--silent", "--show-error")
@@ -85,8 +85,8 @@ def measure(bench: Bench, case: str) -> None:
             node.forget(model)
             add_ours(run, case, loader.load())
             _boto3(run, case, transfer, store)
-            for connections in RANGED:
-                _ranged(run, case, f"{store.endpoint}/{BUCKET}/{KEY}", store.nbytes, connections)
+            for connections, count in RANGED:
+                _ranged(run, case, f"{store.endpoint}/{BUCKET}/{KEY}", store.nbytes, connections, count)
     _aims(run, case)
 
 
@@ -116,14 +116,18 @@ def ranges(nbytes: int, count: int) -> list[tuple[int, int]]:
     return [(first, last - 1) for first, last in itertools.pairwise(borders) if last > first]
 
 
-def _ranged(run: Run, case: str, address: str, nbytes: int, connections: int) -> None:
-    """curl, a range for each connection, to nowhere: nothing is kept or checked."""
-    mine = run.case(case, f"curl, {connections} ranges", "s")
+def _curl(connections: int, count: int) -> str:
+    return f"curl, {count} ranges" if count == connections else f"curl, {count} ranges by {connections}"
+
+
+def _ranged(run: Run, case: str, address: str, nbytes: int, connections: int, count: int) -> None:
+    """curl, ``count`` ranges over ``connections``, to nowhere: nothing is kept or checked."""
+    mine = run.case(case, _curl(connections, count), "s")
     if shutil.which("curl") is None:
         mine.not_run = "curl is not installed"
         return
     words = ["curl", "--parallel", "--parallel-immediate", "--parallel-max", str(connections)]
-    for number, (first, last) in enumerate(ranges(nbytes, connections)):
+    for number, (first, last) in enumerate(ranges(nbytes, count)):
         one = [
             *_SIGNED,
             "--range",
@@ -146,7 +150,7 @@ def _ranged(run: Run, case: str, address: str, nbytes: int, connections: int) ->
 
 def _aims(run: Run, case: str) -> None:
     """Against the best client that throws the bytes away, without the touch; against boto3 with it."""
-    clients = [run.case(case, f"curl, {connections} ranges", "s") for connections in RANGED]
+    clients = [run.case(case, _curl(*each), "s") for each in RANGED]
     best = min((each for each in clients if each.samples), key=lambda each: each.median or 0.0, default=None)
     name = best.system if best else "best ranged client"
     value = ratio(best, run.case(case, LOADED, "s"), least=run.least)
