@@ -5,6 +5,7 @@ reads one byte of each page of each tensor (``read_all``: every byte), so that w
 are in ``seconds``; the loading alone is ``loaded_s``. CPU seconds, page faults and peak memory are those of the child.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -37,6 +38,8 @@ def serve(
     for line in sys.stdin:
         order = json.loads(line)
         before(order)
+        gc.collect()
+        gc.freeze()  # a collection in the child would write to every object, and so copy every page, of its parent
         child = os.fork()
         if child == 0:
             _child(load, prepare, order)
@@ -61,7 +64,7 @@ def _child(load: Callable[[Any], Loaded], prepare: Callable[[dict[str, Any]], An
 
 def _measure(load: Callable[[Any], Loaded], prepared: Any, order: dict[str, Any]) -> dict[str, Any]:
     if order.get("read_all"):
-        _read(_PRACTICE)  # a forked child's first calls copy the interpreter's pages, which is not the tensors' time
+        read(_PRACTICE)  # a forked child's first calls copy the interpreter's pages, which is not the tensors' time
     before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()
     tensors, parts = load(prepared)
@@ -69,7 +72,7 @@ def _measure(load: Callable[[Any], Loaded], prepared: Any, order: dict[str, Any]
         torch.cuda.synchronize()
     loaded = time.perf_counter()
     at_load = resource.getrusage(resource.RUSAGE_SELF)
-    touched = _read(parts) if order.get("read_all") else _touch(parts)
+    touched = read(parts) if order.get("read_all") else _touch(parts)
     ended = time.perf_counter()
     after = resource.getrusage(resource.RUSAGE_SELF)
     return {
@@ -96,7 +99,7 @@ def _touch(parts: Sequence[torch.Tensor]) -> int:
     return sum(int(part.reshape(-1).view(torch.uint8)[::PAGE].sum(dtype=torch.int64)) for part in parts if part.numel())
 
 
-def _read(parts: Sequence[torch.Tensor]) -> int:
+def read(parts: Sequence[torch.Tensor]) -> int:
     """The sum of all bytes, as numbers of eight of them, and of what is left over at an end."""
     total = 0
     for part in parts:
