@@ -20,7 +20,7 @@ DEMO_MS: Final = 10.0
 LARGE_MS: Final = 30.0
 READ_AIM: Final = 1.1
 _READS: Final = 5
-"""Times the rounds of the reads from memory: they take a tenth of a second, and a machine's noise is a tenth of that."""
+"""Times the rounds of the reads from memory, which take a tenth of a second: noise is a tenth of that."""
 
 
 def demo(bench: Bench, case: str, model: Path) -> None:
