@@ -110,3 +110,28 @@ def test_one_that_becomes_popular_takes_the_room_of_others_and_those_stay_where_
 def test_a_node_that_owns_a_model_is_a_replica_without_bytes() -> None:
     disks = [Disk("a", 10, owns=frozenset({"x"})), Disk("b", 10)]
     assert spread([Wish("x", 10, 1.0), Wish("y", 10, 1.0)], disks) == {"a": {"y"}, "b": {"x"}}
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(0, 60), SOME), min_size=1, max_size=6), st.integers(1, 20))
+def test_none_has_two_while_another_has_none(models: int, disks: list[tuple[int, frozenset[str]]], nbytes: int) -> None:
+    """Models of one size, on disks whose limits are no multiples of it, wherever they lie now."""
+    there = [Disk(f"n{number}", limit, holds) for number, (limit, holds) in enumerate(disks)]
+    counts = replicas(spread([Wish(f"m{number}", nbytes, 1.0) for number in range(models)], there))
+    assert len(counts) == min(models, sum(limit // nbytes for limit, _ in disks))
+    assert len(counts) == models or set(counts.values()) <= {1}
+
+
+def test_the_rest_of_each_disk_is_no_room() -> None:
+    """Four disks of four models and a half have sixteen places, not eighteen: of twelve models each lies somewhere."""
+    wishes = [Wish(f"m{number}", 10, 1.0) for number in range(12)]
+    counts = replicas(spread(wishes, [Disk(node, 45) for node in "abcd"]))
+    assert sorted(counts.values()) == [1] * 8 + [2] * 4
+
+
+def test_what_lies_in_the_way_of_the_last_one_moves() -> None:
+    disks = [Disk("a", 10, holds=frozenset({"x"})), Disk("b", 16)]
+    wishes = [Wish("x", 6, 4.0), Wish("large", 10, 1.0), Wish("other", 10, 1.0)]
+    assert spread(wishes[:2], disks) == {"a": {"x"}, "b": {"large"}}
+    placed = spread(wishes, disks)
+    assert placed == {"a": {"large"}, "b": {"x", "other"}}
+    assert spread(wishes, lying(disks, placed)) == placed
