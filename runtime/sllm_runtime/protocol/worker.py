@@ -67,6 +67,9 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     workdir: str = ""
     """Directory of this instance alone, removed by the invoker."""
     member: Member = Member()
+    cluster: bool = False
+    """The processes of its instance share one network namespace, with a loopback and nothing else. The platform's
+    choice, for ranks whose library talks over a network; no manifest asks for it."""
     secrets: Secrets = Secrets()
     fds: int = 1
 

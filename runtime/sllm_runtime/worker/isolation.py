@@ -2,8 +2,8 @@
 privileges of the user it runs as. Linux only.
 
 ``hide`` is for the fork server, once, in a mount namespace of its own: its workers inherit what it sees, so that it
-costs a start nothing. ``leave_network`` and ``drop_privileges`` are for a worker that has its assignment, while it has
-one thread: each holds for the calling thread and those it starts.
+costs a start nothing. ``leave_network``, ``enter_network`` and ``drop_privileges`` are for a worker that has its
+assignment, while it has one thread: each holds for the calling thread and those it starts.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ def leave_network() -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
         fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP | _IFF_RUNNING))
     return True
+
+
+def enter_network(fd: int) -> bool:
+    """Go to the network namespace behind ``fd``. False where the kernel does not permit it."""
+    return bool(_libc.setns(fd, _CLONE_NEWNET) == 0)
 
 
 def can_leave_network() -> bool:

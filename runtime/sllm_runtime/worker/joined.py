@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from sllm_runtime.protocol.errors import ProtocolError, SllmError
 from sllm_runtime.protocol.worker import Assign, Member
 from sllm_runtime.worker.engine.ours.edge import Edges
+from sllm_runtime.worker.engine.ours.parallel.group import Group, Library, ProcessGroup
 from sllm_runtime.worker.engine.ours.parallel.shared import SharedGroup
 
 
@@ -44,11 +45,14 @@ class Joined:
         del fds[2:]
         return cls(member, edges, assign.manifest.startup_timeout)
 
-    def group(self) -> SharedGroup:
-        """All ranks, met. Raises ``InstanceLost`` if one is gone."""
-        others = [number for number in range(self.member.ranks) if number != self.member.number]
-        peers, self._peers = self._peers, []
-        return SharedGroup(self.member.number, dict(zip(others, peers, strict=True)), patience_s=self.patience_s)
+    def group(self, library: Library | None = None) -> Group:
+        """All ranks, met; they gather through ``library`` (``library_of``). Raises ``InstanceLost`` if one is gone."""
+        number, own = self.member.number, self._peers
+        others = [each for each in range(self.member.ranks) if each != number]
+        peers, self._peers = dict(zip(others, own, strict=True)), []
+        if library is None:
+            return SharedGroup(number, peers, patience_s=self.patience_s)
+        return ProcessGroup(library, number, peers, patience_s=self.patience_s)
 
     def fail(self, error: SllmError) -> None:
         """Tell the others why this process ends, and part from them."""

@@ -39,6 +39,7 @@ from sllm_runtime.protocol.worker import (
 )
 from sllm_runtime.worker import isolation
 from sllm_runtime.worker.calls import Calls
+from sllm_runtime.worker.cluster import leave_network
 from sllm_runtime.worker.console import Console
 from sllm_runtime.worker.engine.sinks import Mailbox
 from sllm_runtime.worker.openai import answer
@@ -79,8 +80,7 @@ class Worker:
         if not isinstance(message.body, Assign) or message.version not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
             raise ProtocolError(f"first message is {type(message.body).__name__} of version {message.version}")
         fds = self._wire.fds.take(message.body.fds)
-        if not message.body.manifest.network:
-            isolation.leave_network()  # where it cannot, the fork server has said so
+        leave_network(message.body, fds)  # where it cannot, the fork server has said so
         isolation.drop_privileges()  # before the first thread: each has its own
         number = message.body.member.number
         set_title(f"sllm-worker {message.body.instance}{f'.{number}' if number else ''}")

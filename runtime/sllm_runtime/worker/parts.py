@@ -21,12 +21,13 @@ from sllm_runtime.protocol.stages import LayerRange
 from sllm_runtime.protocol.worker import Assign
 from sllm_runtime.worker import weights
 from sllm_runtime.worker.arriving import Layers, Report, Weights, blocks_of
-from sllm_runtime.worker.engine.choice import Known, Settings, recognise
+from sllm_runtime.worker.engine.choice import Known, Settings, backend_of, recognise
 from sllm_runtime.worker.engine.ours.follower import Follower
 from sllm_runtime.worker.engine.ours.model import config as configs
-from sllm_runtime.worker.engine.ours.numerics import EXACT
-from sllm_runtime.worker.engine.ours.parallel.group import Group
-from sllm_runtime.worker.engine.ours.parallel.ranks import Rank, Ranks, told
+from sllm_runtime.worker.engine.ours.model.host import Host
+from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
+from sllm_runtime.worker.engine.ours.parallel.group import Group, library_of
+from sllm_runtime.worker.engine.ours.parallel.ranks import Rank, Ranks, here, told
 from sllm_runtime.worker.engine.ours.parallel.shards import build_shard, token_runs
 from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.pipeline.stage import Stage
@@ -88,7 +89,7 @@ def head(assign: Assign, joined: Joined, fd: int, home: Path, report: Report) ->
     else:
         try:
             part, group = _rank_part(assign, joined, fd, report)
-            found = part.known.found(part.settings)  # a test that all ranks make together
+            found = _tested(part)
         except InstanceLost as error:
             raise told(joined.edges, error) from error
         proof = msgspec.json.encode(found).decode()
@@ -128,7 +129,7 @@ def _ranks(part: Part, joined: Joined, group: Group) -> Any:
             found.numerics,
             group,
             joined.edges,
-            kv_bytes=part.settings.kv_bytes,
+            kv_bytes=_kv_bytes(part, found.numerics),
             fingerprint=found.numerics_class,
         )
 
@@ -151,12 +152,12 @@ def follower(assign: Assign, joined: Joined, fd: int, report: Report) -> Followe
             names=part.names,
         )
     part, group = _rank_part(assign, joined, fd, report)
-    found = part.known.found(part.settings)
+    found = _tested(part)
     return Rank(
         part.known.decoder,
         group,
         joined.edges[0],
-        kv_bytes=part.settings.kv_bytes,
+        kv_bytes=_kv_bytes(part, found.numerics),
         fingerprint=found.numerics_class,
     )
 
@@ -199,7 +200,7 @@ def _recognised(assign: Assign, config: Mapping[str, Any], tensors: CheckpointTe
 def _rank_part(assign: Assign, joined: Joined, fd: int, report: Report) -> tuple[Part, Group]:
     """The rank's partition, all of it, and the ranks, met."""
     manifest, member = assign.manifest, joined.member
-    coming = Weights.begin(fd, assign.instance, manifest.startup_timeout)
+    coming = Weights.begin(fd, assign.instance, manifest.startup_timeout, assign.devices)
     index, files = coming.load.index(coming.left), coming.load.files(coming.left)
     config = weights.read_config(files)
     tensors = _rank_tensors(index, coming, member.number)
@@ -208,15 +209,36 @@ def _rank_part(assign: Assign, joined: Joined, fd: int, report: Report) -> tuple
     if found is None:
         raise _unknown(config)
     coming.wait(report)
-    group = joined.group()
-    decoder = build_shard(*found, TypedTensors(tensors, dtype), dtype, EXACT.rows, group, token_runs(index))
+    device = tensors.devices[0]
+    group = joined.group(library_of(device))
+    typed, runs = TypedTensors(tensors, dtype), token_runs(index)
+    decoder = build_shard(*found, typed, dtype, EXACT.rows, group, runs, backend_of(device))
     settings = _settings(assign, f"{coming.session.model} over {member.ranks} ranks")
     part = Part(coming, files, config, Known(found[0], decoder, {}), settings, LayerRange(0, decoder.count))
     return part, group
 
 
+def _tested(part: Part) -> Proof:
+    """What a self-test finds that all ranks make together."""
+    with here(part.known.decoder):
+        return part.known.found(part.settings)
+
+
 def _rank_tensors(index: CheckpointIndex, coming: Weights, rank: int) -> CheckpointTensors:
     return CheckpointTensors(index, coming.load.attach(coming.left).exporter(), rank)
+
+
+def _kv_bytes(part: Part, numerics: Numerics) -> int:
+    """Of a rank: on a GPU what is free there counts, as in one process."""
+    decoder, own = part.known.decoder, part.settings.kv_bytes
+    if isinstance(decoder.backend, Host):
+        return own
+    from sllm_runtime.worker.engine.ours.gpu.device import Device  # imports what few instances need
+    from sllm_runtime.worker.engine.ours.gpu.runner import DeviceRunner
+
+    assert isinstance(decoder.backend, Device)
+    page = decoder.backend.kv_shape(decoder.count, decoder.heads, decoder.dtype).page_bytes
+    return DeviceRunner(decoder, decoder.backend, numerics).room(own) * page
 
 
 def _settings(assign: Assign, model: str) -> Settings:

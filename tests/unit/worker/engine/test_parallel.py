@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import socket
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,25 +12,30 @@ from typing import Any
 import pytest
 import torch
 
+from sllm_invoker.wiring import wired
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_loaderd.verify import open_checkpoint
 from sllm_runtime.protocol.errors import InstanceLost, InvalidCheckpoint, StartFailed, UnsupportedModel
+from sllm_runtime.protocol.worker import Member
 from sllm_runtime.worker.engine.ours import selftest
-from sllm_runtime.worker.engine.ours.edge import Edges
 from sllm_runtime.worker.engine.ours.engine import OurEngine
+from sllm_runtime.worker.engine.ours.gpu.device import Device
+from sllm_runtime.worker.engine.ours.gpu.fast_ops import FastOps
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import EXACT
-from sllm_runtime.worker.engine.ours.parallel.group import Group, ProcessGroup
+from sllm_runtime.worker.engine.ours.parallel.group import Library, library_of
 from sllm_runtime.worker.engine.ours.parallel.ranks import Ranks
 from sllm_runtime.worker.engine.ours.parallel.shards import build_shard, token_runs
-from sllm_runtime.worker.engine.ours.parallel.shared import SharedGroup
+from sllm_runtime.worker.joined import Joined
 from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S, shard
+from tests.fixtures.families import family
 from tests.fixtures.loaderd import ignore
 from tests.fixtures.models import save_model
 from tests.fixtures.nursery import Nursery, kill
 from tests.unit.worker.engine.driver import Rows, finish, ids, kept, request, run
+from tests.unit.worker.engine.stand_in import CPU
 
 pytestmark = pytest.mark.timeout(300)  # the first waits for the imports of another process
 
@@ -54,50 +58,35 @@ def convert(home: Path, name: str, ranks: int, **changes: Any) -> Any:
     return module
 
 
-def sums(count: int, stack: contextlib.ExitStack) -> list[dict[int, socket.socket]]:
-    """The sockets of each rank of a ``SharedGroup``, by the number of the other."""
-    peers: list[dict[int, socket.socket]] = [{} for _ in range(count)]
-    for one, other in itertools.combinations(range(count), 2):
-        peers[one][other], peers[other][one] = (stack.enter_context(each) for each in socket.socketpair())
-    return [dict(sorted(each.items())) for each in peers]
-
-
 @contextlib.contextmanager
 def ranks(
-    nursery: Nursery, home: Path, name: str, count: int, *, other: dict[str, Any] | None = None, gloo: bool = False,
-    **changes: Any,
+    nursery: Nursery, home: Path, name: str, count: int, *, other: dict[str, Any] | None = None,
+    library: Library | None = None, accelerated: bool = False, **changes: Any,
 ) -> Iterator[Made]:  # fmt: skip
-    """An engine over ``count`` ranks, the first here, that gather over ``gloo`` or shared memory. ``other``: what the
+    """An engine over ``count`` ranks, the first here, joined by the sockets that an invoker makes. ``other``: what the
     last one is told beside or in place."""
     module = convert(home, name, count, **changes)
-    pairs = [socket.socketpair() for _ in range(count - 1)]
-    meeting = str(home / "meeting") if gloo else ""
-    pids = []
+    asked = {"directory": str(home / "checkpoint"), "ranks": count, "library": library, "accelerated": accelerated}
+    members = tuple(Member(number=number, ranks=count) for number in range(count))
     with contextlib.ExitStack() as stack:
-        peers = [] if gloo else sums(count, stack)
-        for number, (_, theirs) in enumerate(pairs, 1):
-            asked = {"directory": str(home / "checkpoint"), "meeting": meeting, "rank": number, "ranks": count}
-            asked |= (other or {}) if number == count - 1 else {}
-            fds = [theirs.fileno(), *(each.fileno() for each in (peers[number].values() if peers else ()))]
-            pids.append(nursery.fork("tests.fixtures.engine_parts:rank", fds, **asked))
-            theirs.close()
-        for each in peers[1:]:
-            for sock in each.values():
-                sock.close()
-        links = [Edges.duplex(ours, patience_s=PATIENCE_S) for ours, _ in pairs]
-        for link in links:
+        with wired(members) as edges:
+            pids = [
+                nursery.fork(
+                    "tests.fixtures.engine_parts:rank",
+                    edges[number],
+                    **{**asked, "rank": number, **((other or {}) if number == count - 1 else {})},
+                )
+                for number in range(1, count)
+            ]
+            joined = Joined(members[0], [os.dup(fd) for fd in edges[0]], PATIENCE_S)
+        for link in joined.edges:
             stack.callback(link.close)
-        group: Group = (
-            ProcessGroup("gloo", Path(meeting), 0, count, patience_s=PATIENCE_S)
-            if gloo
-            else SharedGroup(0, peers[0], patience_s=PATIENCE_S)
-        )
-        stack.enter_context(contextlib.closing(group))
-        own = shard(home / "checkpoint", group)
+        group = stack.enter_context(contextlib.closing(joined.group(library)))
+        own = shard(home / "checkpoint", group, accelerated=accelerated)
         proof = selftest.prove(own, "tested")
-        runner = Ranks(own, proof.numerics, group, links, kv_bytes=KV_BYTES, fingerprint=proof.numerics_class)
-        stack.enter_context(contextlib.closing(runner))
         mark = proof.numerics_class
+        runner = Ranks(own, proof.numerics, group, joined.edges, kv_bytes=KV_BYTES, fingerprint=mark)
+        stack.enter_context(contextlib.closing(runner))
         core = OurEngine(
             own, frozenset(), proof.numerics, KV_BYTES, proven=proof.exact, fingerprint=mark, runner=runner
         )
@@ -108,19 +97,22 @@ def ranks(
 ASKED = [request(0, range(5, 60), max_tokens=14), request(1, [7] * 150, max_tokens=12), request(2, [99, 3, 50, 51])]
 
 LONG: dict[str, Any] = {"max_position_embeddings": 512}
+GLOO: dict[str, Any] = {"library": "gloo"}
 MODELS: list[tuple[str, int, dict[str, Any], float]] = [
     ("llama", 2, {"attention_bias": True, "mlp_bias": True, **LONG}, 1e-5),
     ("tied_llama", 4, {"num_key_value_heads": 4, **LONG}, 1e-5),
     ("qwen3", 2, {"dtype": torch.bfloat16}, 0.02),
-    ("mixtral", 2, {}, 1e-5),
+    ("mixtral", 2, GLOO, 1e-5),
+    ("llama", 2, {"accelerated": True, **GLOO, **LONG}, 1e-5),
 ]
+IDS = [f"{each[0]}{'-accelerated' * ('accelerated' in each[2])}" for each in MODELS]
 
 
-@pytest.mark.parametrize(("name", "count", "changes", "margin"), MODELS, ids=[each[0] for each in MODELS])
+@pytest.mark.parametrize(("name", "count", "changes", "margin"), MODELS, ids=IDS)
 def test_ranks_say_what_one_says(
     nursery: Nursery, tmp_path: Path, name: str, count: int, changes: dict[str, Any], margin: float
 ) -> None:
-    with ranks(nursery, tmp_path, name, count, gloo=name == "mixtral", **changes) as made:
+    with ranks(nursery, tmp_path, name, count, **changes) as made:
         logits = kept(made.core)
         alone = {each.id: run(made.core, each)[each.id] for each in ASKED}
         rows = iter(torch.cat([each[:1] for each in logits]))
@@ -166,8 +158,20 @@ def test_ranks_that_are_not_alike_or_do_not_come_are_named(nursery: Nursery, tmp
     other = {"fingerprint": "other"}
     with pytest.raises(StartFailed, match="rank 1 would"), ranks(nursery, tmp_path, "llama", 2, other=other):
         pass
-    with pytest.raises(InstanceLost, match="did not meet"):
-        ProcessGroup("gloo", tmp_path / "nobody", 0, 2, patience_s=0.2)
+
+
+def test_a_rank_that_dies_is_missed_by_a_library_too(nursery: Nursery, tmp_path: Path) -> None:
+    with ranks(nursery, tmp_path, "llama", 2, **GLOO) as made:
+        made.core.add(ASKED[0])
+        made.core.step()
+        kill(made.pids[0])
+        with pytest.raises(InstanceLost, match="rank 1 is gone"):
+            finish(made.core)
+
+
+def test_where_the_weights_are_says_what_ranks_gather_through() -> None:
+    assert library_of(torch.device("cpu")) is None
+    assert library_of(torch.device("cuda:1")) == "nccl"
 
 
 class Alone:
@@ -199,6 +203,9 @@ def test_what_cannot_be_shared_out_is_refused_by_name(tmp_path: Path) -> None:
         build_shard("LlamaForCausalLM", module.config, *options, Alone(3), (50, 51))
     with pytest.raises(InvalidCheckpoint, match="4 heads and 2 of keys"):
         build_shard("LlamaForCausalLM", module.config, *options, Alone(4), (26, 25, 25, 25))
+    experts, accelerated = family("mixtral").config, Device(CPU, FastOps(), None)
+    with pytest.raises(UnsupportedModel, match="experts are shared out over ranks on CPUs alone"):
+        build_shard("MixtralForCausalLM", experts, *options, Alone(2), (50, 51), accelerated)
     whole = build_shard("LlamaForCausalLM", module.config, *options, Alone(2), (50, 51))
     with pytest.raises(InvalidCheckpoint, match=r"\(101, 64\), the model wants \(50, 64\)"):
         whole.start()

@@ -12,8 +12,8 @@ import torch
 
 from sllm_runtime.protocol.errors import InstanceLost, OutOfMemory, SllmError
 from sllm_runtime.protocol.stages import LayerRange, OnEdge, Part, Sleep, Step, Wake
-from sllm_runtime.worker.engine.ours.batch import Batch, Batches, decodes_first
-from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.batch import Batch, decodes_first
+from sllm_runtime.worker.engine.ours.model.backend import Kv, Steps
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import pages_for
@@ -27,7 +27,7 @@ CAUSE_S: Final = 5.0
 class Driver(ABC):
     """A ``Runner``. The first error ends it: it is raised then and ever after, and the followers end too."""
 
-    kv: KvStore | None = None
+    kv: Kv | None = None
     """No process has all of it."""
     head = None
     layer_ranges = False
@@ -40,11 +40,11 @@ class Driver(ABC):
         self._decoder = decoder
         self._layers = layers
         self._numerics = numerics
-        self._shape = KvShape(layers.high - layers.low, decoder.heads.kv, decoder.heads.width)
+        self._shape = decoder.backend.kv_shape(layers.high - layers.low, decoder.heads, decoder.dtype)
         self._pages = 0
         """For which every follower has room."""
-        self._batches: Batches | None = None
-        self._store: KvStore | None = None
+        self._batches: Steps | None = None
+        self._store: Kv | None = None
         self._launched = 0
         self._lost: SllmError | None = None
 
@@ -91,9 +91,11 @@ class Driver(ABC):
 
     def wake(self, pages: int) -> None:
         """See ``Runner.wake``."""
-        self._store = KvStore(self._shape, pages)
-        self._batches = Batches(self._store, self._decoder.heads, self._numerics)
         with self._failing():
+            decoder = self._decoder
+            self._store, self._batches = decoder.backend.cache(
+                self._shape, pages, decoder.heads, self._numerics, decoder.dtype
+            )
             self._tell(Wake(pages))
 
     def sleep(self) -> None:

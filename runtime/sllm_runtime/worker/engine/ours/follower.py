@@ -15,15 +15,15 @@ import torch
 from sllm_runtime.protocol.errors import InternalError, InvalidRequest, ProtocolError, SllmError
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.stages import STAGE_TRANSITIONS, LayerRange, Lend, OnEdge, Sleep, StageState, Step, Wake
-from sllm_runtime.worker.engine.ours.batch import Batch, Batches
+from sllm_runtime.worker.engine.ours.batch import Batch
 from sllm_runtime.worker.engine.ours.edge import Edges
-from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
+from sllm_runtime.worker.engine.ours.model.backend import Kv, Steps
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
-from sllm_runtime.worker.engine.ours.numerics import FAST, LEVELS, Numerics
+from sllm_runtime.worker.engine.ours.numerics import FAST, GPU_LEVELS, LEVELS, Numerics
 from sllm_runtime.worker.engine.ours.pages import pages_for
 
 log = logging.getLogger(__name__)
-_LEVELS: Final = {level.name: level for level in (FAST, *LEVELS)}
+_LEVELS: Final = {level.name: level for level in (FAST, *LEVELS, *GPU_LEVELS)}
 
 
 def check_version(version: int, who: str) -> None:
@@ -63,10 +63,10 @@ class Follower(ABC):
         self._decoder = decoder
         self._layers = layers
         self._edges = edges
-        self._shape = KvShape(layers.high - layers.low, decoder.heads.kv, decoder.heads.width)
+        self._shape = decoder.backend.kv_shape(layers.high - layers.low, decoder.heads, decoder.dtype)
         self._room = kv_bytes // self._shape.page_bytes
-        self._kv: KvStore | None = None
-        self._batches: Batches | None = None
+        self._kv: Kv | None = None
+        self._batches: Steps | None = None
         self._next = 0
 
     @abstractmethod
@@ -131,8 +131,10 @@ class Follower(ABC):
         self._move(StageState.AWAKE)
         if not 0 < pages <= self._room:
             raise ProtocolError(f"{pages} pages of KV cache are not 1 to {self._room}")
-        self._kv = KvStore(self._shape, pages)
-        self._batches = Batches(self._kv, self._decoder.heads, self._numerics)
+        decoder = self._decoder
+        self._kv, self._batches = decoder.backend.cache(
+            self._shape, pages, decoder.heads, self._numerics, decoder.dtype
+        )
 
     def _compute(self, step: Step) -> None:
         assert self._kv is not None

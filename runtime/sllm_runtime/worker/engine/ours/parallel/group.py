@@ -5,9 +5,10 @@ row's do not depend on how a library would have shared the sum out.
 from __future__ import annotations
 
 import datetime
+import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.worker.engine.ours.parallel.meeting import Peers, exchanged, lost
 
+Library = Literal["gloo", "nccl"]
 _LOOPBACK: Final = "127.0.0.1"
+_LOOPBACK_NAME: Final = "lo"
 
 
 class Group(Protocol):
@@ -66,26 +70,44 @@ class Gathering(ABC):
         return torch.cat([part[:, :width] for part, width in zip(self._gather(wide), widths, strict=True)], 1)
 
 
-class ProcessGroup(Gathering):
-    """Over torch.distributed: gloo for CPUs, NCCL for GPUs (which has not been run yet). All ranks are on one node.
+def library_of(device: torch.device) -> Library | None:
+    """What ranks gather through whose weights are on ``device``; None: memory that they share (``SharedGroup``)."""
+    return "nccl" if device.type == "cuda" else None
 
-    ``meeting``: a file that does not exist, in a directory of these ranks alone: they find each other by it, not at a
-    port. Gloo's own connections are on the loopback interface, so the ranks share one network namespace.
+
+class ProcessGroup(Gathering):
+    """Over torch.distributed: gloo for CPUs, NCCL for GPUs (which has not been run yet). All ranks are on one node and
+    in one network namespace: the library's own connections are on the loopback interface.
+
+    ``peers``: a stream socket to each other rank, by its number; owns them. ``patience_s``: longest wait for a rank.
+    The ranks find each other by what they write to a file in memory (``FileStore``) that rank 0 hands to the others
+    over ``peers``. Raises ``InstanceLost`` if one is gone or does not come.
     """
 
-    def __init__(
-        self, backend: Literal["gloo", "nccl"], meeting: Path, rank: int, size: int, *, patience_s: float
-    ) -> None:
+    def __init__(self, library: Library, rank: int, peers: Peers, *, patience_s: float) -> None:
         self.rank = rank
-        self.size = size
-        store = FileStore(str(meeting), size)
-        patience = datetime.timedelta(seconds=patience_s)
-        store.set_timeout(patience)
+        self.size = len(peers) + 1
+        self._library = library
+        self._peers = dict(sorted(peers.items()))
+        self._file = -1
+        self._group: Any = None
+        for peer in self._peers.values():
+            peer.settimeout(patience_s)
         try:
-            make = _gloo if backend == "gloo" else _nccl
-            self._group: Any = make(store, rank, size, patience)
+            self._file = _file(rank, self._peers)
+            self._group = self._made(datetime.timedelta(seconds=patience_s))
+        except BaseException:
+            self.close()
+            raise
+
+    def _made(self, patience: datetime.timedelta) -> Any:
+        store = FileStore(f"/proc/self/fd/{self._file}", self.size)
+        store.set_timeout(patience)
+        make = _gloo if self._library == "gloo" else _nccl
+        try:
+            return make(store, self.rank, self.size, patience)
         except RuntimeError as error:
-            raise InstanceLost(f"rank {rank} of {size} did not meet the others: {_line(error)}") from error
+            raise self._lost(f"rank {self.rank} of {self.size} did not meet the others", error) from error
 
     def _gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         if self._group is None:
@@ -94,12 +116,43 @@ class ProcessGroup(Gathering):
         try:
             self._group.allgather([parts], [x.contiguous()]).wait()
         except RuntimeError as error:
-            raise InstanceLost(f"a rank of {self.size} is gone: {_line(error)}") from error
+            raise self._lost(f"a rank of {self.size} is gone", error) from error
         return parts
+
+    def _lost(self, what: str, error: RuntimeError) -> InstanceLost:
+        """Named by the end of its socket, where that is seen as soon as the library's."""
+        for number, peer in self._peers.items():
+            try:
+                if not peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return lost(number, self.size)
+            except BlockingIOError:
+                continue
+            except OSError as gone:
+                return lost(number, self.size, gone)
+        return InstanceLost(f"{what}: {_line(error)}")
 
     def close(self) -> None:
         """See ``Group.close``."""
-        self._group = None
+        if self._group is not None and self._library == "nccl":
+            self._group.abort()  # what waits on a GPU for a rank that is gone waits no more
+        self._group = None  # and the store with it, which opens the file by this number until its end
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        for peer in self._peers.values():
+            peer.close()
+
+
+def _file(rank: int, peers: Peers) -> int:
+    """A descriptor of the file that rank 0 made, which the caller owns; all ranks have come."""
+    own = os.memfd_create("sllm-ranks", os.MFD_CLOEXEC)
+    given: dict[int, int] = {}
+    try:
+        given = exchanged(peers, own)
+        return os.dup(own if rank == 0 else given[0])
+    finally:
+        for fd in (own, *given.values()):
+            os.close(fd)
 
 
 def _gloo(store: Any, rank: int, size: int, patience: datetime.timedelta) -> Any:
@@ -110,6 +163,7 @@ def _gloo(store: Any, rank: int, size: int, patience: datetime.timedelta) -> Any
 
 
 def _nccl(store: Any, rank: int, size: int, patience: datetime.timedelta) -> Any:
+    os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK_NAME  # it passes the loopback over where it sees another one
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = patience
     return dist.ProcessGroupNCCL(store, rank, size, options)

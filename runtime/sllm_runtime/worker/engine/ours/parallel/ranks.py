@@ -72,12 +72,13 @@ class Ranks(Driver):
             link.send(message)
 
     def _run(self, number: int, batch: Batch) -> None:
-        hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
-        self._logits = self._decoder.logits(hidden, batch.wanted) if len(batch.wanted) else None
+        with here(self._decoder):
+            hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
+            self._logits = self._decoder.logits(hidden, batch.wanted) if len(batch.wanted) else None
 
     def _collect(self) -> torch.Tensor | None:
         logits, self._logits = self._logits, None
-        return logits
+        return None if logits is None else logits.cpu()  # waits for a GPU
 
     def _cause(self, error: InstanceLost) -> SllmError:
         self._group.close()
@@ -87,6 +88,12 @@ class Ranks(Driver):
         self._group.close()
         for link in self._links:
             link.close()
+
+
+def here(decoder: Decoder) -> contextlib.AbstractContextManager[object]:
+    """Where ``decoder`` is computed: kernels are launched on the current GPU, which each thread has of its own."""
+    device = decoder.backend.device
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def told(links: Many[Edges], error: InstanceLost) -> SllmError:
@@ -141,6 +148,7 @@ class Rank(Follower):
     def _run(self, step: Step, batch: Batch) -> None:
         if any(len(part.tokens) != part.count for part in step.parts):
             raise ProtocolError(f"step {step.number} has not as many tokens as positions")
-        hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
-        if len(batch.wanted):
-            self._decoder.logits(hidden, batch.wanted)
+        with here(self._decoder):
+            hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
+            if len(batch.wanted):
+                self._decoder.logits(hidden, batch.wanted)

@@ -15,8 +15,9 @@ import torch
 from sllm_runtime.protocol.checkpoint import CheckpointIndex
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 from sllm_runtime.worker.engine.ours.model import build
-from sllm_runtime.worker.engine.ours.model.backend import Linear, Mlp, Rows
+from sllm_runtime.worker.engine.ours.model.backend import Backend, Linear, Mlp, Rows
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder, Embed, Layer
+from sllm_runtime.worker.engine.ours.model.host import Host
 from sllm_runtime.worker.engine.ours.parallel.group import Group
 
 FAMILIES: Final = frozenset(
@@ -42,19 +43,22 @@ def token_runs(index: CheckpointIndex) -> tuple[int, ...]:
 
 def build_shard(
     architecture: str, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, tile: int,
-    group: Group, runs: Sequence[int],
+    group: Group, runs: Sequence[int], backend: Backend | None = None,
 ) -> Decoder:  # fmt: skip
-    """The model of this rank; ``tensors`` are those of its partition, ``runs`` the tokens that each rank has.
+    """The model of this rank; ``tensors`` are those of its partition, ``runs`` the tokens that each rank has,
+    ``backend`` as ``build`` has it.
 
     Raises ``UnsupportedModel`` for a family that is not shared out, ``InvalidCheckpoint`` for tensors that are not this
     rank's.
     """
     if architecture not in FAMILIES:
         raise UnsupportedModel(f"this engine cannot share {architecture} out over ranks; use one rank, or stages")
+    if config.model_type == "mixtral" and not isinstance(backend or Host(), Host):
+        raise UnsupportedModel("experts are shared out over ranks on CPUs alone so far; leave gpu out, or use one GPU")
     if len(runs) != group.size:
         raise InvalidCheckpoint(f"the checkpoint has {len(runs)} ranks, the instance {group.size}", field="ranks")
     own = _share(config, group, runs[group.rank])
-    decoder = build(architecture, own, _OnceSummed(tensors, group.rank), dtype, tile)
+    decoder = build(architecture, own, _OnceSummed(tensors, group.rank), dtype, tile, backend)
     start, layer, finish = decoder.start, decoder.layer, decoder.finish
     decoder.vocabulary = sum(runs)
     decoder.start = lambda: _embedding(start(), group, runs)

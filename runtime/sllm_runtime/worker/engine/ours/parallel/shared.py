@@ -7,8 +7,7 @@ turns: a rank writes a slot again when everybody has told it of the next, which 
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -16,12 +15,12 @@ import torch
 from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.worker.engine.ours import ring
 from sllm_runtime.worker.engine.ours.parallel.group import Gathering
+from sllm_runtime.worker.engine.ours.parallel.meeting import TOLD, Peers, exchanged, lost
 from sllm_runtime.worker.engine.ours.ring import Slots
 
 SLOT_BYTES: Final = 1 << 20
 """What is larger goes in pieces."""
 _SLOTS: Final = Slots(2, 1, SLOT_BYTES, torch.uint8)
-_TOLD: Final = b"\1"
 
 
 class SharedGroup(Gathering):
@@ -31,7 +30,7 @@ class SharedGroup(Gathering):
     ``ProtocolError`` if what one gives to read is not what this makes.
     """
 
-    def __init__(self, rank: int, peers: Mapping[int, socket.socket], *, patience_s: float) -> None:
+    def __init__(self, rank: int, peers: Peers, *, patience_s: float) -> None:
         self.rank = rank
         self.size = len(peers) + 1
         self._peers = dict(sorted(peers.items()))
@@ -49,28 +48,15 @@ class SharedGroup(Gathering):
     def _meet(self) -> torch.Tensor:
         fd, mine = ring.create(_SLOTS)
         try:
-            for number, peer in self._peers.items():
-                try:
-                    socket.send_fds(peer, [_TOLD], [fd])
-                except OSError as error:
-                    raise self._lost(number, error) from error
+            given = exchanged(self._peers, fd)
         finally:
             os.close(fd)
-        for number, peer in self._peers.items():
-            self._theirs[number] = self._attach(number, peer)
-        return mine
-
-    def _attach(self, number: int, peer: socket.socket) -> torch.Tensor:
         try:
-            told, fds, _, _ = socket.recv_fds(peer, 1, 1)
-        except OSError as error:
-            raise self._lost(number, error) from error
-        if not told or not fds:
-            raise self._lost(number)
-        try:
-            return ring.attach(fds[0], _SLOTS)
+            self._theirs = {number: ring.attach(theirs, _SLOTS) for number, theirs in given.items()}
         finally:
-            os.close(fds[0])
+            for theirs in given.values():
+                os.close(theirs)
+        return mine
 
     def _gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         if self._closed:
@@ -88,21 +74,17 @@ class SharedGroup(Gathering):
         self._mine[slot, 0, :count].copy_(pieces[self.rank])
         for number, peer in self._peers.items():
             try:
-                peer.sendall(_TOLD)
+                peer.sendall(TOLD)
             except OSError as error:
-                raise self._lost(number, error) from error
+                raise lost(number, self.size, error) from error
         for number, peer in self._peers.items():
             try:
                 told = peer.recv(1)
             except OSError as error:
-                raise self._lost(number, error) from error
+                raise lost(number, self.size, error) from error
             if not told:
-                raise self._lost(number)
+                raise lost(number, self.size)
             pieces[number].copy_(self._theirs[number][slot, 0, :count])
-
-    def _lost(self, number: int, error: OSError | None = None) -> InstanceLost:
-        why = "says nothing although it is due" if isinstance(error, TimeoutError) else "is gone"
-        return InstanceLost(f"rank {number} of {self.size} {why}")
 
     def close(self) -> None:
         """Part from the others, who see it at their next sum. Repeatable."""

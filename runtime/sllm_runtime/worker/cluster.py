@@ -1,0 +1,64 @@
+"""One network for the ranks of an instance (``network = cluster``): nothing is in it but a loopback, and they."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from sllm_runtime.protocol.worker import Assign
+from sllm_runtime.worker import isolation
+from sllm_runtime.worker.engine.ours.parallel.meeting import TOLD, lost
+
+_OWN: Final = Path("/proc/self/ns/net")
+
+
+def leave_network(assign: Assign, fds: Sequence[int]) -> None:
+    """Leave the network for one that has nothing but a loopback, unless the function may have it: each process for its
+    own, or, in a cluster, all for rank 0's. ``fds``: those that came with ``assign``.
+
+    Only where the kernel permits it, which the fork server has looked at; members that are containers are in one
+    namespace already. Raises ``InstanceLost`` where rank 0 is gone or hangs.
+    """
+    member, network = assign.member, assign.manifest.network
+    edges = fds[-member.edges :] if assign.cluster else ()
+    if not network and not (edges and member.number):
+        isolation.leave_network()
+    if network or not edges:
+        return
+    with ExitStack() as stack:
+        own = [stack.enter_context(socket.socket(fileno=os.dup(fd))) for fd in edges]
+        for each in own:
+            each.settimeout(assign.manifest.startup_timeout)
+        if member.number:
+            _follow(own[1], member.ranks)
+        else:
+            _lead(own[member.ranks - 1 :])
+
+
+def _lead(peers: Sequence[socket.socket]) -> None:
+    fd = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for number, peer in enumerate(peers, 1):
+            try:
+                socket.send_fds(peer, [TOLD], [fd])
+            except OSError as error:
+                raise lost(number, len(peers) + 1, error) from error
+    finally:
+        os.close(fd)
+
+
+def _follow(first: socket.socket, ranks: int) -> None:
+    try:
+        told, fds, _, _ = socket.recv_fds(first, len(TOLD), 1)
+    except OSError as error:
+        raise lost(0, ranks, error) from error
+    if not told or not fds:
+        raise lost(0, ranks)
+    try:
+        isolation.enter_network(fds[0])
+    finally:
+        os.close(fds[0])
