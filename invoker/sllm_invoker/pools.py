@@ -64,8 +64,8 @@ class WarmPools:
         return self._plain.last_error
 
     async def acquire(self, wish: Wish = PLAIN) -> Sandbox:
-        """A sandbox, now the caller's to close: a warm one, or the next one that becomes warm. Who wishes the network
-        gets one that was made for it.
+        """A sandbox, now the caller's to close: a warm one, or the next one that becomes warm. Who wishes the network,
+        or another one's, gets one that was made for it.
 
         Raises ``Unavailable``, at once where one of a kind of its own cannot be made. The caller sets the deadline.
         """
@@ -73,7 +73,7 @@ class WarmPools:
             raise Unavailable("this node is shutting down")
         if self._driver.serves(wish):
             return await self._plain.acquire()
-        if wish.network or self._most == 0:
+        if wish.network or wish.cluster or self._most == 0:
             return await self._driver.create(sandbox_name(), wish)
         return await self._kind(wish).acquire()
 

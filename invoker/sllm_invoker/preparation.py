@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from sllm_invoker.pools import WarmPools
 from sllm_invoker.proofs import Proofs
 from sllm_invoker.sandbox import Sandbox, Wish
 from sllm_invoker.start_times import StartTimes
-from sllm_invoker.wiring import members
+from sllm_invoker.wiring import clustered, members
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.protocol.errors import ImageFailed, InvalidCheckpoint, PythonMismatch, SllmError
 from sllm_runtime.protocol.loader import CPU
@@ -179,9 +179,11 @@ def holder(order: StartInstance, member: Member) -> str:
 async def _sandboxes(
     order: StartInstance, image: str, those: Sequence[Member], suppliers: Suppliers, stack: AsyncExitStack
 ) -> tuple[Sandbox, ...]:
-    made = []
+    made: list[Sandbox] = []
+    wish = Wish(order.manifest.network, order.gpus, image=image)
     for member in those:
-        sandbox = await suppliers.pool.acquire(Wish(order.manifest.network, order.gpus, image))
+        beside = made[0].name if made and clustered(order) else ""
+        sandbox = await suppliers.pool.acquire(replace(wish, cluster=beside))
         if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
             stack.push_async_callback(suppliers.weights.gone, holder(order, member))
         stack.push_async_callback(sandbox.close)
@@ -252,6 +254,7 @@ def assignment(order: StartInstance, prepared: Prepared, seat: Seat, proofs: Pro
         proof=proofs.get(order),
         workdir=home,
         member=seat.member,
+        cluster=clustered(order),
         secrets=order.secrets,
         fds=len(seat.fds) + edges,
     )

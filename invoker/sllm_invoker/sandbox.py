@@ -39,6 +39,8 @@ class Wish:
 
     network: bool = False
     gpus: tuple[int, ...] = ()
+    cluster: str = ""
+    """Name of the sandbox whose network this one shares, that of an instance's number 0: ``network = cluster``."""
     image: str = ""
     """Name on this node; "": the driver's own."""
 

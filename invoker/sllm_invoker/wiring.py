@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sllm_runtime.protocol.manifest import Parallelism
+from sllm_runtime.protocol.node import StartInstance
 from sllm_runtime.protocol.worker import Member
 
 
@@ -15,6 +16,11 @@ def members(parallelism: Parallelism) -> tuple[Member, ...]:
     """The processes of an instance, in the order of their numbers."""
     stages, ranks = parallelism.pipeline, parallelism.tensor
     return tuple(Member(number=number, stages=stages, ranks=ranks) for number in range(parallelism.processes))
+
+
+def clustered(order: StartInstance) -> bool:
+    """Whether its processes share one network (``Assign.cluster``): ranks on GPUs, which NCCL joins."""
+    return order.manifest.parallelism.tensor > 1 and bool(order.gpus)
 
 
 @contextmanager

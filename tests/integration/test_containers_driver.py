@@ -136,6 +136,59 @@ async def test_who_wants_the_network_gets_a_sandbox_of_its_own(make: Make) -> No
     await sandbox.close()
 
 
+LISTENS = f"""
+import socket
+with socket.create_server(("127.0.0.1", 4711)) as server:
+    server.settimeout({GIVE_UP_S})
+    connection, _ = server.accept()
+    connection.settimeout({GIVE_UP_S})
+    with connection, connection.makefile("rb") as file:
+        print(file.read().decode())
+"""
+SPEAKS = f"""
+import socket, time
+until = time.monotonic() + {GIVE_UP_S}
+while True:
+    try:
+        connection = socket.create_connection(("127.0.0.1", 4711), timeout={GIVE_UP_S})
+        break
+    except ConnectionRefusedError:  # the other is not there yet
+        if time.monotonic() > until: raise
+        time.sleep(0.05)
+with connection: connection.sendall(b"said over loopback")
+"""
+BEYOND = """
+import errno, socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+    print(errno.errorcode.get(udp.connect_ex(("192.0.2.1", 9)), "reached"))
+"""
+
+
+async def test_members_of_a_cluster_have_a_loopback_together_and_nothing_else(
+    make: Make, engine: Engine, owner: Owner
+) -> None:
+    driver = await make()
+    names = [f"sllm-test-{number}-{os.getpid()}" for number in range(3)]
+    first = await driver.create(names[0])
+    wish = Wish(cluster=names[0])
+    assert not driver.serves(wish)
+    second, alone = [await driver.create(name, each) for name, each in zip(names[1:], (wish, PLAIN), strict=True)]
+    spaces = [os.stat(f"/proc/{each.pid}/ns/net").st_ino for each in (first, second, alone)]
+    assert spaces[0] == spaces[1] != spaces[2]
+    assert spaces[0] != os.stat("/proc/self/ns/net").st_ino
+    heard, _ = await asyncio.gather(
+        engine.command("exec", names[0], "python", "-c", LISTENS, within_s=2 * GIVE_UP_S),
+        engine.command("exec", names[1], "python", "-c", SPEAKS, within_s=2 * GIVE_UP_S),
+    )
+    assert heard.strip() == "said over loopback"
+    for name in names:
+        assert (await engine.command("exec", name, "python", "-c", BEYOND)).strip() == "ENETUNREACH"
+    await alone.close()
+    await first.close()  # though another one has its network
+    assert (await ended(second))[1] in (0, signal.SIGKILL)
+    assert await of(engine, owner) == []
+
+
 @pytest.fixture
 def named_device() -> Iterator[int]:
     """The number of a GPU that no machine has, and that engines find by its name: a device that is /dev/zero by another

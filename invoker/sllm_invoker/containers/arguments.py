@@ -68,6 +68,8 @@ class ContainerSpec:
     processes: int
     """RLIMIT_NPROC: of the user on this machine, over all its containers."""
     network: bool = False
+    cluster: str = ""
+    """The container whose network it shares in place of one of its own; its user namespace too, where that is kept."""
     gpus: tuple[int, ...] = ()
     monitor: Path | None = None
     """File in which podman leaves the process id of the container's monitor."""
@@ -79,7 +81,7 @@ def run(kind: Kind, spec: ContainerSpec, command: tuple[str, ...]) -> tuple[str,
         "run", "--detach", "--pull", "never",
         "--name", spec.name,
         *_labels(spec),
-        *_user(spec.user),
+        *_user(spec),
         *_isolation(kind, spec),
         *limits(spec.memory, spec.cpu),
         "--pids-limit", str(spec.pids),
@@ -105,15 +107,15 @@ def _labels(spec: ContainerSpec) -> tuple[str, ...]:
     return tuple(word for key, value in pairs for word in ("--label", f"{key}={value}"))
 
 
-def _user(user: User) -> tuple[str, ...]:
-    namespace = ("--userns", "keep-id") if user.kept else ()
+def _user(spec: ContainerSpec) -> tuple[str, ...]:
+    user = spec.user
+    namespace = ("--userns", f"container:{spec.cluster}" if spec.cluster else "keep-id") if user.kept else ()
     return (*namespace, "--user", f"{user.uid}:{user.gid}")
 
 
 def _isolation(kind: Kind, spec: ContainerSpec) -> tuple[str, ...]:
     return (
-        "--network", "bridge" if spec.network else "none",
-        "--hostname", "sandbox",
+        *_network(spec),
         "--read-only",
         *(("--read-only-tmpfs=false", "--no-hosts") if kind == "podman" else ()),
         "--tmpfs", f"/tmp:rw,nosuid,nodev,size={spec.tmp},mode=1777",
@@ -125,6 +127,12 @@ def _isolation(kind: Kind, spec: ContainerSpec) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _network(spec: ContainerSpec) -> tuple[str, ...]:
+    if spec.cluster:  # with the hostname of the other: engines refuse a second one
+        return ("--network", f"container:{spec.cluster}")
+    return ("--network", "bridge" if spec.network else "none", "--hostname", "sandbox")
+
+
 def _devices(kind: Kind, gpus: tuple[int, ...]) -> tuple[str, ...]:
     if not gpus:
         return ()
@@ -134,8 +142,8 @@ def _devices(kind: Kind, gpus: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def remove(kind: Kind, name: str) -> tuple[str, ...]:
-    """Kill and remove a container, at once."""
-    return ("rm", "--force", *(("--ignore", "--time", "0") if kind == "podman" else ()), name)
+    """Kill and remove a container, at once, and on podman those that share its network: it would refuse else."""
+    return ("rm", "--force", *(("--ignore", "--depend", "--time", "0") if kind == "podman" else ()), name)
 
 
 def runtime(name: str) -> tuple[str, ...]:

@@ -182,6 +182,7 @@ class ContainerDriver:
             files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             processes=min(PROCESSES, _hard(resource.RLIMIT_NPROC)),
             network=wish.network,
+            cluster=wish.cluster,
             gpus=wish.gpus,
             monitor=rendezvous.monitor,
         )

@@ -86,8 +86,12 @@ def _not_parallel(manifest: Manifest) -> str:
     if manifest.adapters and wanted.tensor > 1:
         named = ", ".join(sorted(manifest.adapters))
         return f"parallelism: tensor ranks run no adapters, and {named} are named; use pipeline, or one process"
-    if manifest.gpu or manifest.gpu_memory:
-        return "parallelism: several processes run on CPUs so far; leave gpu out"
+    if not manifest.gpu and not manifest.gpu_memory:
+        return ""
+    if wanted.pipeline > 1:
+        return "parallelism: stages run on CPUs so far; leave gpu out"
+    if any(count != wanted.tensor for _, count in need_of(manifest).gpus):
+        return f"parallelism: each tensor rank has a GPU of its own; ask for gpu=KIND:{wanted.tensor}"
     return ""
 
 

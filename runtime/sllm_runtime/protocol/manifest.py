@@ -186,6 +186,15 @@ class Manifest(Resources):
     requirements: tuple[str, ...] = ()
     image: str | None = None
 
+    @field_validator("network", mode="before")
+    @classmethod
+    def _own_network(cls, value: Any) -> Any:
+        if value == "cluster":
+            raise ValueError(
+                "a network that processes share is the platform's to give, to ranks on GPUs; say True or False"
+            )
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, data: Any) -> Any:

@@ -117,6 +117,7 @@ async def test_a_later_version_that_fails_keeps_the_route_of_the_one_before(benc
 
 
 ADAPTED = {"engine": True, "model": "/m", "adapters": {"it": "/it", "fr": "/fr"}}
+RANKED = {"engine": True, "model": "/m", "parallelism": {"tensor": 2}}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,10 @@ ADAPTED = {"engine": True, "model": "/m", "adapters": {"it": "/it", "fr": "/fr"}
         ({"parallelism": {"pipeline": 17}}, Unsatisfiable, "at most 16 processes, 17 are asked for"),
         ({"parallelism": {"pipeline": 2}}, Unsatisfiable, "needs engine=True"),
         ({**ADAPTED, "parallelism": {"tensor": 2}}, Unsatisfiable, "ranks run no adapters, and fr, it are named"),
+        ({**RANKED, "gpu": "H100"}, Unsatisfiable, "each tensor rank has a GPU of its own; ask for gpu=KIND:2"),
+        ({**RANKED, "gpu_memory": "1GiB"}, Unsatisfiable, "ask for gpu=KIND:2"),
+        ({**RANKED, "gpu": "H100:2"}, Unsatisfiable, "n1, lacks 2 x H100"),
+        ({**RANKED, "gpu": "H100:2", "parallelism": {"pipeline": 2}}, Unsatisfiable, "stages run on CPUs so far"),
         ({"handler": {"python": "3.9"}, "image": "mine:1"}, Unsatisfiable, "container driver for image mine:1"),
         ({"handler": {"python": "3.9"}}, PythonMismatch, "pickled by Python 3.9, the nodes run 3.11"),
     ],

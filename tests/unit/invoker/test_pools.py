@@ -2,17 +2,25 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from sllm_invoker.bundles import BundleCache
 from sllm_invoker.pools import WarmPools
+from sllm_invoker.preparation import Suppliers, assignment, prepare
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_invoker.sandbox import PLAIN, Sandbox, Wish
+from sllm_invoker.wiring import clustered
+from sllm_invoker.workdir import Workdirs
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
-from tests.fixtures.invoker import SCRIPTED
+from tests.fixtures.invoker import BUNDLE, SCRIPTED, order
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 FLASK, TORCH, GPU = Wish(image="flask"), Wish(image="torch"), Wish(gpus=(0,))
@@ -95,6 +103,34 @@ async def test_who_wishes_the_network_gets_one_that_was_made_for_it() -> None:
         assert driver.made[sandbox] == wish
         assert pools.others == {}
         await sandbox.close()
+
+
+async def test_who_shares_the_network_of_another_gets_one_that_was_made_for_it() -> None:
+    wish = Wish(cluster="sb-1", gpus=(0,))
+    async with pools_of(1, kinds=2) as (pools, driver):
+        sandbox = await pools.acquire(wish)
+        assert driver.made[sandbox] == wish
+        assert pools.others == {}
+        await sandbox.close()
+
+
+async def bundle(_digest: str, _nbytes: int) -> bytes:
+    return BUNDLE
+
+
+@pytest.mark.parametrize(("gpus", "shared"), [((0, 1), True), ((), False)])
+async def test_ranks_on_gpus_share_the_network_of_number_0(gpus: tuple[int, ...], shared: bool, tmp_path: Path) -> None:
+    async with pools_of(1, kinds=2) as (pools, driver), AsyncExitStack() as stack:
+        weights: Any = None  # it has no model
+        suppliers = Suppliers(pools, BundleCache(tmp_path / "bundles", bundle), weights, Workdirs(tmp_path))
+        asked = msgspec.structs.replace(order(parallelism={"tensor": 3}), gpus=gpus)
+        assert clustered(asked) == shared
+        prepared = await prepare(asked, suppliers, stack, lambda _progress: None, time.monotonic)
+        first, *others = (seat.sandbox for seat in prepared.seats)
+        assert driver.made[first].cluster == ""
+        assert [driver.made[each].cluster for each in others] == [first.name if shared else ""] * 2
+        assigns = [assignment(asked, prepared, seat, suppliers.proofs) for seat in prepared.seats]
+        assert [each.cluster for each in assigns] == [shared] * 3
 
 
 @pytest.mark.parametrize(("size", "kinds"), [(0, 2), (1, 0)])

@@ -103,6 +103,7 @@ def test_the_manifest_says_it_all() -> None:
         ({"queue_timeout": True}, "queue_timeout: this is no switch: .*given: True"),
         ({"gpu_memory": True}, "gpu_memory: this is no switch"),
         ({"slo": {"ttft": True}}, r"slo\.ttft: this is no switch"),
+        ({"network": "cluster"}, "network: a network that processes share is the platform's to give"),
         ({"name": "Not A Name"}, "name: 'Not A Name' is no name"),
         ({"min_instances": 3}, "min_instances 3 is above max_instances 1"),
         ({"engine": True}, "engine=True needs a model"),

@@ -80,6 +80,24 @@ def test_only_who_asks_gets_a_network() -> None:
     assert plain[:at] + asking[at : at + 1] + plain[at + 1 :] == asking  # nothing else changes
 
 
+def test_members_of_a_cluster_share_the_network_of_the_first() -> None:
+    """Which has none: they have its loopback, and its name, beside which docker takes no other."""
+    plain, joined = (arguments.run("docker", replace(SPEC, cluster=first), COMMAND) for first in ("", "sb-0"))
+    at = plain.index("--network")
+    assert plain[at : at + 4] == ("--network", "none", "--hostname", "sandbox")
+    assert joined == (*plain[:at], "--network", "container:sb-0", *plain[at + 4 :])
+    asking = arguments.run("podman", replace(SPEC, cluster="sb-0", network=True), COMMAND)
+    assert "container:sb-0" in asking
+    assert "bridge" not in asking
+
+
+def test_without_root_they_share_the_user_namespace_that_the_network_belongs_to() -> None:
+    kept = replace(SPEC, user=User(uid=1000, gid=100, kept=True), cluster="sb-0")
+    words = arguments.run("podman", kept, COMMAND)
+    at = words.index("--userns")
+    assert words[at : at + 4] == ("--userns", "container:sb-0", "--user", "1000:100")
+
+
 def test_what_is_ours_is_found_by_its_label() -> None:
     listing = ("ps", "--all", "--filter", "label=sllm.place", "--format")
     assert arguments.places("podman") == (*listing, '{{.Names}}\t{{index .Labels "sllm.place"}}')
@@ -87,5 +105,5 @@ def test_what_is_ours_is_found_by_its_label() -> None:
 
 
 def test_removing_waits_for_nobody() -> None:
-    assert arguments.remove("podman", "sb-1") == ("rm", "--force", "--ignore", "--time", "0", "sb-1")
+    assert arguments.remove("podman", "sb-1") == ("rm", "--force", "--ignore", "--depend", "--time", "0", "sb-1")
     assert arguments.remove("docker", "sb-1") == ("rm", "--force", "sb-1")
