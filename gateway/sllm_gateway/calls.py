@@ -56,7 +56,7 @@ class Calls:
             leader,
             settings.gateway,
             clock,
-            place=lambda call, entry: self._handover.place(call, entry),
+            place=lambda call, entry, came, now: self._handover.place(call, entry, came, now),
             fail=self.fail,
         )
         self._moves = Moves(

@@ -27,10 +27,10 @@ PAUSE_FIRST_S, PAUSE_MOST_S = 0.05, 1.0
 class _Line:
     """The queue of one version with what is known about getting more instances for it."""
 
-    def __init__(self, version: Version) -> None:
+    def __init__(self, version: Version, now: float) -> None:
         self.version = version
         self.slots: SlotQueue[Call] = SlotQueue()
-        self.slots.on_route(version.route.entries)
+        self.slots.on_route(version.route.entries, now)
         self.pending = ""
         """Why nothing can be started, in the controller's words."""
         self.awaits: Progress | None = None
@@ -55,7 +55,7 @@ class _Line:
 
 
 class Dispatcher:
-    """Owns the queues. ``place`` hands a call to an instance, ``fail`` ends a waiting one."""
+    """Owns the queues. ``place`` hands a call to an instance (since when it is there, now), ``fail`` ends one."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Dispatcher:
         gateway: str,
         clock: Callable[[], float],
         *,
-        place: Callable[[Call, RouteEntry], None],
+        place: Callable[[Call, RouteEntry, float, float], None],
         fail: Callable[[Call, SllmError], None],
     ) -> None:
         self._leader = leader
@@ -88,7 +88,7 @@ class Dispatcher:
         line = self._line(call.version)
         slots = line.slots
         slots.push(call)
-        self._pump(line)
+        self._pump(line, self._clock())
         limit = call.version.manifest.max_queue
         last = bool(slots.waiting) and slots.waiting[-1] is call
         if last and line.queued and self._queued(call.version.function) > limit:
@@ -189,7 +189,7 @@ class Dispatcher:
     def _line(self, version: Version) -> _Line:
         line = self._lines.get(version.key)
         if line is None:
-            line = self._lines[version.key] = _Line(version)
+            line = self._lines[version.key] = _Line(version, self._clock())
         return line
 
     def _drop_if_idle(self, line: _Line) -> None:
@@ -197,13 +197,12 @@ class Dispatcher:
             self._lines.pop(line.version.key, None)
 
     def _go(self, line: _Line) -> None:
-        self._pump(line)
+        self._pump(line, self._clock())
         self._poll(line)
 
-    def _pump(self, line: _Line) -> None:
-        now = self._clock()
+    def _pump(self, line: _Line, now: float) -> None:
         for call, entry in line.slots.match(now):
-            self._place(call, entry)
+            self._place(call, entry, line.slots.came[entry.instance], now)
         again = line.slots.next_try(now)
         if again is not None and (line.timer is None or line.timer.when() > self._loop_time(again)):
             if line.timer is not None:
@@ -283,10 +282,11 @@ class Dispatcher:
         return bool(set(line.slots.entries) - known)
 
     def _take_route(self, line: _Line, route: Route) -> None:
-        line.slots.on_route(route.entries)
+        now = self._clock()
+        line.slots.on_route(route.entries, now)
         if route.entries:
             line.pending = ""
-        self._pump(line)
+        self._pump(line, now)
         if not line.polling:
             self._poll(line)
 

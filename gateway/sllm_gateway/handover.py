@@ -38,9 +38,9 @@ class Handover:
         self._clock = clock
         self._tasks = tasks
 
-    def place(self, call: Call, entry: RouteEntry) -> None:
-        """Ask the instance of ``entry`` to take the call, under a new epoch."""
-        now = call.due = self._clock()
+    def place(self, call: Call, entry: RouteEntry, came: float, now: float) -> None:
+        """Ask the instance of ``entry``, which is there since ``came``, to take the call, under a new epoch."""
+        call.due = now
         if other_numerics(call, entry):
             self._dispatcher.release(call, entry.instance)
             text = f"the instance died, and {entry.instance} computes other bits: the rest would be of another answer"
@@ -50,8 +50,9 @@ class Handover:
             call.marks.resumed = now
         else:
             call.marks.sent = now
-            if all(known.instance != entry.instance for known in call.marks.route.entries):
-                call.marks.started, call.marks.ready = entry, now
+            known = any(each.instance == entry.instance for each in call.marks.route.entries)
+            if not known and came >= call.order.accepted:
+                call.marks.started, call.marks.ready = entry, came
         call.epoch += 1
         call.binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         self._tasks.start(self._open(call, call.binding), "open")

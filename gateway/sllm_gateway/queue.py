@@ -35,11 +35,14 @@ class SlotQueue(Generic[T]):
         self.running: dict[str, int] = {}
         """Calls of this gateway on each instance, also on one that has left the route and still drains."""
         self.waiting: deque[T] = deque()
+        self.came: dict[str, float] = {}
+        """Since when each instance is in the route."""
         self._holds: dict[str, Hold] = {}
 
-    def on_route(self, entries: Iterable[RouteEntry]) -> None:
+    def on_route(self, entries: Iterable[RouteEntry], now: float) -> None:
         """The route now has these instances, and only these."""
         self.entries = {entry.instance: entry for entry in entries}
+        self.came = {name: self.came.get(name, now) for name in self.entries}
         self._holds = {name: hold for name, hold in self._holds.items() if name in self.entries}
 
     def push(self, call: T) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
 from sllm_gateway.call import Call
 from sllm_runtime.protocol.timeline import (
     CONVERT,
@@ -16,18 +19,17 @@ from sllm_runtime.protocol.timeline import (
     shift,
 )
 
+_BESIDE: Final = frozenset({SANDBOX, CONVERT, IMPORT})
+"""Stages of a start that stand before its weights."""
+
 
 def spans(call: Call) -> tuple[Span, ...]:
-    """What is known now, in ms from acceptance on. The start's spans are placed so that they end when it was ready."""
+    """What is known now, in ms from acceptance on."""
     marks, begin = call.marks, call.order.accepted
     sent = (marks.sent - begin) * 1e3
-    found: list[Span] = []
+    found = [Span(QUEUE, 0.0, sent)]
     if marks.started is not None and marks.started.spans:
-        took = max(span.at + span.ms for span in marks.started.spans)
-        placed = max(0.0, (marks.ready - begin) * 1e3 - took)
-        found += [Span(QUEUE, 0.0, placed), *shift(marks.started.spans, placed)]
-    else:
-        found.append(Span(QUEUE, 0.0, sent))
+        found = _start(marks.started.spans, (marks.ready - begin) * 1e3, sent)
     if marks.first is not None and marks.last is not None:
         first, last = (marks.first - begin) * 1e3, (marks.last - begin) * 1e3
         found += [Span(FIRST_TOKEN, sent, first - sent), Span(TOKENS, first, last - first)]
@@ -36,13 +38,24 @@ def spans(call: Call) -> tuple[Span, ...]:
         names = {span.name for span in found}
         more = [span for span in shift(call.end.spans, sent) if span.name not in names]
         coming = [span for span in more if span.name == WEIGHTS and (marks.started or span.at + span.ms > sent)]
-        before = sum(span.name in (QUEUE, SANDBOX, CONVERT, IMPORT) for span in found)
-        found[before:before] = map(_from_here, coming)
+        before = next((at for at, span in enumerate(found) if at and span.name not in _BESIDE), len(found))
+        found[before:before] = _from_here(coming)
         found += [span for span in more if span.name != WEIGHTS]
     return tuple(found)
 
 
-def _from_here(span: Span) -> Span:
-    """Weights that went on coming when the instance was ready: what of it was after this call's acceptance."""
-    end = max(0.0, span.at + span.ms)
-    return Span(span.name, max(0.0, span.at), min(span.ms, end))
+def _start(stages: tuple[Span, ...], ready: float, sent: float) -> list[Span]:
+    """A start whose last stage ended when the instance was there, ``ready``, between the times before and after it in
+    which the call queued: until it was placed, and then for a slot, if others had come before."""
+    placed = ready - max(span.at + span.ms for span in stages)
+    behind = [Span(QUEUE, ready, sent - ready)] if sent > ready else []
+    return [Span(QUEUE, 0.0, max(0.0, placed)), *_from_here(shift(stages, placed)), *behind]
+
+
+def _from_here(stages: Iterable[Span]) -> list[Span]:
+    """What of them was after this call's acceptance: others may have waited for that start before."""
+    return [
+        Span(span.name, max(0.0, span.at), min(span.ms, span.at + span.ms))
+        for span in stages
+        if span.at >= 0.0 or span.at + span.ms > 0.0
+    ]

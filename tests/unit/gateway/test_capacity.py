@@ -5,8 +5,9 @@ import asyncio
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.node import AWAITS_NODE, Progress
 from sllm_runtime.protocol.records import Route
+from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, entry, manifest, world
 
 SSE = {"accept": "text/event-stream"}
@@ -93,3 +94,34 @@ async def test_who_waits_for_a_node_sees_when_it_is_expected_and_does_not_queue(
             second.cancel()
             await asyncio.wait([second])
         await until(lambda: not len(w.gateway.calls))
+
+
+async def test_of_two_calls_that_wait_for_one_start_the_later_queues_behind_it(nats: Nats) -> None:
+    described = manifest("gated", concurrency=1, max_instances=1)
+    answer, gate = asyncio.Event(), asyncio.Event()
+    stages = (Span("sandbox", 0.0, 0.001), Span("setup", 0.001, 0.001))
+
+    async def gated(run: Run) -> None:
+        await gate.wait()
+        run.out("done")
+        run.end()
+
+    async def acquire(request: Acquire) -> Acquired:
+        await answer.wait()
+        entries = (entry("i1", concurrency=1, spans=stages),)
+        return Acquired(route=Route(function="gated", version=1, manifest=described, entries=entries))
+
+    async with world(nats) as w:
+        w.controller.on_acquire = acquire
+        await w.deploy(described, script=gated)
+        calls = [asyncio.create_task(w.http.post("/fn/gated", timeout=GIVE_UP_S)) for _ in range(2)]
+        await until(lambda: w.gateway.calls.dispatcher.waiting("gated") == 2)
+        answer.set()
+        await until(lambda: len(w.node.runs) == 1, what="one of them has the slot")
+        gate.set()
+        told = [(await each).headers["server-timing"] for each in calls]
+    names = sorted([part.partition(";")[0] for part in each.split(", ")] for each in told)
+    assert names == [
+        ["queue", "sandbox", "setup", "first_token", "tokens"],
+        ["queue", "sandbox", "setup", "queue", "first_token", "tokens"],
+    ]

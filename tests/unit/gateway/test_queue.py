@@ -22,12 +22,13 @@ class Machine(RuleBasedStateMachine):
         self.waiting: list[int] = []
         self.placed: dict[int, str] = {}
         self.refused_until: dict[str, float] = {}
+        self.came: dict[str, float] = {}
 
     @rule(sizes=st.dictionaries(st.sampled_from(INSTANCES), st.integers(1, 3)))
     def route(self, sizes: dict[str, int]) -> None:
-        self.queue.on_route(
-            RouteEntry(instance=name, node="n", version=1, concurrency=size) for name, size in sizes.items()
-        )
+        self.queue.on_route([entry(name, size) for name, size in sizes.items()], self.now)
+        self.came = {name: self.came.get(name, self.now) for name in sizes}
+        assert self.queue.came == self.came
         self.refused_until = {name: until for name, until in self.refused_until.items() if name in sizes}
         self.match()
 
@@ -108,7 +109,7 @@ def entry(name: str, size: int = 1) -> RouteEntry:
 
 def test_the_least_loaded_instance_is_taken() -> None:
     queue: SlotQueue[str] = SlotQueue()
-    queue.on_route([entry("a", 1), entry("b", 3)])
+    queue.on_route([entry("a", 1), entry("b", 3)], 0.0)
     for call in "wxyz":
         queue.push(call)
     assert [(call, to.instance) for call, to in queue.match(0.0)] == [("w", "b"), ("x", "b"), ("y", "a"), ("z", "b")]
@@ -116,7 +117,7 @@ def test_the_least_loaded_instance_is_taken() -> None:
 
 def test_holds_grow_and_an_accepted_call_or_a_report_ends_them() -> None:
     queue: SlotQueue[str] = SlotQueue()
-    queue.on_route([entry("a")])
+    queue.on_route([entry("a")], 0.0)
     now, waits = 0.0, []
     for _ in range(8):
         queue.push_front("x")
@@ -135,12 +136,12 @@ def test_holds_grow_and_an_accepted_call_or_a_report_ends_them() -> None:
 
 def test_gone_instances_are_reported_until_the_route_drops_them() -> None:
     queue: SlotQueue[str] = SlotQueue()
-    queue.on_route([entry("a"), entry("b")])
+    queue.on_route([entry("a"), entry("b")], 0.0)
     queue.gone("a", 0.0)
     assert queue.gone_instances == ("a",)
     assert queue.living == 1
     queue.gone("b", 0.0)
     assert queue.living == 0
     assert not queue.has_room("a"), "a report in flight does not bring it back"
-    queue.on_route([])
+    queue.on_route([], 1.0)
     assert not queue.gone_instances
