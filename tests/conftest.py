@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.fixtures.examples import ALL, SHARE
 from tests.leaks import (  # noqa: F401 - a fixture or hook is used by being here
     no_task_left,
     nothing_left_by_module,
@@ -37,9 +38,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A time limit per example would measure what else the machine does. `make test` tries the same examples each time, so
-# that a change is judged by what it changes; `make test-all` looks for new ones.
-settings.register_profile("sllm", deadline=None, print_blob=True, derandomize=True)
-settings.register_profile("explore", deadline=None, print_blob=True)
+# that a change is judged by what it changes; `make test-all` looks for new ones, and tries three times as many.
+settings.register_profile("sllm", deadline=None, print_blob=True, derandomize=True, max_examples=ALL // SHARE)
+settings.register_profile("explore", deadline=None, print_blob=True, max_examples=ALL)
 settings.load_profile("sllm")
 
 

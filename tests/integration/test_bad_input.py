@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,7 @@ def test_a_function_that_prints_without_end_harms_nobody(cluster: Cluster) -> No
 
 # --- time and queues ------------------------------------------------------------------------------
 def test_deadlines(cluster: Cluster) -> None:
-    deploy(cluster, "slow_stream", name="short", concurrency=2, timeout=4)
+    deploy(cluster, "slow_stream", name="short", concurrency=2, timeout=2)
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool, Stream(cluster, "short", {"count": 1000, "pause": 0.3}) as stream:
         call = pool.submit(cluster.http.post, "/fn/short", json={"count": 1000, "pause": 0.5})
@@ -236,7 +237,7 @@ def test_deadlines(cluster: Cluster) -> None:
         assert stream.error["code"] == "deadline_exceeded"
         assert not stream.done
         answer = call.result(GIVE_UP_S)
-    assert time.monotonic() - began > 3.9
+    assert time.monotonic() - began > 1.9
     assert (answer.status_code, error_of(answer)["code"]) == (504, "deadline_exceeded")
     # Their work is cancelled as well: the slots are free.
     wait(lambda: both(cluster, "short") == [[0, 1]] * 2, "two calls are answered")
@@ -250,11 +251,15 @@ def both(cluster: Cluster, name: str) -> list[Any]:
 
 
 def test_silence_between_two_values(cluster: Cluster) -> None:
-    deploy(cluster, "slow_stream", name="idle", idle_timeout=2)
-    with Stream(cluster, "idle", {"count": 3, "pause": 60}) as stream:
-        assert list(stream.values()) == [0]
+    for patience in (1, 10, 40):
+        deploy(cluster, "slow_stream", name="idle", idle_timeout=patience)
+        with Stream(cluster, "idle", {"count": 3, "pause": 60}) as stream:
+            values = list(stream.values())
         assert stream.error is not None
         assert stream.error["code"] == "idle_timeout"
+        if values:
+            break  # where the machine stands still the first value's silence may be too long as well
+    assert values == [0]
 
 
 def test_full_queue(cluster: Cluster) -> None:
@@ -299,8 +304,13 @@ def make_room(cluster: Cluster, mib: int) -> None:
 def test_a_call_that_waits_too_long_for_capacity(cluster: Cluster) -> None:
     make_room(cluster, 256)
     deploy(cluster, "slow_stream", name="impatient", concurrency=1, queue_timeout=0.5, memory="256MiB")
-    with Stream(cluster, "impatient", {"count": 1000}) as running:
-        assert next(running.values()) == 0
+    with ExitStack() as stack:
+
+        def begun() -> bool:  # the first, too, waits for no longer
+            running = stack.enter_context(Stream(cluster, "impatient", {"count": 100_000}))
+            return next(running.values(), None) == 0
+
+        wait(begun, "a call has the only slot")
         answer = cluster.http.post("/fn/impatient", json={"count": 1})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "queue_timeout")
         assert answer.headers["Retry-After"]

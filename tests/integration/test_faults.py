@@ -153,11 +153,10 @@ def test_a_function_that_kills_its_process(ready: Cluster) -> None:
 def test_a_worker_that_is_stopped_is_killed(ready: Cluster) -> None:
     """SIGSTOP: no heartbeat. After some five seconds it is killed, and its caller is told."""
     old = worker_of(ready, "slow-stream")
-    values, error, took = broken_by(ready, "slow-stream", lambda: os.kill(old, signal.SIGSTOP))
+    values, error, _ = broken_by(ready, "slow-stream", lambda: os.kill(old, signal.SIGSTOP))
     assert values == list(range(len(values)))
     assert error["code"] == "instance_lost"
-    assert "gave no sign of life for 5 s and was killed" in error["message"]
-    assert took > LOST_AFTER_S - 1.5
+    assert f"gave no sign of life for {LOST_AFTER_S:g} s and was killed" in error["message"]
     wait(lambda: gone(old), "the stopped worker is gone")
     assert works(ready, "slow-stream", {"count": 1})
 
@@ -345,8 +344,7 @@ def test_a_gateway_that_hangs_holds_no_slot_for_ever(ready: Cluster, tmp_path: P
         values = stream.values()
         assert next(values) == 0
         with suspended(pid):
-            took = wait(mark.exists, "the node cancels the call")
-        assert took > LOST_AFTER_S - 1.5
+            wait(mark.exists, "the node cancels the call")
         seen = [0, *values]
         assert seen == list(range(len(seen)))
         assert stream.error is not None

@@ -18,7 +18,7 @@ from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
-ASK = {"prompt": "class Parser", "max_tokens": 300, "temperature": 0.8, "seed": 7}
+ASK = {"prompt": "class Parser", "max_tokens": 200, "temperature": 0.8, "seed": 7}
 OPENAI = {"model": "coder", "prompt": "def ", "max_tokens": 200, "temperature": 0.7, "seed": 3}
 
 

@@ -373,9 +373,12 @@ async def test_deadlines_before_the_headers_have_their_status(nats: Nats) -> Non
 
 
 async def test_a_deadline_after_the_headers_is_an_event(nats: Nats) -> None:
-    async with world(nats) as w:
-        await w.deploy(manifest("hang", timeout=2.0), entry(), script=hang)
-        response = await w.http.post("/fn/hang", headers=SSE)
+    for patience in (1.0, 10.0, 40.0):
+        async with world(nats) as w:
+            await w.deploy(manifest("hang", timeout=patience), entry(), script=hang)
+            response = await w.http.post("/fn/hang", headers=SSE, timeout=GIVE_UP_S)
+        if response.status_code == 200:
+            break  # where the machine stands still its time may be over before the headers
     assert response.status_code == 200
     assert response.text.startswith('id: 0\ndata: "begun"\n\nevent: error\n')
     assert '"deadline_exceeded"' in response.text

@@ -24,6 +24,7 @@ from sllm_loaderd.devices.tensors import BoundTensors, base_tensor
 from sllm_loaderd.verify import Checkpoint, describe, open_checkpoint, validate_checkpoint
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, InvalidCheckpoint, SllmError, UnsupportedModel
+from tests.fixtures.examples import examples
 from tests.fixtures.loaderd import SMALL_CHUNK, numbers_model, small_checkpoint
 from tests.fixtures.models import BUILDERS, save_byte_tokenizer, save_model
 
@@ -309,7 +310,7 @@ HEADER = json.dumps(
 ).encode()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(0, len(HEADER) - 1), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 9)
 )

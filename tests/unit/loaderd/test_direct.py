@@ -36,6 +36,7 @@ from sllm_runtime.protocol.checkpoint import (
 )
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, SllmError, UnsupportedModel
 from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NEVER
+from tests.fixtures.examples import examples
 from tests.fixtures.loaderd import LoaderProcess, loaderd, mapped, numbers_model, session
 from tests.fixtures.models import save_model
 from tests.fixtures.range_server import range_server
@@ -152,7 +153,7 @@ def test_what_has_to_be_converted_is_refused(tmp_path: Path) -> None:
         index_of(str(tmp_path / "short"), tmp_path / "c")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_a_hostile_index_of_files_gives_a_typed_error_or_is_sound(data: st.DataObject) -> None:
     """Numbers of a good index are replaced; what passes the checks keeps every tensor in one file."""

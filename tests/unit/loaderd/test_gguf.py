@@ -24,6 +24,7 @@ from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_loaderd.verify import Checkpoint, validate_checkpoint
 from sllm_runtime.protocol.checkpoint import QUANT_BLOCKS
 from sllm_runtime.protocol.errors import InvalidCheckpoint, SllmError, UnsupportedModel
+from tests.fixtures.examples import examples
 from tests.fixtures.gguf_files import EXAMPLES, arrays_of, model_of, swapped, write_gguf
 from tests.fixtures.loaderd import SMALL_CHUNK, bound_tensors, ignore, loaderd
 
@@ -252,7 +253,7 @@ def test_a_broken_file_is_refused(error: type[SllmError], change: Any, small: An
     assert caught.value.field
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_header_gives_a_typed_error_or_readable_tensors(
     tmp_path: Path, small: Any, damage: list[tuple[int, int]]

@@ -34,11 +34,14 @@ from sllm_runtime.protocol.loader import (
     Message,
     Welcome,
 )
+from tests.fixtures.examples import examples
 from tests.fixtures.loaderd import LoaderProcess, loaded, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 EXAMPLES = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 DEVICE = "fake:0"
 

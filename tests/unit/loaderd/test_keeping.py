@@ -20,6 +20,7 @@ from sllm_loaderd.sealed import create_sealed
 from sllm_runtime.protocol.errors import PoolExhausted
 from sllm_runtime.protocol.limits import MAX_FDS
 from sllm_runtime.protocol.loader import Store, StoreDevice, Unstore
+from tests.fixtures.examples import examples
 
 SIZE = 4096
 WINDOW = 1
@@ -116,7 +117,9 @@ def each(batch: KeptBatch) -> Iterator[tuple[int, int, tuple[str, ...]]]:
 
 
 def test_both_ends_agree() -> None:
-    run_state_machine_as_test(Keeping, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(
+        Keeping, settings=settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
+    )
 
 
 @pytest.fixture

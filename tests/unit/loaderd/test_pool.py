@@ -19,6 +19,7 @@ from sllm_loaderd.client import memory
 from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.pool import ChunkPool
 from sllm_runtime.protocol.errors import PoolExhausted, ProtocolError, Unavailable
+from tests.fixtures.examples import examples
 from tests.fixtures.waiting import GIVE_UP_S
 
 SIZE = 16384
@@ -204,7 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(40), stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestPoolMachine = PoolMachine.TestCase
 

@@ -23,6 +23,7 @@ from sllm_loaderd.convert.ranks import AutoPlan, PlanRule, RankPlan, Share, read
 from sllm_loaderd.layout import PlannedTensor
 from sllm_loaderd.verify import Checkpoint, validate_checkpoint
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, UnsupportedModel
+from tests.fixtures.examples import examples
 from tests.fixtures.gguf_files import model_of
 from tests.fixtures.loaderd import SMALL_CHUNK, bound_tensors, ignore, numbers_model
 from tests.fixtures.models import save_model
@@ -49,7 +50,7 @@ def rules(ranks: int) -> st.SearchStrategy[PlanRule]:
     )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_joining_what_was_split_gives_the_tensor(tmp_path: Path, data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4))

@@ -18,6 +18,7 @@ from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.checkpoint import digest_hex, partition_name
 from sllm_runtime.protocol.errors import Conflict, PoolExhausted, SllmError
 from sllm_runtime.protocol.loader import PRIORITIES
+from tests.fixtures.examples import examples
 from tests.unit.loaderd.node import CHUNK, Node, RemoteSource, Wish, check_ready, stored_model
 
 POOL = 9
@@ -178,7 +179,7 @@ def test_any_order_keeps_the_books_right(tmp_path: Path) -> None:
         run_state_machine_as_test(
             ResidencyMachine,
             settings=settings(
-                max_examples=60,
+                max_examples=examples(60),
                 stateful_step_count=30,
                 deadline=None,
                 suppress_health_check=[HealthCheck.too_slow],

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.ssd.write import CopyWrite
 from sllm_runtime.protocol.errors import InternalError
+from tests.fixtures.examples import examples
 from tests.fixtures.waiting import GIVE_UP_S
 
 CHUNK = 4096
@@ -291,4 +292,4 @@ class Tier(RuleBasedStateMachine):
 
 
 TestTier = Tier.TestCase
-TestTier.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestTier.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)

@@ -18,6 +18,7 @@ from sllm_loaderd.convert.torch_files import TorchSource
 from sllm_loaderd.verify import validate_checkpoint
 from sllm_runtime.protocol.checkpoint import ITEM_BYTES
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
+from tests.fixtures.examples import examples
 from tests.fixtures.loaderd import SMALL_CHUNK, bound_tensors, ignore
 
 OPTIONS = ConvertOptions(chunk_bytes=SMALL_CHUNK, min_block=0)
@@ -84,7 +85,7 @@ def views(tensor: torch.Tensor) -> list[torch.Tensor]:
 NAMES = st.text(max_size=12).filter(lambda name: all(not 0xD800 <= ord(c) < 0xE000 for c in name))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(state=st.dictionaries(NAMES, tensors(), min_size=1, max_size=4), kind=st.sampled_from(["bin", "safetensors"]))
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_what_torch_saves_is_bound_bit_for_bit(tmp_path: Path, state: dict[str, torch.Tensor], kind: str) -> None:
@@ -171,7 +172,7 @@ def test_a_file_that_lies_about_its_storages_is_refused(
         TorchSource([path])
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2000), st.integers(0, 255), st.integers(0, 400))
 @example(65, 75, 0)  # a pickle protocol that torch warns of
 @example(220, 75, 0)  # a storage class that torch warns of

@@ -22,10 +22,10 @@ from starlette.routing import Route
 from sllm_runtime.protocol.errors import CallNotFound, SllmError
 from sllm_runtime.protocol.http import DeployRequest, DeployResult, FunctionView, InstanceView, VersionView, error_view
 from sllm_runtime.protocol.manifest import Handler, Manifest
+from tests.fixtures.waiting import GIVE_UP_S
 
 CALL = "call-1"
 TOKEN = "secret"
-STARTS_S = 10.0
 
 
 def sse(data: Any, *, id: int | None = None, event: str | None = None) -> str:
@@ -216,7 +216,7 @@ def running() -> Iterator[Gateway]:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        until = time.monotonic() + STARTS_S
+        until = time.monotonic() + GIVE_UP_S
         while not server.started:
             assert time.monotonic() < until
             time.sleep(0.005)
@@ -224,5 +224,5 @@ def running() -> Iterator[Gateway]:
             yield gateway
         finally:
             server.should_exit = True
-            thread.join(STARTS_S)
+            thread.join(GIVE_UP_S)
             assert not thread.is_alive()

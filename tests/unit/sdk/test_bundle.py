@@ -20,6 +20,7 @@ from sllm_runtime.protocol.errors import BodyTooLarge, InvalidArgument, InvalidB
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.worker import bundle as workers
 from sllm_runtime.worker.arguments import Arguments
+from tests.fixtures.examples import examples
 from tests.fixtures.modules import own_modules
 
 FUNCTION = "from sllm import model_function\n\n@model_function\ndef hello(text: str) -> str:\n    return text\n"
@@ -228,7 +229,7 @@ def test_only_names_and_contents_count(contents: dict[str, bytes], random: Any) 
     st.sets(st.text("ab/", min_size=1, max_size=6), max_size=8),
     st.lists(st.sampled_from(["a", "b/", "!a", "/a/b", "*"])),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60))
 def test_what_is_walked_is_what_the_patterns_leave(
     tmp_path_factory: pytest.TempPathFactory, names: set[str], patterns: list[str]
 ) -> None:

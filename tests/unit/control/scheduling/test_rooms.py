@@ -20,6 +20,7 @@ from sllm_runtime.control.scheduling.rooms import CLOSE_S, Start, by_time
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.view import Key, View
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, Span
+from tests.fixtures.examples import examples
 
 
 def made(view: View) -> list[Server]:
@@ -80,7 +81,7 @@ def choosy(view: View, keys: list[Key], rng: random.Random) -> View:
     return view
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**32), nodes=st.integers(1, 6))
 def test_the_index_finds_what_looking_at_every_server_finds(seed: int, nodes: int) -> None:
     """Of each of 25 clusters that follow from each other, and the same as from an index that is made anew."""
@@ -108,7 +109,7 @@ def test_the_index_finds_what_looking_at_every_server_finds(seed: int, nodes: in
             view = changed(view, rng, number)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**32), nodes=st.integers(1, 30), release=st.sampled_from([0.0, 0.2]))
 def test_servers_come_in_the_order_of_their_estimates(seed: int, nodes: int, release: float) -> None:
     rng = random.Random(seed)
