@@ -33,7 +33,7 @@ def load_model(
     config = weights.read_config(files)
     tensors = _tensors(index, pending)
     dtype = weights.compute_dtype(manifest.dtype, config, tensors)
-    settings = Settings(manifest.memory // KV_SHARE, pending.session.model, proof)
+    settings = Settings(manifest.memory // KV_SHARE, pending.session.model, proof, _beside(manifest, index))
 
     def make_module() -> Any:
         net = _empty(manifest, module, config, dtype)
@@ -56,6 +56,11 @@ def load_model(
     return ModelHandle(
         make_module, files, home / "model", lambda: start_engine(lambda: made.engine(files, config, settings), files)
     )
+
+
+def _beside(manifest: Manifest, index: CheckpointIndex) -> int | None:
+    """What ``gpu_memory`` leaves beside the weights; None where nothing is said of it."""
+    return None if manifest.gpu_memory is None else max(0, manifest.gpu_memory - index.nbytes)
 
 
 def _tensors(index: CheckpointIndex, pending: Weights) -> CheckpointTensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -50,6 +51,8 @@ class Settings:
     kv_bytes: int
     model: str = ""
     proof: str = ""
+    gpu_bytes: int | None = None
+    """What may be taken of a GPU beside the weights; ``None``: what is free."""
     layers: int | None = None
     """How many of the first layers this process has; all of them unless it is given."""
     runner: Callable[[selftest.Proof], Runner] | None = None
@@ -79,7 +82,8 @@ class Known:
             log.warning(
                 "no level of exactness holds for %s on this machine: a resumed call may differ", self.architecture
             )
-        runner = _on_device(self.decoder, found) if settings.runner is None else settings.runner(found)
+        make = settings.runner or partial(_on_device, self.decoder, settings.gpu_bytes)
+        runner = make(found)
         engine = OurEngine(
             self.decoder,
             admission.end_ids(raw, files.get("generation_config.json")),
@@ -154,7 +158,7 @@ def backend_of(device: torch.device) -> Backend:
     return Device.here(device)
 
 
-def _on_device(decoder: Decoder, found: selftest.Proof) -> Runner | None:
+def _on_device(decoder: Decoder, granted: int | None, found: selftest.Proof) -> Runner | None:
     """None: the engine's own, on the CPU."""
     if isinstance(decoder.backend, Host):
         return None
@@ -162,4 +166,4 @@ def _on_device(decoder: Decoder, found: selftest.Proof) -> Runner | None:
     from sllm_runtime.worker.engine.ours.gpu.runner import DeviceRunner
 
     assert isinstance(decoder.backend, Device)
-    return DeviceRunner(decoder, decoder.backend, found.numerics)
+    return DeviceRunner(decoder, decoder.backend, found.numerics, granted=granted)

@@ -33,7 +33,7 @@ def choose(
     Raises ``FunctionError`` if the row holds NaN, ``InvalidRequest`` if no id is ``allowed``.
     """
     if np.isnan(row).any():
-        raise FunctionError(_NAN)
+        raise not_a_number()
     scores = _penalised(row, sampling, prompt, output)
     if allowed is not None:
         scores[~allowed] = -np.inf
@@ -49,7 +49,12 @@ def choose(
 
 def broken(scores: Sequence[TokenChoice]) -> FunctionError | None:
     """What is wrong with the log probabilities of a prompt, if anything is."""
-    return FunctionError(_NAN) if any(math.isnan(score.logprob) for score in scores) else None
+    return not_a_number() if any(math.isnan(score.logprob) for score in scores) else None
+
+
+def not_a_number() -> FunctionError:
+    """What is wrong with a row that holds NaN."""
+    return FunctionError(_NAN)
 
 
 def _penalised(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> Row:

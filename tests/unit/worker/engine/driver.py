@@ -20,6 +20,7 @@ from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.model.survey import survey
 from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
 from sllm_runtime.worker.engine.ours.pages import pages_for
+from sllm_runtime.worker.engine.ours.sampler import Likeliest
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Limits
 from sllm_runtime.worker.engine.ours.scheduler import Sequence as Running
 from tests.fixtures.families import family
@@ -95,12 +96,13 @@ def ids(events: Sequence[Event]) -> tuple[int, ...]:
 
 
 def kept(core: OurEngine) -> list[torch.Tensor]:
-    """Logits of every step to come."""
+    """Logits of every step to come, of runners that give them for all."""
     logits: list[torch.Tensor] = []
     collect = core.runner.collect
 
-    def collected() -> torch.Tensor | None:
+    def collected() -> torch.Tensor | Likeliest | None:
         found = collect()
+        assert not isinstance(found, Likeliest)
         if found is not None:
             logits.append(found.clone())
         return found
@@ -110,7 +112,8 @@ def kept(core: OurEngine) -> list[torch.Tensor]:
 
 
 def rows_of(core: OurEngine) -> dict[tuple[int, int], torch.Tensor]:
-    """Logits to come, by request and how many ids its output had then."""
+    """Logits to come, by request and how many ids its output had then. Of runners that choose by themselves none but
+    those of steps in which they do not."""
     rows: dict[tuple[int, int], torch.Tensor] = {}
     launched: deque[list[tuple[int, int]]] = deque()
     launch, collect = core.runner.launch, core.runner.collect
@@ -120,11 +123,11 @@ def rows_of(core: OurEngine) -> dict[tuple[int, int], torch.Tensor]:
         launched.append([(each.request.id, each.produced) for each in samples])
         return samples
 
-    def collected() -> torch.Tensor | None:
-        logits, keys = collect(), launched.popleft()
-        if logits is not None:
-            rows.update((key, logits[at].clone()) for at, key in enumerate(keys))
-        return logits
+    def collected() -> torch.Tensor | Likeliest | None:
+        found, keys = collect(), launched.popleft()
+        if isinstance(found, torch.Tensor):
+            rows.update((key, found[at].clone()) for at, key in enumerate(keys))
+        return found
 
     core.runner.launch = launching  # type: ignore[method-assign]
     core.runner.collect = collected  # type: ignore[method-assign]

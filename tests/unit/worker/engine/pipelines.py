@@ -13,12 +13,14 @@ import torch
 
 from sllm_runtime.worker.engine.ours.edge import Edges, dtype_name
 from sllm_runtime.worker.engine.ours.engine import OurEngine
-from sllm_runtime.worker.engine.ours.numerics import EXACT
+from sllm_runtime.worker.engine.ours.numerics import EXACT, GPU_EXACT
 from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.scheduler import Limits
 from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S
 from tests.fixtures.nursery import Nursery
+from tests.unit.worker.engine import stand_in
 from tests.unit.worker.engine.driver import decoder, names_of
+from tests.unit.worker.engine.stand_in import RowByRow
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -46,17 +48,17 @@ class Made:
 def stages(
     nursery: Nursery, name: str, *cuts: int, depth: int | None = None, dtype: torch.dtype = torch.float32,
     limits: Limits | None = None, tcp: bool = False, pipes: tuple[int, ...] = (), kv: int = KV_BYTES,
-    stage: Mapping[str, Any] | None = None,
+    stage: Mapping[str, Any] | None = None, accelerated: bool = False,
 ) -> Iterator[Made]:  # fmt: skip
     """Stages at ``cuts``, the first here. ``pipes``: that layers of the last one come through; ``stage``: what it is
-    told beside or in place of the rest."""
+    told beside or in place of the rest; ``accelerated``: as GPUs have them, but over tensors on the CPU."""
     borders = list(pairwise(cuts))
     pairs = [tcp_pair() if tcp else socket.socketpair() for _ in borders]
     pids = []
     try:
         for number, (low, high) in enumerate(borders[1:], 1):
             fds = [pairs[number - 1][1].fileno(), pairs[number][0].fileno()]
-            asked = {"model": name, "low": low, "high": high, "dtype": dtype_name(dtype)}
+            asked = {"model": name, "low": low, "high": high, "dtype": dtype_name(dtype), "accelerated": accelerated}
             if number == len(borders) - 1:
                 fds += pipes
                 asked |= stage or {}
@@ -68,13 +70,14 @@ def stages(
             if before is not pairs[0][0]:
                 before.close()
         limits = limits or Limits()
-        made = decoder(name, dtype)
+        made = stand_in.decoder(name, dtype, RowByRow()) if accelerated else decoder(name, dtype)
+        level = GPU_EXACT if accelerated else EXACT
         pipeline = Pipeline(
-            made, EXACT, cuts[1], edges, depth=depth or len(borders), kv_bytes=kv, fingerprint="same", limits=limits,
+            made, level, cuts[1], edges, depth=depth or len(borders), kv_bytes=kv, fingerprint="same", limits=limits,
             names=names_of(name, 0, cuts[1], dtype),
         )  # fmt: skip
         with contextlib.closing(pipeline):
-            core = OurEngine(made, frozenset(), EXACT, kv, proven=True, limits=limits, runner=pipeline)
+            core = OurEngine(made, frozenset(), level, kv, proven=True, limits=limits, runner=pipeline)
             yield Made(core, pipeline, pids)
     finally:
         for pair in pairs:

@@ -88,7 +88,10 @@ class Again:
             computed.hidden.copy_(found.hidden)
             assert computed.logits is not None
             assert found.logits is not None
+            assert computed.best is not None
+            assert found.best is not None
             computed.logits.copy_(found.logits)
+            computed.best.copy_(found.best)
 
         return computed, replay
 

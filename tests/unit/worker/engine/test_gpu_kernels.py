@@ -17,6 +17,7 @@ PATIENCE_S = 280
 CHECKS = [
     "a_linear_layer_is_the_sum",
     "a_row_of_a_linear_layer_is_its_own",
+    "an_adapter_is_the_sum_and_its_rows_are_their_own",
     "norms_are_those_of_float64",
     "a_row_of_a_norm_is_its_own",
     "keys_and_values_go_where_their_slots_say",
@@ -25,25 +26,34 @@ CHECKS = [
     "what_a_window_hides_is_not_looked_at",
     "no_rows_are_no_work",
 ]
+QUICK = ["keys_and_values_go_where_their_slots_say", "a_row_of_a_norm_is_its_own", "no_rows_are_no_work"]
 everywhere = pytest.mark.parametrize("check", CHECKS)
 
 
 @cache
-def _found(device: str) -> dict[str, str | None]:
-    """What each check found, by name; None: nothing."""
+def _found(device: str, *checks: str) -> dict[str, str | None]:
+    """What each check found (all, unless some are named), by name; None: nothing."""
     own = {"TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fixtures.gpu_kernels", device],
+        [sys.executable, "-m", "tests.fixtures.gpu_kernels", device, *checks],
         cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
+@pytest.mark.parametrize("check", QUICK)
+def test_some_interpreted(check: str) -> None:
+    wrong = _found("cpu", *QUICK)[check]
+    assert wrong is None, wrong
+
+
+@pytest.mark.slow
 def test_every_check_is_run() -> None:
     assert list(_found("cpu")) == CHECKS
 
 
+@pytest.mark.slow
 @everywhere
 def test_interpreted(check: str) -> None:
     wrong = _found("cpu")[check]

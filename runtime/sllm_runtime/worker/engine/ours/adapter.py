@@ -41,7 +41,7 @@ class LowRank:
 
 class Adapter:
     """``modules`` by the names that the model's own matrices have. ``digest``: of its content. ``tile``: rows of its
-    products, where that is known."""
+    products, where that is known; 1: each row has to be a product by itself."""
 
     def __init__(self, digest: str, modules: Mapping[str, LowRank], tile: int | None = None) -> None:
         self.modules = modules
@@ -49,7 +49,7 @@ class Adapter:
         """What the hashes of its pages in the KV cache begin with: what it computed is no other's."""
         self.nbytes = sum(half.a.nbytes + half.b.nbytes for half in modules.values())
         """Of all its modules, also of those that are in other processes."""
-        self.tile = tile or (TILE if all(map(_same_wherever, _of_each_shape(modules))) else 1)
+        self.tile = tile or (TILE if all(map(_same_wherever, self.of_each_shape())) else 1)
 
     @classmethod
     def read(
@@ -77,6 +77,14 @@ class Adapter:
                 name: _low_rank(tensor(halves_a[name]), tensor(halves_b[name]), scaling.of(name)) for name in halves_a
             }
         return cls(digest, modules)
+
+    def move(self, device: torch.device) -> None:
+        """Its matrices are on ``device`` from now on."""
+        self.modules = {name: LowRank(half.a.to(device), half.b.to(device)) for name, half in self.modules.items()}
+
+    def of_each_shape(self) -> list[LowRank]:
+        """One of its modules for each shape that they have."""
+        return list({(half.a.shape, half.b.shape): half for half in self.modules.values()}.values())
 
     def keep(self, holds: Callable[[str], bool]) -> None:
         """Give up the modules that ``holds`` is false of: another process has them."""
@@ -122,10 +130,6 @@ def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
     return default
-
-
-def _of_each_shape(modules: Mapping[str, LowRank]) -> list[LowRank]:
-    return list({(half.a.shape, half.b.shape): half for half in modules.values()}.values())
 
 
 def _same_wherever(half: LowRank) -> bool:

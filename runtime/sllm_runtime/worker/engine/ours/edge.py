@@ -119,7 +119,7 @@ class Edges:
             raise InstanceLost(f"{self.behind} is gone: {error.strerror or error}") from error
 
     def send_rows(self, step: int, rows: torch.Tensor) -> None:
-        """Hand on the rows of a step."""
+        """Hand on the rows of a step; waits for the device that they are on."""
         assert self._slots is not None
         if rows.dtype != self._slots.dtype or rows.shape[0] > self._slots.rows:
             raise ProtocolError(f"{rows.dtype} rows {tuple(rows.shape)} do not fit {self._slots}")
@@ -128,12 +128,12 @@ class Edges:
             self._into[step % self._slots.count, :count].copy_(rows)
             self.send(Rows(step, count))
             return
-        content = rows.contiguous().view(torch.uint8).numpy().tobytes()
+        content = rows.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         for at in range(0, max(1, len(content)), MAX_PART):
             self.send(Rows(step, count, at, content[at : at + MAX_PART]))
 
     def receive_rows(self, step: int, count: int) -> torch.Tensor:
-        """The ``count`` rows of ``step``, a copy. Raises ``ProtocolError`` if something else comes."""
+        """The ``count`` rows of ``step``, a copy on the CPU. Raises ``ProtocolError`` if something else comes."""
         assert self._slots is not None
         slots = self._slots
         first = self._rows(step, count, 0)

@@ -108,7 +108,7 @@ class OurEngine:
         if self._by_memory and len(request.prompt) >= self.max_context:
             raise ContextLengthExceeded(
                 f"the prompt has {len(request.prompt)} tokens, the KV memory of this instance holds "
-                f"{self.max_context}; shorten the prompt or raise memory=... in @model_function",
+                f"{self.max_context}; shorten the prompt or raise {self.decoder.backend.bound}=... in @model_function",
                 field="prompt",
             )
         admission.check(request, self.max_context, self.vocabulary)
@@ -162,10 +162,10 @@ class OurEngine:
         return True
 
     def _collect(self, step: Step) -> list[Event]:
-        logits = self.runner.collect()
-        if logits is None:
+        found = self.runner.collect()
+        if found is None:
             return []
-        picked = choose_rows(logits, step.samples, self._eos)
+        picked = choose_rows(found, step.samples, self._eos)
         return [
             self._advance(sequence, choice)
             for sequence, length, choice in zip(step.samples, step.lengths, picked, strict=True)

@@ -6,15 +6,29 @@ and each tile is a product by itself. A step without adapters pays a look at an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
-from sllm_runtime.worker.engine.ours.adapter import Adapter
+from sllm_runtime.worker.engine.ours.adapter import Adapter, LowRank
 
 Rows = torch.Tensor
+Through = Callable[[LowRank, Rows, int], Rows]
+"""What a module's half makes of rows (float32), as many as some tiles of the given size have."""
+_CPU: Final = torch.device("cpu")
+
+
+def in_tiles(half: LowRank, rows: Rows, size: int) -> Rows:
+    """``Through`` on a CPU: each tile is a product by itself."""
+    tiles = [half(rows[at : at + size]) for at in range(0, len(rows), size)]
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+
+
+def _stay(adapter: Adapter) -> None:
+    """It is computed where it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +41,29 @@ class Group:
 
 
 class Lora:
-    """The adapters of one model: those that requests may name, and those of the rows of the current step."""
+    """The adapters of one model: those that requests may name, and those of the rows of the current step. ``device``:
+    where it is computed; ``take``: brings an adapter there (``Backend.take``)."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device = _CPU, take: Callable[[Adapter], None] = _stay
+    ) -> None:
         self._tensors = tensors
+        self._device = device
+        self._take = take
         self._named: dict[str, Adapter] = {}
         self.groups: tuple[Group, ...] = ()
 
     def put(self, name: str, adapter: Adapter) -> None:
         """Requests may name it from now on. Raises ``UnsupportedModel`` or ``InvalidCheckpoint`` if it is of another
-        model, or of parts that take none."""
-        self.check(name, adapter)
+        model, or of parts that take none, and ``OutOfMemory``."""
+        self.bring(name, adapter)
         self._named[name] = adapter
 
-    def check(self, name: str, adapter: Adapter) -> None:
-        """Raise as ``put`` does."""
+    def bring(self, name: str, adapter: Adapter) -> None:
+        """Have it where the model is computed. Raises as ``put`` does."""
         for module, half in adapter.modules.items():
             self._check(name, module, half.a.shape[0], half.b.shape[1])
+        self._take(adapter)
 
     def drop(self, name: str) -> None:
         """Requests that name it are refused from now on; those that run keep it. Repeatable."""
@@ -65,7 +85,7 @@ class Lora:
             if adapter is not None:
                 rows.setdefault(adapter, []).extend(range(at, at + count))
             at += count
-        self.groups = tuple(_group(adapter, numbers) for adapter, numbers in rows.items())
+        self.groups = tuple(_groups(rows, self._device)) if rows else ()
 
     def product(self, outputs: Mapping[str, int]) -> Product:
         """What is added to a product of the model whose modules, side by side, have so many outputs."""
@@ -94,9 +114,13 @@ def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | 
     return tuple(tensors[name].shape) if name in tensors else None
 
 
-def _group(adapter: Adapter, numbers: list[int]) -> Group:
-    pad = -len(numbers) % adapter.tile
-    return Group(adapter, torch.tensor(numbers), torch.tensor(numbers + numbers[:1] * pad))
+def _groups(rows: Mapping[Adapter, list[int]], device: torch.device) -> Iterator[Group]:
+    """All numbers come to ``device`` by one copy."""
+    padded = [numbers + numbers[:1] * (-len(numbers) % adapter.tile) for adapter, numbers in rows.items()]
+    joined = torch.tensor([number for each in padded for number in each], pin_memory=device.type == "cuda")
+    parts = torch.split(joined.to(device, non_blocking=True), [len(each) for each in padded])
+    for (adapter, numbers), part in zip(rows.items(), parts, strict=True):
+        yield Group(adapter, part[: len(numbers)], part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +130,9 @@ class Product:
     lora: Lora
     places: tuple[tuple[str, int, int], ...]
 
-    def add(self, x: Rows, out: Rows) -> None:
+    def add(self, x: Rows, out: Rows, through: Through = in_tiles) -> None:
         """To ``out`` (rows, outputs), in place, what the adapters of the rows of ``x`` (rows, inputs) add."""
         for group in self.lora.groups:
-            size = group.adapter.tile
             gathered: Rows | None = None
             for module, low, high in self.places:
                 half = group.adapter.modules.get(module)
@@ -117,8 +140,7 @@ class Product:
                     continue
                 if gathered is None:
                     gathered = x.index_select(0, group.padded).to(torch.float32)
-                tiles = [half(gathered[at : at + size]) for at in range(0, len(gathered), size)]
-                added = (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(group.rows)]
+                added = through(half, gathered, group.adapter.tile)[: len(group.rows)]
                 columns = out[:, low:high]
                 changed = columns.index_select(0, group.rows).to(torch.float32).add_(added)
                 columns.index_copy_(0, group.rows, changed.to(out.dtype))

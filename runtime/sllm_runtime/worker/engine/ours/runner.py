@@ -13,6 +13,7 @@ from sllm_runtime.worker.engine.ours.batch import decodes_first
 from sllm_runtime.worker.engine.ours.model.backend import Kv, Steps
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
+from sllm_runtime.worker.engine.ours.sampler import Likeliest
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
 Head = Callable[[Many[int]], torch.Tensor]
@@ -47,7 +48,8 @@ class Runner(Protocol):
         """Of any rows of the last step; None where other processes have a part of the model."""
 
     def room(self, kv_bytes: int) -> int:
-        """Pages that fit, when each process of this runner may use ``kv_bytes``; 0 if not one does."""
+        """Pages that fit, when each process of this runner may use ``kv_bytes``; 0 if not one does. Raises
+        ``OutOfMemory`` where other memory than the host's counts and has no room for one."""
 
     def wake(self, pages: int) -> None:
         """Hold a KV cache of so many pages, with nothing in it."""
@@ -59,9 +61,9 @@ class Runner(Protocol):
         """Begin a step. ``fresh``: pages that hold what somebody else left there. Returns whose rows a token is chosen
         from, in the order of the logits."""
 
-    def collect(self) -> torch.Tensor | None:
-        """Float32 logits (at least as many rows as were wanted, vocabulary) of the oldest step on its way, on the CPU;
-        ``None`` where no row was wanted."""
+    def collect(self) -> torch.Tensor | Likeliest | None:
+        """Float32 logits (at least as many rows as were wanted, vocabulary) of the oldest step on its way, on the CPU,
+        or what is likeliest by them, where all that is asked for; ``None`` where no row was wanted."""
 
     def close(self) -> None:
         """Give back what joins this process to others. Repeatable."""

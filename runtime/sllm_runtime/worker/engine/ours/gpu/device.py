@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from sllm_runtime.protocol.errors import OutOfMemory, UnsupportedModel
+from sllm_runtime.protocol.quantities import show_bytes
+from sllm_runtime.worker.engine.ours.adapter import TILE, Adapter
 from sllm_runtime.worker.engine.ours.attention import Heads
+from sllm_runtime.worker.engine.ours.gpu.adapters import alike
 from sllm_runtime.worker.engine.ours.gpu.fast_ops import FastOps
 from sllm_runtime.worker.engine.ours.gpu.kv import DeviceKv
 from sllm_runtime.worker.engine.ours.gpu.ops import Ops
@@ -33,12 +39,17 @@ _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
 class Device:
-    """See ``Backend``. ``exact``: operators of the exact level; None: it is not offered."""
+    """See ``Backend``. ``exact``: operators of the exact level; None: it is not offered. ``free``: bytes of its memory
+    that nobody has; None: it is not the device's that counts."""
 
+    bound = "gpu_memory"
     otherwise = GPU_FAST
 
-    def __init__(self, device: torch.device, fast: Ops, exact: Ops | None) -> None:
+    def __init__(
+        self, device: torch.device, fast: Ops, exact: Ops | None, free: Callable[[], int] | None = None
+    ) -> None:
         self.device = device
+        self.free = free
         self.levels: tuple[Numerics, ...] = () if exact is None else (GPU_EXACT,)
         self.refusals: tuple[type[Exception], ...] = () if exact is None else exact.refusals
         self._ops = {GPU_FAST.name: fast, GPU_EXACT.name: exact or fast}
@@ -47,7 +58,11 @@ class Device:
     @classmethod
     def here(cls, device: torch.device) -> Device:
         """With the operators that can be had on ``device``."""
-        return cls(device, FastOps(), _exact())
+        return cls(device, FastOps(), _exact(), partial(_free, device) if device.type == "cuda" else None)
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """See ``Backend.current``: each thread has a current GPU of its own."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def marks(self) -> tuple[str, ...]:
         """See ``Backend.marks``."""
@@ -58,8 +73,27 @@ class Device:
         self._current.ops = self._ops[numerics.name]
 
     def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Linear:
-        """See ``Backend.linear``. There are no adapters here (``DeviceRunner.lora``)."""
-        return DeviceLinear(self._current, matrices, bias)
+        """See ``Backend.linear``."""
+        return DeviceLinear(self._current, matrices, bias, lora)
+
+    def take(self, adapter: Adapter) -> None:
+        """See ``Backend.take``. At the exact level it is shown that no row of its products sees another one; kernels
+        of its shapes are compiled then, and not in a step."""
+        ops = self._current.ops
+        try:
+            with torch.inference_mode(), self.current():
+                adapter.move(self.device)
+                same = ops is self._ops[GPU_FAST.name] or alike(ops, adapter, self.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self.device} has no room for an adapter of {show_bytes(adapter.nbytes)}; free some of its memory, "
+                "or ask for a GPU with more (gpu_memory=... in @model_function)"
+            ) from error
+        except ops.refusals as error:
+            raise UnsupportedModel(
+                f"the adapter cannot be computed on {self.device}: {type(error).__name__}: {error}"
+            ) from error
+        adapter.tile = TILE if same else 1
 
     def rms_norm(self, weight: torch.Tensor, eps: float, plus: float) -> Norm:
         """See ``Backend.rms_norm``."""
@@ -81,6 +115,7 @@ class Device:
         self, shape: KvShape, pages: int, heads: Heads, numerics: Numerics, dtype: torch.dtype
     ) -> tuple[DeviceKv, DeviceSteps]:
         """See ``Backend.cache``. Raises ``OutOfMemory``."""
+        self.use(numerics, dtype)
         kv = DeviceKv(shape, pages, dtype, self.device)
         return kv, DeviceSteps(kv, heads, numerics, self._ops[numerics.name], self.device)
 
@@ -92,6 +127,12 @@ def _exact() -> Ops | None:
         log.warning("there is no exact mode here, triton is missing: %s", error)
         return None
     return ExactOps()
+
+
+def _free(device: torch.device) -> int:
+    """What torch keeps for itself is given back first: the self-test used it."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _marks(device: torch.device) -> tuple[str, ...]:

@@ -28,10 +28,12 @@ AFTER: Final = 3
 
 
 class Computed(NamedTuple):
-    """Of a step: hidden rows behind the last layer, and float32 logits of the rows that were wanted, if any were."""
+    """Of a step: hidden rows behind the last layer, and float32 logits of the rows that were wanted, if any were, with
+    what is ``likeliest`` by them."""
 
     hidden: torch.Tensor
     logits: torch.Tensor | None
+    best: torch.Tensor | None
 
 
 Compute = Callable[[], Computed]

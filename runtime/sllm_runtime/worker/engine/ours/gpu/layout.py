@@ -82,7 +82,7 @@ def fill(into: Fields, parts: Many[Part], spare: int) -> None:
         if part.samples:
             wanted.append(len(positions) - 1)
     pad = rows - len(positions)
-    _put(into.tokens, tokens + [0] * pad)
+    _put(into.tokens, tokens + [0] * (rows - len(tokens)))  # a stage behind the head is told none
     _put(into.positions, positions + [0] * pad)
     _put(into.slots, slots + [spare * PAGE] * pad)
     _put(into.of, of + [len(parts)] * pad)

@@ -6,11 +6,14 @@ import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 
+from sllm_runtime.worker.engine.ours.gpu.adapters import through
 from sllm_runtime.worker.engine.ours.gpu.ops import Ops
+from sllm_runtime.worker.engine.ours.lora import Product
 from sllm_runtime.worker.engine.ours.model.backend import Linear, Mlp, Rows
 from sllm_runtime.worker.engine.ours.model.parts import Experts
 from sllm_runtime.worker.engine.ours.model.weights import side_by_side
@@ -29,21 +32,29 @@ class Current:
 class DeviceLinear:
     """One product for matrices that lie behind one another, else one for each."""
 
-    def __init__(self, current: Current, matrices: Many[torch.Tensor], bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, current: Current, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None
+    ) -> None:
         joined = side_by_side(matrices)
         self._matrices = list(matrices) if joined is None else [joined]
         sizes = [len(matrix) for matrix in self._matrices]
         ends = list(itertools.accumulate(sizes))
         self._biases = [None if bias is None else bias[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self._current = current
+        self._lora = lora
 
     def __call__(self, x: Rows) -> Rows:
         linear = self._current.ops.linear
         parts = [linear(x, matrix, bias) for matrix, bias in zip(self._matrices, self._biases, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return self._adapted(x, parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
     def added(self, x: Rows, residual: Rows) -> Rows:
-        return self._current.ops.linear_added(x, self._matrices[0], residual, self._biases[0])
+        return self._adapted(x, self._current.ops.linear_added(x, self._matrices[0], residual, self._biases[0]))
+
+    def _adapted(self, x: Rows, out: Rows) -> Rows:
+        if self._lora is not None and self._lora.lora.groups:
+            self._lora.add(x, out, partial(through, self._current.ops))
+        return out
 
 
 class DeviceRmsNorm:

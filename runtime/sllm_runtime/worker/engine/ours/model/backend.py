@@ -5,12 +5,14 @@ Families know nothing of it. A part is made by the backend when its weights are 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from typing import Protocol
 
 import torch
 
+from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.engine.ours.attention import Heads
 from sllm_runtime.worker.engine.ours.batch import Batch, Part
 from sllm_runtime.worker.engine.ours.kv import KvShape
@@ -74,6 +76,10 @@ class Backend(Protocol):
         """Where weights, activations and KV are."""
 
     @property
+    def bound(self) -> str:
+        """The option of ``@model_function`` that bounds the KV cache."""
+
+    @property
     def levels(self) -> tuple[Numerics, ...]:
         """Of exactness, from cheap to strict: the first that the self-test proves is taken."""
 
@@ -86,6 +92,9 @@ class Backend(Protocol):
         """What a level raises that cannot be computed on this machine: a kernel that its compiler or its processor
         does not take."""
 
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """What this thread computes in it is launched on ``device``."""
+
     def marks(self) -> tuple[str, ...]:
         """What decides the bits beside the model: libraries, processor, settings."""
 
@@ -94,6 +103,10 @@ class Backend(Protocol):
 
     def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Linear:
         """Of matrices of shape (out, in) that take the same rows."""
+
+    def take(self, adapter: Adapter) -> None:
+        """Have the matrices of ``adapter`` where this computes, ready for the next step. From any thread. Raises
+        ``OutOfMemory``, and ``UnsupportedModel`` for what cannot be computed there."""
 
     def rms_norm(self, weight: torch.Tensor, eps: float, plus: float) -> Norm:
         """x / sqrt(mean(x^2) + eps) * (weight + plus), in float32."""

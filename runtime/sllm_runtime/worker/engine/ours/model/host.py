@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.engine.ours.attention import Floats, Heads
 from sllm_runtime.worker.engine.ours.batch import Batches
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
@@ -36,12 +38,17 @@ class Host:
     """See ``Backend``."""
 
     device = torch.device("cpu")
+    bound = "memory"
     levels = LEVELS
     otherwise = EXACT
     refusals = ()
 
     def __init__(self) -> None:
         self._products = Products()
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """See ``Backend.current``."""
+        return contextlib.nullcontext()
 
     def marks(self) -> tuple[str, ...]:
         """See ``Backend.marks``."""
@@ -57,6 +64,9 @@ class Host:
     def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Linear:
         """See ``Backend.linear``."""
         return HostLinear(self._products, matrices, bias, lora)
+
+    def take(self, adapter: Adapter) -> None:
+        """See ``Backend.take``: they are where they were read."""
 
     def rms_norm(self, weight: torch.Tensor, eps: float, plus: float) -> Norm:
         """See ``Backend.rms_norm``."""

@@ -18,7 +18,7 @@ class Weights:
         self._tensors = tensors
         self.dtype = dtype
         self.backend = backend
-        self.lora = Lora(tensors)
+        self.lora = Lora(tensors, backend.device, backend.take)
         """What adapters add to the products that are made of these."""
 
     def __contains__(self, name: str) -> bool:

@@ -95,14 +95,20 @@ class Pipeline(Driver):
         return [self._lender.number(each) for each in adapters]
 
     def _run(self, number: int, batch: Batch) -> None:
-        rows = self._decoder.run(self._decoder.begin(batch), batch, 0, self._layers.high)
-        self._edges.send_rows(number, rows)
+        with self._decoder.backend.current():
+            rows = self._decoder.run(self._decoder.begin(batch), batch, 0, self._layers.high)
+            self._edges.send_rows(number, rows)
         self._steps.append((number, len(batch.wanted)))
 
     def _collect(self) -> torch.Tensor | None:
         number, count = self._steps.popleft()
         rows = self._edges.receive_rows(number, count)
-        return self._decoder.logits(rows, torch.arange(count)) if count else None
+        if not count:
+            return None
+        backend = self._decoder.backend
+        with backend.current():
+            wanted = torch.arange(count, device=backend.device)
+            return self._decoder.logits(rows.to(backend.device), wanted).cpu()
 
     def _cause(self, error: InstanceLost) -> SllmError:
         """The stage behind the one that is gone knows which and why."""

@@ -73,7 +73,7 @@ class Borrowed:
         for number, adapter in () if fd is None else unpack(message, fd, self._mine):
             if number in self._adapters:
                 raise ProtocolError(f"adapter {number} came twice")
-            self._lora.check(str(number), adapter)
+            self._lora.bring(str(number), adapter)
             self._adapters[number] = adapter
 
     def begin(self, step: Step) -> None:
@@ -101,8 +101,8 @@ def pack(adapters: Mapping[int, Adapter], drop: tuple[int, ...]) -> tuple[Lend, 
             file.write(table)
             for adapter in adapters.values():
                 for half in adapter.modules.values():
-                    file.write(half.a.numpy().data)
-                    file.write(half.b.numpy().data)
+                    file.write(half.a.cpu().numpy().data)
+                    file.write(half.b.cpu().numpy().data)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException as error:
         if fd >= 0:

@@ -81,5 +81,7 @@ class Stage(Follower):
     def _run(self, step: Step, batch: Batch) -> None:
         self._adapters.begin(step)
         rows = self._edges.receive_rows(step.number, batch.rows)
-        rows = self._decoder.run(rows, batch, self._layers.low, self._layers.high)
-        self._edges.send_rows(step.number, rows.index_select(0, batch.wanted) if self._last else rows)
+        backend = self._decoder.backend
+        with backend.current():
+            rows = self._decoder.run(rows.to(backend.device), batch, self._layers.low, self._layers.high)
+            self._edges.send_rows(step.number, rows.index_select(0, batch.wanted) if self._last else rows)
