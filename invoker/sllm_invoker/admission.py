@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from sllm_runtime.protocol.errors import Conflict, NoCapacity
-from sllm_runtime.protocol.node import Gpu, StartInstance
+from sllm_runtime.protocol.node import Gpu, Shared, StartInstance
 from sllm_runtime.protocol.quantities import show_bytes
 
 
@@ -15,8 +15,10 @@ class Claim:
 
     cpu: float
     memory: int
-    """Bytes: the manifest's memory for each process, and the model's weights, since private writable mappings count."""
+    """Bytes of its own: the manifest's memory for each process."""
     gpus: tuple[int, ...] = ()
+    weights: dict[str, int] = field(default_factory=dict)
+    """Bytes of its models by digest. Those that use one share it: it is promised once."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,20 @@ class Ledger:
         return min(self.cpu, self.cpu * self.cpu_overcommit - sum(claim.cpu for claim in self.claims.values()))
 
     @property
+    def shared(self) -> dict[str, Shared]:
+        """Models that are in use, by digest."""
+        found: dict[str, Shared] = {}
+        for claim in self.claims.values():
+            for digest, nbytes in claim.weights.items():
+                users = found[digest].instances if digest in found else 0
+                found[digest] = Shared(nbytes, users + 1)
+        return found
+
+    @property
     def free_memory(self) -> int:
         """Bytes that can still be promised; below 0 when the pool has been given more since."""
-        return self.offered_memory - sum(claim.memory for claim in self.claims.values())
+        own = sum(claim.memory for claim in self.claims.values())
+        return self.offered_memory - own - sum(each.nbytes for each in self.shared.values())
 
     @property
     def held_gpus(self) -> tuple[Gpu, ...]:
@@ -62,9 +75,11 @@ class Ledger:
             raise Conflict(f"instance {instance} is already admitted on this node")
         if claim.cpu > self.free_cpu + 1e-9:
             raise NoCapacity(f"instance {instance} needs {claim.cpu:g} CPUs, this node has {self.free_cpu:g} free")
-        if claim.memory > self.free_memory:
+        shared = self.shared
+        needed = claim.memory + sum(nbytes for digest, nbytes in claim.weights.items() if digest not in shared)
+        if needed > self.free_memory:
             raise NoCapacity(
-                f"instance {instance} needs {show_bytes(claim.memory)} of memory,"
+                f"instance {instance} needs {show_bytes(needed)} of memory,"
                 f" this node has {show_bytes(max(0, self.free_memory))} free"
             )
         for index in claim.gpus:
@@ -93,4 +108,4 @@ def replace_gpu(gpu: Gpu, used_by: str | None) -> Gpu:
 def claim_of(order: StartInstance) -> Claim:
     """What ``order`` holds once it is begun."""
     manifest, processes = order.manifest, order.manifest.parallelism.processes
-    return Claim(manifest.cpu * processes, manifest.memory * processes + order.weights, order.gpus)
+    return Claim(manifest.cpu * processes, manifest.memory * processes, order.gpus, order.models)

@@ -314,6 +314,7 @@ class Node:
             drivers=self._drivers,
             condition=self._driver.problem,
             instances=self._instances.statuses(),
+            shared=ledger.shared,
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from sllm_runtime.control.view import Instance, Key, Node, View
+from sllm_runtime.control.view import EMPTY, Instance, Key, Node, View
 from sllm_runtime.protocol.errors import PythonMismatch
 from sllm_runtime.protocol.limits import MAX_MEMBERS
 from sllm_runtime.protocol.manifest import Manifest
-from sllm_runtime.protocol.node import Gpu, NodeStatus
+from sllm_runtime.protocol.node import Gpu, NodeStatus, Shared
 from sllm_runtime.protocol.quantities import parse_gpu, show_bytes
 
 ANY_GPU = "any"
@@ -21,12 +21,26 @@ class Need:
 
     cpu: float
     memory: int
+    """Bytes, its models' among them: what it takes where nobody uses these."""
     gpus: tuple[tuple[str, int], ...] = ()
     gpu_memory: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     container: str = ""
     """Why it needs a container ("image …"), or empty."""
     python: str = ""
+    weights: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of its models by digest: a node sets them aside once for all of its instances that use one."""
+
+    @property
+    def own(self) -> int:
+        """Bytes that it shares with nobody."""
+        return self.memory - sum(self.weights.values())
+
+    def takes(self, there: Capacity) -> int:
+        """Bytes of memory that it takes there, where others may use some of its models already."""
+        if not there.shared:
+            return self.memory
+        return self.memory - sum(nbytes for digest, nbytes in self.weights.items() if digest in there.shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,8 @@ class Capacity:
     labels: Mapping[str, str]
     drivers: tuple[str, ...]
     python: str
+    shared: Mapping[str, Shared] = field(default_factory=dict)
+    """Models that are in use there, by digest: their bytes are set aside already."""
 
 
 def need_of(manifest: Manifest) -> Need:
@@ -61,11 +77,16 @@ def need_of(manifest: Manifest) -> Need:
     )
 
 
-def memory_of(view: View, key: Key, manifest: Manifest) -> int:
-    """Bytes an instance holds on its node: its own, and its models', whose private mappings it may write to."""
-    model = view.model_of(key)
-    adapters = sum(adapter.nbytes for adapter in view.adapters_of(key).values())
-    return manifest.memory * manifest.parallelism.processes + adapters + (model.nbytes if model is not None else 0)
+def need_in(view: View, key: Key, manifest: Manifest) -> Need:
+    """The needs of an instance of version ``key``, its models' bytes included."""
+    need, weights = need_of(manifest), weights_of(view, key)
+    return replace(need, memory=need.memory + sum(weights.values()), weights=weights) if weights else need
+
+
+def weights_of(view: View, key: Key) -> Mapping[str, int]:
+    """Bytes of a version's model and adapters, by digest."""
+    model, found = view.model_of(key), {each.digest: each.nbytes for each in view.adapters_of(key).values()}
+    return found if model is None else {**found, model.digest: model.nbytes}
 
 
 def unsupported(manifest: Manifest) -> str:
@@ -133,14 +154,17 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
     unseen = [] if there.keys() <= reported else [i for i in there.values() if _unseen(i, reported)]
     taken = {index for i in unseen for index in i.gpus}
     back = {None, *(i.record.instance for i in leaving)}
+    come, gone = ([need_in(view, i.key, i.manifest) for i in each] for each in (unseen, leaving))
+    memory, shared = _memory(status, come, gone)
     return Capacity(
         node=name,
-        cpu=status.free_cpu - _cpu(unseen) + _cpu(leaving),
-        memory=status.free_memory - _memory(view, unseen) + _memory(view, leaving),
+        cpu=status.free_cpu - sum(need.cpu for need in come) + sum(need.cpu for need in gone),
+        memory=memory,
         gpus=tuple([gpu for gpu in status.gpus if gpu.used_by in back and gpu.index not in taken]),
         labels=status.labels,
         drivers=status.drivers,
         python=status.python,
+        shared=shared,
     )
 
 
@@ -148,12 +172,32 @@ def _unseen(instance: Instance, reported: Set[str]) -> bool:
     return instance.record.instance not in reported and not instance.ended
 
 
-def _cpu(instances: Sequence[Instance]) -> float:
-    return sum(need_of(instance.manifest).cpu for instance in instances)
+def _memory(status: NodeStatus, come: Sequence[Need], gone: Sequence[Need]) -> tuple[int, Mapping[str, Shared]]:
+    """Bytes of memory that are free when instances have ``come`` beside those of the report and others are ``gone``,
+    and the models that are in use then."""
+    shared, free_memory = status.shared, status.free_memory
+    if not come and not gone:
+        return free_memory, shared or EMPTY
+    if shared is None:
+        return free_memory - sum(need.memory for need in come) + sum(need.memory for need in gone), EMPTY
+    users: Mapping[str, Shared] = shared
+    for need in come:
+        users = using(users, need)
+    for need in gone:
+        users = using(users, need, -1)
+    own = sum(need.own for need in come) - sum(need.own for need in gone)
+    return free_memory - own + _nbytes(shared) - _nbytes(users), users
 
 
-def _memory(view: View, instances: Sequence[Instance]) -> int:
-    return sum(memory_of(view, instance.key, instance.manifest) for instance in instances)
+def _nbytes(shared: Mapping[str, Shared]) -> int:
+    return sum(each.nbytes for each in shared.values())
+
+
+def using(shared: Mapping[str, Shared], need: Need, count: int = 1) -> Mapping[str, Shared]:
+    """``shared`` with ``count`` more instances of ``need``; what nobody uses is not in it."""
+    users = {digest: shared[digest].instances if digest in shared else 0 for digest in need.weights}
+    changed = {digest: Shared(nbytes, users[digest] + count) for digest, nbytes in need.weights.items()}
+    return {digest: each for digest, each in {**shared, **changed}.items() if each.instances > 0}
 
 
 def suits(gpu: Gpu, kind: str, memory: int) -> bool:
@@ -199,8 +243,8 @@ def short(need: Need, capacity: Capacity) -> tuple[str, ...]:
         lacks.append(f"a container driver for {need.container} (has {', '.join(capacity.drivers) or 'none'})")
     if need.python and capacity.python and need.python != capacity.python:
         lacks.append(f"Python {need.python} (has {capacity.python})")
-    if need.memory > capacity.memory:
-        lacks.append(f"{show_bytes(need.memory)} of memory (has {show_bytes(max(capacity.memory, 0))})")
+    if (memory := need.takes(capacity)) > capacity.memory:
+        lacks.append(f"{show_bytes(memory)} of memory (has {show_bytes(max(capacity.memory, 0))})")
     if need.cpu > capacity.cpu + 1e-9:
         lacks.append(f"{need.cpu:g} CPUs (has {max(capacity.cpu, 0.0):g})")
     return tuple(lacks)

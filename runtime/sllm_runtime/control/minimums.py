@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from sllm_runtime.control.fits import Capacity, Need, memory_of, need_of, total
+from sllm_runtime.control.fits import Capacity, Need, need_in, total
 from sllm_runtime.control.providing.packing import empty, fitting
 from sllm_runtime.control.view import Key, View
 
@@ -31,8 +30,7 @@ def _needs(view: View) -> Iterator[Need]:
         record = view.versions.get((name, function.active)) if function.active is not None else None
         if record is None or function.deleting or not record.manifest.min_instances:
             continue
-        memory = memory_of(view, (name, record.version), record.manifest)
-        yield from [replace(need_of(record.manifest), memory=memory)] * record.manifest.min_instances
+        yield from [need_in(view, (name, record.version), record.manifest)] * record.manifest.min_instances
 
 
 def _nodes(view: View) -> Iterator[Capacity]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
 from sllm_runtime.control.autoscale import HANDOVER_S, floor
-from sllm_runtime.control.fits import Need, free, memory_of, need_of, short, total
+from sllm_runtime.control.fits import Need, free, need_in, short, total
 from sllm_runtime.control.providing.awaiting import could_come
 from sllm_runtime.control.reason import Reason, Words
 from sllm_runtime.control.scheduling.prediction import Estimate
@@ -27,7 +27,7 @@ class Request:
     model: str | None = None
 
     def need(self, view: View) -> Need:
-        return replace(need_of(self.manifest), memory=memory_of(view, self.key, self.manifest))
+        return need_in(view, self.key, self.manifest)
 
 
 @dataclass(frozen=True, slots=True)

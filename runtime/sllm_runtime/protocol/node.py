@@ -89,6 +89,14 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceMemory, ...] = ()
 
 
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """Weights that instances of one node share: ``nbytes`` of its memory are set aside for them once, until the last of
+    ``instances`` that use them has ended."""
+
+    nbytes: int
+    instances: int
+
+
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A node's report: at every change (coalesced to 20 ms) and every HEARTBEAT_S."""
 
@@ -128,6 +136,9 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     condition: str = ""
     """Why it can make no sandbox now, in words; nothing is started there while it is said. Empty: it can."""
     instances: tuple[InstanceStatus, ...] = ()
+    shared: dict[str, Shared] | None = None
+    """Models that its instances use, by digest: ``free_memory`` is without their bytes, once each. None: a node of
+    before, which sets them aside for each instance."""
     version: int = PROTOCOL_VERSION
 
 
@@ -159,10 +170,15 @@ class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
     secrets: Secrets = Secrets()
 
     @property
+    def models(self) -> dict[str, int]:
+        """Bytes of the model and its adapters, by digest."""
+        models = (*self.adapters.values(), *((self.model,) if self.model is not None else ()))
+        return {model.digest: model.nbytes for model in models}
+
+    @property
     def weights(self) -> int:
         """Bytes of the model and its adapters."""
-        models = (*self.adapters.values(), *((self.model,) if self.model is not None else ()))
-        return sum(model.nbytes for model in models)
+        return sum(self.models.values())
 
 
 class StopInstance(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """A node never promises more than it has, whatever comes and goes."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,17 +10,19 @@ from hypothesis import strategies as st
 from sllm_invoker.admission import Claim, Ledger, claim_of
 from sllm_invoker.machine import cores, memory, parse_gpus, parse_labels
 from sllm_runtime.protocol.errors import Conflict, InvalidRequest, NoCapacity
-from sllm_runtime.protocol.node import Gpu
+from sllm_runtime.protocol.node import Gpu, Shared
 from sllm_runtime.protocol.records import ModelRecord
 from tests.fixtures.invoker import order
 
 GPUS = tuple(Gpu(index=index, kind="L4", memory=24 * 2**30) for index in range(3))
 LEDGER = Ledger(cpu=2.0, memory=1000, gpus=GPUS, cpu_overcommit=2.0)
+WEIGHTS = {"m": 300, "n": 200, "o": 50}
 claims = st.builds(
     Claim,
     cpu=st.floats(0.1, 3.0),
     memory=st.integers(1, 600),
     gpus=st.lists(st.integers(0, 3), max_size=2).map(tuple),
+    weights=st.sets(st.sampled_from(sorted(WEIGHTS))).map(lambda digests: {each: WEIGHTS[each] for each in digests}),
 )
 
 
@@ -36,7 +39,10 @@ def test_nothing_is_promised_twice(steps: list[tuple[str, Claim | None]]) -> Non
             ledger = ledger.admit(name, claim)
         except (NoCapacity, Conflict):
             assert ledger == before
-        assert ledger.free_memory >= 0
+        used = [each for claim in ledger.claims.values() for each in claim.weights]
+        assert {each: shared.instances for each, shared in ledger.shared.items()} == Counter(used)
+        promised = sum(claim.memory for claim in ledger.claims.values()) + sum(WEIGHTS[each] for each in set(used))
+        assert promised == 1000 - ledger.free_memory <= 1000
         assert ledger.free_cpu >= -1e-6
         held = [index for one in ledger.claims.values() for index in one.gpus]
         assert len(held) == len(set(held))
@@ -71,10 +77,22 @@ def test_what_is_reserved_is_offered_to_nobody() -> None:
     assert replace(ledger, reserved=5000).offered_memory == 0
 
 
-def test_the_weights_count_as_memory() -> None:
+def test_a_model_counts_as_memory_and_once() -> None:
+    """However many instances use it, until the last of them has gone."""
     model = ModelRecord(digest="sha256:0", uri="/m", nbytes=1000, partitions=(1000,))
-    assert claim_of(order(model=model)).memory == 64 * 2**20 + 1000
-    assert claim_of(order()).memory == 64 * 2**20
+    one, none = claim_of(order(model=model)), claim_of(order())
+    assert (one.memory, one.weights, none.weights) == (64 * 2**20, {"sha256:0": 1000}, {})
+    ledger = Ledger(cpu=4.0, memory=10 * one.memory + 1000, cpu_overcommit=100)
+    for number in range(10):
+        ledger = ledger.admit(f"i{number}", one)
+    assert ledger.free_memory == 0
+    assert ledger.shared == {"sha256:0": Shared(1000, 10)}
+    for number in range(9):
+        ledger = ledger.release(f"i{number}")
+    assert ledger.free_memory == 9 * one.memory
+    with pytest.raises(NoCapacity, match="needs 999 B of memory, this node has 998 B free"):
+        replace(ledger, memory=one.memory + 1998).admit("other", Claim(0.0, 900, weights={"sha256:1": 99}))
+    assert ledger.release("i9").shared == {}
 
 
 def test_overrides_are_parsed_or_refused_by_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sllm_runtime.control.fits import Capacity, Need, choose_gpus, short
+from sllm_runtime.control.fits import Capacity, Need, choose_gpus, short, using
 from sllm_runtime.control.providing.provider import Shape
 
 
@@ -32,7 +32,7 @@ def fitting(needs: Sequence[Need], nodes: Sequence[Capacity]) -> int:
 
 def nodes_for(needs: Sequence[Need], shape: Shape) -> int:
     """Nodes that take all of ``needs`` that fit one at all. At most 11/9 of the fewest, and one, where one resource
-    decides (Johnson 1973)."""
+    decides (Johnson 1973) and no two use one model."""
     bins: list[Capacity] = []
     for need in sorted((each for each in needs if fits(each, shape)), key=_size, reverse=True):
         for index, there in enumerate(bins):
@@ -54,6 +54,7 @@ def _less(there: Capacity, need: Need) -> Capacity:
     return replace(
         there,
         cpu=there.cpu - need.cpu,
-        memory=there.memory - need.memory,
+        memory=there.memory - need.takes(there),
+        shared=using(there.shared, need),
         gpus=tuple(gpu for gpu in there.gpus if gpu.index not in taken),
     )

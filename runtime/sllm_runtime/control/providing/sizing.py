@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from sllm_runtime.control import autoscale, draining
-from sllm_runtime.control.fits import Need, memory_of, need_of
+from sllm_runtime.control.fits import Need, need_in
 from sllm_runtime.control.providing.awaiting import could_come, need_of_errand
 from sllm_runtime.control.providing.packing import nodes_for
 from sllm_runtime.control.providing.pool import Asked, Errand, News, Pool
@@ -85,8 +85,7 @@ def waiting(view: View, now: float) -> Iterator[Need]:
 
 def need_at(view: View, key: Key) -> Need:
     """What one instance of version ``key`` takes on its node."""
-    manifest = view.versions[key].manifest
-    return replace(need_of(manifest), memory=memory_of(view, key, manifest))
+    return need_in(view, key, view.versions[key].manifest)
 
 
 def _unmet(view: View) -> bool:

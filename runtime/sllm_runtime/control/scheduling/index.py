@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Final, TypeAlias
 
-from sllm_runtime.control.fits import Need, memory_of, need_of
+from sllm_runtime.control.fits import Need, need_in
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.table import changed
 from sllm_runtime.control.view import EMPTY, Instance, Key, Node, View
@@ -80,7 +79,7 @@ class Servers:
             return known[2]
         if len(self._needs) >= MOST_NEEDS:
             self._needs.clear()
-        need = replace(need_of(manifest), memory=memory_of(view, key, manifest))
+        need = need_in(view, key, manifest)
         self._needs[key] = (manifest, view.models, need)
         return need
 

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from sllm_runtime.control.fits import ANY_GPU, Need, short, suits
+from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, short, suits
 from sllm_runtime.control.placement import Migrate, Request
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moves import MOST_MOVES, Amounts, Movable, Moves, Target, search
@@ -103,7 +104,7 @@ def _move(name: str, target: Target, moving: Moving) -> Move:
 def fewest_removed(moving: Moving, start: Start, server: Server) -> tuple[str, ...]:
     """Instances of ``server`` that could be stopped so that it fits there: the fewest, those first that have worked
     least; empty if that does not help."""
-    for lack in _lacks(moving, start.need, server):
+    for lack in _lacks(moving, start.need, server, in_turn=True):
         left, chosen = lack.amounts, []
         for instance, gives in lack.useful:
             if _helps(gives, left):
@@ -126,8 +127,9 @@ class Lack:
         return all(back >= lack for _, gives in self.useful for back, lack in zip(gives, self.amounts, strict=True))
 
 
-def _lacks(moving: Moving, need: Need, server: Server) -> Iterator[Lack]:
-    """By the rank of accelerators, where moving everything that can be moved would do."""
+def _lacks(moving: Moving, need: Need, server: Server, *, in_turn: bool = False) -> Iterator[Lack]:
+    """By the rank of accelerators, where moving everything that can be moved would do. ``in_turn``: each gives what it
+    does when those before it have gone."""
     asks = need.labels or need.container or need.python
     if asks and short(replace(need, memory=0, cpu=0.0, gpus=()), server.free):
         return
@@ -135,18 +137,33 @@ def _lacks(moving: Moving, need: Need, server: Server) -> Iterator[Lack]:
     there = [i for i in server.working if i.record.instance not in moved and _settled(view, i, now)]
     there.sort(key=lambda instance: (instance.busy_s(now), instance.record.instance))
     needs = [servers.need(view, instance.key, instance.manifest) for instance in there]
+    memory = _given_back(need, needs, server.free, in_turn=in_turn)
     for kind, count in need.gpus or ((ANY_GPU, 0),):
         spare = sum(suits(gpu, kind, need.gpu_memory) for gpu in server.free.gpus)
-        wanted, free = _amounts(need.memory, need.cpu, count), _amounts(server.free.memory, server.free.cpu, spare)
-        lacking = tuple(want - have for want, have in zip(wanted, free, strict=True))
+        wanted = _amounts(need.takes(server.free), need.cpu, count)
+        has = _amounts(server.free.memory, server.free.cpu, spare)
+        lacking = tuple(want - have for want, have in zip(wanted, has, strict=True))
         useful = []
-        for instance, its in zip(there, needs, strict=True):
+        for instance, its, nbytes in zip(there, needs, memory, strict=True):
             held = server.held.get(instance.record.instance, ())
-            gives = _amounts(its.memory, its.cpu, sum(suits(gpu, kind, need.gpu_memory) for gpu in held))
+            gives = _amounts(nbytes, its.cpu, sum(suits(gpu, kind, need.gpu_memory) for gpu in held))
             if _helps(gives, lacking):
                 useful.append((instance, gives))
         if useful and all(sum(gives[k] for _, gives in useful) >= lack for k, lack in enumerate(lacking)):
             yield Lack(lacking, tuple(useful))
+
+
+def _given_back(need: Need, needs: Sequence[Need], there: Capacity, *, in_turn: bool) -> list[int]:
+    """Bytes of memory by which ``need`` lacks less for each of ``needs`` that leaves: a model is given back by the last
+    that uses it, and not for a start that uses it too."""
+    users = Counter({digest: each.instances for digest, each in there.shared.items()})
+    found = []
+    for its in needs:
+        stays = [digest for digest in its.weights if users[digest] > (digest not in need.weights)]
+        found.append(its.memory - sum(its.weights[digest] for digest in stays))
+        if in_turn:
+            users.subtract(its.weights.keys())
+    return found
 
 
 def _off(moving: Moving, start: Start, server: Server, within: float) -> Moves | None:
@@ -189,7 +206,8 @@ def _movable(moving: Moving, server: Server, instance: Instance, gives: Amounts,
         seconds = room.estimate.seconds + resume
         if seconds < within:
             need = moving.servers.need(view, instance.key, instance.manifest)
-            targets.append(Target(room.server.name, _amounts(need.memory, need.cpu, len(room.gpus)), seconds))
+            takes = _amounts(need.takes(room.server.free), need.cpu, len(room.gpus))
+            targets.append(Target(room.server.name, takes, seconds))
     return Movable(instance.record.instance, gives, tuple(targets))
 
 
