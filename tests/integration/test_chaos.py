@@ -31,7 +31,7 @@ def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path, c
     assert not outcome.processes_left
 
 
-TOKENS = 160
+TOKENS = 110
 """Six seconds and more of a call: faults come upon all of them."""
 SEED = 2424
 """Its first six kinds: loaderd, gateway, worker and controller killed, a gateway stopped, NATS killed."""

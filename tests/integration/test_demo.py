@@ -163,11 +163,11 @@ def test_ctrl_c_leaves_nothing(quick: Path, moment: str) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.slow  # test_up.py has the death of whoever started the platform, a test below that of the demo's parent
 @pytest.mark.parametrize(
     ("below", "moment"),
     [
-        # test_up.py has the death of whoever started the platform.
-        pytest.param((), "cold call", marks=pytest.mark.slow, id="of itself"),
+        pytest.param((), "cold call", id="of itself"),
         pytest.param(("sh", "-c", '"$@"; exit $?', "make"), "cold call", id="of its parent"),
     ],
 )

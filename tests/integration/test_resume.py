@@ -84,7 +84,8 @@ def test_a_worker_that_stops_is_replaced(cluster: Cluster, text: list[str]) -> N
     assert stream.done
 
 
-@pytest.mark.parametrize("component", ["invoker", "loaderd"])
+# test_faults.py has loaderd, under a stream that needs no resumption either.
+@pytest.mark.parametrize("component", ["invoker", pytest.param("loaderd", marks=pytest.mark.slow)])
 def test_a_daemon_killed_in_mid_stream(cluster: Cluster, text: list[str], component: str) -> None:
     old: list[int] = []
     pieces, stream = read_with(cluster, {20: lambda: old.append(cluster.kill(component))})

@@ -234,7 +234,7 @@ def truncate(file: Path) -> None:
 
 DAMAGE = [
     (flip, "partition_0.bin", "corrupt_checkpoint"),
-    (truncate, "partition_0.bin", "corrupt_checkpoint"),
+    pytest.param(truncate, "partition_0.bin", "corrupt_checkpoint", marks=pytest.mark.slow),
     pytest.param(flip, "tokenizer.json", "corrupt_checkpoint", marks=pytest.mark.slow),
     (flip, "index.json", "start_failed"),
 ]

@@ -223,8 +223,14 @@ def test_nothing_survives_the_death_of_its_parent(tmp_path: Path) -> None:
     wait_gone(family)
 
 
+AGAIN_UNDER_CALLS = ("controller", "gateway", "invoker", "loaderd")
+"""Killed and started again in test_faults.py, too."""
+
+
 @pytest.mark.chaos
-@pytest.mark.parametrize("component", ["nats", "controller", "gateway", "invoker", "loaderd"])
+@pytest.mark.parametrize(
+    "component", ["nats", *(pytest.param(name, marks=pytest.mark.slow) for name in AGAIN_UNDER_CALLS)]
+)
 def test_a_component_that_is_killed_is_started_again(platform: Cluster, component: str) -> None:
     before = platform.running().pids
     old = platform.kill(component)
