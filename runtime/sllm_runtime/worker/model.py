@@ -33,7 +33,7 @@ def load_model(
     config = weights.read_config(files)
     tensors = _tensors(index, pending)
     dtype = weights.compute_dtype(manifest.dtype, config, tensors)
-    settings = Settings(manifest.memory // KV_SHARE, pending.session.model, proof, _beside(manifest, index))
+    settings = Settings(manifest.memory // KV_SHARE, pending.session.model, proof, granted(manifest, index.nbytes))
 
     def make_module() -> Any:
         net = _empty(manifest, module, config, dtype)
@@ -58,9 +58,9 @@ def load_model(
     )
 
 
-def _beside(manifest: Manifest, index: CheckpointIndex) -> int | None:
-    """What ``gpu_memory`` leaves beside the weights; None where nothing is said of it."""
-    return None if manifest.gpu_memory is None else max(0, manifest.gpu_memory - index.nbytes)
+def granted(manifest: Manifest, nbytes: int) -> int | None:
+    """What ``gpu_memory`` leaves on a GPU beside ``nbytes`` of weights; None where nothing is said of it."""
+    return None if manifest.gpu_memory is None else max(0, manifest.gpu_memory - nbytes)
 
 
 def _tensors(index: CheckpointIndex, pending: Weights) -> CheckpointTensors:

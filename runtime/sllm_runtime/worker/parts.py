@@ -35,7 +35,7 @@ from sllm_runtime.worker.engine.ours.runner import Runner
 from sllm_runtime.worker.engine.ours.selftest import Proof
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.joined import Joined
-from sllm_runtime.worker.model import KV_SHARE, start_engine
+from sllm_runtime.worker.model import KV_SHARE, granted, start_engine
 from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 
 
@@ -213,7 +213,10 @@ def _rank_part(assign: Assign, joined: Joined, fd: int, report: Report) -> tuple
     group = joined.group(library_of(device))
     typed, runs = TypedTensors(tensors, dtype), token_runs(index)
     decoder = build_shard(*found, typed, dtype, EXACT.rows, group, runs, backend_of(device))
-    settings = _settings(assign, f"{coming.session.model} over {member.ranks} ranks")
+    settings = replace(
+        _settings(assign, f"{coming.session.model} over {member.ranks} ranks"),
+        gpu_bytes=granted(manifest, index.partition(member.number).nbytes),
+    )
     part = Part(coming, files, config, Known(found[0], decoder, {}), settings, LayerRange(0, decoder.count))
     return part, group
 
@@ -229,7 +232,7 @@ def _rank_tensors(index: CheckpointIndex, coming: Weights, rank: int) -> Checkpo
 
 
 def _kv_bytes(part: Part, numerics: Numerics) -> int:
-    """Of a rank: on a GPU what is free there counts, as in one process."""
+    """Of a rank: on a GPU what is free there counts, and ``gpu_memory``, as in one process."""
     decoder, own = part.known.decoder, part.settings.kv_bytes
     if isinstance(decoder.backend, Host):
         return own
@@ -238,7 +241,8 @@ def _kv_bytes(part: Part, numerics: Numerics) -> int:
 
     assert isinstance(decoder.backend, Device)
     page = decoder.backend.kv_shape(decoder.count, decoder.heads, decoder.dtype).page_bytes
-    return DeviceRunner(decoder, decoder.backend, numerics).room(own) * page
+    runner = DeviceRunner(decoder, decoder.backend, numerics, granted=part.settings.gpu_bytes)
+    return runner.room(own) * page
 
 
 def _settings(assign: Assign, model: str) -> Settings:

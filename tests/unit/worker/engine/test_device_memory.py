@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_runtime.protocol.errors import ContextLengthExceeded, OutOfMemory
+from sllm_runtime.protocol.manifest import Handler, Manifest
 from sllm_runtime.worker.engine.choice import Known, Settings
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.gpu.device import Device
@@ -16,6 +17,7 @@ from sllm_runtime.worker.engine.ours.gpu.runner import KV_SHARE, pages_in
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.ours.pages import PAGE
+from sllm_runtime.worker.model import granted
 from tests.fixtures.families import family
 from tests.unit.worker.engine.driver import MIB, page_bytes, request, run
 from tests.unit.worker.engine.stand_in import CPU
@@ -62,6 +64,13 @@ def test_the_cache_is_what_the_device_and_the_manifest_allow(free: int, granted:
         return
     core = engine(free, granted)
     assert core.stats().kv_pages == (pages or core.scheduler.limits.running * core.decoder.context // PAGE)
+
+
+def test_gpu_memory_is_for_weights_and_cache_together() -> None:
+    handler = Handler(entry="user:fn", kind="function", streams=False)
+    asks = Manifest(name="fn", handler=handler, gpu_memory=2 * MIB)
+    assert [granted(asks, weights) for weights in (0, MIB, 3 * MIB)] == [2 * MIB, MIB, 0]
+    assert granted(Manifest(name="fn", handler=handler), MIB) is None
 
 
 def test_what_the_cache_cannot_hold_is_refused_with_the_option_that_bounds_it() -> None:
