@@ -156,7 +156,10 @@ def _lacks(moving: Moving, need: Need, server: Server, *, in_turn: bool = False)
 def _given_back(need: Need, needs: Sequence[Need], there: Capacity, *, in_turn: bool) -> list[int]:
     """Bytes of memory by which ``need`` lacks less for each of ``needs`` that leaves: a model is given back by the last
     that uses it, and not for a start that uses it too."""
-    users = Counter({digest: each.instances for digest, each in there.shared.items()})
+    if not there.shared:
+        return [its.memory for its in needs]
+    used = {digest for its in needs for digest in its.weights} & there.shared.keys()
+    users = Counter({digest: there.shared[digest].instances for digest in used})
     found = []
     for its in needs:
         stays = [digest for digest in its.weights if users[digest] > (digest not in need.weights)]
