@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from sllm_gateway.arguments import parse, path_text
 from sllm_runtime.protocol.errors import InvalidRequest
@@ -120,11 +121,19 @@ def read(type_: type[R], body: bytes) -> R:
     try:
         request = type_.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = _param(first["loc"])
-        raise InvalidRequest(f"'{param}': {first['msg'][:300]}", field=param) from error
+        told = _telling(error)
+        param = _param(told["loc"])
+        raise InvalidRequest(f"'{param}': {told['msg'][:300]}", field=param) from error
     check(value, chat=type_ is ChatRequest)
     return request
+
+
+def _telling(error: ValidationError) -> ErrorDetails:
+    """What is wrong with the first wrong field. Of a union each form complains: one that has the right type knows
+    better than those that have not."""
+    first, *others = error.errors(include_url=False)
+    own = [first, *(each for each in others if _param(each["loc"]) == _param(first["loc"]))]
+    return next((each for each in own if not each["type"].endswith("_type")), first)
 
 
 def _param(place: tuple[int | str, ...]) -> str:

@@ -99,7 +99,7 @@ class Shape:
     """One output's way through a grammar. What the matcher has read is a cache: other ids make it begin again."""
 
     def __init__(self, matcher: LLMatcher, size: int, field: str) -> None:
-        self._matcher, self._size, self._field = matcher, size, field
+        self._matcher, self._size, self.field = matcher, size, field
         self._read: list[int] = []
 
     def allowed(self, output: Sequence[int]) -> Mask:
@@ -113,18 +113,20 @@ class Shape:
         packed = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             why = self._matcher.get_error().splitlines()[0][:_SHOWN]
-            raise InvalidRequest(f"'{self._field}': {why}", field=self._field)
+            raise InvalidRequest(f"'{self.field}': {why}", field=self.field)
         return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little", count=self._size).view(np.bool_)
 
 
 class BadWords:
     """No output holds any of ``words``, however its tokens cut them: a token that would complete one is forbidden."""
 
+    field: Final = "bad_words"
+
     def __init__(self, vocabulary: Vocabulary, words: Sequence[str]) -> None:
         self._vocabulary = vocabulary
         self._words = [word.encode() for word in words]
         self._longest = max(map(len, self._words))
-        with _concerning("bad_words"):
+        with _concerning(self.field):
             texts = vocabulary.texts
         self._free = np.array([not any(word in text for word in self._words) for text in texts])
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -106,9 +106,21 @@ class _Output:
 async def answer(call: Call, handle: ModelHandle, mailbox: Mailbox) -> None:
     """Run one ``chat`` or ``completion`` call. Raises typed errors whose ``field`` is the parameter."""
     # In a thread: rendering, tokenizing and compiling a shape take as long as a caller's text is.
-    loop, plan = await asyncio.to_thread(_prepared, call, handle)
-    async with _held(handle.adapters, plan.adapter, loop):
-        await _write_all(call, loop, mailbox, plan)
+    with _named(chat=call.head.kind == "chat"):
+        loop, plan = await asyncio.to_thread(_prepared, call, handle)
+        async with _held(handle.adapters, plan.adapter, loop):
+            await _write_all(call, loop, mailbox, plan)
+
+
+@contextlib.contextmanager
+def _named(*, chat: bool) -> Iterator[None]:
+    """The engine speaks of its prompt: who chats gave messages."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if chat and error.field == "prompt":
+            error.field = "messages"
+        raise
 
 
 @contextlib.asynccontextmanager

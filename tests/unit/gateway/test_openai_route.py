@@ -1,12 +1,14 @@
 """The official client against ``/v1``, without a workaround."""
 
 import asyncio
+import json
 from typing import Any
 
 import openai
 import pytest
 
-from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidArgument
+from sllm_gateway.openai.requests import ChatRequest, read
+from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidArgument, InvalidRequest
 from sllm_runtime.protocol.frames import TokenLogprob, ToolDelta, Usage
 from sllm_runtime.protocol.node import Progress
 from tests.fixtures.nats import Nats
@@ -184,6 +186,25 @@ async def test_logprobs(nats: Nats) -> None:
     assert echo.choices[0].logprobs.token_logprobs == [None, -0.5], "a prompt's first token follows nothing"
     assert echo.choices[0].logprobs.top_logprobs == [None, {"a": -0.5}]
     assert echo.choices[0].logprobs.text_offset == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"stop": ["a"] * 17}, "'stop': List should have at most 16 items after validation, not 17"),
+        ({"stop": ""}, "'stop': String should have at least 1 character"),
+        ({"stop": ["a", ""]}, "'stop': String should have at least 1 character"),
+        ({"stop": [1]}, "'stop': Input should be a valid string"),
+        ({"bad_words": ["a"] * 65}, "'bad_words': List should have at most 64 items after validation, not 65"),
+        ({"bad_words": ["a" * 257]}, "'bad_words': String should have at most 256 characters"),
+        ({"bad_words": "a" * 257}, "'bad_words': String should have at most 256 characters"),
+        ({"messages": [{"role": "", "content": 1}]}, "'messages[0].role': String should have at least 1 character"),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_form_that_was_given(body: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(ChatRequest, json.dumps({"model": "coder", "messages": MESSAGES, **body}).encode())
+    assert refused.value.message == says
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,8 @@ def test_a_regex_that_explodes_on_its_way_is_refused_there() -> None:
 class Failing:
     """A rule that breaks on its way."""
 
+    field = "regex"
+
     def __init__(self, after: int) -> None:
         self.after = after
 
@@ -301,6 +303,8 @@ def test_who_leaves_no_token_fails_alone(kind: str) -> None:
     events = finish(core)
     errors = {number: found[-1].error for number, found in events.items()}
     assert isinstance(errors[0], InvalidRequest)
+    assert errors[0].field == "bad_words", "the shape alone would have left one"
+    assert errors[0].message.startswith("'bad_words': ")
     assert isinstance(errors[1], FunctionError)
     assert ids(events[2]) == alone
 

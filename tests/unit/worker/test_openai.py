@@ -190,6 +190,7 @@ def test_chat_renders_the_models_template(served: Worker) -> None:
         ("completion", {}, "invalid_argument", "prompt"),
         ("chat", {}, "invalid_argument", "messages"),
         ("chat", {"messages": []}, "invalid_argument", "messages"),
+        ("chat", {"messages": [{"role": "user", "content": "x" * CONTEXT * 2}]}, "context_length_exceeded", "messages"),
         ("chat", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "invalid_argument", "max_tokens"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_request", "messages"),
         ("chat", {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},

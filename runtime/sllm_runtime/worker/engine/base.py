@@ -61,6 +61,10 @@ class Sampling:
 class Constraint(Protocol):
     """A rule that outputs keep, as a shape they have. It belongs to one request."""
 
+    @property
+    def field(self) -> str:
+        """What of a request asks for it."""
+
     def allowed(self, output: Sequence[int]) -> Mask:
         """Which ids may follow ``output``: a function of these ids alone, so that a resume goes on alike. Raises
         ``SllmError``, which ends the request."""

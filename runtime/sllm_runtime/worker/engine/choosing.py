@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sllm_runtime.protocol.errors import InternalError, SllmError
+from sllm_runtime.protocol.errors import InternalError, InvalidRequest, SllmError
 from sllm_runtime.worker.engine.base import Constraint, Mask, Request, TokenChoice
 from sllm_runtime.worker.engine.sampling import Row, choose
 
@@ -23,16 +23,25 @@ def next_token(row: Row, request: Request, output: Sequence[int], eos: frozenset
 
 
 def allowed(request: Request, output: Sequence[int], eos: frozenset[int], vocabulary: int) -> Mask | None:
-    """Ids that may come next; None: all of them. The ends are forbidden until ``min_tokens`` are out."""
+    """Ids that may come next, one at least; None: all of them. The ends are forbidden until ``min_tokens`` are out.
+    Raises ``InvalidRequest`` naming the rule that leaves nothing of what the others left."""
     sampling = request.sampling
     if len(output) >= sampling.min_tokens and not request.constraints:
         return None
     open_: Mask = np.ones(vocabulary, np.bool_)
     if len(output) < sampling.min_tokens:
         open_[[*eos, *sampling.stop_ids]] = False
+        _leaves_some(open_, "min_tokens")
     for constraint in request.constraints:
         open_ &= _asked(constraint, output)
+        _leaves_some(open_, constraint.field)
     return open_
+
+
+def _leaves_some(mask: Mask, field: str) -> None:
+    if not mask.any():
+        why = "with the other rules of this request it leaves no token to go on with"
+        raise InvalidRequest(f"'{field}': {why}", field=field)
 
 
 def _asked(constraint: Constraint, output: Sequence[int]) -> Mask:

@@ -49,6 +49,8 @@ def core(kind: str, kv: int = 4 * MIB) -> Engine:
 class Rule:
     """Forbids the broken token; at its third token it does what ``then`` does."""
 
+    field = "regex"
+
     def __init__(self, then: Callable[[Mask], Mask] = lambda mask: mask) -> None:
         self._then = then
 
@@ -86,7 +88,7 @@ FAULTS: dict[str, tuple[Request, type[SllmError], str | None]] = {
     "NaN": (asked(9, (5, BROKEN, 6)), FunctionError, None),
     "NaN in a prompt that is scored": (
         asked(9, (5, BROKEN, 6), sampling={"prompt_logprobs": 1, "max_tokens": 0}), FunctionError, None),
-    "a rule that leaves nothing": (asked(9, then=_nothing), InvalidRequest, None),
+    "a rule that leaves nothing": (asked(9, then=_nothing), InvalidRequest, "regex"),
     "a rule that costs too much": (asked(9, then=_raises(InvalidRequest("states", field="regex"))), InvalidRequest,
                                    "regex"),
     "a bug in a rule": (asked(9, then=_raises(ZeroDivisionError("x"))), InternalError, None),
