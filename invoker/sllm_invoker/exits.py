@@ -69,6 +69,23 @@ def start_error(instance: str, stage: str, end: Exit, tail: Sequence[str], kille
     )
 
 
+def exhausted_at_start(instance: str, stage: str, how: str, limit: int) -> SllmError:
+    """The error of an instance that could not get ready for lack of memory. ``how``: what was seen of it."""
+    return OutOfMemory(
+        f"instance {instance} ran out of memory in stage {stage} (limit {show_bytes(limit)}): it has used up what it"
+        f" may have and {how}. Raise `memory` of the function",
+        stage=stage,
+    )
+
+
+def exhausted(instance: str, how: str, limit: int) -> SllmError:
+    """The error of a ready one that does nothing any more for lack of memory."""
+    return InstanceLost(
+        f"instance {instance} ran out of memory (limit {show_bytes(limit)}) while it worked on this call: it has used"
+        f" up what it may have and {how}. Raise `memory` of the function, or call again"
+    )
+
+
 def lost_error(instance: str, end: Exit, tail: Sequence[str], killed: bool, limit: int) -> SllmError:
     """The error of a ready instance whose worker died."""
     lack = lack_of_memory(end, tail, killed, limit)

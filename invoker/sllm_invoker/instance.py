@@ -50,6 +50,7 @@ class Instance:
         self._timer: asyncio.TimerHandle | None = None
         self._stop_reason: str | None = None
         self._heard: dict[int, float] = {}
+        self._sandboxes: dict[int, Sandbox] = {}
         self.ended_at: float | None = None
         self.work: Work | None = None
 
@@ -159,6 +160,7 @@ class Instance:
         with wired(tuple(seat.member for seat in prepared.seats)) as edges:
             for seat, ends in zip(prepared.seats, edges, strict=True):
                 self._hear(seat.member.number)
+                self._sandboxes[seat.member.number] = seat.sandbox
                 assign = assignment(self.order, prepared, seat, around.suppliers.proofs, len(ends))
                 tells[seat.member.number](assign, (*seat.fds, *ends))
         self.work = work
@@ -184,7 +186,8 @@ class Instance:
     def _start_timed_out(self) -> None:
         last = self._around.suppliers.pool.last_error
         why = last.message if last is not None and self._account.stage == SANDBOX else ""
-        self._conclude(verdicts.start_timeout(self.order, self._account.stage, why))
+        short = any(sandbox.short_of_memory() for sandbox in self._sandboxes.values())
+        self._conclude(verdicts.start_timeout(self.order, self._account.stage, why, short))
 
     # --- the worker's messages ------------------------------------------------------------------------
     async def _listen(self, sandbox: Sandbox, output: Output, work: Work) -> None:
@@ -285,7 +288,8 @@ class Instance:
         """Judge silence. A worker that starts has its start's own deadline."""
         if self.work is None or self._state not in (InstanceState.READY, InstanceState.DRAINING):
             return
-        if now - min(self._heard.values()) > limits.LOST_AFTER_S:
-            self._conclude(verdicts.silent(self.order.instance))
+        number, heard = min(self._heard.items(), key=lambda each: each[1])
+        if now - heard > limits.LOST_AFTER_S:
+            self._conclude(verdicts.silent(self.order, self._sandboxes[number].short_of_memory()))
         elif (deaf := self.work.deaf(now)) is not None:
             self._conclude(verdicts.deaf(self.order.instance, deaf.head.call))

@@ -92,6 +92,10 @@ class ProcessSandbox:
     async def confine(self, memory: int, cpu: float) -> None:
         """The worker limits itself."""
 
+    def short_of_memory(self) -> bool:
+        """Never: a limit of a process refuses at once, and what it has is not taken from it."""
+        return False
+
     def _dead(self) -> None:
         """The pidfd is readable: nothing of this process will run again."""
         self._loop.remove_reader(self._pidfd)

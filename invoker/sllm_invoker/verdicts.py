@@ -34,8 +34,11 @@ def lost(error: SllmError) -> Verdict:
     return Verdict(InstanceState.LOST, error, error)
 
 
-def start_timeout(order: StartInstance, stage: str, why: str) -> Verdict:
-    """It took longer than its ``startup_timeout``."""
+def start_timeout(order: StartInstance, stage: str, why: str, short: bool) -> Verdict:
+    """It took longer than its ``startup_timeout``. ``short``: it has used up its memory."""
+    if short:
+        took = f"was not ready within {order.manifest.startup_timeout:g} s"
+        return failed(exits.exhausted_at_start(order.instance, stage, took, _limit(order)), stage)
     because = f" ({why})" if why else ""
     error = StartTimeout(
         f"instance {order.instance} was not ready within {order.manifest.startup_timeout:g} s:"
@@ -46,13 +49,17 @@ def start_timeout(order: StartInstance, stage: str, why: str) -> Verdict:
 
 def died_at_start(order: StartInstance, stage: str, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
     """Its worker ended before it was ready. ``for_memory``: the kernel killed something for memory meanwhile."""
-    limit = order.manifest.memory + order.weights
-    return failed(exits.start_error(order.instance, stage, end, tail, for_memory, limit), stage)
+    return failed(exits.start_error(order.instance, stage, end, tail, for_memory, _limit(order)), stage)
 
 
 def died(order: StartInstance, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
     """Its worker ended though nobody had asked it to."""
-    return lost(exits.lost_error(order.instance, end, tail, for_memory, order.manifest.memory + order.weights))
+    return lost(exits.lost_error(order.instance, end, tail, for_memory, _limit(order)))
+
+
+def _limit(order: StartInstance) -> int:
+    """Bytes that it may have."""
+    return order.manifest.memory + order.weights
 
 
 def broken(instance: str, error: SllmError) -> Verdict:
@@ -60,13 +67,12 @@ def broken(instance: str, error: SllmError) -> Verdict:
     return lost(InstanceLost(f"a process of instance {instance} failed: {error.message}; call again"))
 
 
-def silent(instance: str) -> Verdict:
-    """No heartbeat."""
-    return lost(
-        InstanceLost(
-            f"instance {instance} gave no sign of life for {limits.LOST_AFTER_S:g} s and was killed; call again"
-        )
-    )
+def silent(order: StartInstance, short: bool) -> Verdict:
+    """No heartbeat. ``short``: it has used up its memory."""
+    quiet = f"gave no sign of life for {limits.LOST_AFTER_S:g} s and was killed"
+    if short:
+        return lost(exits.exhausted(order.instance, quiet, _limit(order)))
+    return lost(InstanceLost(f"instance {order.instance} {quiet}; call again"))
 
 
 def deaf(instance: str, call: str) -> Verdict:

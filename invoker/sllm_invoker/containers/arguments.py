@@ -117,7 +117,8 @@ def _isolation(kind: Kind, spec: ContainerSpec) -> tuple[str, ...]:
     return (
         *_network(spec),
         "--read-only",
-        *(("--read-only-tmpfs=false", "--no-hosts") if kind == "podman" else ()),
+        # podman would hand on the proxies of whoever runs this node, which may have a password in their addresses.
+        *(("--read-only-tmpfs=false", "--no-hosts", "--http-proxy=false") if kind == "podman" else ()),
         "--tmpfs", f"/tmp:rw,nosuid,nodev,size={spec.tmp},mode=1777",
         "--shm-size", str(SHARED_MEMORY),
         "--volume", f"{spec.rendezvous}:{Path(RENDEZVOUS).parent}:ro",

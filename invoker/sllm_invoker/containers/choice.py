@@ -54,6 +54,11 @@ async def engine_for(settings: InvokerSettings) -> Engine | None:
                 "SLLM_REQUIRE_ISOLATION is set, and processes isolate nobody: set SLLM_SANDBOX to auto",
                 field="SLLM_SANDBOX",
             )
+        if not for_development(settings):
+            log.warning(
+                "FUNCTIONS ARE NOT ISOLATED: SLLM_SANDBOX is process, and this node is one of a cluster of machines."
+                " SLLM_SANDBOX=auto has them in containers, SLLM_REQUIRE_ISOLATION=true refuses this"
+            )
         return None
     try:
         engine = await probe.find(wanted)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from sllm_invoker.containers import shortage
 from sllm_invoker.containers.control_group import Group
 from sllm_invoker.containers.engine import Engine, EngineFailed
 from sllm_invoker.containers.monitor import Monitor, reap
@@ -143,6 +144,11 @@ class ContainerSandbox:
             await self._engine.limit(self._name, *limits)
         elif group.systemd:  # it writes its own idea of them again whenever it is reloaded, and the engine tells it
             self._tasks.start(self._repeat(*limits), f"limit {self._name}")
+
+    def short_of_memory(self) -> bool:
+        """As its control group says, where that can be read."""
+        memory = shortage.read(self._parts.group.memory) if self._parts.group is not None else None
+        return memory is not None and shortage.exhausted(memory)
 
     async def _repeat(self, memory: int, cpu: float) -> None:
         """The limits that hold, by way of the engine."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Final
 
+from sllm.doctor import software
 from sllm.doctor.finding import Finding, ok, warning
 from sllm.doctor.machine import said
 
@@ -16,30 +18,49 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 OWN_GROUP: Final = Path("/proc/self/cgroup")
 SYSCTL: Final = Path("/proc/sys")
 SUBUID: Final = Path("/etc/subuid")
+SUBGID: Final = Path("/etc/subgid")
 CDI: Final = (Path("/etc/cdi"), Path("/var/run/cdi"))
 NEEDED: Final = ("cpu", "memory", "pids")
 """Controllers that hold a container to its limits."""
+TRIAL: Final = (sys.executable, "-m", "sllm_invoker.containers")
+"""Runs a container with all limits of a sandbox, and says by which engine, or why not."""
+TRIED_S: Final = 90.0
+"""A loaded machine takes seconds to start a container; each engine that hangs is given up by itself."""
+_NO_ENGINE: Final = (
+    "without one functions run as processes, which isolate nobody, and `image` and `requirements` are refused; "
+    "apt install podman, or start docker's daemon and join its group; then SLLM_SANDBOX=auto"
+)
 _CLONE: Final = "kernel/unprivileged_userns_clone"
 _MOST: Final = "user/max_user_namespaces"
 _APPARMOR: Final = "kernel/apparmor_restrict_unprivileged_userns"
 
 
 def engine() -> Finding:
-    """A container engine that this user may drive."""
-    reasons = []
+    """A container engine that this user may drive; where a node's software is installed, one that has run a container
+    as nodes do."""
+    there, reasons = [], []
     for name in ENGINES:
         if shutil.which(name) is None:
             reasons.append(f"{name} is not installed")
             continue
         failed, text = said([name, "version", "--format", "{{.Server.Version}}"])
-        if not failed:
-            return ok("containers", f"{name} {text}")
-        reasons.append(f"{name}: {text.splitlines()[-1] if text else 'no answer'}")
-    remedy = (
-        "without one functions run as processes, which isolate nobody, and `image` and `requirements` are refused; "
-        "apt install podman, or start docker's daemon and join its group; then SLLM_SANDBOX=auto"
-    )
-    return warning("containers", "; ".join(reasons), remedy)
+        if failed:
+            reasons.append(f"{name}: {_last_line(text)}")
+        else:
+            there.append(f"{name} {text}")
+    if not there:
+        return warning("containers", "; ".join(reasons), _NO_ENGINE)
+    found = ", ".join(there)
+    if not software.installed("server"):
+        return ok("containers", found)
+    failed, text = said(list(TRIAL), TRIED_S)
+    if failed:
+        return warning("containers", f"{found}: {' '.join(text.split())}", _NO_ENGINE)
+    return ok("containers", f"{found}; a container was run by {text}")
+
+
+def _last_line(text: str) -> str:
+    return text.splitlines()[-1] if text else "no answer"
 
 
 def control_groups(user: int) -> Finding:
@@ -85,8 +106,19 @@ def user_namespaces(user: int, name: str) -> Finding:
     if _number(_APPARMOR) == 1:
         remedy = "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for the engine"
         return warning(check, "AppArmor keeps them from programs without a profile", remedy)
-    if shutil.which("podman") is not None and name not in _mapped():
-        return warning(check, f"{SUBUID} gives {name} no ids", f"usermod --add-subuids 100000-165535 {name}")
+    if shutil.which("podman") is not None:
+        return _of_podman(check, name, str(user))
+    return ok(check, "permitted")
+
+
+def _of_podman(check: str, *names: str) -> Finding:
+    """Whether podman may give the user with one of these ``names`` ids of other users."""
+    for file, option in ((SUBUID, "subuids"), (SUBGID, "subgids")):
+        if _mapped(file).isdisjoint(names):
+            return warning(check, f"{file} gives {names[0]} no ids", f"usermod --add-{option} 100000-165535 {names[0]}")
+    lacking = [name for name in ("newuidmap", "newgidmap") if shutil.which(name) is None]
+    if lacking:
+        return warning(check, f"{', '.join(lacking)} not installed: podman maps no ids", "apt install uidmap")
     return ok(check, "permitted")
 
 
@@ -97,9 +129,10 @@ def _number(path: str) -> int | None:
         return None
 
 
-def _mapped() -> frozenset[str]:
+def _mapped(file: Path) -> frozenset[str]:
+    """The users, by name or number, that it gives ids to."""
     try:
-        return frozenset(line.partition(":")[0] for line in SUBUID.read_text().splitlines())
+        return frozenset(line.partition(":")[0] for line in file.read_text().splitlines())
     except OSError:
         return frozenset()
 

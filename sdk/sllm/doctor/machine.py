@@ -33,10 +33,10 @@ def gpu() -> Finding:
     return ok("gpu", "; ".join(text.splitlines()))
 
 
-def said(argv: list[str]) -> tuple[bool, str]:
+def said(argv: list[str], within_s: float = ANSWERS_S) -> tuple[bool, str]:
     """Whether a command failed, and what it said."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWERS_S, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=within_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return True, str(error)
     return done.returncode != 0, (done.stdout.strip() if done.returncode == 0 else done.stderr.strip()[-300:])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sllm_invoker.process_driver import ProcessDriver
+from sllm_invoker.process_driver import ProcessDriver, ProcessSandbox
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Draining, NoCapacity, StaleTerm
 from sllm_runtime.protocol.events import Event
@@ -190,14 +190,19 @@ async def test_a_worker_deaf_to_cancel_is_killed(node: NodeUnderTest, monkeypatc
     await node.reaches(instance, InstanceState.LOST)
 
 
-async def test_a_worker_that_is_silent_is_killed(node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("short", [False, True])
+async def test_a_worker_that_is_silent_is_killed_and_told_so_if_it_is_for_memory(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
     monkeypatch.setattr(limits, "LOST_AFTER_S", 2.0)
+    monkeypatch.setattr(ProcessSandbox, "short_of_memory", lambda _: short)
     instance = await node.start("freeze")
     _, call = await node.gateway.open(instance)
     end = await node.gateway.ended(call)
     assert end.error is not None
     assert end.error.code == "instance_lost"
     assert "no sign of life" in end.error.message
+    assert ("ran out of memory (limit " in end.error.message) is short
     await node.reaches(instance, InstanceState.LOST)
 
 

@@ -425,11 +425,12 @@ def test_sllm_toml_of_the_project(gateway: Gateway, tmp_path: Path, monkeypatch:
     assert here("fn", "list").returncode == 0
 
 
-def test_doctor() -> None:
-    found = document(here("doctor", "--json"))
+def test_doctor(tmp_path: Path) -> None:
+    path = str(tmp_path)  # no engine there: what one leaves behind is its own affair
+    found = document(here("doctor", "--json", PATH=path))
     assert found["healthy"] is True
     assert {"check", "level", "what", "remedy"} == set(found["checks"][0])
-    broken = here("doctor", "--json", SLLM_NATS_URL="nats://127.0.0.1:9")
+    broken = here("doctor", "--json", SLLM_NATS_URL="nats://127.0.0.1:9", PATH=path)
     assert broken.returncode == 1
     assert [each["check"] for each in json.loads(broken.stdout)["checks"] if each["level"] == "failure"] == ["nats"]
 

@@ -17,8 +17,10 @@ from sllm.doctor.finding import Level
 from tests.fixtures.waiting import GIVE_UP_S
 
 
-def test_here() -> None:
+def test_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine runs the platform's tests, so that nothing can be a failure; and each check has its say."""
+    # What an engine leaves behind once it has run a container is its own affair; one is run in tests of containers.
+    monkeypatch.setattr(containers, "TRIAL", ("true",))
     found = list(checks.run())
     assert [each for each in found if each.level is Level.FAILURE] == []
     assert all(bool(each.remedy) == (each.level is not Level.OK) for each in found)
@@ -144,9 +146,15 @@ def test_no_engine_and_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = containers.engine()
     assert (found.level, found.what) == (Level.WARNING, "docker is not installed; podman is not installed")
     for name in ("docker", "nvidia-smi"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 1.2.3\n")
+        (tmp_path / name).write_text('#!/bin/sh\ncase "$1" in wait) echo 0;; *) echo 1.2.3;; esac\n')
         (tmp_path / name).chmod(0o755)
-    assert containers.engine().what == "docker 1.2.3"
+    assert containers.engine().what == "docker 1.2.3; a container was run by docker"
+    (tmp_path / "docker").write_text('#!/bin/sh\ncase "$1" in run) echo no runc >&2; exit 125;; *) echo 1.2.3;; esac\n')
+    found = containers.engine()
+    assert (found.level, "SLLM_SANDBOX=auto" in found.remedy) == (Level.WARNING, True)
+    assert "no container engine works here (docker: `docker run` failed (125): no runc" in found.what
+    monkeypatch.setattr(software, "installed", lambda extra: False)
+    assert containers.engine().what == "docker 1.2.3", "a client's machine runs none"
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     assert machine.gpu().what == "1.2.3"
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'driver/library version mismatch' >&2\nexit 9\n")
@@ -177,6 +185,7 @@ def test_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_user_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containers, "SYSCTL", tmp_path)
     monkeypatch.setattr(containers, "SUBUID", tmp_path / "subuid")
+    monkeypatch.setattr(containers, "SUBGID", tmp_path / "subgid")
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "podman").write_text("#!/bin/sh\n")
     (tmp_path / "podman").chmod(0o755)
@@ -195,6 +204,14 @@ def test_user_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     found = containers.user_namespaces(1000, "me")
     assert (found.level, "--add-subuids" in found.remedy) == (Level.WARNING, True)
     (tmp_path / "subuid").write_text("me:100000:65536\n")
+    found = containers.user_namespaces(1000, "me")
+    assert (found.level, "--add-subgids" in found.remedy) == (Level.WARNING, True)
+    (tmp_path / "subgid").write_text("1000:100000:65536\n")
+    found = containers.user_namespaces(1000, "me")
+    assert found.what == "newuidmap, newgidmap not installed: podman maps no ids"
+    for name in ("newuidmap", "newgidmap"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
     assert containers.user_namespaces(1000, "me").level is Level.OK
 
 

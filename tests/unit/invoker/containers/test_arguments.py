@@ -27,7 +27,7 @@ PODMAN = """
 run --detach --pull never --name sb-1
 --label sllm.node=n1 --label sllm.place=/data/n1 --label sllm.boot=b7 --label sllm.sandbox=sb-1
 --user 65534:65534
---network none --hostname sandbox --read-only --read-only-tmpfs=false --no-hosts
+--network none --hostname sandbox --read-only --read-only-tmpfs=false --no-hosts --http-proxy=false
 --tmpfs /tmp:rw,nosuid,nodev,size=67108864,mode=1777 --shm-size 67108864
 --volume /data/n1/sandboxes/sb-1/door:/run/sllm:ro
 --cap-drop ALL --security-opt no-new-privileges --ipc private

@@ -20,8 +20,11 @@ def no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-async def test_processes_are_what_nobody_asked_otherwise_for(tmp_path: Path) -> None:
+async def test_processes_are_what_nobody_asked_otherwise_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert await choice.engine_for(settings(tmp_path)) is None
+    assert caplog.text == ""
+    assert await choice.engine_for(settings(tmp_path, nats_url="tls://nats.example:4222")) is None
+    assert "FUNCTIONS ARE NOT ISOLATED" in caplog.text, "a node of a cluster says so"
 
 
 async def test_auto_says_loudly_that_nothing_is_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -80,6 +80,16 @@ async def test_its_own_group_is_written_to(make: Make, group: Group, tmp_path: P
     assert (tmp_path / "said").read_text() == ""
 
 
+async def test_its_own_group_says_whether_it_has_used_up_its_memory(make: Make, group: Group) -> None:
+    sandbox, directory = make(group), group.memory.directory
+    assert not sandbox.short_of_memory(), "nothing is known"
+    for name, value in (("max", GIB), ("current", GIB), ("stat", "active_file 0\ninactive_file 0\n")):
+        (directory / f"memory.{name}").write_text(str(value))
+    for refused, short in ((0, False), (9, True)):
+        (directory / "memory.events").write_text(f"max {refused}\noom 0\n")
+        assert sandbox.short_of_memory() is short
+
+
 async def test_systemd_is_told_afterwards(make: Make, group: Group, tmp_path: Path) -> None:
     """Reloaded, it writes what it knows over what stands there."""
     await make(Group(group.memory, group.cpu, systemd=True)).confine(2 * GIB, 2.0)
@@ -97,6 +107,7 @@ async def test_where_the_group_cannot_be_written_to_the_engine_is_asked(
 
 async def test_a_group_that_is_not_known_is_the_engines(make: Make, tmp_path: Path) -> None:
     sandbox = make(None)
+    assert not sandbox.short_of_memory()
     await sandbox.confine(2 * GIB, 2.0)
     assert (tmp_path / "said").read_text() == UPDATE
     (tmp_path / "refuse").touch()
