@@ -1,6 +1,7 @@
 """A function with requirements, from its deployment to its call, in containers of a layer that pip made."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here
 from tests.fixtures.containers import call, ids, images
 from tests.fixtures.deployed import client_of, deploy, wait, worker_of
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.fixtures.wheels import only, wheel
 
 pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -49,6 +51,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(engine: Engine, wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     asked = {"SLLM_SANDBOX": engine.kind, "SLLM_REQUIRE_ISOLATION": "true", "SLLM_POOL_SIZE": "1", **only(wheels)}
+    asked["HTTPS_PROXY"] = "http://somebody:hunter2@proxy.invalid"  # whoever runs the node may need one
     with Cluster(tmp_path_factory.mktemp("platform"), env=asked) as running:
         yield running
 
@@ -93,7 +96,7 @@ def container_of(cluster: Cluster, engine: Engine, function: str) -> str:
     return name
 
 
-def test_secrets_lie_in_the_containers_own_memory(cluster: Cluster, tmp_path: Path) -> None:
+def test_secrets_lie_in_the_containers_own_memory(cluster: Cluster, engine: Engine, tmp_path: Path) -> None:
     value = tmp_path / "value"
     value.write_text("hunter2-of-this-test")
     here(cluster.env, "secret", "set", "token", "--file", str(value))
@@ -104,6 +107,13 @@ def test_secrets_lie_in_the_containers_own_memory(cluster: Cluster, tmp_path: Pa
     with client_of(cluster) as client:
         assert client.call("reads", {}) == ["hunter2-of-this-test", "/tmp/instance/secrets", "0o400"]
     assert not any(b"hunter2" in path.read_bytes() for path in (cluster.data / "nodes").rglob("*") if path.is_file())
+    name, worker = container_of(cluster, engine, "reads"), Path(f"/proc/{worker_of(cluster, 'reads')}")
+    told = [(worker / file).read_bytes() for file in ("environ", "cmdline")]
+    for words in (("inspect", name), ("logs", name)):
+        done = subprocess.run([*engine.words, *words], capture_output=True, check=True, timeout=GIVE_UP_S)
+        told.append(done.stdout + done.stderr)
+    assert all(each.count(b"hunter2") == 0 for each in told)
+    assert not any(word in told[0] + told[2] for word in (b"SLLM_TOKEN", b"PIP_", b"_proxy", b"_PROXY"))
 
 
 def test_what_pip_cannot_have_fails_the_deployment_with_its_words(cluster: Cluster, greets: str) -> None:

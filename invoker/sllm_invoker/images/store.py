@@ -32,7 +32,12 @@ class Store:
         self._engine = engine
 
     async def has_image(self, reference: str) -> bool:
-        return bool((await self._engine.command("images", "--quiet", reference)).strip())
+        name, _, digest = reference.partition("@")
+        if not digest or self._engine.kind != "podman":
+            return bool((await self._engine.command("images", "--quiet", reference)).strip())
+        # Podman runs what is named by its digest, and lists nothing by that name.
+        said = await self._engine.command("images", "--format", "{{.RepoDigests}}", name)
+        return any(each.strip("[]").endswith(f"@{digest}") for each in said.split())
 
     async def prune(self) -> None:
         """Remove images of ours that are older than KEPT and that no container runs from."""

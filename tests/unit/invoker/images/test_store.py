@@ -26,6 +26,18 @@ async def test_an_image_is_there_when_the_engine_names_it() -> None:
     assert nothing.words == [("images", "--quiet", "localhost/sllm-base:aa")]
 
 
+async def test_an_image_may_be_named_by_its_digest() -> None:
+    """Which podman lists nothing by."""
+    here, other = "registry.example/mine@sha256:aa", "registry.example/mine@sha256:ab"
+    podman = Recorded("podman", "[registry.example/mine@sha256:ff registry.example/mine@sha256:aa]\n[]\n")
+    assert await Store(podman).has_image(here)
+    assert not await Store(podman).has_image(other)
+    assert podman.words == [("images", "--format", "{{.RepoDigests}}", "registry.example/mine")] * 2
+    docker = Recorded("docker", "cf36bd176997\n")
+    assert await Store(docker).has_image(here)
+    assert docker.words == [("images", "--quiet", here)]
+
+
 async def test_what_is_removed_is_ours_old_and_unused() -> None:
     engine = Recorded("podman")
     await Store(engine).prune()
