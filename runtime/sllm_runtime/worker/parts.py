@@ -27,7 +27,7 @@ from sllm_runtime.worker.engine.ours.model import config as configs
 from sllm_runtime.worker.engine.ours.model.host import Host
 from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
 from sllm_runtime.worker.engine.ours.parallel.group import Group, library_of
-from sllm_runtime.worker.engine.ours.parallel.ranks import Rank, Ranks, here, told
+from sllm_runtime.worker.engine.ours.parallel.ranks import Rank, Ranks, told
 from sllm_runtime.worker.engine.ours.parallel.shards import build_shard, token_runs
 from sllm_runtime.worker.engine.ours.pipeline.head import Pipeline
 from sllm_runtime.worker.engine.ours.pipeline.stage import Stage
@@ -223,7 +223,7 @@ def _rank_part(assign: Assign, joined: Joined, fd: int, report: Report) -> tuple
 
 def _tested(part: Part) -> Proof:
     """What a self-test finds that all ranks make together."""
-    with here(part.known.decoder):
+    with part.known.decoder.backend.current():
         return part.known.found(part.settings)
 
 

@@ -72,7 +72,7 @@ class Ranks(Driver):
             link.send(message)
 
     def _run(self, number: int, batch: Batch) -> None:
-        with here(self._decoder):
+        with self._decoder.backend.current():
             hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
             self._logits = self._decoder.logits(hidden, batch.wanted) if len(batch.wanted) else None
 
@@ -88,12 +88,6 @@ class Ranks(Driver):
         self._group.close()
         for link in self._links:
             link.close()
-
-
-def here(decoder: Decoder) -> contextlib.AbstractContextManager[object]:
-    """Where ``decoder`` is computed: kernels are launched on the current GPU, which each thread has of its own."""
-    device = decoder.backend.device
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def told(links: Many[Edges], error: InstanceLost) -> SllmError:
@@ -148,7 +142,7 @@ class Rank(Follower):
     def _run(self, step: Step, batch: Batch) -> None:
         if any(len(part.tokens) != part.count for part in step.parts):
             raise ProtocolError(f"step {step.number} has not as many tokens as positions")
-        with here(self._decoder):
+        with self._decoder.backend.current():
             hidden = self._decoder.run(self._decoder.begin(batch), batch, 0, self._decoder.count)
             if len(batch.wanted):
                 self._decoder.logits(hidden, batch.wanted)
