@@ -90,6 +90,7 @@ async def answer(node: NodeUnderTest, wanted: StartInstance, body: object = None
     """Start it, call it once, stop it."""
     await node.command("start", wanted)
     await node.reaches(wanted.instance, InstanceState.READY, within_s=60.0)
+    assert wanted.models.keys() <= (node.status.shared or {}).keys(), "its model's bytes are set aside"
     _, call = await node.gateway.open(wanted.instance, json.dumps(body or {}).encode())
     end = await node.gateway.ended(call)
     assert end.error is None, end.error
@@ -118,6 +119,7 @@ async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_
     (total,) = await answer(node, order(digest, len(packed), "total", "function", model))
     assert total == pytest.approx(sum(float(array.astype("f8").sum()) for array in arrays.values()), rel=1e-6)
     await until(lambda: node.status.resident == (model.digest,), what="the weights stay in memory")
+    await until(lambda: node.status.shared == {}, what="nobody uses them")
     await until(lambda: any(p.bandwidth for p in node.status.paths if p.path == DISK), what="its disk's speed")
 
     assert await answer(node, order(digest, len(packed), "spell", "generator"), {"text": "abc"}) == ["a", "b", "c"]
