@@ -62,7 +62,8 @@ class CudaRecorder:
             compute()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another thread may bring an adapter meanwhile, and ask for memory: that must not end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             computed = compute()
         return computed, graph.replay
 
