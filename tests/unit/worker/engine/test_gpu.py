@@ -19,7 +19,7 @@ from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import EXACT, GPU_EXACT, GPU_FAST, Numerics
 from tests.fixtures.families import FAMILIES, family
-from tests.unit.worker.engine import driver
+from tests.unit.worker.engine import driver, test_device_adapters
 from tests.unit.worker.engine.driver import MIB, Rows, finish, request, run
 from tests.unit.worker.engine.stand_in import DeviceRows
 from tests.unit.worker.engine.test_device import TOKENS
@@ -102,6 +102,17 @@ def test_fast_mode_is_captured_too(gpu: torch.device) -> None:
     assert isinstance(core.runner, DeviceRunner)
     assert core.runner.graphs is not None
     assert not core.runner.graphs.refused
+
+
+def test_rows_with_adapters_are_the_same_alone_and_beside_any_others(gpu: torch.device) -> None:
+    """Greedy ones among them, whose tokens are chosen on the device where a step has no others."""
+    core = engine(decoder("llama", gpu, torch.bfloat16), GPU_EXACT)
+    for kind, (rank, targets) in test_device_adapters.KINDS.items():
+        core.decoder.lora.put(kind, test_device_adapters.adapter(rank, targets))
+    requests = [test_device_adapters.asked(number, temperature=number % 2 * 0.8, seed=3) for number in range(12)]
+    alone = {each.id: run(core, each)[each.id] for each in requests}
+    core.scheduler.pages.drop_cached()
+    assert run(core, *requests) == alone
 
 
 def test_a_prefill_follows_the_weights_layer_by_layer(gpu: torch.device) -> None:
