@@ -52,8 +52,6 @@ def measure(run: Run, directory: Path, cases: Sequence[str]) -> None:
         "SLLM_SANDBOX": engine.kind,
         "SLLM_REQUIRE_ISOLATION": "true",
         "SLLM_IMAGE": image,
-        # A node sets each instance's model aside once more, for pages that it may write, which nobody does here.
-        "SLLM_MEMORY": str(psutil.virtual_memory().total + INSTANCES * NBYTES),
     }
     with Platform(directory / "containers", isolated) as platform:
         for case in cases:

@@ -16,7 +16,6 @@ from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 ZYGOTE = (sys.executable, str(Path(__file__).parents[2] / "fixtures" / "scripted_zygote.py"))
-DEADLINE_S = 10.0
 
 
 @pytest.fixture(params=["namespace", "subreaper"])
@@ -62,7 +61,7 @@ async def test_a_worker_that_not_even_sigkill_ends_is_given_up(
         patched.setattr(process_driver, "KILLED_S", 0.1)
         patched.setattr(os, "killpg", lambda pid, number: None)
         patched.setattr(signal, "pidfd_send_signal", lambda pidfd, number: None)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(GIVE_UP_S):
             end = await sandbox.close()
     assert (end.code, end.signal, end.asked) == (None, 0, True)
     assert f"worker a (pid {pid}) has not ended 0.1 s after SIGKILL" in caplog.text
@@ -72,11 +71,11 @@ async def test_the_fork_server_is_started_again_and_its_workers_died_with_it(dri
     sandbox = await driver.create("a")
     first = driver.fork_server_pid
     os.kill(first, signal.SIGKILL)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(GIVE_UP_S):
         end = await sandbox.exited
     assert end.code is None or end.signal == signal.SIGKILL
     await sandbox.close()
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(GIVE_UP_S):
         second = await driver.create("b")
     assert driver.fork_server_pid not in (0, first)
     await second.close()
