@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import sys
@@ -19,13 +20,21 @@ from sllm_runtime.platform.process import become_subreaper, end_orphans
 from sllm_runtime.platform.telemetry import configure_logging
 from sllm_runtime.protocol.errors import SllmError
 
+log = logging.getLogger(__name__)
+
 MAX_FILES: Final = 65536
 
 
 async def serve(settings: InvokerSettings, stop: asyncio.Event) -> None:
     """One node until ``stop``. Raises ``Unavailable`` if the bus cannot be reached, or no container where one must be
     had."""
-    engine = await choice.engine_for(settings)
+    notes: list[str] = []
+
+    def warn(text: str) -> None:
+        log.warning(text)
+        notes.append(text)
+
+    engine = await choice.engine_for(settings, warn)
     bus = await Bus.connect(settings, settings.node, name=f"sllm-invoker {settings.node}", jetstream=False)
     environment = sandbox_environment(os.environ, settings)
     driver: SandboxDriver
@@ -39,7 +48,7 @@ async def serve(settings: InvokerSettings, stop: asyncio.Event) -> None:
             environment, argv=settings.fork_server, isolate=settings.isolate, on_end=lambda: end_orphans(set())
         )
     try:
-        await Node(settings, bus, driver, images).run(stop, ready)
+        await Node(settings, bus, driver, images).run(stop, lambda: ready(" ".join(notes)))
     finally:
         await bus.close()
 

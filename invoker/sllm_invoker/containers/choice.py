@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -41,8 +41,8 @@ def _is_here(host: str | None) -> bool:
         return False
 
 
-async def engine_for(settings: InvokerSettings) -> Engine | None:
-    """The engine that sandboxes run on; ``None``: they are processes.
+async def engine_for(settings: InvokerSettings, warn: Callable[[str], None] = log.warning) -> Engine | None:
+    """The engine that sandboxes run on; ``None``: they are processes. ``warn`` hears where that is less than isolation.
 
     Raises ``InvalidRequest`` where isolation is required and not asked for, ``Unavailable`` where it cannot be had:
     ``auto`` does without on a machine for development alone.
@@ -55,7 +55,7 @@ async def engine_for(settings: InvokerSettings) -> Engine | None:
                 field="SLLM_SANDBOX",
             )
         if not for_development(settings):
-            log.warning(
+            warn(
                 "FUNCTIONS ARE NOT ISOLATED: SLLM_SANDBOX is process, and this node is one of a cluster of machines."
                 " SLLM_SANDBOX=auto has them in containers, SLLM_REQUIRE_ISOLATION=true refuses this"
             )
@@ -70,10 +70,9 @@ async def engine_for(settings: InvokerSettings) -> Engine | None:
                 f"{error.message}; this node is one of a cluster of machines, where functions are isolated unless"
                 " SLLM_SANDBOX=process says otherwise"
             ) from error
-        log.warning(
-            "FUNCTIONS ARE NOT ISOLATED: sandboxes are processes, fit for a machine for development alone (%s)."
-            " SLLM_REQUIRE_ISOLATION=true refuses this",
-            error.message,
+        warn(
+            f"FUNCTIONS ARE NOT ISOLATED: sandboxes are processes, fit for a machine for development alone"
+            f" ({error.message}). SLLM_REQUIRE_ISOLATION=true refuses this"
         )
         return None
     log.info("sandboxes are containers of %s", " ".join(engine.words))

@@ -117,8 +117,15 @@ def _join(data: Path, as_json: bool, with_parent: bool) -> int:
     _begin(with_parent)
 
     def show(running: Running) -> None:
+        _tell(running)
         if as_json:
-            document = {"node": settings.node, "data": running.data, "pid": running.pid, "pids": running.pids}
+            document = {
+                "node": settings.node,
+                "data": running.data,
+                "pid": running.pid,
+                "pids": running.pids,
+                "notes": running.notes,
+            }
             sys.stdout.write(json.dumps(document) + "\n")
             sys.stdout.flush()
 
@@ -190,6 +197,7 @@ def _show(running: Running, asked: str, token: str, began: float, as_json: bool,
             f"the profile {asked!r} names another platform that runs; this one is {running.profile!r}: "
             f"sllm --profile {running.profile} ..., or SLLM_PROFILE={running.profile}"
         )
+    _tell(running)
     if as_json:
         document = {
             "url": running.url,
@@ -200,6 +208,7 @@ def _show(running: Running, asked: str, token: str, began: float, as_json: bool,
             "nats_url": running.nats_url,
             "pid": running.pid,
             "pids": running.pids,
+            "notes": running.notes,
             "seconds": round(seconds, 3),
         }
         sys.stdout.write(json.dumps(document) + "\n")
@@ -207,6 +216,11 @@ def _show(running: Running, asked: str, token: str, began: float, as_json: bool,
         return
     _note(f"ready in {seconds:.1f} s: {running.url}  (token in profile {running.profile!r}, data in {running.data})")
     _note("next: sllm fn init hello && sllm fn deploy hello/function.py   -   Ctrl-C or `sllm down` stops it")
+
+
+def _tell(running: Running) -> None:
+    for name, note in running.notes.items():
+        _note(f"{name}: {note}")
 
 
 def _note(line: str) -> None:

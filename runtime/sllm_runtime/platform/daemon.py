@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 READY_FD = "SLLM_READY_FD"
 READY = b"READY\n"
+READY_MOST = 2048
+"""Bytes of READY and the note behind it: one write, which a pipe takes whole."""
 FORCED = 130
 
 
@@ -74,12 +76,13 @@ async def _run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     await main(stop)
 
 
-def ready() -> None:
-    """Tell the supervisor, if there is one, that this daemon serves. Once; later calls do nothing."""
+def ready(note: str = "") -> None:
+    """Tell the supervisor, if there is one, that this daemon serves, and what a person who starts it should know. Once;
+    later calls do nothing."""
     number = os.environ.pop(READY_FD, "")
     if not number:
         return
     with contextlib.suppress(OSError):
-        os.write(int(number), READY)
+        os.write(int(number), (READY + note.encode())[:READY_MOST])
     with contextlib.suppress(OSError):
         os.close(int(number))

@@ -164,4 +164,5 @@ class Joined:
             data=str(self._layout.data),
             stop_s=_STOP_S + self._settings.node_drain,
             pids=supervisor.pids(),
+            notes=supervisor.notes(),
         )

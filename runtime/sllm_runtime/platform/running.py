@@ -33,6 +33,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float = 15.0
     """What it may take to stop: calls that run are given their time."""
     pids: dict[str, int] = msgspec.field(default_factory=dict)
+    notes: dict[str, str] = msgspec.field(default_factory=dict)
+    """What its processes want a person to know, by their names."""
 
 
 @dataclass

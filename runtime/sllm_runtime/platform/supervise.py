@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from sllm_runtime.platform.daemon import READY, READY_FD
+from sllm_runtime.platform.daemon import READY, READY_FD, READY_MOST
 from sllm_runtime.platform.log_files import keep_short
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import Child, tail
@@ -77,6 +77,7 @@ class _Kept:
         self.ends: deque[float] = deque(maxlen=1000)
         self.restarts = 0
         self.end = ""
+        self.note = ""
 
     def move(self, new: ChildState) -> None:
         if new not in CHILD[self.state] and new != self.state:
@@ -117,6 +118,10 @@ class Supervisor:
             and kept.child.process is not None
             and kept.state in (ChildState.STARTING, ChildState.READY, ChildState.STOPPING)
         }
+
+    def notes(self) -> dict[str, str]:
+        """What those that are ready want a person to know, by name."""
+        return {kept.spec.name: kept.note for kept in self._kept if kept.note and kept.state is ChildState.READY}
 
     def restarts(self) -> dict[str, int]:
         """How often each child was started again."""
@@ -205,7 +210,10 @@ class Supervisor:
                 os.close(write)
             try:
                 async with asyncio.timeout(spec.ready_s):
-                    await (spec.ready(child) if spec.ready else _wrote_ready(child, read))
+                    if spec.ready is None:
+                        kept.note = await _wrote_ready(child, read)
+                    else:
+                        await spec.ready(child)
             except TimeoutError:
                 raise StartFailed(f"{spec.name} was not ready after {spec.ready_s:g} s{_log_end(spec)}") from None
             except Unavailable as error:
@@ -259,8 +267,8 @@ def _cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _wrote_ready(child: Child, read: int) -> None:
-    """Wait for READY from ``child``. Raises ``Unavailable`` if it ends before."""
+async def _wrote_ready(child: Child, read: int) -> str:
+    """Wait for READY from ``child``; what it says behind it. Raises ``Unavailable`` if it ends before."""
     loop = asyncio.get_running_loop()
     written = asyncio.Event()
     os.set_blocking(read, False)
@@ -269,8 +277,9 @@ async def _wrote_ready(child: Child, read: int) -> None:
     waiting = asyncio.ensure_future(written.wait())
     try:
         await asyncio.wait([exited, waiting], return_when=asyncio.FIRST_COMPLETED)
-        if written.is_set() and os.read(read, len(READY)) == READY:
-            return
+        told = os.read(read, READY_MOST) if written.is_set() else b""
+        if told.startswith(READY):
+            return told.removeprefix(READY).decode(errors="replace")
         raise Unavailable(f"it ended with {describe(await exited)} before it was ready")
     finally:
         loop.remove_reader(read)

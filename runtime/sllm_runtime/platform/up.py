@@ -146,6 +146,7 @@ class Platform:
             data=str(self.options.data),
             stop_s=_STOP_S + drain_s(self._environment),
             pids=self._supervisor.pids() if self._supervisor else {},
+            notes=self._supervisor.notes() if self._supervisor else {},
         )
 
     def _pool_pids(self) -> set[int]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_runtime.platform.daemon import READY_FD, ready
 from sllm_runtime.platform.process import Child, start_time
 from sllm_runtime.platform.restarts import Restarts
 from sllm_runtime.platform.supervise import CHILD, ChildSpec, ChildState, Supervisor
@@ -51,6 +52,22 @@ async def test_children_are_ready_when_start_returns_and_gone_when_stop_returns(
     await supervisor.stop()
     assert supervisor.pids() == {}
     assert not any(start_time(pid) for pid in pids.values())
+
+
+async def test_what_a_child_says_when_it_is_ready_is_kept_while_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    monkeypatch.setenv(READY_FD, str(write))
+    ready("mind the gap")
+    said = os.read(read, 100)
+    os.close(read)
+    code = f"import os, time; os.write(int(os.environ[{READY_FD!r}]), {said!r}); time.sleep(600)"
+    supervisor = Supervisor([spec("a", code, tmp_path), spec("b", SERVES, tmp_path)], restarts=QUICK)
+    await supervisor.start()
+    assert supervisor.notes() == {"a": "mind the gap"}
+    await supervisor.stop()
+    assert supervisor.notes() == {}
 
 
 async def test_one_that_is_killed_is_started_again_and_the_other_is_left_alone(tmp_path: Path) -> None:

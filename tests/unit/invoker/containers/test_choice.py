@@ -32,6 +32,9 @@ async def test_auto_says_loudly_that_nothing_is_isolated(tmp_path: Path, caplog:
         assert await choice.engine_for(settings(tmp_path, sandbox="auto")) is None
     assert "FUNCTIONS ARE NOT ISOLATED" in caplog.text
     assert "podman: not installed" in caplog.text
+    told: list[str] = []
+    assert await choice.engine_for(settings(tmp_path, sandbox="auto"), told.append) is None
+    assert "FUNCTIONS ARE NOT ISOLATED" in told[0]
 
 
 @pytest.mark.parametrize("wanted", ["podman", "docker"])
