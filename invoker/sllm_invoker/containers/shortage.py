@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sllm_invoker.containers.control_group import Controller
+from sllm_runtime.platform import oom_kills
 
 NEAR: Final = 0.9
 """Of the limit. The rest are pages that it cannot do without: those of the programs that it runs."""
@@ -44,7 +45,7 @@ def read(controller: Controller) -> Memory | None:
 
 
 def _unified(controller: Controller) -> Memory:
-    stat, events = _table(controller, "memory.stat"), _table(controller, "memory.events")
+    stat, events = _table(controller, "memory.stat"), _table(controller, oom_kills.UNIFIED)
     return Memory(
         limit=_number(controller, "memory.max"),
         used=_number(controller, "memory.current"),
@@ -55,7 +56,7 @@ def _unified(controller: Controller) -> Memory:
 
 
 def _split(controller: Controller) -> Memory:
-    stat, control = _table(controller, "memory.stat"), _table(controller, "memory.oom_control")
+    stat, control = _table(controller, "memory.stat"), _table(controller, oom_kills.SPLIT)
     return Memory(
         limit=_number(controller, "memory.limit_in_bytes"),
         used=_number(controller, "memory.usage_in_bytes"),

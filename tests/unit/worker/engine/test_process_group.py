@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
 import torch
 
 from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.worker.engine.ours.parallel.group import ProcessGroup
-from sllm_runtime.worker.engine.ours.parallel.meeting import exchanged
+from sllm_runtime.worker.engine.ours.parallel.meeting import Peers, exchanged
 from tests.fixtures.waiting import GIVE_UP_S
+from tests.unit.worker.engine.ranks_met import met
 
-T = TypeVar("T")
 
-
-@contextlib.contextmanager
-def met(count: int) -> Iterator[tuple[list[ProcessGroup], Callable[[Callable[[ProcessGroup], T]], list[T]]]]:
-    """The groups of ``count`` ranks, and what runs something in all of them at once."""
-    peers: list[dict[int, socket.socket]] = [{} for _ in range(count)]
-    for one, other in itertools.combinations(range(count), 2):
-        peers[one][other], peers[other][one] = socket.socketpair()
-
-    with ThreadPoolExecutor(count) as pool, contextlib.ExitStack() as stack:
-        meeting = [pool.submit(ProcessGroup, "gloo", rank, peers[rank], patience_s=GIVE_UP_S) for rank in range(count)]
-        groups = [stack.enter_context(contextlib.closing(each.result(GIVE_UP_S))) for each in meeting]
-
-        def everywhere(run: Callable[[ProcessGroup], T]) -> list[T]:
-            return [each.result(GIVE_UP_S) for each in [pool.submit(run, group) for group in groups]]
-
-        yield groups, everywhere
+def through_gloo(rank: int, peers: Peers) -> ProcessGroup:
+    return ProcessGroup("gloo", rank, peers, patience_s=GIVE_UP_S)
 
 
 def part(rank: int) -> torch.Tensor:
@@ -43,7 +25,7 @@ def part(rank: int) -> torch.Tensor:
 
 
 def test_sums_are_made_in_the_order_of_ranks_and_one_that_parted_is_named() -> None:
-    with met(3) as (groups, everywhere):
+    with met(through_gloo, 3) as (groups, everywhere):
         expected = part(0) + part(1) + part(2)
         for _ in range(2):
             assert all(torch.equal(each, expected) for each in everywhere(lambda group: group.total(part(group.rank))))

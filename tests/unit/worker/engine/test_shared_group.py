@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
 import torch
 
 from sllm_runtime.protocol.errors import InstanceLost, ProtocolError
+from sllm_runtime.worker.engine.ours.parallel.meeting import Peers
 from sllm_runtime.worker.engine.ours.parallel.shared import SLOT_BYTES, SharedGroup
 from tests.fixtures.waiting import GIVE_UP_S
+from tests.unit.worker.engine.ranks_met import met
 
-T = TypeVar("T")
 
-
-@contextlib.contextmanager
-def met(count: int) -> Iterator[tuple[list[SharedGroup], Callable[[Callable[[SharedGroup], T]], list[T]]]]:
-    """The groups of ``count`` ranks, and what runs something in all of them at once."""
-    peers: list[dict[int, socket.socket]] = [{} for _ in range(count)]
-    for one, other in itertools.combinations(range(count), 2):
-        peers[one][other], peers[other][one] = socket.socketpair()
-
-    with ThreadPoolExecutor(count) as pool, contextlib.ExitStack() as stack:
-        meeting = [pool.submit(SharedGroup, rank, peers[rank], patience_s=GIVE_UP_S) for rank in range(count)]
-        groups = [stack.enter_context(contextlib.closing(each.result(GIVE_UP_S))) for each in meeting]
-
-        def everywhere(run: Callable[[SharedGroup], T]) -> list[T]:
-            return [each.result(GIVE_UP_S) for each in [pool.submit(run, group) for group in groups]]
-
-        yield groups, everywhere
+def shared(rank: int, peers: Peers) -> SharedGroup:
+    return SharedGroup(rank, peers, patience_s=GIVE_UP_S)
 
 
 def part(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,7 +27,7 @@ def part(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 8), (33, 17), (3, SLOT_BYTES // 4 + 5)], ids=["row", "odd", "pieces"])
 def test_a_sum_has_the_same_bits_in_every_rank(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    with met(3) as (_, everywhere):
+    with met(shared, 3) as (_, everywhere):
         expected = part(0, *shape, dtype=dtype).to(torch.float32)
         for rank in (1, 2):
             expected += part(rank, *shape, dtype=dtype)
@@ -55,14 +38,14 @@ def test_a_sum_has_the_same_bits_in_every_rank(shape: tuple[int, int], dtype: to
 
 def test_columns_stand_side_by_side() -> None:
     widths = (3, 5, 4)
-    with met(3) as (_, everywhere):
+    with met(shared, 3) as (_, everywhere):
         joined = everywhere(lambda group: group.columns(part(group.rank, 7, widths[group.rank]), widths))
     expected = torch.cat([part(rank, 7, width) for rank, width in enumerate(widths)], 1)
     assert all(torch.equal(each, expected) for each in joined)
 
 
 def test_one_that_is_gone_is_named_and_the_others_hear_of_it() -> None:
-    with met(3) as (groups, everywhere):
+    with met(shared, 3) as (groups, everywhere):
         groups[1].close()
 
         def lost(group: SharedGroup) -> str:
