@@ -174,3 +174,17 @@ def moves_with_its_pages(make: Callable[[], OurEngine]) -> tuple[OurEngine, list
     assert exported.ids + ids(events) == whole
     assert events[0].cached == 256
     return target, pages, first
+
+
+def pages_belong_to_their_adapter(core: OurEngine, prompt: tuple[int, ...], cached: int) -> list[Request]:
+    """One prompt with each of two adapters and with none: nobody finds what another computed, everybody ``cached``
+    tokens of his own again. The requests."""
+    made = [replace(request(n, prompt), lora=lora) for n, lora in enumerate(("narrow", "wide", None))]
+    first = run(core, *made)
+    assert len(set(first.values())) == 3
+    for each in made:
+        core.add(replace(each, id=each.id + 10))
+    again = finish(core)
+    assert {number - 10: ids(events) for number, events in again.items()} == first
+    assert all(events[0].cached == cached for events in again.values())
+    return made

@@ -21,7 +21,7 @@ from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT, GPU_EXACT
 from tests.fixtures.families import family
 from tests.unit.worker.engine import driver, stand_in
-from tests.unit.worker.engine.driver import finish, ids, run
+from tests.unit.worker.engine.driver import run
 from tests.unit.worker.engine.stand_in import Again, RowByRow
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -109,16 +109,7 @@ def test_a_resume_goes_on_at_every_position() -> None:
 
 
 def test_pages_belong_to_their_adapter() -> None:
-    core = served(stand_in.exact())
-    prompt = tuple(range(3, 101)) * 2
-    made = [replace(driver.request(at, prompt), lora=lora) for at, lora in enumerate(("narrow", "wide", None))]
-    first = run(core, *made)
-    assert len(set(first.values())) == 3
-    for each in made:
-        core.add(replace(each, id=each.id + 10))
-    again = finish(core)
-    assert {number - 10: ids(events) for number, events in again.items()} == first
-    assert all(events[0].cached == 128 for events in again.values())
+    driver.pages_belong_to_their_adapter(served(stand_in.exact()), tuple(range(3, 101)) * 2, cached=128)
 
 
 # --- taking one -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.examples import examples
 from tests.fixtures.families import family
-from tests.unit.worker.engine.driver import engine, finish, ids, page_bytes, request, run
+from tests.unit.worker.engine.driver import engine, finish, ids, page_bytes, pages_belong_to_their_adapter, request, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
@@ -175,17 +175,8 @@ def _alone(home: Path, number: int) -> tuple[int, ...]:
 
 
 def test_pages_belong_to_their_adapter(home: Path) -> None:
-    """One prompt with two adapters and with none: nobody finds what another computed, everybody his own again."""
-    prompt = tuple(range(3, 101)) * 3
     core = served(home, "narrow", "wide")
-    made = [replace(request(n, prompt), lora=lora) for n, lora in enumerate(("narrow", "wide", None))]
-    first = run(core, *made)
-    assert len(set(first.values())) == 3
-    for each in made:
-        core.add(replace(each, id=each.id + 10))
-    again = finish(core)
-    assert {number - 10: ids(events) for number, events in again.items()} == first
-    assert all(events[0].cached == 256 for events in again.values())
+    made = pages_belong_to_their_adapter(core, tuple(range(3, 101)) * 3, cached=256)
     # Content decides: the same adapter under another name finds the pages too.
     core.decoder.lora.put("alias", adapter("wide", home))
     core.add(replace(made[1], id=30, lora="alias"))
