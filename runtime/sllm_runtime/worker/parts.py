@@ -89,7 +89,7 @@ def head(assign: Assign, joined: Joined, fd: int, home: Path, report: Report) ->
     else:
         try:
             part, group = _rank_part(assign, joined, fd, report)
-            found = _tested(part)
+            found = part.known.found(part.settings)  # which all ranks make together
         except InstanceLost as error:
             raise told(joined.edges, error) from error
         proof = msgspec.json.encode(found).decode()
@@ -152,7 +152,7 @@ def follower(assign: Assign, joined: Joined, fd: int, report: Report) -> Followe
             names=part.names,
         )
     part, group = _rank_part(assign, joined, fd, report)
-    found = _tested(part)
+    found = part.known.found(part.settings)
     return Rank(
         part.known.decoder,
         group,
@@ -219,12 +219,6 @@ def _rank_part(assign: Assign, joined: Joined, fd: int, report: Report) -> tuple
     )
     part = Part(coming, files, config, Known(found[0], decoder, {}), settings, LayerRange(0, decoder.count))
     return part, group
-
-
-def _tested(part: Part) -> Proof:
-    """What a self-test finds that all ranks make together."""
-    with part.known.decoder.backend.current():
-        return part.known.found(part.settings)
 
 
 def _rank_tensors(index: CheckpointIndex, coming: Weights, rank: int) -> CheckpointTensors:

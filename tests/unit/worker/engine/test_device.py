@@ -5,7 +5,9 @@ What runs on a GPU alone is in ``test_gpu``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +25,14 @@ from sllm_runtime.worker.engine.ours.gpu.device import Device
 from sllm_runtime.worker.engine.ours.gpu.fast_ops import FastOps
 from sllm_runtime.worker.engine.ours.gpu.graphs import AFTER, ROWS, Compute, Computed, layout_for
 from sllm_runtime.worker.engine.ours.gpu.layout import Layout, fill, layout_of
+from sllm_runtime.worker.engine.ours.gpu.parts import DENSE, Current, DeviceExperts, DeviceLinear
 from sllm_runtime.worker.engine.ours.gpu.runner import DeviceRunner
 from sllm_runtime.worker.engine.ours.model import build
-from sllm_runtime.worker.engine.ours.numerics import GPU_EXACT, GPU_FAST, Numerics
+from sllm_runtime.worker.engine.ours.model.parts import Plain
+from sllm_runtime.worker.engine.ours.numerics import EXACT, GPU_EXACT, GPU_FAST, Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 from tests.fixtures.examples import examples
-from tests.fixtures.families import FAMILIES
+from tests.fixtures.families import FAMILIES, family
 from tests.fixtures.models import BUILDERS
 from tests.unit.worker.engine import driver, stand_in
 from tests.unit.worker.engine.driver import MIB, Rows, finish, ids, request, run
@@ -153,6 +157,40 @@ def test_the_self_test_proves_what_treats_each_row_alike_and_nothing_else() -> N
     assert mark != selftest.fingerprint("LlamaForCausalLM", "sha256:1", torch.float32)
 
 
+class Second(Device):
+    """A device that is not the current one by itself, as a machine's second GPU is not."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        ops = _OnIts(self)
+        super().__init__(stand_in.CPU, ops, ops)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        self.entered += 1
+        yield
+        self.entered -= 1
+
+
+class _OnIts(RowByRow):
+    """A kernel is launched on the current device, wherever its tensors are."""
+
+    def __init__(self, device: Second) -> None:
+        super().__init__()
+        self._device = device
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        assert self._device.entered, "launched on another device than its tensors are on"
+        return super().linear(x, weight, bias)
+
+
+def test_whatever_is_computed_is_launched_on_the_weights_device() -> None:
+    model = family("llama")
+    made = build(type(model).__name__, model.config, model.state_dict(), torch.float32, EXACT.rows, Second())
+    assert selftest.prove(made, "").exact
+    assert run(stand_in.engine_of(made, GPU_EXACT), request()) == run(stand_in.exact(), request())
+
+
 def test_kernels_that_cannot_be_computed_here_leave_the_fast_mode(caplog: pytest.LogCaptureFixture) -> None:
     class NotCompiled(Exception):
         pass
@@ -183,6 +221,28 @@ def test_experts_are_the_same_bits_for_few_rows_and_for_many() -> None:
     whole = DeviceRows(made, TOKENS, GPU_EXACT).chunk(0, 150)
     rows = DeviceRows(made, TOKENS, GPU_EXACT)
     assert torch.equal(torch.cat([rows.chunk(0, 100), rows.chunk(100, 3), rows.chunk(103, 47)]), whole)
+
+
+@pytest.mark.parametrize("here", [range(0, 2), range(2, 4), range(3, 4)])
+def test_a_rank_with_some_of_the_experts_adds_nothing_for_others(here: range) -> None:
+    """Whether its rows are few or many: what another rank's experts make of them is not its part of the sum."""
+    current, generator = Current(RowByRow()), torch.Generator().manual_seed(3)
+
+    def product(outputs: int, inputs: int) -> DeviceLinear:
+        return DeviceLinear(current, [torch.randn(outputs, inputs, generator=generator)], None, None)
+
+    every = {number: Plain(product(24, 16), product(16, 24), torch.relu) for number in range(4)}
+    some = DeviceExperts(product(4, 16), {number: every[number] for number in here}, 2, 1)
+    x = torch.randn(DENSE + 6, 16, generator=generator)
+    chosen = torch.rand(len(x), 4, generator=generator).topk(2).indices
+    many = some._parts(x, chosen)
+    assert torch.equal(
+        torch.cat([some._parts(x[:DENSE], chosen[:DENSE]), some._parts(x[DENSE:], chosen[DENSE:])]), many
+    )
+    for at, numbers in enumerate(chosen.tolist()):
+        for place, number in enumerate(numbers):
+            expected = every[number](x[at : at + 1])[0] if number in here else torch.zeros(16)
+            assert torch.equal(many[at, place], expected)
 
 
 # --- graphs ---------------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ from sllm_runtime.protocol.errors import InstanceLost, InvalidCheckpoint, StartF
 from sllm_runtime.protocol.worker import Member
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.engine import OurEngine
-from sllm_runtime.worker.engine.ours.gpu.device import Device
-from sllm_runtime.worker.engine.ours.gpu.fast_ops import FastOps
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import EXACT
@@ -30,12 +28,10 @@ from sllm_runtime.worker.engine.ours.parallel.ranks import Ranks
 from sllm_runtime.worker.engine.ours.parallel.shards import build_shard, token_runs
 from sllm_runtime.worker.joined import Joined
 from tests.fixtures.engine_parts import KV_BYTES, PATIENCE_S, shard
-from tests.fixtures.families import family
 from tests.fixtures.loaderd import ignore
 from tests.fixtures.models import save_model
 from tests.fixtures.nursery import Nursery, kill
 from tests.unit.worker.engine.driver import Rows, finish, ids, kept, request, run
-from tests.unit.worker.engine.stand_in import CPU
 
 pytestmark = pytest.mark.timeout(300)  # the first waits for the imports of another process
 
@@ -104,6 +100,7 @@ MODELS: list[tuple[str, int, dict[str, Any], float]] = [
     ("qwen3", 2, {"dtype": torch.bfloat16}, 0.02),
     ("mixtral", 2, GLOO, 1e-5),
     ("llama", 2, {"accelerated": True, **GLOO, **LONG}, 1e-5),
+    ("mixtral", 2, {"accelerated": True, **GLOO}, 1e-5),
 ]
 IDS = [f"{each[0]}{'-accelerated' * ('accelerated' in each[2])}" for each in MODELS]
 
@@ -203,9 +200,6 @@ def test_what_cannot_be_shared_out_is_refused_by_name(tmp_path: Path) -> None:
         build_shard("LlamaForCausalLM", module.config, *options, Alone(3), (50, 51))
     with pytest.raises(InvalidCheckpoint, match="4 heads and 2 of keys"):
         build_shard("LlamaForCausalLM", module.config, *options, Alone(4), (26, 25, 25, 25))
-    experts, accelerated = family("mixtral").config, Device(CPU, FastOps(), None)
-    with pytest.raises(UnsupportedModel, match="experts are shared out over ranks on CPUs alone"):
-        build_shard("MixtralForCausalLM", experts, *options, Alone(2), (50, 51), accelerated)
     whole = build_shard("LlamaForCausalLM", module.config, *options, Alone(2), (50, 51))
     with pytest.raises(InvalidCheckpoint, match=r"\(101, 64\), the model wants \(50, 64\)"):
         whole.start()

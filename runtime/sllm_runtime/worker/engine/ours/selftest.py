@@ -74,7 +74,7 @@ def prove(
     Takes as long as some 1,000 tokens. One that cannot be computed here (``Backend.refusals``) does not hold.
 
     ``layers``: how many of the first layers this process has; all of them unless it is given."""
-    with torch.inference_mode():
+    with torch.inference_mode(), decoder.backend.current():
         for level in decoder.backend.levels if levels is None else levels:
             try:
                 test = _Test(decoder, level, layers)

@@ -79,14 +79,21 @@ class DeviceLayerNorm:
 
 class DeviceExperts(Experts):
     """Few rows go through every expert, and each takes its own: which ones it has is known on the device alone, and a
-    step that waited for it could not be captured. In exact mode a row has the same bits either way."""
+    step that waited for it could not be captured. In exact mode a row has the same bits either way.
+
+    ``experts`` are a run of numbers: all of them, or a rank's."""
 
     def __init__(self, gate: Linear, experts: Mapping[int, Mlp], top: int, tile: int) -> None:
         super().__init__(gate, experts, top, tile)
-        self._all = [experts[number] for number in range(len(experts))]
+        self._first = min(experts)
+        self._all = [experts[self._first + at] for at in range(len(experts))]
 
     def _parts(self, x: Rows, chosen: torch.Tensor) -> Rows:
         if len(x) > DENSE:
             return super()._parts(x, chosen)
         every = torch.stack([expert(x) for expert in self._all], 1)
-        return every.gather(1, chosen.unsqueeze(2).expand(-1, -1, x.shape[1]))
+        own = chosen - self._first
+        here = own.clamp(0, len(self._all) - 1)
+        parts = every.gather(1, here.unsqueeze(2).expand(-1, -1, x.shape[1]))
+        # Another rank's: nothing, whatever the one that stands in for it made.
+        return parts.masked_fill((own != here).unsqueeze(2), 0.0)

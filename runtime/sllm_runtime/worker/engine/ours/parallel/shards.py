@@ -17,7 +17,6 @@ from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.model.backend import Backend, Linear, Mlp, Rows
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder, Embed, Layer
-from sllm_runtime.worker.engine.ours.model.host import Host
 from sllm_runtime.worker.engine.ours.parallel.group import Group
 
 FAMILIES: Final = frozenset(
@@ -53,8 +52,6 @@ def build_shard(
     """
     if architecture not in FAMILIES:
         raise UnsupportedModel(f"this engine cannot share {architecture} out over ranks; use one rank, or stages")
-    if config.model_type == "mixtral" and not isinstance(backend or Host(), Host):
-        raise UnsupportedModel("experts are shared out over ranks on CPUs alone so far; leave gpu out, or use one GPU")
     if len(runs) != group.size:
         raise InvalidCheckpoint(f"the checkpoint has {len(runs)} ranks, the instance {group.size}", field="ranks")
     own = _share(config, group, runs[group.rank])
