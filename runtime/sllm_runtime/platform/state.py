@@ -19,7 +19,7 @@ import nats.js.errors
 from nats.js.api import RawStreamMsg
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import LAST_STREAM, STATE_STREAM, ensure_streams
+from sllm_runtime.platform.streams import STATE_STREAM, WITHIN_S, await_streams, ensure_streams
 from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
@@ -34,7 +34,6 @@ T = TypeVar("T")
 _SUBJECT = f"$KV.{STATE}."
 _WRONG_SEQUENCE = (10071, 10164)
 _AGAIN_S = 0.05
-_OPEN_S = 15.0
 _WRITE_S = 10.0
 _TRY_S = 1.0
 """One try of a write: what was in flight when the server died is written again after this (it changes nothing)."""
@@ -53,25 +52,16 @@ class StateStore:
         self._watches: list[Watch] = []
 
     @classmethod
-    async def open(cls, bus: Bus, *, create: bool, replicas: int = 1) -> Self:
-        """The store; ``create`` makes the streams, otherwise they are waited for (at most 15 s).
+    async def open(cls, bus: Bus, *, create: bool, replicas: int = 1, within_s: float = WITHIN_S) -> Self:
+        """The store; ``create`` makes the streams, otherwise they are waited for.
 
-        Raises ``Unavailable``.
+        Raises ``Unavailable`` after ``within_s`` seconds.
         """
-        store = cls(bus)
         if create:
-            await _retry(lambda: ensure_streams(bus, replicas), _OPEN_S)
+            await ensure_streams(bus, replicas, within_s=within_s)
         else:
-            await _retry(store._check, _OPEN_S)
-        return store
-
-    async def _check(self) -> None:
-        try:
-            await self._bus.jetstream.stream_info(LAST_STREAM)
-        except nats.js.errors.NotFoundError as error:
-            raise Unavailable("the platform has no state yet: no controller has started") from error
-        except nats.errors.Error as error:
-            raise Unavailable(f"JetStream does not answer: {_text(error)}") from error
+            await await_streams(bus, within_s=within_s)
+        return cls(bus)
 
     # --- reading ----------------------------------------------------------------------------------
     async def get(self, key: str, type_: type[T], *, direct: bool = True) -> T | None:
@@ -239,18 +229,6 @@ def _record(type_: type[T], key: str, data: bytes) -> T:
 
 class _Refused(Exception):
     """The fence does not hold: error 10071."""
-
-
-async def _retry(action: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            await action()  # type: ignore[misc]
-            return
-        except Unavailable:
-            if time.monotonic() > deadline:
-                raise
-        await asyncio.sleep(_AGAIN_S)
 
 
 def _text(error: BaseException) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import nats.errors
@@ -14,10 +18,15 @@ from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.lives import LIVES_AGE_S
 
+log = logging.getLogger(__name__)
+
 STATE_STREAM: Final = f"KV_{subjects.STATE}"
 BUNDLE_STREAM: Final = f"OBJ_{subjects.BUNDLES}"
 LAST_STREAM: Final = subjects.CALLS_STREAM
 """Made after all others: when it is there, all are."""
+WITHIN_S: Final = 25.0
+"""How long a daemon that starts waits for them: less than its supervisor waits for it, who does not know why."""
+_AGAIN_S: Final = 0.05
 _DAY_S: Final = 24 * 3600.0
 _NAME_IN_USE: Final = 10058
 _NO_RESOURCES: Final = (10005, 10023, 10047, 10074)
@@ -101,19 +110,57 @@ def _configs(replicas: int) -> list[StreamConfig]:
     ]
 
 
-async def ensure_streams(bus: Bus, replicas: int = 1) -> None:
-    """Make every stream, or bring an existing one up to date. Raises ``Unavailable`` that says what JetStream lacks."""
-    manager = bus.jetstream
-    for config in _configs(replicas):
+async def ensure_streams(bus: Bus, replicas: int = 1, *, within_s: float = WITHIN_S) -> None:
+    """Make every stream, or bring an existing one up to date. What fails is tried again, since a disk that is busy or
+    servers that have just met answer later. Raises ``Unavailable`` after ``within_s`` seconds, which says which stream
+    was waited for and what JetStream lacks."""
+
+    async def ensure() -> None:
+        for config in _configs(replicas):
+            await _ensure(bus, config)
+
+    await _patiently(ensure, within_s)
+
+
+async def await_streams(bus: Bus, *, within_s: float = WITHIN_S) -> None:
+    """Until a controller has made them. Raises ``Unavailable`` after ``within_s`` seconds."""
+
+    async def look() -> None:
         try:
-            await manager.add_stream(config)
-        except nats.js.errors.APIError as error:
-            if error.err_code == _NAME_IN_USE:
-                await _update(bus, config)
-                continue
-            raise _cannot(config, error) from error
+            await bus.jetstream.stream_info(LAST_STREAM)
+        except nats.js.errors.NotFoundError as error:
+            raise Unavailable("the platform has no state yet: no controller has started") from error
         except nats.errors.Error as error:
-            raise Unavailable(f"JetStream does not answer: {error or type(error).__name__}") from error
+            raise _silent(LAST_STREAM, error) from error
+
+    await _patiently(look, within_s)
+
+
+async def _patiently(attempt: Callable[[], Awaitable[None]], within_s: float) -> None:
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            await attempt()
+            return
+        except Unavailable as error:
+            waited_s = time.monotonic() - began
+            if waited_s >= within_s:
+                raise Unavailable(f"{error.message} (asked again for {waited_s:.0f} s)") from error
+            if not told:
+                log.warning("%s; asked again for %g s", error.message, within_s)
+                told = True
+        await asyncio.sleep(_AGAIN_S)  # nothing tells that it is different now
+
+
+async def _ensure(bus: Bus, config: StreamConfig) -> None:
+    try:
+        await bus.jetstream.add_stream(config)
+    except nats.js.errors.APIError as error:
+        if error.err_code != _NAME_IN_USE:
+            raise _cannot(config, error) from error
+        await _update(bus, config)
+    except nats.errors.Error as error:
+        raise _silent(config.name or "", error) from error
 
 
 async def _update(bus: Bus, config: StreamConfig) -> None:
@@ -125,6 +172,10 @@ async def _update(bus: Bus, config: StreamConfig) -> None:
         raise Unavailable(
             f"stream {config.name} is there with other settings, which cannot be changed: {error}"
         ) from error
+
+
+def _silent(stream: str, error: nats.errors.Error) -> Unavailable:
+    return Unavailable(f"JetStream does not answer about the stream {stream}: {str(error) or type(error).__name__}")
 
 
 def _cannot(config: StreamConfig, error: nats.js.errors.APIError) -> Unavailable:

@@ -28,7 +28,7 @@ def keyring(directory: Path, *keys: str) -> Keyring:
 
 @pytest.fixture
 async def store(nats: Nats) -> AsyncIterator[StateStore]:
-    store = await StateStore.open(await nats.bus(CONTROLLER), create=True)
+    store = await nats.store()
     await store.elect(CONTROLLER)
     yield store
     await store.close()
@@ -41,7 +41,7 @@ async def test_who_leads_next_has_them(nats: Nats, store: StateStore, tmp_path: 
     assert (await first.put("token", VALUE)).stored == 7.0
     await first.put("a-b_C9", b"x")
 
-    other = await StateStore.open(await nats.bus(CONTROLLER_2), create=True)
+    other = await nats.store(CONTROLLER_2)
     await other.elect(CONTROLLER_2)
     second = SealedVault(other, keyring(tmp_path, OLD))
     assert [each.name for each in await second.names()] == ["a-b_C9", "token"]

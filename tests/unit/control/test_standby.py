@@ -67,12 +67,8 @@ class Time:
             await self.leader.put(LEASE_KEY, Lease(term=1, controller=CONTROLLER, beat=self.beats))
 
 
-async def opened(nats: Nats, identity: str) -> StateStore:
-    return await StateStore.open(await nats.bus(identity), create=True)
-
-
 async def test_a_standby_waits_while_the_lease_is_renewed_and_then_is_elected(nats: Nats) -> None:
-    leader, standby, time = await opened(nats, CONTROLLER), await opened(nats, CONTROLLER_2), Time()
+    leader, standby, time = await nats.store(CONTROLLER), await nats.store(CONTROLLER_2), Time()
     await leader.elect(CONTROLLER)
     time.leader, time.beats = leader, 100
     told: list[float] = []
@@ -86,10 +82,10 @@ async def test_a_standby_waits_while_the_lease_is_renewed_and_then_is_elected(na
 
 
 async def test_of_many_standbys_one_is_elected(nats: Nats) -> None:
-    leader = await opened(nats, CONTROLLER)
+    leader = await nats.store(CONTROLLER)
     await leader.elect(CONTROLLER)
     await leader.put(LEASE_KEY, Lease(term=1, controller=CONTROLLER, released=True))
-    stores = [await opened(nats, CONTROLLER_2) for _ in range(3)]
+    stores = [await nats.store(CONTROLLER_2) for _ in range(3)]
     told: list[str] = []
     standing = [
         asyncio.create_task(stand_by(store, f"c{n}", lambda n=n: told.append(f"c{n}")))  # type: ignore[misc]
@@ -106,7 +102,7 @@ async def test_of_many_standbys_one_is_elected(nats: Nats) -> None:
 
 
 async def test_a_lost_answer_to_an_election_is_no_second_one(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = await opened(nats, CONTROLLER)
+    store = await nats.store(CONTROLLER)
     publish = store._publish
 
     async def lossy(key: str, data: bytes, headers: dict[str, str]) -> int:
@@ -120,7 +116,7 @@ async def test_a_lost_answer_to_an_election_is_no_second_one(nats: Nats, monkeyp
 
 
 async def test_a_leader_is_sure_only_as_long_as_it_has_proof(nats: Nats) -> None:
-    store, time = await opened(nats, CONTROLLER), Time()
+    store, time = await nats.store(CONTROLLER), Time()
     gateway = await nats.bus(GATEWAY)
     heard: list[Term] = []
     await gateway.subscribe(LEADER, Term, lambda term, _: heard.append(term))
@@ -136,7 +132,7 @@ async def test_a_leader_is_sure_only_as_long_as_it_has_proof(nats: Nats) -> None
     assert leadership.sure
     await until(lambda: heard, what="it said so")
     assert heard[0] == Term(term=1, controller=CONTROLLER)
-    other = await opened(nats, CONTROLLER_2)
+    other = await nats.store(CONTROLLER_2)
     await other.elect(CONTROLLER_2)
     with pytest.raises(StaleTerm):
         await running
@@ -149,7 +145,7 @@ async def test_a_leader_is_sure_only_as_long_as_it_has_proof(nats: Nats) -> None
 
 async def test_where_nothing_can_be_written_reading_is_proof(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk does not keep ready functions from new instances."""
-    store, time = await opened(nats, CONTROLLER), Time()
+    store, time = await nats.store(CONTROLLER), Time()
     await store.elect(CONTROLLER)
 
     async def full(*_: object) -> int:

@@ -45,7 +45,7 @@ from sllm_runtime.protocol.records import Route, RouteEntry
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.stream import Inbox, Outbox
 from tests.fixtures.nats import CONTROLLER, GATEWAY, NODE, Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 BEAT_S = 0.2
 CREATED = 1_700_000_000.5
@@ -244,7 +244,7 @@ class ScriptedController:
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
-        self.store = await StateStore.open(self.bus, create=True)
+        self.store = await StateStore.open(self.bus, create=True, within_s=GIVE_UP_S)
         await self.store.elect("ctl")
         self._subscriptions.append(await self.bus.serve(subjects.ctl("acquire"), Acquire, self._acquire))
 

@@ -23,7 +23,6 @@ from sllm_gateway.roll import MOST, Roll
 from sllm_gateway.stored import Stored
 from sllm_gateway.succession import id_frames
 from sllm_gateway.table import Version
-from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, CallOrder
 from sllm_runtime.protocol.errors import CallMoved
@@ -275,7 +274,7 @@ class Two:
 
 async def two(nats: Nats) -> Two:
     """What two gateways write by; the streams are there."""
-    await (await StateStore.open(await nats.bus(CONTROLLER), create=True)).close()
+    await nats.streams()
     found = []
     for identity, byte in ((GATEWAY, b"a"), (GATEWAY_2, b"b")):
         bus = await nats.bus(identity)

@@ -16,7 +16,6 @@ import pytest
 
 from sllm_invoker.fork_server import namespace_command
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import ensure_streams
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.node import NodeStatus, Ok, StartInstance
 from sllm_runtime.protocol.states import InstanceState
@@ -64,8 +63,7 @@ async def dead(family: list[psutil.Process]) -> None:
 
 @pytest.fixture
 async def daemon(nats: Nats, tmp_path: Path) -> AsyncIterator[Daemon]:  # noqa: F811
-    controller = await nats.bus(CONTROLLER)
-    await ensure_streams(controller)
+    controller = await nats.streams()
     await store_bundle(controller, BUNDLE)
     gateway = GatewayPeer(await nats.bus(GATEWAY))
     await gateway.start()

@@ -4,10 +4,9 @@ import msgspec
 
 from sllm_runtime.platform.announce import BURST, RATE, Announcer
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import ensure_streams
 from sllm_runtime.protocol.events import DROPPED, Event, Kind
 from sllm_runtime.protocol.subjects import EVENTS_STREAM
-from tests.fixtures.nats import CONTROLLER, GATEWAY, Nats
+from tests.fixtures.nats import GATEWAY, Nats
 from tests.fixtures.waiting import until
 
 
@@ -18,8 +17,7 @@ async def stored(controller: Bus) -> list[Event]:
 
 
 async def test_a_storm_is_cut_and_counted(nats: Nats) -> None:
-    controller, gateway = await nats.bus(CONTROLLER), await nats.bus(GATEWAY)
-    await ensure_streams(controller)
+    controller, gateway = await nats.streams(), await nats.bus(GATEWAY)
     now = 100.0
     announcer = Announcer(gateway, "gateway", lambda: now, lambda: 1.5)
     for number in range(BURST + 30):
@@ -45,8 +43,7 @@ async def test_a_storm_is_cut_and_counted(nats: Nats) -> None:
 
 
 async def test_an_outage_raises_nothing(nats: Nats) -> None:
-    controller, gateway = await nats.bus(CONTROLLER), await nats.bus(GATEWAY)
-    await ensure_streams(controller)
+    controller, gateway = await nats.streams(), await nats.bus(GATEWAY)
     announcer = Announcer(gateway, "gateway", lambda: 0.0, lambda: 1.5)
     await nats.kill()
     await until(lambda: not gateway.connected)

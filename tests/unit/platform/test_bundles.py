@@ -8,9 +8,9 @@ from nats.js.api import StreamInfo
 
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import BUNDLE_STREAM, ensure_streams
+from sllm_runtime.platform.streams import BUNDLE_STREAM
 from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, NotFound
-from tests.fixtures.nats import CONTROLLER, GATEWAY, NODE, Nats
+from tests.fixtures.nats import GATEWAY, NODE, Nats
 
 DATA = bytes(range(256)) * 5000  # 1.28 MB: several chunks and a rest
 DIGEST = f"sha256:{hashlib.sha256(DATA).hexdigest()}"
@@ -24,9 +24,7 @@ async def pieces(data: bytes = DATA, size: int = 70_001, fail_at: int | None = N
 
 
 async def buses(nats: Nats) -> tuple[Bus, Bus, Bus]:
-    controller = await nats.bus(CONTROLLER)
-    await ensure_streams(controller)
-    return controller, await nats.bus(GATEWAY), await nats.bus(NODE)
+    return await nats.streams(), await nats.bus(GATEWAY), await nats.bus(NODE)
 
 
 async def messages(controller: Bus) -> int:

@@ -322,8 +322,7 @@ async def test_a_node_hears_nothing_that_is_not_for_it(nats: Nats, subject: str)
 
 
 async def test_logs_of_a_node_are_kept_and_read_by_a_gateway(nats: Nats) -> None:
-    controller, gateway, node = await nats.bus(CONTROLLER), await nats.bus(GATEWAY), await nats.bus(NODE)
-    await ensure_streams(controller)
+    controller, gateway, node = await nats.streams(), await nats.bus(GATEWAY), await nats.bus(NODE)
     await ensure_streams(controller)
     for n in range(3):
         node.publish_now(subjects.logs(NODE, "chat"), Ping(n))

@@ -5,17 +5,15 @@ from pathlib import Path
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.chronicle import Chronicle
-from sllm_runtime.platform.streams import ensure_streams
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.events import Event
-from tests.fixtures.nats import CONTROLLER, UP, Nats
+from tests.fixtures.nats import UP, Nats
 from tests.fixtures.waiting import until
 from tests.unit.platform.test_announce import stored
 
 
 async def test_a_restart_is_an_event_also_when_it_cannot_be_told_at_once(nats: Nats) -> None:
-    controller = await nats.bus(CONTROLLER)
-    await ensure_streams(controller)
+    controller = await nats.streams()
     refusals = 2
 
     async def connect() -> Bus:

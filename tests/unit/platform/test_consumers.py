@@ -3,7 +3,6 @@
 import asyncio
 
 from sllm_runtime.platform.owned import end
-from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.streams import STATE_STREAM
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol.node import NodeRecord
@@ -18,7 +17,7 @@ async def left(nats: Nats, stream: str) -> int:
 
 
 async def test_fifty_listings_leave_no_consumer(nats: Nats) -> None:
-    store = await StateStore.open(await nats.bus(CONTROLLER), create=True)
+    store = await nats.store()
     await store.elect(CONTROLLER)
     await store.put(node_key("n1"), NodeRecord(node="n1", first_seen=0.0))
     before = await left(nats, STATE_STREAM)
@@ -30,7 +29,7 @@ async def test_fifty_listings_leave_no_consumer(nats: Nats) -> None:
 
 async def test_watches_that_are_cancelled_leave_none(nats: Nats) -> None:
     """Also while their consumer is being made."""
-    await StateStore.open(await nats.bus(CONTROLLER), create=True)
+    await nats.streams()
     gateway = await nats.bus(GATEWAY)
     before = await left(nats, STATE_STREAM)
     for turns in (0, 1, 2, 3, 5, 10, 20, 40):

@@ -23,7 +23,7 @@ def _node(name: str, seen: float = 0.0) -> NodeRecord:
 
 
 async def _leader(nats: Nats, identity: str = CONTROLLER) -> StateStore:
-    store = await StateStore.open(await nats.bus(identity), create=True)
+    store = await nats.store(identity)
     await store.elect(identity)
     return store
 
@@ -60,7 +60,7 @@ async def test_a_deposed_leader_writes_nothing(nats: Nats) -> None:
 
 
 async def test_elections_at_the_same_time_get_different_terms(nats: Nats) -> None:
-    stores = [await StateStore.open(await nats.bus(name), create=True) for name in (CONTROLLER, CONTROLLER_2)]
+    stores = [await nats.store(name) for name in (CONTROLLER, CONTROLLER_2)]
     terms = await asyncio.gather(*(store.elect(str(n)) for n, store in enumerate(stores) for _ in range(5)))
     assert sorted(terms) == list(range(1, 11))
 
@@ -72,7 +72,7 @@ async def test_many_writes_at_once_are_all_written(nats: Nats) -> None:
 
 
 async def test_nobody_writes_without_an_election(nats: Nats) -> None:
-    store = await StateStore.open(await nats.bus(CONTROLLER), create=True)
+    store = await nats.store()
     with pytest.raises(StaleTerm, match="does not lead"):
         await store.put(node_key("n1"), _node("n1"))
 

@@ -1,8 +1,14 @@
-"""What JetStream has acknowledged is there again when its server was killed."""
+"""The streams are made with patience; what JetStream has acknowledged is there again when its server was killed."""
 
+import asyncio
+from typing import Any
+
+import nats.errors
 import pytest
+from nats.js.manager import JetStreamManager
 
-from sllm_runtime.platform.streams import ensure_streams
+from sllm_runtime.platform.streams import STATE_STREAM, await_streams, ensure_streams
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, LIVES_STREAM, call_entry, life_beat, life_log
 from tests.fixtures.nats import CONTROLLER, GATEWAY, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -21,8 +27,7 @@ COUNT = 5
 async def test_an_entry_that_was_acknowledged_outlives_a_killed_server(
     nats: Nats, stream: str, subjects: list[str]
 ) -> None:
-    controller, gateway = await nats.bus(CONTROLLER), await nats.bus(GATEWAY)
-    await ensure_streams(controller)
+    controller, gateway = await nats.streams(), await nats.bus(GATEWAY)
     for subject in subjects:
         acknowledged = await gateway.jetstream.publish(subject, subject.encode(), timeout=GIVE_UP_S)
     await nats.kill()
@@ -32,3 +37,42 @@ async def test_an_entry_that_was_acknowledged_outlives_a_killed_server(
     last = await gateway.jetstream.get_last_msg(stream, subjects[-1], direct=True)
     assert (last.seq, last.data) == (acknowledged.seq, subjects[-1].encode())
     await controller.flush()
+
+
+@pytest.fixture
+def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The streams about which JetStream does not answer the next time it is asked to make them, one of them taken away
+    with each such question."""
+    left: list[str] = []
+    add = JetStreamManager.add_stream
+
+    async def answer(self: JetStreamManager, config: Any) -> Any:
+        if config.name in left:
+            left.remove(config.name)
+            raise nats.errors.TimeoutError
+        return await add(self, config)
+
+    monkeypatch.setattr(JetStreamManager, "add_stream", answer)
+    return left
+
+
+async def test_streams_are_asked_for_again_until_jetstream_answers(
+    nats: Nats, unanswered: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    unanswered += [STATE_STREAM, STATE_STREAM, LIVES_STREAM]
+    controller, gateway = await nats.bus(CONTROLLER), await nats.bus(GATEWAY)
+    waiting = asyncio.create_task(await_streams(gateway, within_s=GIVE_UP_S))
+    await ensure_streams(controller, within_s=GIVE_UP_S)
+    await waiting
+    assert not unanswered
+    told = [record.getMessage() for record in caplog.records if "asked again" in record.getMessage()]
+    assert len([line for line in told if STATE_STREAM in line]) == 1, "the first refusal alone is told"
+
+
+async def test_who_gives_up_says_which_stream_was_waited_for(nats: Nats, unanswered: list[str]) -> None:
+    unanswered += [LIVES_STREAM] * 1000
+    controller = await nats.bus(CONTROLLER)
+    with pytest.raises(Unavailable, match=rf"about the stream {LIVES_STREAM}: nats: timeout \(asked again"):
+        await ensure_streams(controller, within_s=0.1)
+    with pytest.raises(Unavailable, match=r"no controller has started \(asked again"):
+        await await_streams(controller, within_s=0.1)
