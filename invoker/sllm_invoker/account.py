@@ -19,6 +19,8 @@ class Account:
         self.progress: Progress | None = Progress(stage=SANDBOX)
         """None: the start is over."""
         self.error: SllmError | None = None
+        self.release_s: float | None = None
+        """Seconds that it took to free what it held, if it was told to."""
         self._prepared: tuple[Span, ...] = ()
         self._assigned_ms = 0.0
         self._spans: tuple[Span, ...] = ()
@@ -60,4 +62,5 @@ class Account:
             spans=self._spans,
             running=work.running if work is not None else 0,
             idle_s=work.idle_s(now) if work is not None else 0.0,
+            release_s=self.release_s,
         )

@@ -49,6 +49,13 @@ class Instance:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._stop_reason: str | None = None
+        self._stopped_at: float | None = None
+        """When it was told to end."""
+        self._unused_since: float | None = None
+        """Since when it had nothing left to do, of one that was told to end and has."""
+        self._left = self._state
+        """Where it was when it ended."""
+        self._freed = False
         self._heard: dict[int, float] = {}
         self._sandboxes: dict[int, Sandbox] = {}
         self.ended_at: float | None = None
@@ -73,8 +80,16 @@ class Instance:
         self._heard[number] = self._around.clock()
 
     def status(self) -> InstanceStatus:
-        """For the node's report."""
-        return self._account.status(self._state, self.work, self._around.clock())
+        """For the node's report. One that was told to end has ended when what it held is free: who waits for that would
+        look elsewhere before."""
+        leaves = self.final and self._stopped_at is not None and not self._freed
+        return self._account.status(self._left if leaves else self._state, self.work, self._around.clock())
+
+    def freed(self) -> None:
+        """All that it held is the node's again."""
+        self._freed = True
+        if self._unused_since is not None:
+            self._account.release_s = self._around.clock() - self._unused_since
 
     # --- life ---------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -106,10 +121,15 @@ class Instance:
         state = verdict.state
         if state in (InstanceState.FAILED, InstanceState.LOST):  # the same misfortune, before or after READY
             state = InstanceState.FAILED if self._state is InstanceState.STARTING else InstanceState.LOST
+        now = self._around.clock()
+        if self._stopped_at is not None:
+            unused_s = self.work.unused_s(now) if self.work is not None else now - self._stopped_at
+            self._unused_since = max(self._stopped_at, now - unused_s)
         if self.work is not None:
             self.work.end(verdict.calls or InstanceLost(f"instance {self.order.instance} ended"))
         self._account.error = verdict.error
-        self.ended_at = self._around.clock()
+        self.ended_at = now
+        self._left = self._state
         self._move(state)
         if verdict.error is not None:
             log.warning("instance %s is %s: %s", self.order.instance, state, verdict.error.message)
@@ -265,6 +285,8 @@ class Instance:
         """Drain: running calls have ``grace_s`` seconds; then end. Asked again, the earlier end holds. ``resume``: what
         runs to the end of the grace is lost, not cancelled."""
         self._stop_reason = self._stop_reason or reason
+        if self._stopped_at is None:
+            self._stopped_at = self._around.clock()
         if self.final or self._verdict.done():
             return
         if self._state is InstanceState.STARTING or self.work is None:

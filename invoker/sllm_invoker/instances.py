@@ -110,6 +110,7 @@ class Instances:
             await instance.run()
         finally:
             self.ledger = self.ledger.release(instance.order.instance)
+            instance.freed()
             self._changed()
 
     def _gone(self, living: asyncio.Task[None]) -> None:

@@ -80,6 +80,10 @@ class Work:
         """Seconds since the last call ended, or since it was ready; 0 while it works or starts."""
         return 0.0 if self._calls or not self._open else max(0.0, now - self._idle_since)
 
+    def unused_s(self, now: float) -> float:
+        """Seconds since the last call ended, also when it takes no more; 0 while it works."""
+        return 0.0 if self._calls else max(0.0, now - self._idle_since)
+
     def open(self, *, feeds: bool) -> None:
         """The worker is ready."""
         self._open, self.feeds = True, feeds

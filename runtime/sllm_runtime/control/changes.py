@@ -1,4 +1,4 @@
-"""The difference between two views, as records to write, events to tell and functions whose waiters to wake. Pure."""
+"""The difference between two views, as records to write and functions whose waiters to wake. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from sllm_runtime.control.providing.pool import News
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.table import changed
 from sllm_runtime.control.view import Instance, Key, View
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.events import Event
-from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, Record, Route, VersionRecord
+from sllm_runtime.protocol.records import InstanceRecord, Record, Route
 from sllm_runtime.protocol.states import InstanceState
 
 NODES: Final = ""
@@ -96,88 +94,3 @@ def writes(old: View, new: View, old_routes: Mapping[Key, Route], new_routes: Ma
     if new.pool is not None and (old.pool is None or old.pool.record != new.pool.record):
         found.append(Write(subjects.POOL_KEY, new.pool.record))
     return found
-
-
-def events(old: View, new: View, wall: float) -> list[Event]:
-    """State changes of instances, versions and functions, and nodes that joined."""
-    found = []
-    for _, before, after in differing(old.instances, new.instances):
-        if after is not None and (before is None or before.state != after.state):
-            found.append(_instance_event(after, wall))
-    for _, was, version in differing(old.versions, new.versions):
-        if version is not None and (was is None or was.state != version.state):
-            found.append(_version_event(version, wall))
-    for name, function, now in differing(old.functions, new.functions):
-        if kind := _function_kind(function, now):
-            found.append(Event(kind=kind, at=wall, component="controller", function=name))
-    for name, known, _ in differing(old.nodes, new.nodes):
-        if known is None:
-            found.append(Event(kind="node.joined", at=wall, component="controller", node=name))
-    if new.pool is not None and old.pool is not None and new.pool.news is not old.pool.news:
-        found += [_told(news, wall) for news in new.pool.news]
-    return found
-
-
-def _told(news: News, wall: float) -> Event:
-    return Event(kind=news.kind, at=wall, component="controller", message=news.message, node=news.node or None)
-
-
-def node_events(before: frozenset[str], after: frozenset[str], wall: float) -> list[Event]:
-    """Nodes that fell silent, and nodes that are heard (again)."""
-    lost = [("node.lost", name) for name in sorted(before - after)]
-    alive = [("node.alive", name) for name in sorted(after - before)]
-    return [Event(kind=kind, at=wall, component="controller", node=name) for kind, name in lost + alive]
-
-
-def _instance_event(instance: Instance, wall: float) -> Event:
-    record = instance.record
-    reason = record.error.message if record.error else instance.stop.reason if instance.stop else _start(instance)
-    return Event(
-        kind=f"instance.{record.state.lower()}",
-        at=wall,
-        component="controller",
-        message=reason,
-        function=record.function,
-        version=record.version,
-        instance=record.instance,
-        node=record.node,
-        fields=_measured(instance),
-    )
-
-
-def _measured(instance: Instance) -> dict[str, str]:
-    """Of a start that is over, for programs: seconds as expected and as taken, and where the weights were."""
-    if instance.state is not InstanceState.READY or instance.predicted is None or instance.ready_at is None:
-        return {}
-    guess, took = instance.predicted, instance.ready_at - instance.placed
-    return {"expected_s": f"{guess.seconds:.6f}", "took_s": f"{took:.6f}", "tier": guess.tier}
-
-
-def _start(instance: Instance) -> str:
-    """Of one that begins: what it is expected to take; of one that is over: what it took beside that."""
-    if instance.predicted is None:
-        return ""
-    if instance.state is InstanceState.PENDING:
-        return f"expected {instance.predicted.words()}"
-    if instance.state is not InstanceState.READY or instance.ready_at is None:
-        return ""
-    return f"in {instance.ready_at - instance.placed:.2f} s; expected {instance.predicted.words()}"
-
-
-def _version_event(version: VersionRecord, wall: float) -> Event:
-    return Event(
-        kind=f"version.{version.state.lower()}",
-        at=wall,
-        component="controller",
-        message=version.error.message if version.error else "",
-        function=version.function,
-        version=version.version,
-    )
-
-
-def _function_kind(before: FunctionRecord | None, after: FunctionRecord | None) -> str:
-    if after is None:
-        return "function.deleted"
-    if before is None:
-        return "function.created"
-    return "function.deleting" if after.deleting and not before.deleting else ""

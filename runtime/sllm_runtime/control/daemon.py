@@ -24,6 +24,7 @@ from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.providing.settings import ProviderSettings
 from sllm_runtime.control.providing.supplying import supplied
 from sllm_runtime.control.pulling import Pulls
+from sllm_runtime.control.remembering import Remembering
 from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, StartupTime
 from sllm_runtime.control.sealed_vault import Keyring, SealedVault
 from sllm_runtime.control.service import Service
@@ -130,6 +131,8 @@ async def lead(
         popular = await store.get(POPULARITY_KEY, Popularity)
         spreading = Spreading(loop, ledger, nodes, pulls, popular.models if popular is not None else {})
         stack.push_async_callback(spreading.close)
+        remembering = Remembering(loop, ledger)
+        stack.push_async_callback(remembering.close)
         deployments = Deployments(loop, ledger, models, bus, vault)
         stack.push_async_callback(deployments.close)
         deletions = Deletions(loop, ledger, bus)
@@ -147,6 +150,7 @@ async def lead(
         deletions.resume()
         sweeps.start()
         spreading.start()
+        remembering.start()
         supplying.start()
         log.info("leads with term %d: %d function(s)", term, len(loop.view.functions))
         yield Controller(loop, service, leadership, term)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
-from sllm_runtime.control import changes, instances
+from sllm_runtime.control import changes, events, instances
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
@@ -99,7 +99,7 @@ class Loop:
         self._routes.update(after)
         self._ledger.take(changes.writes(old, new, before, after))
         self._notify(functions)
-        for event in changes.events(old, new, time.time()):
+        for event in events.events(old, new, time.time()):
             self._tell(event)
 
     def _tell(self, event: Event) -> None:
@@ -195,7 +195,7 @@ class Loop:
         if made.view is not self.view:
             self._commit(self.view, made.view)
         alive = frozenset(name for name in self.view.nodes if self.view.alive(name, context.now))
-        for event in changes.node_events(self._alive & self.view.nodes.keys(), alive, context.wall):
+        for event in events.node_events(self._alive & self.view.nodes.keys(), alive, context.wall):
             self._tell(event)
         self._alive = alive
         for action in made.actions:

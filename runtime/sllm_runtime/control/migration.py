@@ -37,9 +37,11 @@ Make: TypeAlias = Callable[[View, Key, Place], tuple[View, str]]
 Choose: TypeAlias = Callable[[Request, View], Decision]
 
 
-def ask(view: View, name: str, to: str, now: float) -> View:
-    """Begin to move the calls of instance ``name`` to node ``to`` (empty: the policy chooses); one that goes on is
-    joined. Raises ``InstanceNotFound``, ``NodeNotFound``, ``Conflict``, or ``InvalidRequest`` if they cannot be
+def ask(view: View, name: str, to: str, now: float, expected: float | None = None) -> View:
+    """Begin to move the calls of instance ``name`` to node ``to`` (empty: the policy chooses), which is ``expected`` to
+    take so many seconds; one that goes on is joined.
+
+    Raises ``InstanceNotFound``, ``NodeNotFound``, ``Conflict``, or ``InvalidRequest`` if they cannot be
     carried."""
     known = view.migrations.get(name)
     if known is not None and (name not in view.instances or not final(MIGRATION, known.state)):
@@ -49,7 +51,8 @@ def ask(view: View, name: str, to: str, now: float) -> View:
         raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
     _carried(view, instance)
     _reachable(view, instance, to, now)
-    return _put(view, Migration(name, to, MigrationState.PREPARING, now))
+    begun = Migration(name, to, MigrationState.PREPARING, now, running_s=instance.busy_s(now), expected=expected)
+    return _put(view, begun)
 
 
 def _carried(view: View, instance: Instance) -> None:
@@ -115,7 +118,7 @@ def _asked_by_policy(view: View, now: float) -> View:
                 gone.append(name)
             continue
         try:
-            view = ask(view, name, wanted.node, now)
+            view = ask(view, name, wanted.node, now, wanted.seconds)
         except SllmError:
             gone.append(name)
     return replace(view, moves=without(view.moves, gone)) if gone else view

@@ -1,29 +1,29 @@
-"""What moves that a policy has decided teach: how long calls of a model take to go on elsewhere. Pure."""
+"""What moves teach: how long calls of a model take to go on elsewhere, by how long they had run. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from sllm_runtime.control.view import Migration, Move, View
+from sllm_runtime.control.view import Migration, View
 from sllm_runtime.protocol.states import MigrationState
 
 
 def taught(view: View, now: float) -> View:
     """``view`` with what the moves that are over since the last step took."""
-    for move in view.moves.values():
-        known = view.migrations.get(move.instance)
-        if known is not None and known.state is MigrationState.DONE and known.ended == now:
-            view = _taught(view, move, known, now)
+    for move in view.migrations.values():
+        if move.state is MigrationState.DONE and move.ended == now:
+            view = _taught(view, move, now)
     return view
 
 
-def _taught(view: View, move: Move, known: Migration, now: float) -> View:
-    """From when the destination was ready to when the source had no call left."""
-    source, destination = view.instances.get(known.source), view.instances.get(known.destination)
-    if source is None or destination is None or destination.ready_at is None:
+def _taught(view: View, move: Migration, now: float) -> View:
+    """From when the destination was ready to when the source had no call left; what it frees then is its release."""
+    source, destination = view.instances.get(move.source), view.instances.get(move.destination)
+    if not move.running_s or source is None or destination is None or destination.ready_at is None:
         return view
     model = view.model_of(source.key)
     if model is None:
         return view
-    took = now - max(known.began, destination.ready_at)
+    release = source.seen.release_s if source.seen is not None else None
+    took = max(0.0, now - max(move.began, destination.ready_at) - (release or 0.0))
     return replace(view, learned=view.learned.resumed(model.digest, move.running_s, took))

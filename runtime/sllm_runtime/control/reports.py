@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from sllm_runtime.control import instances
 from sllm_runtime.control.view import Instance, Node, View
 from sllm_runtime.protocol.errors import InstanceLost
-from sllm_runtime.protocol.node import NodeRecord, NodeStatus
+from sllm_runtime.protocol.node import InstanceStatus, NodeRecord, NodeStatus
 
 
 def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
@@ -21,6 +22,8 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
     record = known.record if known else NodeRecord(node=status.node, first_seen=wall)
     reborn = last is not None and last.boot != status.boot
     view = view.put_node(Node(record=record, status=status, heard=now))
+    for gone, release_s in released(last, status):
+        view = replace(view, learned=view.learned.released((gone.function, gone.version), release_s))
     reported = {instance.instance: instance for instance in status.instances}
     for instance in view.on(status.node).values():
         if instance.ended:
@@ -61,6 +64,17 @@ def still(view: View, status: NodeStatus, now: float) -> View | None:
 def news(before: NodeStatus, after: NodeStatus) -> bool:
     """Whether a report says more than that its node is still there, and its idle instances idle."""
     return _steady(before) != _steady(after)
+
+
+def released(before: NodeStatus | None, after: NodeStatus) -> Iterator[tuple[InstanceStatus, float]]:
+    """Instances that have given back what they held since the report ``before`` of the same life, with the seconds that
+    it took them."""
+    if before is None or before.boot != after.boot:
+        return
+    known = {said.instance for said in before.instances if said.release_s is not None}
+    for said in after.instances:
+        if said.release_s is not None and said.instance not in known:
+            yield said, said.release_s
 
 
 def _steady(status: NodeStatus) -> NodeStatus:

@@ -7,13 +7,23 @@ from dataclasses import replace
 import msgspec
 
 from sllm_runtime.control.changes import Write
+from sllm_runtime.control.scheduling import remembered
 from sllm_runtime.control.table import Table
 from sllm_runtime.control.view import Instance, Node, View
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import NodeRecord
-from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, Route, RouteEntry, VersionRecord
+from sllm_runtime.protocol.records import (
+    FunctionRecord,
+    InstanceRecord,
+    LearnedRecord,
+    ModelRecord,
+    Route,
+    RouteEntry,
+    VersionRecord,
+)
 from sllm_runtime.protocol.states import InstanceState, VersionState
+from sllm_runtime.protocol.subjects import LEARNED_KEY
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +35,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[str, NodeRecord]
     instances: dict[str, InstanceRecord]
     routes: dict[str, Route]
+    learned: LearnedRecord
 
 
 async def read(store: StateStore) -> Stored:
@@ -36,6 +47,7 @@ async def read(store: StateStore) -> Stored:
         nodes=await store.list("nodes.", NodeRecord),
         instances=await store.list("instances.", InstanceRecord),
         routes=await store.list("routes.", Route),
+        learned=await store.get(LEARNED_KEY, LearnedRecord) or LearnedRecord(),
     )
 
 
@@ -55,6 +67,7 @@ def as_stored(stored: Stored, now: float) -> View:
         models={record.digest: record for record in stored.models.values()},
         nodes={record.node: Node(record) for record in stored.nodes.values()},
         instances=instances,
+        learned=remembered.learned(stored.learned),
         listening_since=now,
     )
 

@@ -141,8 +141,6 @@ class Move:
     """What it is expected to take, the start of the instance there included."""
     by: Key
     decided: float
-    running_s: float = 0.0
-    """For how long its calls have run, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +155,10 @@ class Migration:
     destination: str = ""
     note: str = ""
     ended: float | None = None
+    running_s: float = 0.0
+    """For how long its calls had run when it began, at most; 0: they had not, or it is of a controller before."""
+    expected: float | None = None
+    """What it was expected to take, if a policy decided it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ class View:
     pool: Pool | None = None
     """The nodes of a provider; None: nodes come and go by themselves."""
     learned: Learned = field(default_factory=Learned)
-    """What starts so far took. Not stored: a new controller learns anew."""
+    """What starts, releases and moves so far took. ``remembering`` has it stored, so a new controller knows it too."""
     listening_since: float = 0.0
     """Since when reports could have been heard without interruption."""
 

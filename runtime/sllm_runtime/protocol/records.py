@@ -153,6 +153,44 @@ class Popularity(Record, frozen=True, kw_only=True):
     """By digest: starts, each half as much after every hour."""
 
 
+class Measured(msgspec.Struct, frozen=True, array_like=True):
+    """The last measurements of one thing, in seconds, the newest last. What of ``node``, ``function`` and ``version``,
+    ``kind`` it is of; empty and 0 where it is of all."""
+
+    seconds: tuple[float, ...]
+    function: str = ""
+    version: int = 0
+    node: str = ""
+    kind: str = ""
+
+
+class Fitted(msgspec.Struct, frozen=True, array_like=True):
+    """Moves of a model's calls: the weighted sums of a straight line's fit, by tokens (``x``) and seconds (``y``)."""
+
+    model: str
+    slope: float
+    base: float
+    n: float
+    x: float
+    y: float
+    xx: float
+    xy: float
+
+
+class LearnedRecord(Record, frozen=True, kw_only=True):
+    """What starts, releases and moves have taken, for the estimates of the next controller. Key ``learned``."""
+
+    sandbox: tuple[Measured, ...] = ()
+    """By node; kind ``warm`` or ``cold``."""
+    imports: tuple[Measured, ...] = ()
+    setup: tuple[Measured, ...] = ()
+    rest: tuple[Measured, ...] = ()
+    """By version, and of all; kind: where the weights were."""
+    release: tuple[Measured, ...] = ()
+    """By version, and of all."""
+    moves: tuple[Fitted, ...] = ()
+
+
 class Term(Record, frozen=True, kw_only=True):
     """The fence. Key ``term``, written once per election; on ``subjects.LEADER`` the leader says who it is."""
 

@@ -123,6 +123,7 @@ STATE: Final = "sllm_state"
 TERM_KEY: Final = "term"
 LEASE_KEY: Final = "lease"
 POPULARITY_KEY: Final = "popularity"
+LEARNED_KEY: Final = "learned"
 POOL_KEY: Final = "pool"
 
 

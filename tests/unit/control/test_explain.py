@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from sllm_runtime.control.changes import events
+from sllm_runtime.control.events import events
 from sllm_runtime.control.explain import explained
 from sllm_runtime.control.placement import Place
 from sllm_runtime.control.scheduling.policies import Random

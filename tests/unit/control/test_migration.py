@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,9 @@ import msgspec
 import pytest
 
 from sllm_runtime.control import migration, restore
+from sllm_runtime.control.events import events
 from sllm_runtime.control.routes import route
+from sllm_runtime.control.scheduling.learned import TOKEN_S
 from sllm_runtime.control.view import Key, Move
 from sllm_runtime.protocol.errors import (
     Conflict,
@@ -19,7 +22,8 @@ from sllm_runtime.protocol.errors import (
     SllmError,
     Unavailable,
 )
-from sllm_runtime.protocol.records import RouteEntry
+from sllm_runtime.protocol.events import Event
+from sllm_runtime.protocol.records import ModelRecord, RouteEntry
 from sllm_runtime.protocol.states import InstanceState, MigrationState
 from tests.unit.control.world import GIB, FakeNode, World, deployed, manifest
 
@@ -223,6 +227,59 @@ def test_what_a_placement_wants_moved_is_moved() -> None:
     world.plan()
     assert not world.view.moves
     assert state(world, source) is MigrationState.DONE
+
+
+def test_a_move_that_is_over_teaches_how_long_its_calls_took() -> None:
+    """Whoever asked for it; what the source frees then is learned apart."""
+    world, source = running()
+    world.view = world.view.put_model(ModelRecord(digest="sha256:m", uri="/m", nbytes=1, partitions=(1,)))
+    world.view = world.view.put_version(msgspec.structs.replace(world.view.versions[CHAT], model="sha256:m"))
+    world.turn(20.0)
+    ask(world, source, "n2")
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    world.hear_all()
+    ready(world, destination)
+    world.plan()
+    world.now += 3.0
+    node = world.nodes["n1"]
+    node.instances[source] = msgspec.structs.replace(node.instances[source], running=0, release_s=1.0)
+    world.finish(source, InstanceState.STOPPED)
+    world.plan()
+    assert state(world, source) is MigrationState.DONE
+    fitted = world.view.learned.moves["sha256:m"]
+    assert fitted.n == 1.0
+    assert fitted.x == pytest.approx(20.0 / TOKEN_S)
+    assert fitted.y == pytest.approx(2.0)
+    assert world.view.learned.release_s(CHAT) == 1.0
+    world.plan()
+    assert world.view.learned.moves["sha256:m"] is fitted, "once"
+
+
+def test_each_step_of_a_move_is_an_event_and_its_expectation_stands_beside_what_it_took() -> None:
+    world, source = running()
+    told: list[Event] = []
+
+    def step(act: Callable[[], object]) -> None:
+        before = world.view
+        act()
+        told.extend(each for each in events(before, world.view, 0.0) if each.kind.startswith("migration."))
+
+    move = Move(source, "n2", 1.5, ("other", 1), world.now)
+    world.view = replace(world.view, moves={source: move})
+    step(world.plan)
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    world.hear_all()
+    ready(world, destination)
+    step(world.plan)
+    world.hear_all()
+    world.now += 4.0
+    works(world, source, 0)
+    world.finish(source, InstanceState.STOPPED)
+    step(world.plan)
+    assert [each.kind for each in told] == ["migration.preparing", "migration.moving", "migration.done"]
+    assert {(each.function, each.instance, each.node) for each in told} == {("chat", source, "n2")}
+    assert told[-1].fields == {"destination": destination, "expected_s": "1.500000", "took_s": "4.000000"}
 
 
 # --- what is refused before the move -----------------------------------------------------------------

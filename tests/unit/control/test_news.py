@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_runtime.control.changes import events, touched, writes
-from sllm_runtime.control.reports import news, still
+from sllm_runtime.control import draining
+from sllm_runtime.control.changes import touched, writes
+from sllm_runtime.control.events import events
+from sllm_runtime.control.reports import news, observe, still
 from sllm_runtime.control.table import changed
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
-from tests.unit.control.scheduling.cluster import node
+from tests.unit.control.scheduling.cluster import NOW, cluster, node
 from tests.unit.control.world import FakeNode, World, deployed, manifest
 
 IDLE = InstanceStatus(instance="i", function="f", version=1, state=InstanceState.READY, idle_s=1.0)
@@ -58,6 +61,30 @@ def test_a_report_that_says_nothing_new_changes_when_its_node_was_heard_and_no_m
     assert not list(writes(before, after, {}, {}))
     assert not events(before, after, 0.0)
     assert not touched(before, after) - {"chat"}
+
+
+def test_what_a_release_took_is_told_beside_what_was_expected() -> None:
+    gone = msgspec.structs.replace(IDLE, state=InstanceState.STOPPED)
+    before = cluster(node("a", instances=(gone,)))
+    before = replace(before, learned=before.learned.released(("f", 1), 0.5))
+    said = node("a", sequence=2, instances=(msgspec.structs.replace(gone, release_s=2.0),))
+    after = observe(before, said, NOW, 0.0)
+    (event,) = events(before, after, 0.0)
+    assert (event.kind, event.instance, event.node) == ("instance.released", "i", "a")
+    assert event.fields == {"expected_s": "0.500000", "took_s": "2.000000"}
+
+
+@pytest.mark.parametrize(
+    ("cordoned", "drain", "kind"),
+    [(True, False, "node.cordoned"), (False, True, "node.draining"), (False, False, "node.uncordoned")],
+)
+def test_what_is_decided_about_a_node_is_an_event(cordoned: bool, drain: bool, kind: str) -> None:
+    before = cluster(node("a"))
+    if kind == "node.uncordoned":
+        before = draining.cordon(before, "a", cordoned=True, drain=False)
+    after = draining.cordon(before, "a", cordoned=cordoned, drain=drain)
+    assert [(each.kind, each.node) for each in events(before, after, 0.0)] == [(kind, "a")]
+    assert not events(after, draining.cordon(after, "a", cordoned=cordoned, drain=drain), 0.0)
 
 
 def test_a_report_that_something_may_follow_from_is_looked_at_whole() -> None:

@@ -10,7 +10,14 @@ from sllm_runtime.control.changes import writes
 from sllm_runtime.control.instances import path
 from sllm_runtime.control.view import View
 from sllm_runtime.protocol.errors import Conflict
-from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, Route, RouteEntry, VersionRecord
+from sllm_runtime.protocol.records import (
+    FunctionRecord,
+    InstanceRecord,
+    LearnedRecord,
+    Route,
+    RouteEntry,
+    VersionRecord,
+)
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, VersionState, check, final
 from tests.unit.control.world import ERROR, deployed, manifest, version
 
@@ -92,6 +99,7 @@ def stored(*versions: VersionRecord, active: int | None, deleting: bool = False)
         nodes={},
         instances={"instances.i1": instance, "instances.i9": lost},
         routes={"routes.chat.1": route},
+        learned=LearnedRecord(),
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -261,6 +262,25 @@ async def test_an_instance_that_is_stopped_lets_its_calls_end_first(node: NodeUn
     assert (await node.gateway.ended(call)).error is None
     assert len(call.values) == 3000
     await node.reaches(instance, InstanceState.STOPPED)
+
+
+@pytest.mark.parametrize("script", ["echo", "wait deafstop"], ids=["idle", "at work"])
+async def test_an_instance_has_ended_when_what_it_held_is_free(node: NodeUnderTest, script: str) -> None:
+    """Else who waits for that would find a node that is full, and look elsewhere. The report says how long it took."""
+    instance = await node.start(script)
+    if script != "echo":
+        await node.gateway.open(instance)
+    began = time.monotonic()
+    await node.stop(instance)
+    await node.reaches(instance, InstanceState.STOPPED)
+    took = time.monotonic() - began
+    there = [(status, each) for status in node.statuses for each in status.instances if each.instance == instance]
+    for status, each in there:
+        ended = each.state is InstanceState.STOPPED
+        assert ended == (status.free_memory == status.memory) == (each.release_s is not None)
+    release_s = there[-1][1].release_s
+    assert release_s is not None
+    assert 0.0 < release_s <= took
 
 
 async def test_a_node_that_is_asked_to_stop_lets_what_runs_leave(nats: Nats, tmp_path: Path) -> None:  # noqa: F811

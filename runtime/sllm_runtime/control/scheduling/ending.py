@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import inf
-from typing import Final
 
 from sllm_runtime.control.fits import Need
 from sllm_runtime.control.placement import Decision, Evict, Request, Wait, room_made
@@ -14,9 +14,6 @@ from sllm_runtime.control.scheduling.rooms import Start, by_time
 from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.view import Instance, View
 
-RELEASE_S: Final = 0.2
-"""Until an instance that is ended has given back what it held."""
-
 
 def quickest_ending(
     request: Request, start: Start, view: View, servers: Servers, now: float, best: float
@@ -25,16 +22,26 @@ def quickest_ending(
     there is no room anywhere), what is idle being started again counted against it."""
     found: tuple[float, str, Decision] | None = None
     limit = best
-    for guess, server in by_time(start, servers, servers.yielding, RELEASE_S, best):
+    for guess, server in by_time(start, servers, servers.yielding, view.learned.least_release, best):
         if guess.seconds >= limit:
             break
         idle = room_made(request, start.need, view, server.node, now)
         if idle is None or (best != inf and not idle and _ends_late(server)):
             continue
-        seconds = guess.seconds + sum(_again(view, server, instance) for instance in idle)
+        seconds = replace(guess, release=release_s(view, idle or _leaving(server))).seconds
+        seconds += sum(_again(view, server, instance) for instance in idle)
         if seconds < limit:
             limit, found = seconds, (seconds, server.name, ending(server.name, idle))
     return (found[0], found[2]) if found is not None else None
+
+
+def release_s(view: View, instances: Iterable[Instance]) -> float:
+    """Until all of them, which are ended together, have given back what they hold."""
+    return max((view.learned.release_s(each.key) for each in instances), default=0.0)
+
+
+def _leaving(server: Server) -> list[Instance]:
+    return [instance for instance in server.instances.values() if instance.stop is not None]
 
 
 def _ends_late(server: Server) -> bool:

@@ -23,6 +23,8 @@ COLD_SANDBOX_S: Final = 3.0
 """A sandbox taken from the pool, and one whose pool is empty, until a node has shown its own."""
 INIT_S: Final = 0.1
 """Import and ``setup`` of a function that never ran."""
+RELEASE_S: Final = 0.2
+"""Until an instance that is ended has given back what it held, until one has."""
 TOKEN_S: Final = 0.03
 """Between two tokens of a call, where only its age is known: rather too short, so that a move is thought too dear."""
 _MOST: Final = 10_000
@@ -36,10 +38,14 @@ class Recent:
     seconds: tuple[float, ...]
     middle: float
 
+    @classmethod
+    def of(cls, seconds: tuple[float, ...]) -> Recent:
+        """Of these, of which there is one at least; the newest is the last one."""
+        return cls(seconds, median(seconds))
+
     def after(self, seconds: float) -> Recent:
         """With one more."""
-        kept = (*self.seconds, seconds)[-RECENT:]
-        return Recent(kept, median(kept))
+        return Recent.of((*self.seconds, seconds)[-RECENT:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +58,16 @@ class Learned:
     setup: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
     rest: Mapping[tuple[Version | None, str], Recent] = field(default_factory=lambda: _NOTHING)
     """By version and where its weights were: what starts took beyond all that is told apart; None: of any version."""
+    release: Mapping[Version | None, Recent] = field(default_factory=lambda: _NOTHING)
+    """By version: from when an instance had only to end until its node had all that it held; None: of any version."""
     moves: Mapping[str, Line] = field(default_factory=lambda: _NOTHING)
     """By model: how long calls take to go on elsewhere, by their tokens."""
     starts: Mapping[Version, int] = field(default_factory=lambda: _NOTHING)
     """How often each version became ready, in this life of the controller."""
     least: float = WARM_SANDBOX_S
     """No sandbox is expected to take less."""
+    least_release: float = RELEASE_S
+    """Nor any release."""
 
     def sandbox_s(self, node: str, warm: bool) -> float:
         known = self.sandbox.get((node, warm))
@@ -76,6 +86,11 @@ class Learned:
         known = self.rest.get((key, tier)) or self.rest.get((None, tier))
         return max(known.middle, 0.0) if known is not None else 0.0
 
+    def release_s(self, key: Version) -> float:
+        """Of a version of which no instance ever ended: as others do."""
+        known = self.release.get(key) or self.release.get(None)
+        return known.middle if known is not None else RELEASE_S
+
     def started(self, key: Version) -> Learned:
         """With one more start of version ``key``, whatever it took."""
         kept = {name: count for name, count in self.starts.items() if name != key}
@@ -88,6 +103,11 @@ class Learned:
         nothing of other versions, since it was spent on making this one's model on its node."""
         others = seconds - min(own, max(seconds, 0.0))
         return replace(self, rest=_with(_with(self.rest, (key, tier), seconds), (None, tier), others))
+
+    def released(self, key: Version, seconds: float) -> Learned:
+        """With one more instance of version ``key`` that has given back what it held."""
+        known = _with(_with(self.release, key, seconds), None, seconds)
+        return replace(self, release=known, least_release=min(self.least_release, seconds))
 
     def after(self, key: Version, node: str, warm: bool, spans: tuple[Span, ...]) -> Learned:
         """With one more start of version ``key`` on ``node``."""

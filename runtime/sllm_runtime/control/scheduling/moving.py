@@ -97,8 +97,7 @@ def quickest_move(moving: Moving, start: Start, best: float) -> tuple[float, Mig
 
 
 def _move(name: str, target: Target, moving: Moving) -> Move:
-    running_s = moving.view.instances[name].busy_s(moving.now)
-    return Move(name, target.server, target.seconds, moving.request.key, moving.now, running_s)
+    return Move(name, target.server, target.seconds, moving.request.key, moving.now)
 
 
 def fewest_removed(moving: Moving, start: Start, server: Server) -> tuple[str, ...]:
@@ -200,13 +199,14 @@ def _movables(moving: Moving, server: Server, lack: Lack, within: float) -> list
 
 def _movable(moving: Moving, server: Server, instance: Instance, gives: Amounts, count: int, within: float) -> Movable:
     """It with the servers it could go to in less than ``within`` seconds: an instance of it is started there while it
-    works on here."""
+    works on here, its calls go on there, and it gives back what it held."""
     view = moving.view
     model = view.model_of(instance.key)
     resume = view.learned.resume_s(model.digest if model is not None else "", instance.busy_s(moving.now))
+    release = view.learned.release_s(instance.key)
     targets = []
     for room in moving.elsewhere(instance, server, count):
-        seconds = room.estimate.seconds + resume
+        seconds = room.estimate.seconds + resume + release
         if seconds < within:
             need = moving.servers.need(view, instance.key, instance.manifest)
             takes = _amounts(need.takes(room.server.free), need.cpu, len(room.gpus))

@@ -8,7 +8,7 @@ from math import inf
 from typing import Final
 
 from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, why_not
-from sllm_runtime.control.scheduling.ending import RELEASE_S, quickest_ending
+from sllm_runtime.control.scheduling.ending import quickest_ending, release_s
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moving import Moving, fewest_removed, quickest_move, under_way
 from sllm_runtime.control.scheduling.rooms import Room, Start, by_time, quickest
@@ -61,12 +61,21 @@ class Preemption:
         made = quickest_ending(request, start, view, self._servers, now, best)
         if made is not None:
             return made[1]
-        moving = Moving.of(request, view, self._servers, now)
-        for _, server in by_time(start, self._servers, self._servers.busy, RELEASE_S, best):
-            stopped = fewest_removed(moving, start, server)
-            if stopped:
-                return Evict(stopped, f"makes room on {server.name} by stopping {len(stopped)} at work", at_once=True)
-        return _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
+        stopped = self._stopped(Moving.of(request, view, self._servers, now), start, best)
+        return stopped or _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
+
+    def _stopped(self, moving: Moving, start: Start, best: float) -> Evict | None:
+        """What to stop where it starts soonest then, if that is before ``best``."""
+        view, found, limit = moving.view, None, best
+        for guess, server in by_time(start, self._servers, self._servers.busy, view.learned.least_release, best):
+            if guess.seconds >= limit:
+                break
+            names = fewest_removed(moving, start, server)
+            release = release_s(view, (view.instances[name] for name in names))
+            if names and (seconds := replace(guess, release=release).seconds) < limit:
+                why = f"makes room on {server.name} by stopping {len(names)} at work"
+                limit, found = seconds, Evict(names, why, at_once=True)
+        return found
 
 
 def _start(request: Request, view: View, servers: Servers, now: float) -> Start:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sllm_runtime.control.changes import events
+from sllm_runtime.control.events import events
 from sllm_runtime.control.providing import sizing
 from sllm_runtime.control.providing.pool import Pool, Timing
 from sllm_runtime.control.providing.provider import Offer, Shape

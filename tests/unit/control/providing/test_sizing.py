@@ -205,6 +205,7 @@ def test_decisions_are_told_as_events_and_stored() -> None:
     world.live_for(2 * TIMING.idle + 10)
     assert [(event.kind, event.node) for event in world.told] == [
         ("pool.grows", None),
+        ("node.draining", "p1"),
         ("node.leaving", "p1"),
         ("node.given_back", "p1"),
         ("node.removed", "p1"),

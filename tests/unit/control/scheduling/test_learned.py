@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from sllm_runtime.control.reports import observe
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
-from sllm_runtime.control.scheduling.learned import RECENT, Learned
+from sllm_runtime.control.scheduling.learned import RECENT, RELEASE_S, Learned
 from sllm_runtime.control.scheduling.prediction import Estimate
+from sllm_runtime.protocol.node import InstanceStatus
+from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, WEIGHTS, Span
-from tests.unit.control.scheduling.cluster import GB, cluster, model, node
+from tests.unit.control.scheduling.cluster import GB, NOW, cluster, model, node
 
 KEY = ("chat", 1)
 
@@ -101,3 +105,28 @@ def test_what_a_part_took_longer_does_not_count_as_rest_as_well() -> None:
     parts = guess.measured(spans(0.5, 0.1, 0.2))
     assert parts.seconds - parts.rest == pytest.approx(0.8)
     assert guess.measured(()) == guess
+
+
+def test_a_release_is_expected_to_take_what_those_before_it_took() -> None:
+    assert Learned().release_s(KEY) == RELEASE_S
+    learned = Learned().released(KEY, 2.0)
+    assert (learned.release_s(KEY), learned.release_s(("new", 1))) == (2.0, 2.0)
+    learned = learned.released(("other", 1), 0.01).released(("other", 1), 0.01)
+    assert learned.release_s(KEY) == 2.0
+    assert learned.release_s(("new", 1)) == 0.01
+    assert learned.least_release == 0.01, "searches pass over nothing that is quicker"
+
+
+def test_a_node_tells_once_what_a_release_took() -> None:
+    """Each of its reports says so for a minute; another life of it, or of the controller, learns nothing from them."""
+    gone = InstanceStatus(instance="i", function="chat", version=1, state=InstanceState.STOPPED)
+    freed = msgspec.structs.replace(gone, release_s=1.5)
+    first = node("a", instances=(gone,))
+    second = msgspec.structs.replace(first, sequence=2, instances=(freed,))
+    view = observe(cluster(first), second, NOW, 0.0)
+    assert view.learned.release[KEY].seconds == (1.5,)
+    again = observe(view, msgspec.structs.replace(second, sequence=3, pool_idle=0), NOW, 0.0)
+    assert again.learned is view.learned
+    assert KEY not in cluster(second).learned.release
+    reborn = observe(cluster(first), msgspec.structs.replace(second, boot="another"), NOW, 0.0)
+    assert KEY not in reborn.learned.release

@@ -48,6 +48,15 @@ def test_what_runs_is_moved_for_a_much_quicker_start() -> None:
     assert "moving other-on-full-0 to free" in decision.reason
 
 
+@pytest.mark.parametrize(("policy", "made"), [(MOVES, Migrate), (Preemption(), Evict)])
+def test_it_stays_where_giving_back_what_it_holds_takes_longer_than_is_won(policy: Policy, made: type) -> None:
+    """200 s from the object store without it."""
+    for seconds, decided in ((150.0, made), (250.0, Place)):
+        view = crowded()
+        view = replace(view, learned=view.learned.released(("other", 1), seconds))
+        assert isinstance(place(policy, view, "chat"), decided)
+
+
 def test_it_is_not_moved_without_leave() -> None:
     decision = place(StartupTime(moves=False), crowded(), "chat")
     assert isinstance(decision, Place)
@@ -161,6 +170,7 @@ def elsewhere(view: View, servers: Mapping[str, Server], gone: tuple[Instance, .
             assert model is not None
             total += estimate(servers[other], instance.key, model, view.learned).seconds
             total += view.learned.resume_s(model.digest, instance.busy_s(NOW))
+            total += view.learned.release_s(instance.key)
         if fits and (best is None or total < best):
             best = total
     return best

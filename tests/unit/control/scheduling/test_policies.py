@@ -72,6 +72,15 @@ def test_ending_it_costs_its_own_next_start_as_well() -> None:
     assert decision.node == "free"
 
 
+def test_what_takes_long_to_give_back_what_it_holds_is_not_ended_for_less() -> None:
+    view, _ = function(cluster(node("full", models=(M.digest,)), node("free"), models=(M,)), "chat", M)
+    view = idle(function(view, "other")[0], "other", "full")
+    assert isinstance(place(StartupTime(), view, "chat"), Evict)
+    slow = replace(view, learned=view.learned.released(("other", 1), 30.0))
+    assert isinstance(decision := place(StartupTime(), slow, "chat"), Place)
+    assert decision.node == "free"
+
+
 def test_it_waits_for_what_was_ended_for_it() -> None:
     view, _ = function(cluster(node("full", models=(M.digest,)), node("free"), models=(M,)), "chat", M)
     view = idle(function(view, "other")[0], "other", "full")

@@ -1,0 +1,165 @@
+"""What of the difference between two views is told as events: state changes, and predictions beside what came. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sllm_runtime.control.changes import differing
+from sllm_runtime.control.providing.pool import News
+from sllm_runtime.control.reports import released
+from sllm_runtime.control.view import Instance, Migration, Node, View
+from sllm_runtime.protocol.events import Event
+from sllm_runtime.protocol.node import InstanceStatus, NodeRecord
+from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
+from sllm_runtime.protocol.states import InstanceState
+
+
+def events(old: View, new: View, wall: float) -> list[Event]:
+    """State changes of instances, moves, versions, functions and nodes, and releases."""
+    found = [*_of_instances(old, new, wall), *_of_functions(old, new, wall)]
+    for _, begun, move in differing(old.migrations, new.migrations):
+        if move is not None and (begun is None or begun.state != move.state):
+            found.append(_move_event(move, old, new, wall))
+    for name, known, node in differing(old.nodes, new.nodes):
+        found += [_node_event(kind, name, wall) for kind in _node_kinds(known, node)]
+        found += [_release_event(said, took, old, name, wall) for said, took in _released(known, node)]
+    if new.pool is not None and old.pool is not None and new.pool.news is not old.pool.news:
+        found += [_told(news, wall) for news in new.pool.news]
+    return found
+
+
+def _of_instances(old: View, new: View, wall: float) -> Iterator[Event]:
+    for _, before, after in differing(old.instances, new.instances):
+        if after is not None and (before is None or before.state != after.state):
+            yield _instance_event(after, wall)
+
+
+def _of_functions(old: View, new: View, wall: float) -> Iterator[Event]:
+    for _, was, version in differing(old.versions, new.versions):
+        if version is not None and (was is None or was.state != version.state):
+            yield _version_event(version, wall)
+    for name, function, now in differing(old.functions, new.functions):
+        if kind := _function_kind(function, now):
+            yield Event(kind=kind, at=wall, component="controller", function=name)
+
+
+def _node_event(kind: str, name: str, wall: float) -> Event:
+    return Event(kind=kind, at=wall, component="controller", node=name)
+
+
+def _node_kinds(before: Node | None, after: Node | None) -> Iterator[str]:
+    """That it has joined, and what was decided about it since."""
+    if after is None:
+        return
+    if before is None:
+        yield "node.joined"
+    was, now = (before or Node(NodeRecord(node=after.record.node))).record, after.record
+    if (was.cordoned, was.draining) != (now.cordoned, now.draining):
+        yield "node.draining" if now.draining else "node.cordoned" if now.cordoned else "node.uncordoned"
+
+
+def _move_event(move: Migration, old: View, new: View, wall: float) -> Event:
+    """With what it was expected to take, and took, once it is over."""
+    source = new.instances.get(move.source) or old.instances.get(move.source)
+    fields = {"destination": move.destination} if move.destination else {}
+    if move.ended is not None:
+        fields["took_s"] = f"{move.ended - move.began:.6f}"
+    if move.expected is not None:
+        fields["expected_s"] = f"{move.expected:.6f}"
+    return Event(
+        kind=f"migration.{move.state.lower()}",
+        at=wall,
+        component="controller",
+        message=move.note or f"to {move.destination or move.node or 'where there is room'}",
+        function=source.key[0] if source is not None else None,
+        version=source.key[1] if source is not None else None,
+        instance=move.source,
+        node=move.node or None,
+        fields=fields,
+    )
+
+
+def _released(before: Node | None, after: Node | None) -> Iterator[tuple[InstanceStatus, float]]:
+    if after is not None and after.status is not None and before is not None:
+        yield from released(before.status, after.status)
+
+
+def _release_event(said: InstanceStatus, took: float, old: View, node: str, wall: float) -> Event:
+    """What it took beside what was expected of it until then."""
+    expected = old.learned.release_s((said.function, said.version))
+    return Event(
+        kind="instance.released",
+        at=wall,
+        component="controller",
+        message=f"in {took:.2f} s; expected {expected:.2f} s",
+        function=said.function,
+        version=said.version,
+        instance=said.instance,
+        node=node,
+        fields={"expected_s": f"{expected:.6f}", "took_s": f"{took:.6f}"},
+    )
+
+
+def _told(news: News, wall: float) -> Event:
+    return Event(kind=news.kind, at=wall, component="controller", message=news.message, node=news.node or None)
+
+
+def node_events(before: frozenset[str], after: frozenset[str], wall: float) -> list[Event]:
+    """Nodes that fell silent, and nodes that are heard (again)."""
+    lost = [("node.lost", name) for name in sorted(before - after)]
+    alive = [("node.alive", name) for name in sorted(after - before)]
+    return [_node_event(kind, name, wall) for kind, name in lost + alive]
+
+
+def _instance_event(instance: Instance, wall: float) -> Event:
+    record = instance.record
+    reason = record.error.message if record.error else instance.stop.reason if instance.stop else _start(instance)
+    return Event(
+        kind=f"instance.{record.state.lower()}",
+        at=wall,
+        component="controller",
+        message=reason,
+        function=record.function,
+        version=record.version,
+        instance=record.instance,
+        node=record.node,
+        fields=_measured(instance),
+    )
+
+
+def _measured(instance: Instance) -> dict[str, str]:
+    """Of a start that is over, for programs: seconds as expected and as taken, and where the weights were."""
+    if instance.state is not InstanceState.READY or instance.predicted is None or instance.ready_at is None:
+        return {}
+    guess, took = instance.predicted, instance.ready_at - instance.placed
+    return {"expected_s": f"{guess.seconds:.6f}", "took_s": f"{took:.6f}", "tier": guess.tier}
+
+
+def _start(instance: Instance) -> str:
+    """Of one that begins: what it is expected to take; of one that is over: what it took beside that."""
+    if instance.predicted is None:
+        return ""
+    if instance.state is InstanceState.PENDING:
+        return f"expected {instance.predicted.words()}"
+    if instance.state is not InstanceState.READY or instance.ready_at is None:
+        return ""
+    return f"in {instance.ready_at - instance.placed:.2f} s; expected {instance.predicted.words()}"
+
+
+def _version_event(version: VersionRecord, wall: float) -> Event:
+    return Event(
+        kind=f"version.{version.state.lower()}",
+        at=wall,
+        component="controller",
+        message=version.error.message if version.error else "",
+        function=version.function,
+        version=version.version,
+    )
+
+
+def _function_kind(before: FunctionRecord | None, after: FunctionRecord | None) -> str:
+    if after is None:
+        return "function.deleted"
+    if before is None:
+        return "function.created"
+    return "function.deleting" if after.deleting and not before.deleting else ""
