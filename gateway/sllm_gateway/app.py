@@ -25,6 +25,7 @@ from sllm_gateway.ledger import Ledger
 from sllm_gateway.lives import Lives
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.metrics import Metrics
+from sllm_gateway.recent import Recent
 from sllm_gateway.respond import Responder
 from sllm_gateway.roll import Roll
 from sllm_gateway.routes.api import Api
@@ -74,6 +75,7 @@ class Gateway:
         self._announcer = Announcer(bus, "gateway", clock, wall)
         self._leader = Leader(bus)
         self.calls = Calls(bus, self._leader, settings, self.metrics, clock, self._starts, self._ended)
+        self._recent = Recent(bus, self.calls.get)
         self.table = RouteTable(self._on_version)
         responder = Responder(self.calls, self._starts, settings, clock)
         controller = Controller(self._leader, clock)
@@ -138,7 +140,7 @@ class Gateway:
             *Api(controller, self.table, settings, clock).routes(),
             *Deploying(bus, controller, writer, settings, self.table).routes(),
             *Logs(bus, controller, writer).routes(),
-            *Explaining(controller, self.calls).routes(),
+            *Explaining(controller, self._recent).routes(),
             *Secrets(controller).routes(),
         ]
 
@@ -146,6 +148,7 @@ class Gateway:
         """What broke is an event. What a caller did wrong, and what there is no room for, is counted: there may be a
         thousand of it a second, and it would push out the other events of this gateway."""
         self._ledger.end(call.id)
+        self._recent.ended(call)
         error = call.error
         if error is None or error.status < 500:
             return
@@ -180,6 +183,7 @@ class Gateway:
         self._statuses = await self._bus.subscribe(subjects.STATUS_ALL, NodeStatus, self.calls.on_status)
         self._watch = await store.watch(subjects.ROUTE_KEYS, records.Route, self.table.apply)
         await self._kept.start()
+        await self._recent.start()
         await self._succession.start()
         self._taking_up.start()
         self._announcer.tell(Kind.GATEWAY_READY)
@@ -195,6 +199,7 @@ class Gateway:
             await self._watch.close()
             await self._statuses.unsubscribe()
         await self._kept.close()
+        await self._recent.close()
         await self._taking_up.close()
         await self._detached.close()
         await self.calls.close()

@@ -68,6 +68,8 @@ class Marks:
     """The instance whose start it waited for."""
     ready: float = 0.0
     """When that instance was there."""
+    instance: str = ""
+    """The last one that it has left."""
 
     def moved(self, now: float) -> None:
         """It goes on at another instance."""

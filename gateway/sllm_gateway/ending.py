@@ -83,7 +83,7 @@ class Ending:
         """The call is over on its instance."""
         self._link.send_all_later(binding.node, binding.acknowledge(self._clock(), force=True))
         self._metrics.resent.inc(binding.resends)
-        call.binding = None
+        call.binding, call.marks.instance = None, binding.instance
         error = end.error.to_error() if end.error is not None else None
         if isinstance(error, InstanceLost):
             self._dispatcher.refused(call, binding.instance, gone=True)
@@ -103,7 +103,7 @@ class Ending:
 
     def lost(self, call: Call, binding: Binding, why: str) -> None:
         """Nothing more is to be expected of its instance."""
-        call.binding = None
+        call.binding, call.marks.instance = None, binding.instance
         self._link.send(binding.node, Cancel(call.id, binding.epoch, reason=why))
         self._dispatcher.refused(call, binding.instance, gone=True)
         if self._moves.take_over(call):

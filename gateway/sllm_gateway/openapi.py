@@ -116,7 +116,7 @@ OPERATIONS = (
     Operation(
         "delete", f"{API}/secrets/{{name}}", "Forget a secret that no function needs", answer=http.SecretDeletedView
     ),
-    Operation("get", f"{API}/explain/{{what}}", "Why a function or an open call runs where it does",
+    Operation("get", f"{API}/explain/{{what}}", "Why a function or a call runs, or ran, where it does",
               answer=http.ExplainView),
     Operation("get", f"{API}/status", "What is there", answer=http.StatusView),
     Operation("get", f"{API}/openapi.json", "This document"),

@@ -1,4 +1,4 @@
-"""``/api/v1/explain/{what}``: why a function, or a call that is open here, runs where it does."""
+"""``/api/v1/explain/{what}``: why a function, or a call, runs or ran where it does."""
 
 from __future__ import annotations
 
@@ -7,46 +7,62 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from sllm_gateway import timing
-from sllm_gateway.call import Call
-from sllm_gateway.calls import Calls
 from sllm_gateway.controller import Controller
 from sllm_gateway.errors import quoted
+from sllm_gateway.recent import Recent
 from sllm_gateway.routes.api import shown
 from sllm_runtime.protocol import ctl
-from sllm_runtime.protocol.errors import CallNotFound
+from sllm_runtime.protocol.calls import CallTold
+from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound
 from sllm_runtime.protocol.http import API, ExplainView
 from sllm_runtime.protocol.manifest import NAME
-from sllm_runtime.protocol.timeline import comment
 
 
 class Explaining:
-    """One question to the controller, and what this gateway knows of the call."""
+    """One question to the controller, and what a gateway knows of the call."""
 
-    def __init__(self, controller: Controller, calls: Calls) -> None:
+    def __init__(self, controller: Controller, recent: Recent) -> None:
         self._controller = controller
-        self._calls = calls
+        self._recent = recent
 
     def routes(self) -> list[BaseRoute]:
         return [Route(f"{API}/explain/{{what}}", self.explain, methods=["GET"])]
 
     async def explain(self, request: Request) -> Response:
         what: str = request.path_params["what"]
-        call = self._calls.get(what)
-        if call is None and not NAME.match(what):
-            raise CallNotFound(f"{quoted(what)} is no function's name, and no call that is open at this gateway")
-        wanted = ctl.Explain(function=what)
-        if call is not None:
-            wanted = ctl.Explain(function=call.version.function, version=call.version.number)
-        found = await self._controller.ask("explain", wanted, ctl.Explained)
-        view = ExplainView.model_validate(msgspec.to_builtins(found))
-        return shown(view.model_copy(update=_of(call)) if call is not None else view)
+        known = self._recent.here(what)
+        if known is not None:
+            return shown(await self._of_call(known))
+        try:
+            if NAME.match(what):
+                return shown(_view(await self._asked(ctl.Explain(function=what))))
+        except FunctionNotFound:
+            if (known := await self._recent.anywhere(what)) is None:
+                raise
+        else:
+            known = await self._recent.anywhere(what)
+        if known is None:
+            raise CallNotFound(
+                f"{quoted(what)} is no function's name, and no call that any gateway has, or had of late"
+            )
+        return shown(await self._of_call(known))
+
+    async def _of_call(self, known: CallTold) -> ExplainView:
+        """The start that it waited for, else that of the instance which it found."""
+        instance = known.started or known.instance
+        asked = ctl.Explain(function=known.function, version=known.version, instance=instance)
+        of_call = {
+            "call": known.call,
+            "state": known.state.value,
+            "instance": known.instance or None,
+            "timeline": known.timeline,
+            "error": known.error,
+        }
+        return _view(await self._asked(asked)).model_copy(update=of_call)
+
+    async def _asked(self, asked: ctl.Explain) -> ctl.Explained:
+        return await self._controller.ask("explain", asked, ctl.Explained)
 
 
-def _of(call: Call) -> dict[str, object]:
-    return {
-        "call": call.id,
-        "state": call.state.value,
-        "instance": call.binding.instance if call.binding is not None else None,
-        "timeline": comment(timing.spans(call)),
-    }
+def _view(found: ctl.Explained) -> ExplainView:
+    return ExplainView.model_validate(msgspec.to_builtins(found))

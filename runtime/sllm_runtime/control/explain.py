@@ -7,6 +7,7 @@ from math import inf
 from typing import Final
 
 from sllm_runtime.control.fits import free, short
+from sllm_runtime.control.history import Past
 from sllm_runtime.control.placement import Place, Policy, Refuse, Request
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.servers import server
@@ -24,8 +25,6 @@ def explained(view: View, key: Key, policy: Policy, now: float) -> Explained:
     version = view.versions[key]
     request = Request(key, version.manifest, version.model)
     decision = policy.place(request, view, now, random.Random(0))
-    candidates = [_candidate(view, request, node, now) for _, node in sorted(view.nodes.items())]
-    candidates.sort(key=lambda each: (bool(each.why), each.seconds if each.seconds is not None else inf, each.node))
     return Explained(
         function=key[0],
         version=key[1],
@@ -34,9 +33,36 @@ def explained(view: View, key: Key, policy: Policy, now: float) -> Explained:
         node=decision.node if isinstance(decision, Place) else "",
         possible=not isinstance(decision, Refuse),
         pending=view.why(key),
-        candidates=tuple(candidates[:MOST]),
+        candidates=tuple(_candidates(view, request, now)[:MOST]),
         starts=tuple(_told(instance) for instance in view.of(key) if not instance.ended),
     )
+
+
+def started(past: Past, policy: Policy) -> Explained:
+    """The start of one instance: what each node would have cost when it was decided, and what it took."""
+    instance, view = past.instance, past.view
+    candidates: list[Candidate] = []
+    if view is not None and instance.key in view.versions:
+        version = view.versions[instance.key]
+        candidates = _candidates(view, Request(instance.key, version.manifest, version.model), past.now)
+    place = Place(instance.record.node, instance.gpus, instance.predicted)
+    return Explained(
+        function=instance.key[0],
+        version=instance.key[1],
+        policy=type(policy).__name__,
+        decision=_words(place),
+        node=place.node,
+        candidates=tuple(candidates[:MOST]),
+        starts=(_told(instance),),
+        past=True,
+    )
+
+
+def _candidates(view: View, request: Request, now: float) -> list[Candidate]:
+    """Those first that it fits, the quickest of them first."""
+    found = [_candidate(view, request, node, now) for _, node in sorted(view.nodes.items())]
+    found.sort(key=lambda each: (bool(each.why), each.seconds if each.seconds is not None else inf, each.node))
+    return found
 
 
 def _words(place: Place) -> str:

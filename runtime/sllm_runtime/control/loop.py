@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from sllm_runtime.control import changes, events, instances
+from sllm_runtime.control.history import History
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
@@ -57,6 +58,7 @@ class Loop:
         self._policy, self._rng, self._may_act = policy, rng, may_act
         self._routes: dict[Key, Route] = dict(routes)
         self._alive: frozenset[str] = frozenset()
+        self.history = History()
         self._wake = asyncio.Event()
         self._waiters: dict[str, set[asyncio.Event]] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -91,6 +93,7 @@ class Loop:
 
     def _commit(self, old: View, new: View, more: frozenset[str] = frozenset()) -> None:
         self.view = new
+        self.history.follow(old, new, time.monotonic())
         functions = changes.touched(old, new) | more
         before = {key: route for key, route in self._routes.items() if key[0] in functions}
         after = changes.routes(new, functions)

@@ -193,6 +193,10 @@ class Service:
         return found or migration.so_far(self._loop.view, name)
 
     async def explain(self, request: ctl.Explain) -> ctl.Explained:
+        """What would be decided now; of an ``instance`` whose start is remembered, what was decided then."""
+        past = self._loop.history.of(request.instance) if request.instance else None
+        if past is not None:
+            return explain.started(past, self._loop.policy)
         version = routes.locate(self._loop.view, request.function, request.version)
         return explain.explained(self._loop.view, (request.function, version), self._loop.policy, time.monotonic())
 

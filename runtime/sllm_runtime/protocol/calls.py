@@ -108,6 +108,26 @@ class CancelCall(msgspec.Struct, frozen=True, kw_only=True):
     call: str
 
 
+class ExplainCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Request to all gateways; only the one that has the call, or had it of late, answers: ``CallTold``."""
+
+    call: str
+
+
+class CallTold(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway knows of a call. ``started``: the instance whose start it waited for; ``instance``: where it runs,
+    or ran last. ``timeline`` as in a stream's comment."""
+
+    call: str
+    function: str
+    version: int
+    state: CallState
+    instance: str = ""
+    started: str = ""
+    timeline: str = ""
+    error: str = ""
+
+
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody reads this call at some gateway."""
 

@@ -300,10 +300,12 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explain(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a version runs where it does; ``version`` None: the active one."""
+    """Why a version runs where it does; ``version`` None: the active one. ``instance``: why that one of it was started
+    where it was; one of which nobody remembers that is as none."""
 
     function: str
     version: int | None = None
+    instance: str = ""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,7 +332,8 @@ class StartTold(msgspec.Struct, frozen=True, kw_only=True):
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
     """``decision``: what the policy would do for one more instance now; ``node``: where it would start, if it would.
-    ``pending``: why one that is wanted cannot be placed."""
+    ``pending``: why one that is wanted cannot be placed. ``past``: all of it is of the one start in ``starts``, and of
+    the time when it was decided."""
 
     function: str
     version: int
@@ -341,6 +344,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     pending: str = ""
     candidates: tuple[Candidate, ...] = ()
     starts: tuple[StartTold, ...] = ()
+    past: bool = False
 
 
 class PutSecret(msgspec.Struct, frozen=True, kw_only=True):

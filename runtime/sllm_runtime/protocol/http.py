@@ -315,8 +315,9 @@ class StartView(Frozen):
 
 
 class ExplainView(Frozen):
-    """``GET /api/v1/explain/{what}``, of a function, or of a call that this gateway has open: then ``call``, what it is
-    doing (``state``), the ``instance`` that it runs on and its ``timeline`` so far."""
+    """``GET /api/v1/explain/{what}``, of a function, or of a call that a gateway has open or that has ended there of
+    late: then ``call``, its ``state``, the ``instance`` that it runs or ran on, its ``timeline`` and its ``error``.
+    ``past``: candidates and decision are of the start in ``starts``, and of the time when that was decided."""
 
     function: str
     version: int
@@ -331,6 +332,8 @@ class ExplainView(Frozen):
     state: str | None = None
     instance: str | None = None
     timeline: str = ""
+    error: str = ""
+    past: bool = False
 
 
 class LogView(Frozen):

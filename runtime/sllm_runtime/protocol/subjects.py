@@ -114,6 +114,8 @@ def life_log(life: str, number: int | None = None) -> str:
 
 CANCEL_CALL: Final = "sllm.cancel"
 """Gateway → all gateways, request/reply: ``calls.CancelCall``."""
+EXPLAIN_CALL: Final = "sllm.explain"
+"""Gateway → all gateways, request/reply: ``calls.ExplainCall``."""
 READING: Final = "sllm.reading"
 """Gateway → all gateways: ``calls.Reading``."""
 
@@ -215,6 +217,7 @@ def gateway_rights(identity: str) -> Rights:
             f"$JS.API.STREAM.INFO.{LIVES_STREAM}",
             *(f"{prefix}.>" for prefix in (*_KEPT.values(), "sllm.keys", "sllm.lives")),
             CANCEL_CALL,
+            EXPLAIN_CALL,
             READING,
             "$JS.API.STREAM.NAMES",
             "$JS.API.CONSUMER.CREATE.>",
@@ -228,7 +231,7 @@ def gateway_rights(identity: str) -> Rights:
             f"$O.{BUNDLES}.>",
             event("gateway", identity),
         ),
-        subscribe=(frames_of(identity), STATUS_ALL, LEADER, CANCEL_CALL, READING, f"{inbox(identity)}.>"),
+        subscribe=(frames_of(identity), STATUS_ALL, LEADER, CANCEL_CALL, EXPLAIN_CALL, READING, f"{inbox(identity)}.>"),
     )
 
 

@@ -1,4 +1,4 @@
-"""``sllm explain``: why a function, or a call that is open, runs where it does."""
+"""``sllm explain``: why a function, or a call, runs or ran where it does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from sllm_runtime.protocol.timeline import parse_comment
 
 def explain(
     context: typer.Context,
-    what: Annotated[str, typer.Argument(help="A function's name, or the id of a call that is open.")],
+    what: Annotated[str, typer.Argument(help="A function's name, or the id of a call.")],
     json: Json = False,
 ) -> None:
-    """Say where it would start and why, what each node would cost, and what its starts took."""
+    """Say where it would start and why, what each node would cost, and what its starts took. Of a call: where its
+    instance was started and why, what each node would have cost then, and what it took in the end."""
     with client(context) as connection:
         found = ExplainView.model_validate(connection.request("GET", f"{API}/explain/{quote(what, safe='')}"))
     if json:
@@ -26,15 +27,20 @@ def explain(
         return
     if found.call is not None:
         output.text(f"call {found.call} is {found.state}" + (f" on {found.instance}" if found.instance else ""))
+        if found.error:
+            output.text(found.error)
         show.timeline(parse_comment(found.timeline))
-    output.text(f"{found.function} v{found.version}: one more instance now would be {found.decision} ({found.policy})")
+    what_for = f"its instance {found.starts[0].instance} was" if found.past else "one more instance now would be"
+    output.text(f"{found.function} v{found.version}: {what_for} {found.decision} ({found.policy})")
     if found.pending:
         output.text(f"one is wanted and waits: {found.pending}")
     rows = [
         (each.node + (" *" if each.node == found.node else ""), _seconds(each.seconds), each.expected, each.why)
         for each in found.candidates
     ]
-    output.table(("NODE", "START", "EXPECTED", "NOT NOW, SINCE"), rows, empty="no nodes have joined")
+    since = "NOT THEN, SINCE" if found.past else "NOT NOW, SINCE"
+    empty = "what each node would have cost is no longer known" if found.past else "no nodes have joined"
+    output.table(("NODE", "START", "EXPECTED", since), rows, empty=empty)
     started = [
         (each.instance, each.node, each.state, _seconds(each.seconds), _seconds(each.took), each.expected)
         for each in found.starts

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from sllm_runtime.control.events import events
-from sllm_runtime.control.explain import explained
+from sllm_runtime.control.explain import explained, started
+from sllm_runtime.control.history import MOST, MOST_REPORTS, History
 from sllm_runtime.control.placement import Place
 from sllm_runtime.control.scheduling.policies import Random
 from sllm_runtime.control.scheduling.startup import StartupTime
@@ -71,13 +72,11 @@ def test_starts_stand_beside_what_was_expected_of_them() -> None:
     (other,) = made.of(("other", 1))
     decision = place(StartupTime(), made, "chat")
     assert isinstance(decision, Place)
-    started = replace(other, predicted=decision.estimate, placed=NOW, ready_at=NOW + 0.5)
-    (told,) = explained(made.put_instance(started), ("other", 1), StartupTime(), NOW).starts
+    begun = replace(other, predicted=decision.estimate, placed=NOW, ready_at=NOW + 0.5)
+    (told,) = explained(made.put_instance(begun), ("other", 1), StartupTime(), NOW).starts
     assert told.took == 0.5
     assert told.expected.startswith("2.00 s (ssd:")
-    pending = replace(
-        started, record=msgspec.structs.replace(other.record, instance="new", state=InstanceState.PENDING)
-    )
+    pending = replace(begun, record=msgspec.structs.replace(other.record, instance="new", state=InstanceState.PENDING))
     (event,) = events(made, made.put_instance(pending), 0.0)
     assert (event.kind, event.message) == ("instance.pending", f"expected {told.expected}")
 
@@ -92,3 +91,48 @@ async def test_it_is_asked_for_over_the_bus(bench: Bench) -> None:
     assert start.took is not None
     with pytest.raises(FunctionNotFound):
         await bench.gateway.ask("explain", ctl.Explain(function="none"))
+
+
+async def test_a_start_is_explained_by_what_was_known_then(bench: Bench) -> None:
+    """Also when its instance has ended, and when everything looks different."""
+    await bench.gateway.deploy(small(keep_alive=0))
+    (instance,) = bench.live()
+    bench.node.put(instance, InstanceState.READY, idle_s=100.0)
+    await bench.none_left()
+    await bench.gateway.ask("cordon", ctl.Cordon(node=bench.node.name, cordoned=True))
+    told: ctl.Explained = await bench.gateway.ask("explain", ctl.Explain(function="chat", instance=instance))
+    assert told.past
+    (start,) = told.starts
+    assert (start.instance, start.state) == (instance, "STOPPED")
+    assert start.took is not None
+    assert [(each.node, each.why) for each in told.candidates] == [(bench.node.name, "")]
+    assert told.candidates[0].seconds == start.seconds
+    assert told.decision.startswith(f"a start on {bench.node.name}, expected to take")
+    now: ctl.Explained = await bench.gateway.ask("explain", ctl.Explain(function="chat", instance="nobody-knows"))
+    assert not now.past
+    assert now.candidates[0].why == "it is cordoned"
+
+
+def test_only_so_many_starts_are_remembered_and_fewer_views() -> None:
+    """A view holds on to its nodes' reports."""
+    history, made = History(), view()
+    (other,) = made.of(("other", 1))
+    names = [f"i{number}" for number in range(MOST + 10)]
+    for name in names:
+        record = msgspec.structs.replace(other.record, instance=name)
+        history.follow(made, made.put_instance(replace(other, record=record)), NOW)
+    remembered = [past for name in names if (past := history.of(name)) is not None]
+    assert [past.instance.record.instance for past in remembered] == names[10:]
+    assert all(past.view is made for past in remembered), "five nodes"
+    many = replace(made, nodes={f"n{number}": made.nodes["near"] for number in range(MOST_REPORTS // 4)})
+    history.follow(
+        many, many.put_instance(replace(other, record=msgspec.structs.replace(other.record, instance="z"))), NOW
+    )
+    views = [past.view for name in [*names, "z"] if (past := history.of(name)) is not None]
+    assert sum(view is not None for view in views) == 4
+    last = history.of("z")
+    assert last is not None
+    assert started(last, StartupTime()).past
+    forgotten = history.of(names[20])
+    assert forgotten is not None
+    assert started(forgotten, StartupTime()).candidates == ()

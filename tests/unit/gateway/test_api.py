@@ -11,7 +11,9 @@ import pytest
 
 from sllm.sse import Event, Parser
 from sllm_gateway import views
+from sllm_gateway.app import running
 from sllm_gateway.openapi import OPERATIONS, document
+from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import FunctionError, FunctionNotFound, ModelNotFound, StartFailed, Unsatisfiable
@@ -21,7 +23,7 @@ from sllm_runtime.protocol.http import API, EVENT_STREAM
 from sllm_runtime.protocol.node import DeviceMemory, Gpu, NodeRecord, NodeStatus, Ok, PathLoad, Progress, Storage
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
-from tests.fixtures.nats import NODE, Nats
+from tests.fixtures.nats import GATEWAY_2, NODE, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, manifest, world
 
@@ -340,11 +342,14 @@ async def test_what_names_nothing_is_refused_in_few_words(nats: Nats) -> None:
         assert len((await w.http.get(f"/v1/models/{long}")).text) < 300
 
 
-async def test_a_function_and_an_open_call_are_explained(nats: Nats) -> None:
+async def test_a_function_and_a_call_are_explained(nats: Nats) -> None:
+    """A call also when it has ended, and at another gateway than its own; by its instance's start."""
     asked = []
 
     async def explain(request: ctl.Explain) -> ctl.Explained:
-        asked.append((request.function, request.version))
+        if request.function != "f":
+            raise FunctionNotFound(request.function)
+        asked.append((request.function, request.version, request.instance))
         near = ctl.Candidate(node="n1", seconds=0.5, expected="0.50 s")
         return ctl.Explained(
             function=request.function, version=1, policy="StartupTime", decision="a start on n1", node="n1",
@@ -363,13 +368,25 @@ async def test_a_function_and_an_open_call_are_explained(nats: Nats) -> None:
         async with w.http.stream("POST", "/fn/f", headers=SSE) as response:
             call = response.headers["sllm-call-id"]
             of_call = (await w.http.get(f"{API}/explain/{call}")).json()
-        lost = await w.http.get(f"{API}/explain/CALL-1")
+            assert (await w.http.post(f"/v1/calls/{call}/cancel")).status_code == 202
+            await response.aread()
+        await until(lambda: len(w.gateway.calls) == 0, what="it is over")
+        ended = (await w.http.get(f"{API}/explain/{call}")).json()
+        lost = [await w.http.get(f"{API}/explain/{name}") for name in ("CALL-1", "call-1")]
+        settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0)
+        async with running(await nats.bus(GATEWAY_2), settings) as other:
+            assert await other._recent.anywhere(call) == w.gateway._recent.here(call)
+            assert await other._recent.anywhere("call-1") is None
     assert of_function["candidates"][1] == {"node": "n2", "seconds": None, "expected": "", "why": "it is cordoned"}
     assert of_function["call"] is None
     assert (of_call["call"], of_call["state"], of_call["instance"]) == (call, "RUNNING", entry().instance)
     assert of_call["timeline"].startswith("timeline queue=")
-    assert asked == [("f", None), ("f", 1)]
-    assert (lost.status_code, lost.json()["error"]["code"]) == (404, "call_not_found")
+    assert (ended["call"], ended["state"], ended["instance"]) == (call, "CANCELLED", entry().instance)
+    assert ended["timeline"].startswith("timeline queue=")
+    assert ended["error"] == "cancelled on request"
+    assert asked == [("f", None, ""), *[("f", 1, entry().instance)] * 2]
+    assert [each.status_code for each in lost] == [404, 404]
+    assert [each.json()["error"]["code"] for each in lost] == ["call_not_found", "function_not_found"]
 
 
 async def test_events_are_read(nats: Nats) -> None:

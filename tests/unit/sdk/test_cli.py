@@ -545,6 +545,20 @@ def test_a_placement_is_explained(gateway: Gateway) -> None:
     assert "0.50 s\t0.62 s" in said
 
 
+def test_a_call_that_has_ended_is_explained_by_its_start(gateway: Gateway) -> None:
+    found = ExplainView(
+        function="chat", version=2, policy="StartupTime", decision="a start on n1", node="n1", past=True,
+        candidates=(CandidateView(node="n1", seconds=0.5), CandidateView(node="n2", why="it is cordoned")),
+        starts=(StartView(instance="i", node="n1", state="STOPPED", seconds=0.5, took=0.625),),
+        call="call-1", state="FAILED", instance="i", timeline="timeline queue=1.0@0.0", error="it raised",
+    ).model_dump(mode="json")  # fmt: skip
+    gateway.will(Answer(json=found))
+    said = here("explain", "call-1").stdout
+    assert "call call-1 is FAILED on i\nit raised\n" in said
+    assert "chat v2: its instance i was a start on n1 (StartupTime)" in said
+    assert "NOT THEN, SINCE" in said
+
+
 def test_events_are_shown_as_they_come(gateway: Gateway) -> None:
     event = {"kind": "instance.ready", "at": 0.0, "function": "chat", "version": 1, "node": "n1", "message": "in 1 s"}
     gateway.will(Answer((sse(event, event="event"), ": heartbeat\n", sse(event | {"fields": {"a": "b"}}), DONE)))

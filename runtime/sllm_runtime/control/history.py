@@ -1,0 +1,57 @@
+"""The last starts: what was known when each was decided, and what has come of it. For people; it decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from sllm_runtime.control.changes import differing
+from sllm_runtime.control.view import Instance, View
+
+MOST: Final = 256
+"""Starts that are remembered."""
+MOST_REPORTS: Final = 4096
+"""Reports of nodes that views of before may hold on to: of four nodes all starts are remembered with what was known
+then, of a thousand the last four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A start. ``view``: what it was decided by, ``now`` its time; None: that is no longer remembered."""
+
+    instance: Instance
+    """As it was last."""
+    now: float
+    view: View | None = None
+
+
+class History:
+    """Fed with every change of the view."""
+
+    def __init__(self) -> None:
+        self._starts: dict[str, Past] = {}
+
+    def follow(self, old: View, new: View, now: float) -> None:
+        """``old`` has become ``new``."""
+        for name, before, after in differing(old.instances, new.instances):
+            if after is None:
+                continue
+            known = self._starts.get(name)
+            if known is not None:
+                self._starts[name] = replace(known, instance=after)
+            elif before is None and not after.adopted:
+                self._remember(Past(after, now, old))
+
+    def of(self, instance: str) -> Past | None:
+        """The start of that instance, if it is remembered."""
+        return self._starts.get(instance)
+
+    def _remember(self, past: Past) -> None:
+        while len(self._starts) >= MOST:
+            del self._starts[next(iter(self._starts))]
+        self._starts[past.instance.record.instance] = past
+        assert past.view is not None
+        views = max(1, MOST_REPORTS // max(1, len(past.view.nodes)))
+        for name in list(self._starts)[:-views]:
+            if (old := self._starts[name]).view is not None:
+                self._starts[name] = replace(old, view=None)
