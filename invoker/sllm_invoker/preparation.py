@@ -132,14 +132,22 @@ def check_partitions(order: StartInstance) -> None:
     wanted = order.manifest.parallelism
     if order.model is None or wanted.processes == 1:
         return
-    there = len(order.model.partitions)
-    if there != wanted.tensor:
-        how = f"--plan auto:{wanted.tensor}" if wanted.tensor > 1 else "no --plan"
-        raise InvalidCheckpoint(
-            f"the model has {there} partition(s), parallelism needs {wanted.tensor}; convert it with {how}",
-            field="parallelism",
-            stage=WEIGHTS,
-        )
+    there, count = len(order.model.partitions), wanted.processes
+    # Stages take their layers out of one partition too, but not to a GPU: there a partition has its memory whole.
+    if there == count or (there == 1 and wanted.tensor == 1 and not order.gpus):
+        return
+    plan = f"--plan {'auto' if wanted.tensor > 1 else 'auto-stages'}:{count}"
+    raise InvalidCheckpoint(
+        f"the model has {there} partition(s), parallelism needs {count}; convert it with {plan}",
+        field="parallelism",
+        stage=WEIGHTS,
+    )
+
+
+def partitions_of(model: ModelRecord, member: Member) -> tuple[int, ...] | None:
+    """Those that ``member`` may load: its own, where each process of the instance has one; None: all."""
+    own = len(model.partitions) > 1 and max(member.stages, member.ranks) > 1
+    return (member.number,) if own else None
 
 
 async def image_of(order: StartInstance, images: Images | None, report: Report) -> str:
@@ -215,7 +223,7 @@ async def _weights(
                 order.model,
                 holder(order, member),
                 report,
-                partitions=(member.number,) if member.ranks > 1 else None,
+                partitions=partitions_of(order.model, member),
                 adapters=tuple(order.adapters.values()),
                 devices=devices,
             )

@@ -23,8 +23,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Directory = Annotated[Path, typer.Argument(help="A converted model.")]
 _SOURCE = "A model directory, a GGUF file, hf://org/name@revision, s3://…, https://… or peer://…"
 _PLAN = (
-    "Which rank has what: auto:N (tensor parallel, llama-like models), auto-layers:N (a run of layers per rank) or a"
-    " JSON plan file. One partition file per rank; all is in rank 0 without it."
+    "Which rank has what: auto:N (tensor parallel, llama-like models), auto-layers:N (a run of layers per rank),"
+    " auto-stages:N (likewise, as parallelism={'pipeline': N} takes them) or a JSON plan file. One partition file per"
+    " rank; all is in rank 0 without it."
 )
 _ORDERS = {
     "traced": "as a forward pass uses them",

@@ -31,7 +31,9 @@ def auto_shares(
     """
     if plan.kind == "auto":
         return _tensor_parallel(plan.ranks, list(tensors), ties, config)
-    return _by_layers(plan.ranks, order, {tensor.name: tensor.nbytes for tensor in tensors}, ties)
+    sizes = {tensor.name: tensor.nbytes for tensor in tensors}
+    share = _stages if plan.kind == "auto-stages" else _by_layers
+    return share(plan.ranks, order, sizes, ties)
 
 
 def _tensor_parallel(
@@ -74,14 +76,7 @@ def _by_layers(ranks: int, order: Sequence[str], sizes: Mapping[str, int], ties:
 
     A tied head has a copy of its embedding with it: no rank needs bytes of another one.
     """
-    layers: dict[str, int] = {}
-    for name in order:
-        key = layer_key(name)
-        if key is not None:
-            layers[key] = layers.get(key, 0) + sizes.get(name, 0)
-    if len(layers) < ranks:
-        raise InvalidCheckpoint(f"auto-layers:{ranks}: the model has {len(layers)} layers", field="plan")
-    rank_of = _balanced(ranks, layers)
+    rank_of = _balanced(ranks, _layers(ranks, order, sizes, "auto-layers"))
     shares: dict[str, Share] = {}
     current = 0
     for name in order:
@@ -94,9 +89,33 @@ def _by_layers(ranks: int, order: Sequence[str], sizes: Mapping[str, int], ties:
     return shares
 
 
-def _balanced(ranks: int, layers: Mapping[str, int]) -> dict[str, int]:
-    """Rank of each layer: ascending, each rank at least one, borders where the bytes are nearest to even."""
-    total, before, left = sum(layers.values()), 0, len(layers)
+def _stages(ranks: int, order: Sequence[str], sizes: Mapping[str, int], ties: Mapping[str, str]) -> dict[str, Share]:
+    """Runs of layers, and with the first of them all that stands before and behind: so the engine's stages have it,
+    whose first one takes tokens and gives logits. All ranks have about the same bytes."""
+    layers = _layers(ranks, order, sizes, "auto-stages")
+    first = sum(sizes.get(name, 0) for name in order if layer_key(name) is None)
+    rank_of = _balanced(ranks, layers, first)
+    keys = {name: layer_key(name) for name in order}
+    shares = {name: Share((0 if key is None else rank_of[key],)) for name, key in keys.items()}
+    return shares | {name: Share(shares[of].ranks) for name, of in ties.items()}
+
+
+def _layers(ranks: int, order: Sequence[str], sizes: Mapping[str, int], plan: str) -> dict[str, int]:
+    """Bytes of each layer, in their order. Raises ``InvalidCheckpoint`` for fewer layers than ranks."""
+    layers: dict[str, int] = {}
+    for name in order:
+        key = layer_key(name)
+        if key is not None:
+            layers[key] = layers.get(key, 0) + sizes.get(name, 0)
+    if len(layers) < ranks:
+        raise InvalidCheckpoint(f"{plan}:{ranks}: the model has {len(layers)} layers", field="plan")
+    return layers
+
+
+def _balanced(ranks: int, layers: Mapping[str, int], first: int = 0) -> dict[str, int]:
+    """Rank of each layer: ascending, each rank at least one, borders where the bytes are nearest to even. ``first``:
+    what rank 0 has beside its layers."""
+    total, before, left = first + sum(layers.values()), first, len(layers)
     result: dict[str, int] = {}
     rank = -1
     for key, nbytes in layers.items():

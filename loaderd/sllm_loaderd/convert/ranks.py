@@ -15,7 +15,8 @@ from sllm_loaderd.layout import PlannedTensor
 from sllm_runtime.protocol.checkpoint import MAX_RANKS, is_plain_name
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
-_AUTO: Final = re.compile(r"(auto|auto-layers):([0-9]{1,4})")
+_AUTO: Final = re.compile(r"(auto|auto-layers|auto-stages):([0-9]{1,4})")
+_LAYOUTS: Final = {"auto": "tp", "auto-layers": "pp", "auto-stages": "stages"}
 
 
 class PlanRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,7 +39,8 @@ class RankPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class AutoPlan:
-    """A plan to be made by rule: ``auto`` (tensor parallel) or ``auto-layers`` (a run of layers per rank)."""
+    """A plan to be made by rule: ``auto`` (tensor parallel), ``auto-layers`` (a run of layers per rank) or
+    ``auto-stages`` (likewise, but what stands behind the layers is in the first)."""
 
     kind: str
     ranks: int
@@ -46,7 +48,7 @@ class AutoPlan:
     @property
     def layout(self) -> str:
         """What the index calls it."""
-        return f"hf-{'tp' if self.kind == 'auto' else 'pp'}{self.ranks}"
+        return f"hf-{_LAYOUTS[self.kind]}{self.ranks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class Share:
 
 
 def read_plan(text: str) -> RankPlan | AutoPlan:
-    """The plan that ``--plan`` names: ``auto:N``, ``auto-layers:N`` or a JSON file. Raises ``InvalidCheckpoint``."""
+    """The plan that ``--plan`` names: ``auto:N``, ``auto-layers:N``, ``auto-stages:N`` or a JSON file. Raises
+    ``InvalidCheckpoint``."""
     if match := _AUTO.fullmatch(text):
         auto = AutoPlan(match[1], int(match[2]))
         if not 1 <= auto.ranks <= MAX_RANKS:
@@ -67,7 +70,7 @@ def read_plan(text: str) -> RankPlan | AutoPlan:
     try:
         plan = msgspec.json.decode(Path(text).read_bytes(), type=RankPlan)
     except OSError as error:
-        kinds = "auto:N, auto-layers:N or a plan file"
+        kinds = "auto:N, auto-layers:N, auto-stages:N or a plan file"
         raise InvalidCheckpoint(f"plan {text!r} is none of {kinds}: {error.strerror}", field="plan") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidCheckpoint(f"{text} is not a plan: {error}", field="plan") from error

@@ -109,10 +109,9 @@ def _not_parallel(manifest: Manifest) -> str:
         return f"parallelism: tensor ranks run no adapters, and {named} are named; use pipeline, or one process"
     if not manifest.gpu and not manifest.gpu_memory:
         return ""
-    if wanted.pipeline > 1:
-        return "parallelism: stages run on CPUs so far; leave gpu out"
-    if any(count != wanted.tensor for _, count in need_of(manifest).gpus):
-        return f"parallelism: each tensor rank has a GPU of its own; ask for gpu=KIND:{wanted.tensor}"
+    if any(count != wanted.processes for _, count in need_of(manifest).gpus):
+        each = "tensor rank" if wanted.tensor > 1 else "stage"
+        return f"parallelism: each {each} has a GPU of its own; ask for gpu=KIND:{wanted.processes}"
     return ""
 
 

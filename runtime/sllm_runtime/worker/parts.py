@@ -1,13 +1,13 @@
 """A model over the processes of an instance: what each of them has of it, and who computes it together.
 
-A stage asks loaderd for the blocks of its layers, a rank for its partition. Number 0 has the engine, which drives the
-others (``engine.ours.driver``); each other one is a ``Follower`` of it.
+A stage asks loaderd for the blocks of its layers, in its own partition where each has one, a rank for its partition.
+Number 0 has the engine, which drives the others (``engine.ours.driver``); each other one is a ``Follower`` of it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,16 @@ import msgspec
 
 from sllm_loaderd.client import LoaderSession
 from sllm_runtime.protocol.checkpoint import CheckpointIndex
-from sllm_runtime.protocol.errors import FunctionError, InstanceLost, InvalidArgument, UnsupportedModel
+from sllm_runtime.protocol.errors import FunctionError, InstanceLost, UnsupportedModel
+from sllm_runtime.protocol.loader import CPU, place_of
 from sllm_runtime.protocol.stages import LayerRange
 from sllm_runtime.protocol.worker import Assign
 from sllm_runtime.worker import weights
 from sllm_runtime.worker.arriving import Layers, Report, Weights, blocks_of
-from sllm_runtime.worker.engine.choice import Known, Settings, backend_of, recognise
+from sllm_runtime.worker.engine.choice import Known, Settings, backend_of, kv_room, recognise
 from sllm_runtime.worker.engine.ours.follower import Follower
 from sllm_runtime.worker.engine.ours.model import config as configs
-from sllm_runtime.worker.engine.ours.model.host import Host
-from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
+from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.ours.parallel.group import Group, library_of
 from sllm_runtime.worker.engine.ours.parallel.ranks import Rank, Ranks, told
 from sllm_runtime.worker.engine.ours.parallel.shards import build_shard, token_runs
@@ -36,6 +36,7 @@ from sllm_runtime.worker.engine.ours.selftest import Proof
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.model import KV_SHARE, granted, start_engine
+from sllm_runtime.worker.shares import layers_in, layers_of, ranges
 from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 
 
@@ -54,25 +55,6 @@ class Part:
     def names(self) -> frozenset[str]:
         """Of the tensors of its layers."""
         return frozenset().union(*(self.known.needs[number] for number in range(self.layers.low, self.layers.high)))
-
-
-def layers_of(count: int, stages: int, number: int) -> LayerRange:
-    """Layers of stage ``number``; all are as many, or one more. Raises ``InvalidArgument`` if some would have none."""
-    if stages > count:
-        text = f"{count} layers cannot be shared out over {stages} stages; lower parallelism.pipeline"
-        raise InvalidArgument(text, field="parallelism")
-    return LayerRange(number * count // stages, (number + 1) * count // stages)
-
-
-def ranges(blocks: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Block numbers as ranges [first, last], in their order."""
-    found: list[tuple[int, int]] = []
-    for block in sorted(set(blocks)):
-        if found and found[-1][1] == block - 1:
-            found[-1] = (found[-1][0], block)
-        else:
-            found.append((block, block))
-    return tuple(found)
 
 
 # --- number 0 -------------------------------------------------------------------------------------
@@ -114,7 +96,7 @@ def _pipeline(part: Part, joined: Joined) -> Any:
             part.layers.high,
             joined.edges[0],
             depth=joined.member.stages,
-            kv_bytes=part.settings.kv_bytes,
+            kv_bytes=_kv_bytes(part),
             fingerprint=part.known.mark(part.settings),
             names=part.names,
         )
@@ -129,7 +111,7 @@ def _ranks(part: Part, joined: Joined, group: Group) -> Any:
             found.numerics,
             group,
             joined.edges,
-            kv_bytes=_kv_bytes(part, found.numerics),
+            kv_bytes=_kv_bytes(part),
             fingerprint=found.numerics_class,
         )
 
@@ -147,7 +129,7 @@ def follower(assign: Assign, joined: Joined, fd: int, report: Report) -> Followe
             part.layers.low,
             part.layers.high,
             joined.edges[0],
-            kv_bytes=part.settings.kv_bytes,
+            kv_bytes=_kv_bytes(part),
             fingerprint=part.known.mark(part.settings),
             names=part.names,
         )
@@ -157,41 +139,53 @@ def follower(assign: Assign, joined: Joined, fd: int, report: Report) -> Followe
         part.known.decoder,
         group,
         joined.edges[0],
-        kv_bytes=_kv_bytes(part, found.numerics),
+        kv_bytes=_kv_bytes(part),
         fingerprint=found.numerics_class,
     )
 
 
 # --- parts ----------------------------------------------------------------------------------------
 def _stage_part(assign: Assign, joined: Joined, fd: int) -> Part:
-    """The index first, then the blocks of its layers: which those are is known then."""
+    """The index first, then the blocks of its layers: which those are is known then. Where the model has a partition
+    for each stage they are all of the stage's own, which goes to a device of its own."""
     manifest, member = assign.manifest, joined.member
     began = time.perf_counter()
     session = LoaderSession(fd, name=assign.instance)
-    first = session.load(blocks=((0, 0),))
+    own = member.number if member.number in session.partitions else 0
+    first = session.load(own, blocks=((0, 0),))
     try:
         index, files = first.index(manifest.startup_timeout), first.files(manifest.startup_timeout)
     finally:
         first.detach()
     config = weights.read_config(files)
-    surveyed = _recognised(assign, config, CheckpointTensors(index, b""))
-    count = surveyed.decoder.count
-    layers = layers_of(count, member.stages, member.number)
-    needs = blocks_of(index, (0,), surveyed.needs)
+    surveyed = _recognised(assign, config, _tensors(index, own))
+    parted, count = len(index.partitions) > 1, surveyed.decoder.count
+    layers = (
+        layers_in(index, surveyed.needs, member.number) if parted else layers_of(count, member.stages, member.number)
+    )
     places = [*range(layers.low, layers.high), *(() if member.number else (-1, count))]
-    wanted = ranges(block for place in places for _, block in needs.get(place, ()))
-    coming = Weights(session, [session.load(blocks=wanted)], began, manifest.startup_timeout)
-    known = _recognised(assign, config, CheckpointTensors(index, coming.load.attach(coming.left).exporter()))
+    needs = blocks_of(index, (own,), {place: surveyed.needs[place] for place in places})
+    wanted = ranges(block for place in places for _, block in needs[place])
+    load = session.load(own, blocks=wanted, device=place_of(own, assign.devices) if parted else CPU)
+    coming = Weights(session, [load], began, manifest.startup_timeout)
+    known = _recognised(assign, config, _tensors(index, own, load.attach(coming.left).exporter()))
     # The last of what it has waits for all of it: so no row goes on before the load's end is known.
     known.decoder.arrival = Layers(coming, needs, layers.high - 1 if member.number else count)
-    return Part(coming, files, config, known, _settings(assign, session.model), layers)
+    settings = replace(_settings(assign, session.model), gpu_bytes=granted(manifest, index.partition(own).nbytes))
+    return Part(coming, files, config, known, settings, layers)
+
+
+def _tensors(index: CheckpointIndex, own: int, memory: Any = b"") -> CheckpointTensors:
+    """Of all partitions by name, of the ``own`` alone with its bytes in ``memory``."""
+    others = {each.rank: b"" for each in index.partitions if each.rank != own}
+    return CheckpointTensors(index, memory, own, beside=others)
 
 
 def _recognised(assign: Assign, config: Mapping[str, Any], tensors: CheckpointTensors) -> Known:
     manifest = assign.manifest
     dtype = weights.compute_dtype(manifest.dtype, config, tensors)
     typed = TypedTensors(tensors, dtype)
-    known = recognise(config, manifest.model_loader, typed, typed.shapes, dtype)
+    known = recognise(config, manifest.model_loader, typed, typed.shapes, dtype, tensors.devices[0])
     if known is None:
         raise _unknown(config)
     return known
@@ -225,18 +219,8 @@ def _rank_tensors(index: CheckpointIndex, coming: Weights, rank: int) -> Checkpo
     return CheckpointTensors(index, coming.load.attach(coming.left).exporter(), rank)
 
 
-def _kv_bytes(part: Part, numerics: Numerics) -> int:
-    """Of a rank: on a GPU what is free there counts, and ``gpu_memory``, as in one process."""
-    decoder, own = part.known.decoder, part.settings.kv_bytes
-    if isinstance(decoder.backend, Host):
-        return own
-    from sllm_runtime.worker.engine.ours.gpu.device import Device  # imports what few instances need
-    from sllm_runtime.worker.engine.ours.gpu.runner import DeviceRunner
-
-    assert isinstance(decoder.backend, Device)
-    page = decoder.backend.kv_shape(decoder.count, decoder.heads, decoder.dtype).page_bytes
-    runner = DeviceRunner(decoder, decoder.backend, numerics, granted=part.settings.gpu_bytes)
-    return runner.room(own) * page
+def _kv_bytes(part: Part) -> int:
+    return kv_room(part.known.decoder, part.layers.high - part.layers.low, part.settings)
 
 
 def _settings(assign: Assign, model: str) -> Settings:

@@ -135,7 +135,12 @@ RANKED = {"engine": True, "model": "/m", "parallelism": {"tensor": 2}}
         ({**RANKED, "gpu": "H100"}, Unsatisfiable, "each tensor rank has a GPU of its own; ask for gpu=KIND:2"),
         ({**RANKED, "gpu_memory": "1GiB"}, Unsatisfiable, "ask for gpu=KIND:2"),
         ({**RANKED, "gpu": "H100:2"}, Unsatisfiable, "n1, lacks 2 x H100"),
-        ({**RANKED, "gpu": "H100:2", "parallelism": {"pipeline": 2}}, Unsatisfiable, "stages run on CPUs so far"),
+        (
+            {**RANKED, "gpu": "H100", "parallelism": {"pipeline": 2}},
+            Unsatisfiable,
+            "each stage has a GPU of its own; ask",
+        ),
+        ({**RANKED, "gpu": "H100:2", "parallelism": {"pipeline": 2}}, Unsatisfiable, "n1, lacks 2 x H100"),
         ({"handler": {"python": "3.9"}, "image": "mine:1"}, Unsatisfiable, "container driver for image mine:1"),
         ({"handler": {"python": "3.9"}}, PythonMismatch, "pickled by Python 3.9, the nodes run 3.11"),
     ],

@@ -4,17 +4,19 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_invoker.admission import claim_of
-from sllm_invoker.preparation import check_partitions
+from sllm_invoker.preparation import check_partitions, partitions_of
 from sllm_invoker.wiring import members, wired
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 from sllm_runtime.protocol.manifest import Parallelism
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.worker import Member
 from tests.fixtures.invoker import NodeUnderTest, node_under_test, order
 from tests.fixtures.nats import Nats, nats  # noqa: F401 - a fixture is used by being here
 from tests.fixtures.waiting import until
@@ -135,23 +137,36 @@ def test_each_process_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "partitions", "words"),
+    ("parallelism", "gpus", "partitions", "words"),
     [
-        ({"tensor": 2}, (5,), r"has 1 partition\(s\), parallelism needs 2; convert it with --plan auto:2"),
-        ({"tensor": 2}, (5, 5, 5), "has 3"),
-        (TWO, (5, 5), "needs 1; convert it with no --plan"),
-        ({"tensor": 2}, (5, 5), ""),
-        (TWO, (5,), ""),
-        ({}, (5, 5), ""),
+        ({"tensor": 2}, (), (5,), r"has 1 partition\(s\), parallelism needs 2; convert it with --plan auto:2"),
+        ({"tensor": 2}, (), (5, 5, 5), "has 3"),
+        (TWO, (), (5, 5, 5), "has 3 .* needs 2; convert it with --plan auto-stages:2"),
+        (TWO, (0, 1), (5,), r"has 1 partition\(s\), parallelism needs 2; convert it with --plan auto-stages:2"),
+        ({"tensor": 2}, (), (5, 5), ""),
+        ({"tensor": 2}, (0, 1), (5, 5), ""),
+        (TWO, (), (5,), ""),
+        (TWO, (), (5, 5), ""),
+        (TWO, (0, 1), (5, 5), ""),
+        ({}, (), (5, 5), ""),
     ],
 )
 def test_a_model_is_shared_out_as_the_instance_is(
-    parallelism: dict[str, int], partitions: tuple[int, ...], words: str
+    parallelism: dict[str, int], gpus: tuple[int, ...], partitions: tuple[int, ...], words: str
 ) -> None:
     model = ModelRecord(digest="sha256:m", uri="/m", nbytes=sum(partitions), partitions=partitions)
-    asked = order(model=model, parallelism=parallelism)
+    asked = msgspec.structs.replace(order(model=model, parallelism=parallelism), gpus=gpus)
     if not words:
         check_partitions(asked)
         return
     with pytest.raises(InvalidCheckpoint, match=words):
         check_partitions(asked)
+
+
+def test_who_has_a_partition_of_its_own_may_load_no_other() -> None:
+    model = ModelRecord(digest="sha256:m", uri="/m", nbytes=10, partitions=(5, 5))
+    for kind in ("tensor", "pipeline"):
+        assert [partitions_of(model, each) for each in members(Parallelism(**{kind: 2}))] == [(0,), (1,)]
+    assert partitions_of(model, Member()) is None, "one process has them all"
+    whole = ModelRecord(digest="sha256:m", uri="/m", nbytes=10, partitions=(10,))
+    assert [partitions_of(whole, each) for each in members(Parallelism(pipeline=2))] == [None, None]

@@ -143,6 +143,23 @@ def test_auto_layers_gives_each_rank_a_run_and_keeps_their_numbers(tmp_path: Pat
         assert torch.equal(found[name], value)
 
 
+@pytest.mark.parametrize("kind", ["tied_llama", "llama", "gpt2"])
+def test_auto_stages_has_what_is_not_a_layer_in_the_first(kind: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"n_layer": 6} if kind == "gpt2" else {"num_hidden_layers": 6}
+    model = save_model(kind, tmp_path / "source", **sizes)
+    checkpoint = converted(tmp_path / "source", tmp_path / "checkpoint", AutoPlan("auto-stages", 3))
+    index = checkpoint.index
+    assert index.layout == "hf-stages3"
+    assert not index.splits
+    layers = [[block.layers for block in index.blocks if block.rank == rank and block.layers] for rank in range(3)]
+    assert [each for own in layers for each in own] == [(number, number) for number in range(6)]
+    assert 1 <= len(layers[0]) <= len(layers[2]), "embedding and head count, too"
+    assert all(block.layers for block in index.blocks if block.rank)
+    found = {name: tensor for rank in range(3) for name, tensor in bound_tensors(checkpoint, rank).items()}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(found[name], value)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "phi", "bert"])
 def test_auto_layers_serves_what_auto_does_not(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path / "source")
@@ -162,17 +179,21 @@ def test_projections_in_one_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_more_ranks_than_heads_or_layers_are_refused(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "source")
-    for plan, text in ((AutoPlan("auto", 4), "num_key_value_heads = 2"), (AutoPlan("auto-layers", 9), "3 layers")):
+    for plan, text in (
+        (AutoPlan("auto", 4), "num_key_value_heads = 2"),
+        (AutoPlan("auto-layers", 9), "3 layers"),
+        (AutoPlan("auto-stages", 9), "3 layers"),
+    ):
         with pytest.raises(InvalidCheckpoint, match=text):
             converted(tmp_path / "source", tmp_path / "checkpoint", plan)
 
 
 def test_layouts_of_a_model_stand_side_by_side(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "source")
-    plans = {name: read_plan(name) for name in ("auto:1", "auto:2", "auto-layers:3")}
+    plans = {name: read_plan(name) for name in ("auto:1", "auto:2", "auto-layers:3", "auto-stages:3")}
     found = {plan: converted(tmp_path / "source", tmp_path / plan.replace(":", "-"), it) for plan, it in plans.items()}
-    assert [checkpoint.index.layout for checkpoint in found.values()] == ["hf-tp1", "hf-tp2", "hf-pp3"]
-    assert len({checkpoint.digest for checkpoint in found.values()}) == 3
+    assert [checkpoint.index.layout for checkpoint in found.values()] == ["hf-tp1", "hf-tp2", "hf-pp3", "hf-stages3"]
+    assert len({checkpoint.digest for checkpoint in found.values()}) == 4
     joined = {tuple(whole(checkpoint, "model.embed_tokens.weight")) for checkpoint in found.values()}
     assert len(joined) == 1
 

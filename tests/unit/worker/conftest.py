@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,13 +38,14 @@ def _servers(zygote: Zygote, loader: Loader) -> None:
 
 
 class Loader:
-    """A real loaderd; ``grant`` makes sessions of models in directories."""
+    """A real loaderd with two fake devices; ``grant`` makes sessions of models in directories."""
 
     def __init__(self, home: Path) -> None:
         self._socket = home / "loaderd.sock"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sllm_loaderd", "--node", "test", "--data", str(home / "data"), "--socket",
              str(self._socket), "--pool-bytes", str(256 * 2**20), "--prefault-bytes", "0"],
+            env={**os.environ, "SLLM_FAKE_DEVICES": "2x64MiB@4GB/s"},
         )  # fmt: skip
 
     def _wait(self) -> None:
@@ -54,15 +55,15 @@ class Loader:
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    def grant(self, directory: Path) -> int:
-        """A session's descriptor for the model in ``directory``."""
+    def grant(self, directory: Path, partitions: Sequence[int] = (), devices: Sequence[str] = ()) -> int:
+        """A session's descriptor for the model in ``directory`` (for these of its partitions, to these devices)."""
         self._wait()
-        return asyncio.run(self._grant(directory))
+        return asyncio.run(self._grant(directory, partitions, devices))
 
-    async def _grant(self, directory: Path) -> int:
+    async def _grant(self, directory: Path, partitions: Sequence[int], devices: Sequence[str]) -> int:
         async with LoaderControl(self._socket) as control:
             info = await control.register(str(directory))
-            return await control.grant(f"h{time.monotonic_ns()}", info.model)
+            return await control.grant(f"h{time.monotonic_ns()}", info.model, partitions, devices=devices)
 
     def close(self) -> None:
         self._process.terminate()

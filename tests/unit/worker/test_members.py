@@ -7,16 +7,19 @@ import socket
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_loaderd.convert import ConvertOptions, convert_directory
+from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_runtime.protocol.errors import InvalidArgument, OutOfMemory, ProtocolError
 from sllm_runtime.protocol.manifest import Handler, Manifest
 from sllm_runtime.protocol.worker import Assign, Member
 from sllm_runtime.worker.joined import Joined
-from sllm_runtime.worker.parts import layers_of, ranges
+from sllm_runtime.worker.shares import layers_of, ranges
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.conftest import Loader
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
@@ -101,10 +104,16 @@ def fn(model, ever: bool = False):
 STAGED = manifest(kind="generator", streams=True, model="m", engine=True, memory="256MiB", parallelism={"pipeline": 2})
 
 
-class Two:
-    """The two processes of one instance: ``given`` are the models that they get the weights of."""
+DEVICES = ("cpu", "fake:0", "fake:1")
 
-    def __init__(self, zygote: Zygote, loader: Loader, given: tuple[Path, Path], workdir: Path) -> None:
+
+class Two:
+    """The two processes of one instance: ``given`` are the models that they get the weights of; ``parted``: each from
+    a partition of its own, to a device of its own."""
+
+    def __init__(
+        self, zygote: Zygote, loader: Loader, given: tuple[Path, Path], workdir: Path, *, parted: bool = False
+    ) -> None:
         self.members = (zygote.spawn(), zygote.spawn())
         (ours, theirs), (back, behind) = socket.socketpair(), socket.socketpair()
         edges = ((back, ours), (theirs, behind))
@@ -113,29 +122,38 @@ class Two:
                 STAGED,
                 bundle_of({"user.py": SOURCE}),
                 workdir=workdir,
-                session=loader.grant(model),
+                session=loader.grant(model, (number,), DEVICES) if parted else loader.grant(model),
+                devices=DEVICES if parted else ("cpu",),
                 edges=[each.detach() for each in ends],
                 member=Member(number=number, stages=2),
                 model=model.name,
             )
 
-    def close(self, zygote: Zygote) -> None:
+    def close(self) -> None:
         for worker in self.members:
             worker.close()
-        zygote.exited(zygote.count)
+
+
+class Pairs(Protocol):
+    """Makes the two processes of an instance; see ``Two``."""
+
+    def __call__(self, one: Path, other: Path, *, parted: bool = False) -> tuple[Worker, Worker]: ...
 
 
 @pytest.fixture
-def two(zygote: Zygote, loader: Loader, tmp_path: Path) -> Iterator[Callable[[Path, Path], tuple[Worker, Worker]]]:
+def two(zygote: Zygote, loader: Loader, tmp_path: Path) -> Iterator[Pairs]:
     made: list[Two] = []
 
-    def make(one: Path, other: Path) -> tuple[Worker, Worker]:
-        made.append(Two(zygote, loader, (one, other), tmp_path))
+    def make(one: Path, other: Path, *, parted: bool = False) -> tuple[Worker, Worker]:
+        workdir = tmp_path / f"instance-{len(made)}"
+        workdir.mkdir()
+        made.append(Two(zygote, loader, (one, other), workdir, parted=parted))
         return made[-1].members
 
     yield make
     for each in made:
-        each.close(zygote)
+        each.close()
+    zygote.exited(zygote.count)
 
 
 def begun(head: Worker) -> None:
@@ -149,7 +167,7 @@ def exit_code(zygote: Zygote, back: int) -> int:
 
 
 def test_a_call_over_two_processes_and_an_end_in_order(
-    two: Callable[[Path, Path], tuple[Worker, Worker]], models: Callable[[str], Path], zygote: Zygote
+    two: Pairs, models: Callable[[str], Path], zygote: Zygote
 ) -> None:
     head, other = two(models("llama"), models("llama"))
     begun(head)
@@ -163,9 +181,36 @@ def test_a_call_over_two_processes_and_an_end_in_order(
     assert other.failed is None
 
 
-def test_one_that_is_gone_is_not_told_to_the_function(
-    two: Callable[[Path, Path], tuple[Worker, Worker]], models: Callable[[str], Path]
+def parted(models: Callable[[str], Path], place: Path, plan: str) -> Path:
+    """The model ``llama`` in two partitions."""
+    convert_directory(models("llama"), place, options=ConvertOptions(plan=AutoPlan(plan, 2)))
+    return place
+
+
+def test_each_stage_has_a_partition_and_a_device_of_its_own(
+    two: Pairs, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    whole, _ = two(models("llama"), models("llama"))
+    begun(whole)
+    model = parted(models, tmp_path / "parted", "auto-stages")
+    head, other = two(model, model, parted=True)
+    begun(head)
+    assert head.run().text == whole.run().text
+    assert other.failed is None
+
+
+def test_partitions_that_are_no_stages_are_refused_with_the_plan_that_makes_them(
+    two: Pairs, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = parted(models, tmp_path / "parted", "auto-layers")
+    for worker in two(model, model, parted=True):
+        worker.until(lambda worker=worker: worker.failed is not None)  # type: ignore[misc]
+        assert worker.failed is not None
+        assert worker.failed.error.code == "start_failed"
+        assert "convert the model with --plan auto-stages:2" in worker.failed.error.message
+
+
+def test_one_that_is_gone_is_not_told_to_the_function(two: Pairs, models: Callable[[str], Path]) -> None:
     """A function that catches everything would answer with it; its call is to go on elsewhere."""
     head, other = two(models("llama"), models("llama"))
     begun(head)
@@ -181,7 +226,7 @@ def test_one_that_is_gone_is_not_told_to_the_function(
 
 
 def test_one_with_other_weights_fails_the_start_of_both_in_the_same_words(
-    two: Callable[[Path, Path], tuple[Worker, Worker]], models: Callable[[str], Path]
+    two: Pairs, models: Callable[[str], Path]
 ) -> None:
     head, other = two(models("llama"), models("tied_llama"))
     for worker in (head, other):

@@ -158,6 +158,22 @@ def backend_of(device: torch.device) -> Backend:
     return Device.here(device)
 
 
+def kv_room(decoder: Decoder, layers: int, settings: Settings) -> int:
+    """Bytes that the KV cache of so many of its layers may take in a process of several: those of ``settings``, or on a
+    GPU of its own what is free there and granted. Raises ``OutOfMemory`` where that is not a page."""
+    backend = decoder.backend
+    if isinstance(backend, Host):
+        return settings.kv_bytes
+    from sllm_runtime.worker.engine.ours.gpu.device import Device
+    from sllm_runtime.worker.engine.ours.gpu.runner import pages_in
+
+    assert isinstance(backend, Device)
+    if backend.free is None:
+        return settings.kv_bytes
+    page = backend.kv_shape(layers, decoder.heads, decoder.dtype).page_bytes
+    return pages_in(page, backend.free(), settings.gpu_bytes) * page
+
+
 def _on_device(decoder: Decoder, granted: int | None, found: selftest.Proof) -> Runner | None:
     """None: the engine's own, on the CPU."""
     if isinstance(decoder.backend, Host):

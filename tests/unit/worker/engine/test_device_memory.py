@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sllm_runtime.protocol.errors import ContextLengthExceeded, OutOfMemory
 from sllm_runtime.protocol.manifest import Handler, Manifest
-from sllm_runtime.worker.engine.choice import Known, Settings
+from sllm_runtime.worker.engine.choice import Known, Settings, kv_room
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.gpu.device import Device
 from sllm_runtime.worker.engine.ours.gpu.fast_ops import FastOps
@@ -19,7 +19,7 @@ from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.ours.pages import PAGE
 from sllm_runtime.worker.model import granted
 from tests.fixtures.families import family
-from tests.unit.worker.engine.driver import MIB, page_bytes, request, run
+from tests.unit.worker.engine.driver import MIB, decoder, page_bytes, request, run
 from tests.unit.worker.engine.stand_in import CPU
 
 GIB = 2**30
@@ -88,3 +88,15 @@ def test_the_hosts_memory_counts_where_the_device_has_none_of_its_own() -> None:
     )
     chosen = Known("LlamaForCausalLM", made, {}).engine({}, {}, Settings(MIB, gpu_bytes=1)).engine
     assert chosen.stats().kv_pages == MIB // page_bytes()
+
+
+@pytest.mark.parametrize(("granted", "pages"), [(None, 8), (5, 4)])
+def test_a_stage_counts_what_its_own_device_has_for_its_own_layers(granted: int | None, pages: int) -> None:
+    """And not the host's memory, which is one page here."""
+    made, page = decoder("llama"), page_bytes() * 2 // decoder("llama").count
+    settings = Settings(page, gpu_bytes=None if granted is None else granted * page)
+    assert kv_room(made, 2, settings) == page, "on a CPU it is the host's that counts"
+    made.backend = Device(CPU, FastOps(), None, lambda: 10 * page)
+    assert kv_room(made, 2, settings) == pages * page
+    made.backend = Device(CPU, FastOps(), None)
+    assert kv_room(made, 2, settings) == page, "it has no memory of its own"

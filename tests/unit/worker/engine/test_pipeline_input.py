@@ -193,7 +193,7 @@ def head_of(*messages: OnEdge) -> None:
     with memory() as fd, edges(messages, [fd] if shared else ()) as (each, _):
         made = decoder("llama")
         pipeline = Pipeline(made, EXACT, 1, each, depth=2, kv_bytes=MIB, fingerprint="same")
-        assert pipeline.room(1 << 40) == 9
+        assert pipeline.room(1 << 40) == pipeline.room(1) == 9, "each process was given its own"
         pipeline._steps.append((0, 4))
         with contextlib.closing(pipeline):
             pipeline.collect()

@@ -86,8 +86,9 @@ class Driver(ABC):
         self._release()
 
     def room(self, kv_bytes: int) -> int:
-        """See ``Runner.room``: that of the process which has the least."""
-        return min(kv_bytes // self._shape.page_bytes, self._pages)
+        """See ``Runner.room``: that of the process which has the least, each by what it was given when it was made. On
+        a GPU that is the GPU's memory, and not ``kv_bytes`` of the host's."""
+        return self._pages
 
     def wake(self, pages: int) -> None:
         """See ``Runner.wake``."""
