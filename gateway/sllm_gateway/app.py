@@ -112,7 +112,7 @@ class Gateway:
             wall,
             random,
         )
-        self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls))
+        self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls), self.calls.drawn)
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, clock)]
         self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics)

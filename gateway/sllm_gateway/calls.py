@@ -86,6 +86,14 @@ class Calls:
         """The call of that id, if it is open."""
         return self._open.get(call)
 
+    def drawn(self) -> dict[str, int]:
+        """Completion tokens so far of the open calls whose ids are kept here, by function."""
+        found: dict[str, int] = {}
+        for call in self._open.values():
+            if call.resumption is not None:
+                found[call.version.function] = found.get(call.version.function, 0) + call.resumption.count
+        return found
+
     async def start(self) -> None:
         """Listen for frames, begin to look at deadlines."""
         await self._link.start(self._delivery)

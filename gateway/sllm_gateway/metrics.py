@@ -74,9 +74,11 @@ class Metrics:
             self.tokens.labels(function, "completion").inc(usage.completion)
             self.tokens.labels(function, "cached").inc(usage.cached)
 
-    def watch(self, depths: Callable[[], dict[str, int]], running: Callable[[], int]) -> None:
-        """Read queue depths and running calls when somebody asks for the metrics."""
-        self.registry.register(_Depths(depths, running))
+    def watch(
+        self, depths: Callable[[], dict[str, int]], running: Callable[[], int], drawn: Callable[[], dict[str, int]]
+    ) -> None:
+        """Read queue depths, running calls and their tokens so far when somebody asks for the metrics."""
+        self.registry.register(_Depths(depths, running, drawn))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -84,12 +86,18 @@ class Metrics:
 
 
 class _Depths(Collector):
-    def __init__(self, depths: Callable[[], dict[str, int]], running: Callable[[], int]) -> None:
-        self._depths, self._running = depths, running
+    def __init__(
+        self, depths: Callable[[], dict[str, int]], running: Callable[[], int], drawn: Callable[[], dict[str, int]]
+    ) -> None:
+        self._depths, self._running, self._drawn = depths, running, drawn
 
     def collect(self) -> Iterable[Metric]:
         waiting = GaugeMetricFamily("sllm_queue_depth", "Calls that wait for a slot", labels=["function"])
         for function, depth in self._depths().items():
             waiting.add_metric([function], depth)
         yield waiting
+        drawn = GaugeMetricFamily("sllm_tokens_open", "Completion tokens so far of open calls", labels=["function"])
+        for function, count in self._drawn().items():
+            drawn.add_metric([function], count)
+        yield drawn
         yield GaugeMetricFamily("sllm_calls_open", "Calls between acceptance and end", value=self._running())

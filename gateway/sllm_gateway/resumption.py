@@ -33,6 +33,11 @@ class Resumption:
         self._trail_from: int | None = None
 
     def take(self, frames: Sequence[Frame]) -> None:
+    @property
+    def count(self) -> int:
+        """Ids that are known."""
+        return self._count
+
         """Frames have come, in order. Raises ``ProtocolError`` if ids cannot be read."""
         for frame in frames:
             if frame.kind in _VALUES:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import quote
 
@@ -14,6 +15,7 @@ import typer
 
 from sllm.cli import output
 from sllm.cli.context import Json, client
+from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.http import API, FunctionListView, NodeDetailView, NodeListView
 from sllm_runtime.protocol.quantities import show_bytes
 
@@ -38,7 +40,7 @@ def top(
         while True:
             nodes, functions, counted = _looked_at(connection)
             now = time.monotonic()
-            rates = {name: (counted.get(name, 0.0) - was) / (now - looked) for name, was in before.items()}
+            rates = {name: max(counted.get(name, 0.0) - was, 0.0) / (now - looked) for name, was in before.items()}
             if json:
                 output.value(_document(nodes, functions, counted, rates))
             else:
@@ -54,18 +56,29 @@ def _looked_at(connection: Client) -> tuple[list[NodeDetailView], FunctionListVi
     details = (connection.request("GET", f"{API}/nodes/{quote(name, safe='')}") for name in names)
     nodes = [NodeDetailView.model_validate(each) for each in details]
     functions = FunctionListView.model_validate(connection.request("GET", f"{API}/functions"))
-    return nodes, functions, counts(connection.text("/metrics"))
+    return nodes, functions, _counted(connection)
+
+
+def _counted(connection: Client) -> dict[str, float]:
+    """Over all gateways of the profile; one that does not answer counts nothing now."""
+    found: dict[str, float] = defaultdict(float, counts(connection.text("/metrics")))
+    for other in connection.profile.urls[1:]:
+        with suppress(SllmError):
+            for name, count in counts(connection.text(f"{other}/metrics")).items():
+                found[name] += count
+    return dict(found)
 
 
 def counts(metrics: str) -> dict[str, float]:
-    """What the gateway counts of each function: ``queued NAME`` calls, ``tokens NAME`` of calls that have ended."""
+    """What a gateway counts of each function: ``queued NAME`` calls, ``tokens NAME`` of calls that have ended, and of
+    those that run where it can tell."""
     found: dict[str, float] = defaultdict(float)
     for name, labels, value in _SAMPLE.findall(metrics):
         given = dict(_LABEL.findall(labels))
         function = given.get("function", "")
         if name == "sllm_queue_depth":
             found[f"queued {function}"] += float(value)
-        elif name == "sllm_tokens_total" and given.get("kind") == "completion":
+        elif name == "sllm_tokens_open" or (name == "sllm_tokens_total" and given.get("kind") == "completion"):
             found[f"tokens {function}"] += float(value)
     return dict(found)
 
@@ -106,7 +119,7 @@ def _draw(
                 f"{rate:.1f}" if rate is not None else "-",
             )
         )
-    output.table(("FUNCTION", "INSTANCES", "ON", "QUEUED HERE", "TOKENS/S HERE"), rows, empty="no functions yet")
+    output.table(("FUNCTION", "INSTANCES", "ON", "QUEUED", "TOKENS/S"), rows, empty="no functions yet")
 
 
 def _state(view: NodeDetailView) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from typing import Any
@@ -106,6 +107,32 @@ async def twenty(run: Run) -> None:
             run.end(InstanceLost("the worker died"))
             return
     run.end()
+
+
+async def test_tokens_of_open_calls_are_counted_as_they_come(nats: Nats) -> None:
+    """Those that an instance draws again for another are no more of them."""
+    go = asyncio.Event()
+
+    async def waits(run: Run) -> None:
+        run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (1, 2, 3))))
+        run.out("begun")
+        await go.wait()
+        run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 1, (2, 3, 4))))
+        await run.cancelled.wait()
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(engine("waits"), entry(fingerprint="f"), script=waits)
+
+        async def drawn(count: str) -> bool:
+            return f'sllm_tokens_open{{function="waits"}} {count}' in (await w.http.get("/metrics")).text
+
+        async with w.http.stream("POST", "/fn/waits", headers=SSE):
+            await until(lambda: drawn("3.0"), what="three are counted")
+            go.set()
+            await until(lambda: drawn("4.0"), what="a fourth is")
+        await until(lambda: len(w.gateway.calls) == 0, what="it is over")
+        assert "sllm_tokens_open{" not in (await w.http.get("/metrics")).text
 
 
 def engine(name: str, **fields: Any) -> Manifest:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sllm import bundle, profiles
+from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
     BY_CODE,
     FunctionNotFound,
@@ -468,6 +469,47 @@ def test_a_terminal_gets_a_table_and_colours_if_it_wants_them(gateway: Gateway, 
     finally:
         os.close(leader)
         os.close(follower)
+
+
+def test_top_is_drawn_again_and_again_with_tokens_of_calls_that_run(gateway: Gateway) -> None:
+    node = NodeDetailView(
+        node="n1", alive=True, cordoned=False, draining=False, age_s=0, cpu=4, free_cpu=3, memory=2**30,
+        free_memory=2**29, dram_limit=2**30, instances=1,
+    ).model_dump(mode="json")  # fmt: skip
+    ended = 'sllm_tokens_total{function="chat",kind="completion"} 12.0\n'
+    for tokens in (5, 5000):
+        metrics = Answer(raw=f'{ended}sllm_tokens_open{{function="chat"}} {tokens}.0\n'.encode())
+        gateway.answers += [Answer(json={"nodes": [node]}), Answer(json=node), metrics]
+    gateway.answers.append(Answer(hangs=True))
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "NO_COLOR": "1"}
+    leader, follower = pty.openpty()
+    text = b""
+    try:
+        with subprocess.Popen([*SLLM, "top", "--every", "0.2"], stdout=follower, env=env) as process:
+            while text.count(b"\x1b[2J") < 2 or not text.split(b"\x1b[2J")[2].count(b"chat"):
+                text += os.read(leader, 65536)
+            assert gateway.reached.wait(GIVE_UP_S)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(GIVE_UP_S) == 130
+    finally:
+        os.close(leader)
+        os.close(follower)
+    first, second = (each.decode() for each in text.split(b"\x1b[2J")[1:3])
+    (before,), (now,) = ([row.split() for row in drawn.splitlines() if "chat" in row] for drawn in (first, second))
+    assert "-" in before
+    assert any(float(word) > 100 for word in now if re.fullmatch(r"\d+\.\d", word)), now
+
+
+def test_top_adds_up_what_all_gateways_of_the_profile_count(
+    gateway: Gateway, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three does not answer."""
+    monkeypatch.delenv("SLLM_URL")
+    again = gateway.url.replace("127.0.0.1", "localhost")
+    write_profile(home, "default", gateway.url, "t", (gateway.url, again, "http://127.0.0.1:1"))
+    queued = [Answer(raw=f'sllm_queue_depth{{function="chat"}} {depth}.0\n'.encode()) for depth in (3, 4)]
+    gateway.will(Answer(json={"nodes": []}), *queued)
+    assert document(here("top", "--json"))["counts"] == {"queued chat": 7.0}
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "a?b", "a\n", "Chat", "", "é", "x" * 5000])

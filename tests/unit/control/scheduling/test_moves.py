@@ -46,7 +46,7 @@ def clusters(draw: st.DrawFn) -> tuple[Amounts, list[Movable], dict[str, Amounts
     return draw(amounts), movable, {server: draw(amounts) for server in SERVERS}
 
 
-@settings(max_examples=examples(600))
+@settings(max_examples=examples(3000))
 @given(clusters())
 def test_the_search_finds_what_trying_everything_finds(
     cluster: tuple[Amounts, list[Movable], dict[str, Amounts]],

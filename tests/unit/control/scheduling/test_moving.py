@@ -176,7 +176,7 @@ def elsewhere(view: View, servers: Mapping[str, Server], gone: tuple[Instance, .
     return best
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(1200), deadline=None)
 @given(seed=st.integers(0, 2**32), nodes=st.integers(2, 3), wide=st.booleans())
 def test_the_policy_finds_what_trying_everything_finds(seed: int, nodes: int, wide: bool) -> None:
     """On clusters of up to three nodes, with starts of one and of four accelerators."""
