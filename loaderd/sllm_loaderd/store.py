@@ -173,6 +173,10 @@ class ModelStore:
         """Whether a model was not converted."""
         return bool(open_checkpoint(self.directory(digest), digest).index.segments)
 
+    def files(self) -> list[Path]:
+        """The files of partitions on this disk: models', and whole copies of the SSD tier. Blocking."""
+        return [*self.models.glob("[!.]*/partition_*.bin"), *self.ssd.files()]
+
     def open_sources(self, checkpoint: Checkpoint, rank: int, *, direct: bool = True) -> list[ChunkSource]:
         """As ``Origins.open``."""
         return self.origins.open(checkpoint, rank, lambda: self.sources(checkpoint.digest), direct=direct)

@@ -24,6 +24,7 @@ from sllm_loaderd.peer.exports import Exports
 from sllm_loaderd.peer.server import open_peer_server
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.prefaulting import LEAST, bytes_ahead, model_sizes
+from sllm_loaderd.probe import probe
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.sources import SourceSettings
@@ -87,10 +88,12 @@ class LoaderService:
         """Bytes of each model of the store, as far as they are known."""
 
     async def look(self) -> None:
-        """Learn what models there are, to have memory ready for the largest one. The daemon serves meanwhile."""
+        """Learn what models there are, to have memory ready for the largest one, and how fast the disk is that they lie
+        on. The daemon serves meanwhile."""
         found = await asyncio.to_thread(model_sizes, self.store)
         self._sizes = found | self._sizes
         self._prepare()
+        await asyncio.to_thread(lambda: probe(self.store.files(), self.paths))
 
     def _prepare(self) -> None:
         """Have as much memory ready as the next start may need."""

@@ -145,6 +145,10 @@ class SsdDirectory:
         with self._lock:
             return {key: copy.nbytes for key, copy in self._ledger.copies.items()}
 
+    def files(self) -> list[Path]:
+        """The file of each copy."""
+        return [self._path(key) for key in self.copies()]
+
     def _path(self, key: Key) -> Path:
         return self._directory / f"{key[0]}.{key[1]}.bin"
 
