@@ -15,7 +15,7 @@ import pytest
 from sllm import Client, Function
 from tests.fixtures import command
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.command import SLLM, Done
+from tests.fixtures.command import SLLM, Done, document
 from tests.fixtures.deployed import wait
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -52,11 +52,6 @@ def here(cluster: Cluster, *words: str) -> Done:
     """The same in this process."""
     with contextlib.chdir(ROOT):
         return command.here(cluster.env, *words, expect=None)
-
-
-def document(done: Done) -> Any:
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_the_life_of_a_function(cluster: Cluster) -> None:

@@ -112,6 +112,13 @@ class Run:
 Script = Callable[[Run], Awaitable[None]]
 
 
+async def hang(run: Run) -> None:
+    """A script that yields one value and goes on until it is cancelled."""
+    run.out("begun")
+    await run.cancelled.wait()
+    run.end()
+
+
 class ScriptedNode:
     """Takes every call (or what ``judge`` says) and runs the script of its function."""
 

@@ -25,7 +25,7 @@ from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelR
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import GATEWAY_2, NODE, Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import Run, World, entry, manifest, world
+from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
 
 SSE = {"accept": "text/event-stream"}
 BUNDLE = b"PK" + bytes(range(256)) * 4000
@@ -355,11 +355,6 @@ async def test_a_function_and_a_call_are_explained(nats: Nats) -> None:
             function=request.function, version=1, policy="StartupTime", decision="a start on n1", node="n1",
             candidates=(near, ctl.Candidate(node="n2", why="it is cordoned")),
         )  # fmt: skip
-
-    async def hang(run: Run) -> None:
-        run.out("begun")
-        await run.cancelled.wait()
-        run.end()
 
     async with world(nats) as w:
         await w.controller.serve("explain", ctl.Explain, explain)

@@ -8,15 +8,9 @@ from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.gateway.peer import Run, entry, manifest, world
+from tests.unit.gateway.peer import Run, entry, hang, manifest, world
 
 SSE = {"accept": "text/event-stream"}
-
-
-async def hang(run: Run) -> None:
-    run.out("begun")
-    await run.cancelled.wait()
-    run.end()
 
 
 async def test_calls_that_an_instance_is_started_for_do_not_queue(nats: Nats) -> None:

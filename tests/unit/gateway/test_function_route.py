@@ -19,7 +19,7 @@ from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.timeline import Span, parse_comment
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.gateway.peer import Run, entry, manifest, starting, world
+from tests.unit.gateway.peer import Run, entry, hang, manifest, starting, world
 
 SSE = {"accept": "text/event-stream"}
 
@@ -37,12 +37,6 @@ async def echo(run: Run) -> None:
 
 async def fail(run: Run) -> None:
     run.end(FunctionError("ValueError: no"))
-
-
-async def hang(run: Run) -> None:
-    run.out("begun")
-    await run.cancelled.wait()
-    run.end()
 
 
 async def test_values_of_a_generator_come_as_events(nats: Nats) -> None:

@@ -11,9 +11,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -47,7 +46,7 @@ from tests.fixtures.loaderd import (
     small_checkpoint,
 )
 from tests.fixtures.models import save_byte_tokenizer, save_model
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
 
@@ -61,14 +60,6 @@ async def daemon(tmp_path: Path) -> AsyncIterator[LoaderProcess]:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return small_checkpoint(tmp_path / "model")[0]
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for something that is not ours to signal (another process's state)."""
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.005)
 
 
 # --- the way of a model ------------------------------------------------------------------------------
@@ -376,11 +367,11 @@ async def test_a_cancelled_registration_ends_its_process_and_leaves_nothing(tmp_
     async with loaderd(tmp_path) as daemon:
         running = psutil.Process(daemon.process.pid)
         asked = asyncio.create_task(daemon.control.register(str(tmp_path / "source")))
-        await until(running.children, "no conversion was started")
+        await until(running.children, what="no conversion was started")
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        await until(lambda: not running.children(), "the conversion goes on")
+        await until(lambda: not running.children(), what="the conversion goes on")
         assert list(daemon.models.iterdir()) == []
         daemon.control.lost.clear()
         assert await daemon.control.models() == ()
@@ -543,11 +534,11 @@ async def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     )
     assert parent.stdout is not None
     child = psutil.Process(int(await asyncio.wait_for(parent.stdout.readline(), WAIT)))
-    await until((tmp_path / "s").exists, "it did not start")
+    await until((tmp_path / "s").exists, what="it did not start")
     assert child.cmdline()[0].startswith("sllm-loaderd x")
     parent.kill()
     await parent.communicate()
-    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "it lives on")
+    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, what="it lives on")
 
 
 async def test_waits_have_deadlines(daemon: LoaderProcess, checkpoint: Path) -> None:

@@ -37,7 +37,7 @@ from sllm_runtime.protocol.checkpoint import (
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, SllmError, UnsupportedModel
 from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NEVER
 from tests.fixtures.examples import examples
-from tests.fixtures.loaderd import LoaderProcess, loaderd, mapped, numbers_model, session
+from tests.fixtures.loaderd import LoaderProcess, loaderd, mapped, numbers_model, same, session
 from tests.fixtures.models import save_model
 from tests.fixtures.range_server import range_server
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -83,12 +83,6 @@ async def loaded(daemon: LoaderProcess, digest: str) -> dict[str, np.ndarray]:
         return await asyncio.to_thread(session)
     finally:
         await daemon.control.gone("w")
-
-
-def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
 
 
 # --- the index ------------------------------------------------------------------------------------

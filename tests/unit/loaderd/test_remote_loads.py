@@ -6,17 +6,17 @@ import asyncio
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sllm_runtime.protocol.errors import Conflict, Forbidden, SllmError
-from tests.fixtures.loaderd import SMALL_CHUNK, loaded, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, loaded, loaderd, numbers_model, same, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.sources import object_store, s3_settings
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
 
@@ -40,19 +40,6 @@ def server(published: tuple[Path, str]) -> Iterator[RangeServer]:
         yield running
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.01)
-
-
-def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
-
-
 async def test_a_model_of_an_object_store_comes_by_ranges_and_stays_on_the_ssd_tier(
     published: tuple[Path, str], arrays: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +50,7 @@ async def test_a_model_of_an_object_store_comes_by_ranges_and_stays_on_the_ssd_t
             info = await daemon.control.register("s3://bucket/tiny")
             assert info.model == published[1]
             same(await loaded(daemon, info.model), arrays)
-            await until(lambda: len(list((daemon.data / "ssd").glob("*.bin"))) == 1, "the SSD copy")
+            await until(lambda: len(list((daemon.data / "ssd").glob("*.bin"))) == 1, what="the SSD copy")
             status = await daemon.control.status()
             assert status.remote == (info.model,)
             assert status.ssd is not None
@@ -93,7 +80,7 @@ async def test_a_spoiled_ssd_copy_is_made_good_by_the_source(
     async with loaderd(tmp_path) as daemon:
         info = await daemon.control.register(f"{server.url}/tiny")
         same(await loaded(daemon, info.model), arrays)
-        await until(lambda: len(list((daemon.data / "ssd").glob("*.bin"))) == 1, "the SSD copy")
+        await until(lambda: len(list((daemon.data / "ssd").glob("*.bin"))) == 1, what="the SSD copy")
         (copy,) = (daemon.data / "ssd").glob("*.bin")
         for at in range(100, copy.stat().st_size, SMALL_CHUNK):
             spoil(copy, at)
@@ -108,7 +95,7 @@ async def test_a_spoiled_ssd_copy_is_made_good_by_the_source(
         await daemon.control.evict(info.model)
         same(await loaded(daemon, info.model, next(holders)), arrays)
         whole = (published[0] / "partition_0.bin").read_bytes()
-        await until(lambda: copy.exists() and copy.read_bytes() == whole, "a new copy in place of the spoiled one")
+        await until(lambda: copy.exists() and copy.read_bytes() == whole, what="a new copy in place of the spoiled one")
 
 
 def spoil(file: Path, at: int) -> None:
@@ -152,7 +139,7 @@ async def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_of_it(
         info = await daemon.control.register(f"{server.url}/tiny")
         server.script.extend([None, *["stall 10"] * 50])
         load = asyncio.create_task(daemon.control.prefetch(info.model))
-        await until(lambda: bool(list((daemon.data / "ssd").glob(".*.partial"))), "the first chunk's copy")
+        await until(lambda: bool(list((daemon.data / "ssd").glob(".*.partial"))), what="the first chunk's copy")
         daemon.process.kill()
         with pytest.raises(SllmError):
             await load
@@ -170,7 +157,7 @@ async def test_stopping_does_not_wait_for_a_server_that_hangs(
         server.script.extend(["stall 10"] * 50)
         asked = len(server.ranges)
         load = asyncio.create_task(daemon.control.prefetch(info.model))
-        await until(lambda: len(server.ranges) > asked, "a request for the partition")
+        await until(lambda: len(server.ranges) > asked, what="a request for the partition")
         daemon.process.terminate()
         with pytest.raises(SllmError):
             await load

@@ -27,6 +27,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.http import CandidateView, ExplainView, GpuView, InstanceView, NodeDetailView, StartView
 from tests.fixtures import command
+from tests.fixtures.command import document
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
 
@@ -45,11 +46,6 @@ def sllm(*words: str) -> subprocess.CompletedProcess[str]:
 def here(*words: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """The same in this process, which saves the start of a program."""
     return command.here(os.environ | env, *words, stdin=stdin, expect=None)
-
-
-def document(done: subprocess.CompletedProcess[str]) -> Any:
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

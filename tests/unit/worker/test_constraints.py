@@ -26,7 +26,7 @@ from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
 from tests.fixtures.examples import examples
 from tests.fixtures.models import llama
-from tests.unit.worker.engine.driver import finish, ids
+from tests.unit.worker.engine.driver import finish, ids, run
 
 TOKENIZER = Path(__file__).parents[3] / "functions" / "coder" / "model" / "tokenizer.json"
 SIZE, EOS = 4096, frozenset({0})
@@ -81,17 +81,11 @@ def asked(number: int, *constraints: Constraint, **sampling: Any) -> Request:
     return Request(id=number, prompt=prompt, sampling=Sampling(**options), constraints=constraints)
 
 
-def outputs(core: Engine, *requests: Request) -> dict[int, tuple[int, ...]]:
-    for each in requests:
-        core.add(each)
-    return {number: ids(events) for number, events in finish(core).items()}
-
-
 @pytest.mark.parametrize("kind", ["ours", "transformers"])
 def test_outputs_have_the_shape_that_was_asked_for(kind: str) -> None:
     shapes = [regex(DATE), schema(PERSON)] * 3
     core = engine(kind)
-    made = outputs(core, *(asked(number, shape.start()) for number, shape in enumerate(shapes)))
+    made = run(core, *(asked(number, shape.start()) for number, shape in enumerate(shapes)))
     assert len(made) == len(shapes)
     for number, output in made.items():
         text = tokens().decode(output)
@@ -107,7 +101,7 @@ def test_outputs_have_the_shape_that_was_asked_for(kind: str) -> None:
 def test_any_object_is_json_and_white_space_ends() -> None:
     made = Grammar.of({"response_format": {"type": "json_object"}}, vocabulary())
     assert made is not None
-    text = tokens().decode(outputs(engine(), asked(1, made.start(), max_tokens=400))[1])
+    text = tokens().decode(run(engine(), asked(1, made.start(), max_tokens=400))[1])
     assert not re.search(r"\s{25}", text)
     # A random model may go on with a string for as long as it may: what there is begins an object.
     assert text.lstrip().startswith("{")
@@ -126,7 +120,7 @@ RULES: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_a_resume_goes_on_at_every_position(number: int) -> None:
     rules, sampling = RULES[number]
-    whole = outputs(engine(), asked(0, *rules(), **sampling))[0]
+    whole = run(engine(), asked(0, *rules(), **sampling))[0]
     assert len(whole) > 8
     core = engine()
     first = asked(0, **sampling)
@@ -139,7 +133,7 @@ def test_a_resume_goes_on_at_every_position(number: int) -> None:
 def test_a_preempted_or_moved_request_goes_on() -> None:
     """Its constraint may be asked about any output again: what it has read is a cache."""
     shape = schema(PERSON)
-    output = outputs(engine(), asked(3, shape.start()))[3]
+    output = run(engine(), asked(3, shape.start()))[3]
     used = shape.start()
     for at in (5, 9, 2, 0, len(output), 3):
         assert (used.allowed(output[:at]) == shape.start().allowed(output[:at])).all()
@@ -152,7 +146,7 @@ def stream(number: int) -> Request:
 
 @cache
 def alone(number: int) -> tuple[int, ...]:
-    return outputs(engine(), stream(number))[number]
+    return run(engine(), stream(number))[number]
 
 
 @settings(max_examples=examples(8))
@@ -295,7 +289,7 @@ class Failing:
 
 @pytest.mark.parametrize("kind", ["ours", "transformers"])
 def test_who_leaves_no_token_fails_alone(kind: str) -> None:
-    alone = outputs(engine(kind), asked(2))[2]
+    alone = run(engine(kind), asked(2))[2]
     core = engine(kind)
     stuck = asked(0, regex("(abc){30}").start(), BadWords(vocabulary(), ["cab"]))
     for each in (stuck, asked(1, Failing(4)), asked(2)):

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 
 from sllm_runtime.protocol.limits import MAX_FDS
 from sllm_runtime.worker.imports import QUIET_S, SINGLE_THREADED, Later
+from tests.fixtures.deployed import wait
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
 
@@ -138,13 +139,6 @@ def dead(pid: int) -> bool:
         return True
 
 
-def until(met: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not met():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("end", ["hang up", "SIGTERM", "SIGKILL"])
 def test_everything_dies_with_it(own: Zygote, tmp_path: Path, end: str) -> None:
     worker = own.spawn()
@@ -155,9 +149,9 @@ def test_everything_dies_with_it(own: Zygote, tmp_path: Path, end: str) -> None:
             own.wire.sock.shutdown(2)
         else:
             own.process.send_signal(signal.SIGTERM if end == "SIGTERM" else signal.SIGKILL)
-        until(lambda: dead(worker.pid))
+        wait(lambda: dead(worker.pid), "the worker is dead")
         if end != "SIGKILL":  # then a PID namespace or the next subreaper above it must do it
-            until(lambda: dead(daemon))
+            wait(lambda: dead(daemon), "what it detached is dead")
         else:
             os.kill(daemon, signal.SIGKILL)
         assert own.process.wait(GIVE_UP_S) == (-9 if end == "SIGKILL" else 0)
