@@ -53,8 +53,13 @@ def test_what_is_unknown_or_incomplete_is_refused_by_name() -> None:
     untied = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     with pytest.raises(InvalidCheckpoint, match="lm_head"):
         Rows(build("LlamaForCausalLM", model.config, untied, torch.float32, 4), TOKENS).chunk(0, 4)
-    with pytest.raises(UnsupportedModel, match="ALiBi"):
-        build("FalconForCausalLM", type("Config", (), {"alibi": True}), {}, torch.float32, 4)
+    for name, changes, says in (
+        ("FalconForCausalLM", {"alibi": True}, "ALiBi"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "both directions"),
+        ("OPTForCausalLM", {"layer_norm_elementwise_affine": False}, "norms have no weights"),
+    ):
+        with pytest.raises(UnsupportedModel, match=says):
+            build(name, type("Config", (), changes), {}, torch.float32, 4)
 
 
 def test_matrices_that_lie_side_by_side_become_one_without_a_copy() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sllm_runtime.protocol.errors import UnsupportedModel
 from sllm_runtime.worker.engine.ours.attention import Look
 from sllm_runtime.worker.engine.ours.model.backend import Norm, Rows
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
@@ -16,7 +17,10 @@ from sllm_runtime.worker.engine.ours.model.weights import Weights
 
 
 def build(config: Any, weights: Weights, tile: int) -> Decoder:
-    """Names as Gemma2ForCausalLM and Gemma3ForCausalLM have them."""
+    """Names as Gemma2ForCausalLM and Gemma3ForCausalLM have them. Raises ``UnsupportedModel`` for one that is no
+    language model: its rows see those behind them."""
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModel("Gemma with attention in both directions is unknown to this engine")
     heads, hidden = heads_of(config), config.hidden_size
     queries, kv, inner = heads.queries * heads.width, heads.kv * heads.width, config.intermediate_size
     # Gemma 3 has frequencies of its own for layers with a window.

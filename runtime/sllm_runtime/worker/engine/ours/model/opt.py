@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding
 
+from sllm_runtime.protocol.errors import UnsupportedModel
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.model.backend import Norm, Rows
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
@@ -18,7 +19,9 @@ _EPS = 1e-5
 
 
 def build(config: Any, weights: Weights, tile: int) -> Decoder:
-    """Names as OPTForCausalLM has them."""
+    """Names as OPTForCausalLM has them. Raises ``UnsupportedModel`` for norms without weights."""
+    if not config.layer_norm_elementwise_affine:
+        raise UnsupportedModel("OPT whose norms have no weights is unknown to this engine")
     count, hidden, top = config.num_attention_heads, config.hidden_size, "model.decoder"
     heads = Heads(count, count, hidden // count)
     narrow, biased = config.word_embed_proj_dim, config.enable_bias
