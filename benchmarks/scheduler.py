@@ -9,8 +9,9 @@ with eight accelerators and 1,000 models. ``moves``: the same where what runs ca
 ``acquire`` is measured from end to end: a gateway asks a real controller process over a real NATS server. The nodes, 10
 to 1,000 of them, are simulated (``scheduler_nodes``): they report and obey over NATS as invokers do, and what they
 start is READY at once. So a start is what the control plane adds to one: the question, the decision, the command to the
-node, its report, the route. Beside it, the answer where an instance is there. A full run takes about 12 minutes, a
-quick one two.
+node, its report, the route. Beside it, the answer where an instance is there. ``sync``: writes of the state, which are
+on the disk when they are acknowledged, beside the server's default (``scheduler_sync``). A full run takes about 12
+minutes, a quick one two.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks import scheduler_acquire
+from benchmarks import scheduler_acquire, scheduler_sync
 from benchmarks.record import Aim, Case, percentile
 from benchmarks.runner import Run, main
 from benchmarks.scheduler_cluster import GPUS, NOW, cluster, ended, request, started
@@ -53,6 +54,9 @@ def measure(run: Run, cases: Sequence[str]) -> None:
         for nodes in (10, 100, 1000):
             with run.attempt(f"acquire, {nodes} nodes", "1/s"), tempfile.TemporaryDirectory(prefix="bs-") as name:
                 scheduler_acquire.measure(run, nodes, Path(name) / "daemons")
+    if "sync" in cases:
+        with run.attempt("sync", "1/s"), tempfile.TemporaryDirectory(prefix="bs-") as name:
+            scheduler_sync.measure(run, Path(name))
 
 
 def _decide(run: Run) -> None:
@@ -132,4 +136,4 @@ def _asked(keys: Sequence[Key], rng: random.Random) -> Key:
 
 
 if __name__ == "__main__":
-    sys.exit(main("scheduler", ("decide", "moves", "growth", "acquire"), measure))
+    sys.exit(main("scheduler", ("decide", "moves", "growth", "acquire", "sync"), measure))
