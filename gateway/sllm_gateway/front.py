@@ -10,10 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Router
 
 from sllm_gateway import errors
-from sllm_gateway.asgi import Message, Receive, Scope, Send, answer, refuse_body
+from sllm_gateway.asgi import Message, Receive, Scope, Send, answer, header, refuse_body
 from sllm_gateway.auth import Auth
 from sllm_gateway.errors import quoted
 from sllm_gateway.metrics import Metrics
+from sllm_runtime.platform import trace
 from sllm_runtime.protocol.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -43,6 +44,10 @@ class Front:
         if scope["type"] != "http":
             await self._refuse_other(scope, receive, send)
             return
+        with trace.within((header(scope, trace.HEADER.encode()) or b"").decode("latin-1")):
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # with it starlette raises what it would otherwise answer in its own words
         seen = _Seen(send)
         try:

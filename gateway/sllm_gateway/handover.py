@@ -10,6 +10,7 @@ from sllm_gateway.call import Call
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.ending import Ending
 from sllm_gateway.link import Link
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import DeadlineExceeded, InstanceLost, SllmError
 from sllm_runtime.protocol.frames import Open
@@ -60,7 +61,8 @@ class Handover:
     async def _open(self, call: Call, binding: Binding) -> None:
         request = Open(head=call.head(binding, self._clock()), first=binding.first())
         try:
-            opened = await self._link.open(binding.node, request)
+            with trace.within(call.order.traceparent):
+                opened = await self._link.open(binding.node, request)
         except DeadlineExceeded:
             if not binding.accepted and call.binding is binding:
                 why = f"node {binding.node} did not answer for instance {binding.instance}"

@@ -18,6 +18,7 @@ from sllm_gateway.openai.outputs import Header
 from sllm_gateway.respond import Responder
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import Version
+from sllm_runtime.platform import trace
 from sllm_runtime.protocol.calls import CallOrder
 from sllm_runtime.protocol.http import EVENT_STREAM
 from sllm_runtime.protocol.limits import MAX_PART
@@ -74,7 +75,6 @@ class Caller:
         accepted: float,
     ) -> Order:
         """What is asked for. The seed serves calls that name none."""
-        trace = header(scope, b"traceparent")
         return Order(
             id=call,
             version=version,
@@ -83,7 +83,7 @@ class Caller:
             body=body,
             seed=int.from_bytes(self._random(8)) >> 1,
             accepted=accepted,
-            traceparent=trace.decode("latin-1")[:128] if trace else "",
+            traceparent=trace.current(),
         )
 
     def admit(self, order: Order, asked: Callable[[bool], CallOrder]) -> Call:

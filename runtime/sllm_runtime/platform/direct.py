@@ -27,6 +27,11 @@ _WRITTEN_MOST: Final = 256 * KIB
 """Bytes that the socket has not taken yet, above which a message waits in nats-py's own buffer."""
 
 
+def header_of(name: str, value: str) -> bytes:
+    """One header, as it travels."""
+    return f"NATS/1.0\r\n{name}: {value}\r\n\r\n".encode()
+
+
 class DirectClient(Client):
     """``listen`` beside ``subscribe``, ``publish_now`` beside ``publish``."""
 
@@ -45,15 +50,17 @@ class DirectClient(Client):
         self._listeners[getattr(subscription, "_id", 0)] = listener
         return subscription
 
-    def publish_now(self, subject: str, data: bytes, reply: str = "") -> bool:
-        """Write a message in this turn of the loop. False: something waits before it, or nobody is there."""
+    def publish_now(self, subject: str, data: bytes, reply: str = "", header: bytes = b"") -> bool:
+        """Write a message in this turn of the loop, with a ``header`` as ``header_of`` makes it. False: something waits
+        before it, or nobody is there."""
         if not self.is_connected or self.pending_data_size:
             return False
         transport = self._socket()
         if transport is None or transport.is_closing() or transport.get_write_buffer_size() > _WRITTEN_MOST:
             return False
-        head = f"PUB {subject} {reply} {len(data)}\r\n" if reply else f"PUB {subject} {len(data)}\r\n"
-        transport.write(b"%b%b\r\n" % (head.encode(), data))
+        verb, size = ("HPUB", f"{len(header)} {len(header) + len(data)}") if header else ("PUB", str(len(data)))
+        head = f"{verb} {subject} {reply} {size}\r\n" if reply else f"{verb} {subject} {size}\r\n"
+        transport.write(b"%b%b%b\r\n" % (head.encode(), header, data))
         return True
 
     def _socket(self) -> asyncio.WriteTransport | None:

@@ -12,7 +12,8 @@ import msgspec
 import nats.errors
 from nats.aio.msg import Msg
 
-from sllm_runtime.platform.direct import DirectClient
+from sllm_runtime.platform import trace
+from sllm_runtime.platform.direct import DirectClient, header_of
 from sllm_runtime.platform.outbox import Outbox, encode, text
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import codec
@@ -52,8 +53,7 @@ class Questions:
         answer = self._waiting[inbox] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                if not self._client.publish_now(subject, data, inbox):
-                    await self._client.publish(subject, data, inbox)
+                await self._send(subject, data, inbox)
                 found = await answer
         except TimeoutError as error:
             raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
@@ -67,6 +67,12 @@ class Questions:
         if reply.error is not None:
             raise reply.error.to_error()
         return codec.unpack(reply_type, bytes(reply.value))
+
+    async def _send(self, subject: str, data: bytes, inbox: str) -> None:
+        """With the trace of whoever asks, if there is one."""
+        traced = trace.current()
+        if not self._client.publish_now(subject, data, inbox, header_of(trace.HEADER, traced) if traced else b""):
+            await self._client.publish(subject, data, inbox, {trace.HEADER: traced} if traced else None)
 
     def _answered(self, subject: str, _reply: str, data: bytes, status: str) -> None:
         answer = self._waiting.get(subject)
@@ -101,6 +107,10 @@ class Server(Generic[Q]):
         self.tasks.start(self._serve(message), "request")
 
     async def _serve(self, message: Msg) -> None:
+        with trace.within((message.headers or {}).get(trace.HEADER, "")):
+            await self._handle(message)
+
+    async def _handle(self, message: Msg) -> None:
         try:
             answer = await self._handler(codec.unpack(self._type, message.data))
             reply = Reply(value=msgspec.Raw(codec.pack(answer)))

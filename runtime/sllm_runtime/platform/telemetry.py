@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.trace import current, trace_id
 
 _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
 """What every record has; anything else came by ``extra`` and is printed as a field."""
@@ -22,7 +23,8 @@ class _Line(logging.Formatter):
 
     @staticmethod
     def fields(record: logging.LogRecord) -> dict[str, Any]:
-        return {key: value for key, value in vars(record).items() if key not in _PLAIN}
+        found = {key: value for key, value in vars(record).items() if key not in _PLAIN}
+        return found | {"trace": known} if (known := trace_id(current())) else found
 
     def text(self, record: logging.LogRecord) -> str:
         """The message with its traceback."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from nats.aio.msg import Msg
 
 from sllm.sse import Event, Parser
 from sllm_gateway import views
 from sllm_gateway.app import running
 from sllm_gateway.openapi import OPERATIONS, document
 from sllm_gateway.settings import GatewaySettings
-from sllm_runtime.platform import bundles
+from sllm_runtime.platform import bundles, trace
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import FunctionError, FunctionNotFound, ModelNotFound, StartFailed, Unsatisfiable
 from sllm_runtime.protocol.events import Event as Happened
@@ -26,6 +27,7 @@ from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import GATEWAY_2, NODE, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
+from tests.unit.platform.test_trace import TRACE
 
 SSE = {"accept": "text/event-stream"}
 BUNDLE = b"PK" + bytes(range(256)) * 4000
@@ -340,6 +342,36 @@ async def test_what_names_nothing_is_refused_in_few_words(nats: Nats) -> None:
             assert lost.status_code == 404
             assert len(lost.text) < 300
         assert len((await w.http.get(f"/v1/models/{long}")).text) < 300
+
+
+async def test_the_trace_of_a_request_goes_to_node_and_controller(nats: Nats) -> None:
+    """In the header of NATS' messages, where tools look for it, and with the call."""
+    heard: list[str | None] = []
+    asked: list[str] = []
+
+    async def opened(message: Msg) -> None:
+        heard.append((message.headers or {}).get("traceparent"))
+
+    async def listed(request: ctl.Listing) -> ctl.NodeList:
+        asked.append(trace.current())
+        return ctl.NodeList(nodes=())
+
+    async with world(nats) as w:
+        await (await nats.bus(NODE)).subscribe_raw(subjects.node_open(NODE, "x")[:-1] + "*", opened)
+        await w.controller.serve("nodes", ctl.Listing, listed)
+        await w.deploy(manifest("f", streams=False), entry(), script=answers)
+        for said in (TRACE, "of nobody"):
+            assert (await w.http.post("/fn/f", headers={"traceparent": said})).status_code == 200
+            assert (await w.http.get(f"{API}/nodes", headers={"traceparent": said})).status_code == 200
+        await until(lambda: len(heard) == 2, what="both calls were seen")
+        assert heard == [TRACE, None]
+        assert [each.head.traceparent for each in w.node.opened] == [TRACE, ""]
+        assert asked == [TRACE, ""]
+
+
+async def answers(run: Run) -> None:
+    run.out("done")
+    run.end()
 
 
 async def test_a_function_and_a_call_are_explained(nats: Nats) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity
 from sllm_runtime.platform.settings import Settings
@@ -24,6 +25,7 @@ from sllm_runtime.protocol.limits import MAX_MESSAGE
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats
 from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.unit.platform.test_trace import TRACE
 
 
 class Ping(msgspec.Struct, frozen=True):
@@ -128,6 +130,27 @@ async def test_call_returns_the_answer_and_the_typed_error(nats: Nats) -> None:
     await controller.flush()
     with pytest.raises(Unavailable, match="nobody serves"):
         await gateway.call(subjects.ctl("ping"), Ping(), Ping, timeout_s=GIVE_UP_S)
+
+
+@pytest.mark.parametrize("directly", [True, False])
+async def test_the_trace_of_a_question_is_its_answers(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, directly: bool
+) -> None:
+    """Also of one that waits for the connection. What is asked outside of any has none."""
+    controller, gateway = await nats.bus(CONTROLLER), await nats.bus(GATEWAY)
+    seen: list[str] = []
+
+    async def answer(ping: Ping) -> Ping:
+        seen.append(trace.current())
+        return ping
+
+    await controller.serve(subjects.ctl("ping"), Ping, answer)
+    if not directly:
+        monkeypatch.setattr(gateway._client, "publish_now", lambda *_: False)
+    with trace.within(TRACE):
+        assert await gateway.call(subjects.ctl("ping"), Ping(1, b"x" * 1000), Ping) == Ping(1, b"x" * 1000)
+    await gateway.call(subjects.ctl("ping"), Ping(2), Ping)
+    assert seen == [TRACE, ""]
 
 
 async def test_requests_run_side_by_side_up_to_the_limit_then_are_refused(nats: Nats) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.telemetry import configure_logging
+from sllm_runtime.platform.trace import within
+from tests.unit.platform.test_trace import TRACE
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,11 @@ def test_text_has_identity_message_and_fields(capsys: pytest.CaptureFixture[str]
     assert "WARNING n1 instance i1 failed" in lines[0]
     assert all(line.startswith("    ") for line in lines[1:])  # so that a record begins where a line does not
     assert lines[-1].endswith("lines call=c1")
+
+
+def test_a_line_of_a_request_names_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    with within(TRACE):
+        assert speak(capsys).endswith("call=c1 trace=0af7651916cd43dd8448eb211c80319c\n")
 
 
 def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
