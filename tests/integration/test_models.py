@@ -13,7 +13,7 @@ import transformers
 
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.convert.ranks import AutoPlan
-from sllm_runtime.protocol.errors import ModelNotFound, UnsupportedModel
+from sllm_runtime.protocol.errors import ModelNotFound, SllmError, UnsupportedModel
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here, sllm_json
@@ -151,16 +151,31 @@ def test_each_partition_goes_to_its_own_device(cluster: Cluster, shared: Path, t
     deploy(cluster, "says", name="parted", model=str(parted), gpu="Fake:2")
     answer = cluster.http.post("/fn/parted", json={"ids": IDS, "tokens": TOKENS})
     assert "".join(answer.json()) == whole
-    sizes = [file.stat().st_size for file in sorted(parted.glob("partition_*.bin"))]
-
-    def held() -> list[int]:
-        """As the node last reported it: a little after the call."""
-        devices = sllm_json(cluster.env, "node", "describe", "n1")["storage"]["devices"]
-        assert [device["device"] for device in devices] == ["fake:0", "fake:1"]
-        return [device["used"] for device in devices]
-
-    asyncio.run(until(lambda: all(used >= size for used, size in zip(held(), sizes, strict=True))))
+    asyncio.run(until(lambda: each_device_holds_its_own(cluster, parted)))
     here(cluster.env, "fn", "delete", "parted", "--force")
+
+
+def each_device_holds_its_own(cluster: Cluster, model: Path) -> bool:
+    """As the node last reported it: a little after the call."""
+    devices = sllm_json(cluster.env, "node", "describe", "n1")["storage"]["devices"]
+    assert [device["device"] for device in devices] == ["fake:0", "fake:1"]
+    sizes = [file.stat().st_size for file in sorted(model.glob("partition_*.bin"))]
+    return all(device["used"] >= size for device, size in zip(devices, sizes, strict=True))
+
+
+def test_each_stage_has_its_own_device(cluster: Cluster, shared: Path, tmp_path: Path) -> None:
+    """Two processes, each with the partition of its layers."""
+    whole = by_platform(cluster, "whole", str(shared / "tiny"))
+    options: dict[str, Any] = {"gpu": "Fake:2", "parallelism": {"pipeline": 2}, "memory": "256MiB", "cpu": 0.5}
+    with pytest.raises(SllmError, match="convert it with --plan auto-stages:2"):
+        deploy(cluster, "says", name="staged", model=str(shared / "tiny"), **options)
+    parted = tmp_path / "parted"
+    convert_directory(shared / "tiny", parted, options=ConvertOptions(plan=AutoPlan("auto-stages", 2)))
+    deploy(cluster, "says", name="staged", model=str(parted), **options)
+    answer = cluster.http.post("/fn/staged", json={"ids": IDS, "tokens": TOKENS})
+    assert "".join(answer.json()) == whole
+    asyncio.run(until(lambda: each_device_holds_its_own(cluster, parted)))
+    here(cluster.env, "fn", "delete", "staged", "--force")
 
 
 def test_an_instance_states_its_engine_and_its_numerics_class(cluster: Cluster, shared: Path) -> None:
