@@ -1,4 +1,4 @@
-"""The trace that a request belongs to (W3C Trace Context). It goes with the tasks that work for it into their log lines,
+"""The trace that a request belongs to (W3C Trace Context). It goes with the tasks that work for it, to their log lines,
 and, as the header ``traceparent``, with what they ask over NATS."""
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+"""What OpenAI's routes ask for goes over the seam of a move: real processes, calls in the middle of their answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.deployed import deploy
+from tests.fixtures.lora import adapter
+from tests.fixtures.moving import ask, moved, ready
+from tests.fixtures.waiting import GIVE_UP_S
+
+ASK: dict[str, Any] = {"model": "coder", "prompt": "class Parser:\n", "max_tokens": 400, "ignore_eos": True, "seed": 7}
+LONG = {"prompt": "def f(x):\n    return x + 1\n\n" * 150, "max_tokens": 250, "temperature": 0.8}
+CALLS: dict[str, dict[str, Any]] = {
+    "adapter": {"model": "coder:loud", "temperature": 0.8},
+    "another adapter, greedy": {"model": "coder:wide", "temperature": 0},
+    "half characters": {"regex": "[\u4f60\u597d\u00e9]{150}", "ignore_eos": False},
+    "a long context": LONG,
+}
+BEGUN = 20
+"""Pieces of each that are here when the move is asked for."""
+
+
+@pytest.fixture(scope="module")
+def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("platform"), nodes=2) as running:
+        homes = {name: str(adapter(running.home / name, seed)) for seed, name in enumerate(("loud", "wide"))}
+        file, more = str(coder / "function.py"), {"keep_alive": 300, "concurrency": 8, "max_instances": 2}
+        deploy(running, file, name="coder", adapters=homes, **more)
+        yield running
+
+
+class Completion:
+    """One streamed completion; ``begun`` when BEGUN pieces of it are here."""
+
+    def __init__(self, **more: Any) -> None:
+        self._body = {**ASK, "stream": True, "stream_options": {"include_usage": True}, **more}
+        self.begun = threading.Event()
+
+    def read(self, cluster: Cluster) -> tuple[str, str | None, dict[str, Any]]:
+        """Its text, why it ended, and its usage."""
+        chunks: list[dict[str, Any]] = []
+        with (
+            httpx.Client(base_url=cluster.url, headers=cluster.headers, timeout=GIVE_UP_S, verify=False) as http,
+            http.stream("POST", "/v1/completions", json=self._body) as answer,
+        ):
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    break
+                if line.startswith("data: "):
+                    chunks.append(json.loads(line.removeprefix("data: ")))
+                    if len(chunks) == BEGUN:
+                        self.begun.set()
+            else:
+                pytest.fail(f"no [DONE] after {chunks[-1:]}")
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        usage = {key: count for key, count in chunks[-1]["usage"].items() if key.endswith("_tokens")}
+        return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"], usage
+
+
+@pytest.mark.slow
+def test_all_of_it_is_as_if_nothing_had_moved(cluster: Cluster) -> None:
+    """Adapters, characters of several tokens, a stop string after the seam, contexts of some 2,000 tokens."""
+    right = {name: Completion(**more).read(cluster) for name, more in CALLS.items()}
+    assert set(right["half characters"][0]) == set("\u4f60\u597d\u00e9"), "each is of several tokens"
+    assert right["adapter"][0] != Completion(temperature=0.8).read(cluster)[0]
+    assert 1800 <= right["a long context"][2]["total_tokens"] <= 2048
+    whole = right["adapter"][0]
+    stop = whole[-60:-40]
+    stopped = {**CALLS["adapter"], "stop": [stop]}
+    calls = {**CALLS, "stop": stopped}
+    right["stop"] = Completion(**stopped).read(cluster)
+    assert right["stop"][:2] == (whole[: whole.index(stop)], "stop")
+    assert len(right["stop"][0]) > len(whole) // 2, "it ends late"
+    (source,), before = ready(cluster), moved(cluster)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        running = {name: Completion(**more) for name, more in calls.items()}
+        reading = {name: pool.submit(call.read, cluster) for name, call in running.items()}
+        for name, call in running.items():
+            assert call.begun.wait(GIVE_UP_S), name
+        assert ask(cluster, source)["state"] == "DONE"
+        found = {name: future.result(GIVE_UP_S) for name, future in reading.items()}
+    assert found == right
+    assert moved(cluster) == before + len(calls), "all of them were in the middle"
