@@ -5,9 +5,10 @@ from typing import Any
 
 import nats.errors
 import pytest
+from nats.js.api import StorageType
 from nats.js.manager import JetStreamManager
 
-from sllm_runtime.platform.streams import STATE_STREAM, await_streams, ensure_streams
+from sllm_runtime.platform.streams import BUNDLE_STREAM, STATE_STREAM, _configs, await_streams, ensure_streams
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, LIVES_STREAM, call_entry, life_beat, life_log
 from tests.fixtures.nats import CONTROLLER, GATEWAY, Nats
@@ -37,6 +38,21 @@ async def test_an_entry_that_was_acknowledged_outlives_a_killed_server(
     last = await gateway.jetstream.get_last_msg(stream, subjects[-1], direct=True)
     assert (last.seq, last.data) == (acknowledged.seq, subjects[-1].encode())
     await controller.flush()
+
+
+@pytest.mark.parametrize(("replicas", "journals"), [(1, StorageType.FILE), (3, StorageType.MEMORY)])
+def test_what_gateways_keep_of_calls_is_bounded_and_lies_where_it_outlives_a_server(
+    replicas: int, journals: StorageType
+) -> None:
+    """Journals and logs of streams in the memory of three servers, or written through by one; calls that were answered
+    with 202, and the state, in files."""
+    made = {config.name: config for config in _configs(replicas)}
+    assert {config.num_replicas for config in made.values()} == {replicas}
+    assert {name for name, config in made.items() if config.storage is journals} >= {JOURNAL_STREAM, LIVES_STREAM}
+    for name in (CALLS_STREAM, STATE_STREAM, BUNDLE_STREAM):
+        assert made[name].storage is StorageType.FILE
+        assert made[name].persist_mode is None, "what is acknowledged is on the disk"
+    assert all(config.max_bytes for name, config in made.items() if name != BUNDLE_STREAM)
 
 
 @pytest.fixture
