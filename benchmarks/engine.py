@@ -4,7 +4,8 @@
 fast one, transformers' generate and its continuous batching, llama.cpp, and what memory bandwidth would allow.
 ``prefill_*``: one prompt of 1,024 tokens to its first token. ``large``: exact mode against the fast one with 0.5 G
 parameters.
-``poisson``: requests of mixed lengths at random times, and static batches. ``while_loading``: the first token of a
+``poisson``: requests of mixed lengths at random times, and static batches. ``openai_load``: such requests by guidellm
+over the platform's OpenAI routes (``engine_guidellm``). ``while_loading``: the first token of a
 model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in DRAM. ``stages_*``: layers in several
 processes (``engine_stages``). ``gpu_decode``: decode on a GPU (``engine_gpu``). One thread, as an instance with
 ``cpu=1`` has. Greedy; the tokens of all systems are compared.
@@ -20,7 +21,15 @@ from typing import Final
 
 import torch
 
-from benchmarks import engine_decode, engine_gpu, engine_large, engine_loading, engine_poisson, engine_stages
+from benchmarks import (
+    engine_decode,
+    engine_gpu,
+    engine_guidellm,
+    engine_large,
+    engine_loading,
+    engine_poisson,
+    engine_stages,
+)
 from benchmarks.engine_models import DTYPES, Demo
 from benchmarks.engine_peers import ABSENT
 from benchmarks.runner import Run, main
@@ -30,6 +39,7 @@ CASES: Final = (
     "large",
     "gpu_decode",
     "poisson",
+    "openai_load",
     "while_loading",
     "start",
     *engine_stages.CASES,
@@ -37,6 +47,7 @@ CASES: Final = (
 _ALONE: Final = {
     "large": engine_large.measure,
     "gpu_decode": engine_gpu.measure,
+    "openai_load": engine_guidellm.measure,
     "while_loading": engine_loading.while_loading,
     "start": engine_loading.start,
 }
