@@ -41,7 +41,8 @@ class Attention:
         """What each row sees, before ``out``; writes the rows' K and V into the cache of the stage's ``layer``."""
         heads, rows = self.heads, x.shape[0]
         both = heads.queries + heads.kv
-        qkv = self.qkv(x).to(torch.float32).view(rows, both + heads.kv, heads.width)
+        qkv = self.qkv(x).to(torch.float32, memory_format=torch.contiguous_format)
+        qkv = qkv.view(rows, both + heads.kv, heads.width)
         if self.order is not None:
             qkv = qkv.index_select(1, self.order)
         if self.q_norm is not None and self.k_norm is not None:
@@ -159,4 +160,5 @@ class Decoder:
             self.arrival.wait(self.count)
             self._last = self.finish()
         with np.errstate(all="ignore"):
-            return self._last(x.index_select(0, wanted)).to(torch.float32)
+            found = self._last(x.index_select(0, wanted))
+            return found.to(torch.float32, memory_format=torch.contiguous_format)

@@ -1,4 +1,5 @@
-"""A model on the CPU: products by torch or in slabs by numpy, norms of few rows by numpy, KV in float32."""
+"""A model on the CPU: products by torch, turned where that pays, or in slabs by numpy; norms of few rows by numpy, KV
+in float32."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from sllm_runtime.worker.engine.ours.attention import Floats, Heads
 from sllm_runtime.worker.engine.ours.batch import Batches
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.lora import Product
+from sllm_runtime.worker.engine.ours.model import turned
 from sllm_runtime.worker.engine.ours.model.backend import Kv, Linear, Mlp, Norm, Rows, Steps
 from sllm_runtime.worker.engine.ours.model.parts import Experts
 from sllm_runtime.worker.engine.ours.model.slabs import Products, Slabs
@@ -54,7 +56,8 @@ class Host:
         """See ``Backend.marks``."""
         return (
             np.__version__, torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(),
-            str(torch.get_num_threads()), *(os.environ.get(name, "") for name in _VARIABLES),
+            str(torch.get_num_threads()), str(turned.available()),
+            *(os.environ.get(name, "") for name in _VARIABLES),
         )  # fmt: skip
 
     def use(self, numerics: Numerics, dtype: torch.dtype) -> None:
@@ -101,6 +104,9 @@ class HostLinear:
         joined = side_by_side(weights)
         self._weights = [joined] if joined is not None else list(weights)
         self._columns = [weight.t() for weight in self._weights]
+        self._turned: list[turned.Turned] = []
+        if turned.available() and all(weight.dtype == torch.bfloat16 for weight in self._weights):
+            self._turned = [turned.Turned(weight) for weight in self._weights]
         self._products = products
         self._slabs: list[Slabs | None] | None = None
         self._bias = bias
@@ -115,6 +121,10 @@ class HostLinear:
     def _product(self, x: Rows) -> Rows:
         if self._products.slabs:
             out = torch.from_numpy(self._by_slabs(x))
+            return out if self._bias is None else out.add_(self._bias)
+        if self._turned:
+            parts = [product(x) for product in self._turned]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             return out if self._bias is None else out.add_(self._bias)
         if len(self._columns) == 1:
             only = self._columns[0]
@@ -137,6 +147,8 @@ class HostLinear:
         return out
 
     def added(self, x: Rows, residual: Rows) -> Rows:
+        if self._turned:
+            return residual + self(x)
         if self._bias is not None:
             residual = residual + self._bias
         if self._products.slabs:
@@ -160,7 +172,7 @@ class HostRmsNorm:
         self._eps = np.float32(eps * width)
 
     def __call__(self, x: Rows) -> Rows:
-        wide: Floats = x.to(torch.float32).numpy()
+        wide: Floats = x.to(torch.float32, memory_format=torch.contiguous_format).numpy()
         size: Floats = np.vecdot(wide, wide)
         size += self._eps
         np.sqrt(size, out=size)
