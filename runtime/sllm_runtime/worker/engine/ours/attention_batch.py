@@ -84,12 +84,13 @@ def _ranks(local: Indexes, valid: npt.NDArray[np.bool_], n: int) -> Indexes:
 
 
 class RowsOfMany:
-    """The first rows of a step, at ``positions`` (rows). Rows of indexes are followed by numpy, into buffers that the
-    layers share: it takes half the time of torch's ``index_select``."""
+    """The first ``rows`` rows of steps whose page tables are alike. Rows of indexes are followed by numpy, into buffers
+    that layers and steps share: it takes half the time of torch's ``index_select``."""
 
-    def __init__(self, made: Plan, heads: Heads, numerics: Numerics, positions: torch.Tensor) -> None:
-        self._plan, self._heads, self._positions = made, heads, positions
-        self._masks: dict[int, torch.Tensor] = {}
+    def __init__(self, made: Plan, rows: int, heads: Heads, numerics: Numerics) -> None:
+        self._plan, self._heads = made, heads
+        self._positions = torch.empty(0, dtype=torch.int64)
+        self._masks: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
         by_page, by_row = len(made.to_pages), len(made.to_rows)
         self._queries, self._by_page = _numbers(by_page, heads.width), _numbers(by_page, PAGE)
         self._by_row, self._weights = _numbers(by_row, PAGE), _numbers(by_row, PAGE)
@@ -101,29 +102,44 @@ class RowsOfMany:
         )
         of_row = (-1, heads.queries, made.span * PAGE)
         self._scored, self._weighted = (torch.from_numpy(each).view(of_row) for each in (self._by_row, self._weights))
+        self._first, *self._more = self._seen.reshape(made.span, rows, -1)
+
+    def begin(self, positions: torch.Tensor) -> RowsOfMany:
+        """The rows of the next step are at ``positions`` (rows)."""
+        self._positions = positions
+        self._masks.clear()
+        return self
 
     def attend(self, qkv: torch.Tensor, k: Floats, v: Floats, look: Look, seen: torch.Tensor) -> None:
         """See ``Group.attend``."""
-        here, rows = self._plan, len(self._positions)
+        here = self._plan
         _gather(qkv.numpy().reshape(-1, self._heads.width), here.to_pages, self._queries)
         self._queries *= np.float32(look.scale)
         np.matmul(self._query_tiles, k[here.pages], out=self._page_tiles)
         _gather(self._by_page, here.to_rows, self._by_row)
-        torch.softmax(bent(self._scored, look.cap).add_(self._mask(look.window)), -1, out=self._weighted)
+        bent(self._scored, look.cap)
+        if (mask := self._mask(look.window)) is not None:
+            mask[0].add_(mask[1])
+        torch.softmax(self._scored, -1, out=self._weighted)
         _gather(self._weights, here.back, self._by_page)
         np.matmul(self._page_tiles, v[here.pages], out=self._part_tiles)
+        into: Floats = seen.numpy()[: len(self._first)]
+        if not self._more:
+            _gather(self._parts, here.parts, into.reshape(-1, self._heads.width))
+            return
         _gather(self._parts, here.parts, self._seen)
-        total, *more = self._seen.reshape(here.span, rows, -1)
-        for part in more:
-            total += part
-        seen.numpy()[:rows] = total
+        np.add(self._first, self._more[0], out=into)
+        for part in self._more[1:]:
+            into += part
 
-    def _mask(self, window: int) -> torch.Tensor:
-        """0 where a row may look, -inf elsewhere."""
-        found = self._masks.get(window)
-        if found is None:
-            found = self._masks[window] = mask_of(self._positions, 0, self._plan.span * PAGE, window)
-        return found
+    def _mask(self, window: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Scores that not every row may see, and what is added to them: 0 where a row may look, -inf elsewhere."""
+        if window not in self._masks:
+            places = self._plan.span * PAGE
+            first = 0 if window else int(self._positions.min()) + 1
+            added = mask_of(self._positions, first, places - first, window)
+            self._masks[window] = (self._scored[..., first:], added) if first < places else None
+        return self._masks[window]
 
 
 def _numbers(rows: int, width: int) -> Floats:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from sllm_runtime.worker.engine.ours.attention import Group, Heads, Look
-from sllm_runtime.worker.engine.ours.attention_batch import Plan, RowsOfMany, plan
+from sllm_runtime.worker.engine.ours.attention_batch import RowsOfMany, plan
 from sllm_runtime.worker.engine.ours.attention_rows import RowsOfOne, blocks
 from sllm_runtime.worker.engine.ours.kv import KvStore, Places
 from sllm_runtime.worker.engine.ours.numerics import Numerics
@@ -95,13 +95,14 @@ def decodes_first(parts: Many[AnyPart]) -> list[AnyPart]:
 
 
 class Batches:
-    """Makes steps. The plan of the decode rows is kept while no page table changes."""
+    """Makes steps, each computed before the next is made. The plan of the decode rows, and the buffers that their
+    attention has, are kept while no page table changes."""
 
     def __init__(self, kv: KvStore, heads: Heads, numerics: Numerics) -> None:
         self.numerics = numerics
         self._kv = kv
         self._heads = heads
-        self._kept: tuple[tuple[tuple[int, ...], ...], Plan] | None = None
+        self._kept: tuple[tuple[tuple[int, ...], ...], RowsOfMany] | None = None
 
     def make(self, chunks: Many[Part]) -> Batch:
         """The step for ``chunks``, decodes (single positions) first."""
@@ -134,7 +135,7 @@ class Batches:
         groups: list[Group] = []
         if len(single) > 1:
             tables = tuple(tuple(chunk.pages[: chunk.start // PAGE + 1]) for chunk in single)
-            groups.append(RowsOfMany(self._plan(tables), self._heads, self.numerics, positions[: len(single)]))
+            groups.append(self._of_many(tables).begin(positions[: len(single)]))
         row = len(groups and single)
         for chunk in ordered[row:]:
             for start, count in blocks(chunk.start, chunk.count, self._heads.queries):
@@ -143,9 +144,10 @@ class Batches:
                 row += count
         return tuple(groups)
 
-    def _plan(self, tables: tuple[tuple[int, ...], ...]) -> Plan:
+    def _of_many(self, tables: tuple[tuple[int, ...], ...]) -> RowsOfMany:
         if self._kept is None or self._kept[0] != tables:
-            self._kept = (tables, plan(tables, self._heads, self.numerics))
+            made = plan(tables, self._heads, self.numerics)
+            self._kept = (tables, RowsOfMany(made, len(tables), self._heads, self.numerics))
         return self._kept[1]
 
     def _wanted(self, ordered: Many[Part]) -> torch.Tensor:

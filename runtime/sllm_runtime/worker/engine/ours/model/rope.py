@@ -32,17 +32,13 @@ class Rope:
             self._frequencies, self._factor = _scaled(config, kind, layer_type)
         elif kind != "default":
             raise UnsupportedModel(f"rope scaling {kind!r} is unknown to this engine")
-        # rotate(x) = x * cos + swapped(x) * sin with the first half of sin negated; a head's rest keeps cos 1, sin 0.
         half, rest = self.rotated // 2, width - self.rotated
-        self._sign = torch.cat((-torch.ones(half), torch.ones(half), torch.zeros(rest)))
         self._swap = torch.cat((torch.arange(half, 2 * half), torch.arange(half), torch.arange(2 * half, width)))
         self._rest = rest
 
     def move(self, device: torch.device) -> None:
         """Rotate what is there."""
-        self._frequencies, self._sign, self._swap = (
-            each.to(device) for each in (self._frequencies, self._sign, self._swap)
-        )
+        self._frequencies, self._swap = self._frequencies.to(device), self._swap.to(device)
 
     def _plain(self, parameters: Mapping[str, Any]) -> torch.Tensor:
         steps = torch.arange(0, self.rotated, 2, dtype=torch.float32) / self.rotated
@@ -52,12 +48,15 @@ class Rope:
     def waves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and signed sin of shape (rows, 1, width) for a step."""
         angles = positions.unsqueeze(1).float() * self._frequencies
-        angles = torch.cat((angles, angles), 1)
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
+        # rotate(x) = x * cos + swapped(x) * sin with the first half of sin negated; a head's rest keeps cos 1, sin 0.
+        cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
         if self._rest:
             cos = torch.nn.functional.pad(cos, (0, self._rest), value=1.0)
             sin = torch.nn.functional.pad(sin, (0, self._rest))
-        return cos.unsqueeze(1), (sin * self._sign).unsqueeze(1)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turn(self, x: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Rotate ``x`` (rows, heads, width), float32, where it lies."""
