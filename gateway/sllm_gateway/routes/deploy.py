@@ -83,7 +83,7 @@ class Deploying:
         length = declared_length(scope)
         if length is not None and length > limit:
             raise BodyTooLarge(f"the bundle has {length} bytes, more than {limit}; leave files out by .sllmignore")
-        nbytes = await bundles.store(self._bus, digest, _chunks(receive), limit)
+        nbytes = await bundles.store(self._bus, digest, _chunks(receive), limit, most=self._settings.bundle_bytes)
         await answer(send, 201, _JSON, BundleView(digest=digest, bytes=nbytes).model_dump_json().encode())
 
     # --- deployments and models -------------------------------------------------------------------

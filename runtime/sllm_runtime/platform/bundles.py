@@ -23,6 +23,7 @@ from sllm_runtime.platform.streams import BUNDLE_STREAM
 from sllm_runtime.platform.watch import snapshot
 from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, NotFound, Unavailable
 from sllm_runtime.protocol.limits import KIB, MAX_BUNDLE
+from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.subjects import BUNDLES
 
 _CHUNK: Final = 256 * KIB
@@ -45,16 +46,20 @@ async def store(
     chunks: AsyncIterator[bytes],
     limit: int = MAX_BUNDLE,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    most: int = 0,
 ) -> int:
     """Keep what ``chunks`` brings under ``digest`` (``sha256:<hex>``). Returns its bytes.
 
     ``chunks`` must bring something at least every STILL_S / 2: what comes slowly is stored in small parts, so that a
     ``sweep`` sees it grow. Nothing is left behind when this raises: ``DigestMismatch``, ``BodyTooLarge`` above
-    ``limit`` bytes, ``Unavailable``, or what ``chunks`` raises.
+    ``limit`` bytes, ``Unavailable`` (also where all bundles have ``most`` bytes; 0: no matter how many), or what
+    ``chunks`` raises.
     """
     nuid = bytes(NUID().next()).decode()
+    left = most - await _stored(bus) if most else limit
     try:
-        total, count = await _write(bus, nuid, digest, chunks, limit, clock)
+        total, count = await _write(bus, nuid, digest, chunks, limit, left, clock)
         old = await _info(bus, digest)
         await _publish(bus, _meta(digest), _describe(digest, nuid, total, count), {"Nats-Rollup": "sub"})
     except BaseException:
@@ -66,7 +71,7 @@ async def store(
 
 
 async def _write(
-    bus: Bus, nuid: str, digest: str, chunks: AsyncIterator[bytes], limit: int, clock: Callable[[], float]
+    bus: Bus, nuid: str, digest: str, chunks: AsyncIterator[bytes], limit: int, left: int, clock: Callable[[], float]
 ) -> tuple[int, int]:
     sha, total, count, rest, stored = hashlib.sha256(), 0, 0, bytearray(), clock()
     async for chunk in chunks:
@@ -74,6 +79,11 @@ async def _write(
         total += len(chunk)
         if total > limit:
             raise BodyTooLarge(f"the bundle is larger than {limit} bytes; leave files out by .sllmignore")
+        if total > left:
+            raise Unavailable(
+                f"the bundle cannot be stored: {show_bytes(max(left, 0))} are left for it; delete functions that"
+                " nobody needs, or old versions with them"
+            )
         rest += chunk
         while len(rest) >= _CHUNK or (rest and clock() - stored >= STILL_S / 2):
             await _publish(bus, _chunks(nuid), bytes(rest[:_CHUNK]))
@@ -86,6 +96,14 @@ async def _write(
     if found != digest:
         raise DigestMismatch(f"the bundle's bytes have {found}, not {digest}; send it again")
     return total, count
+
+
+async def _stored(bus: Bus) -> int:
+    """Bytes that all bundles take."""
+    try:
+        return (await bus.jetstream.stream_info(BUNDLE_STREAM)).state.bytes
+    except nats.errors.Error as error:
+        raise Unavailable(f"the bundle cannot be stored: {error or type(error).__name__}") from error
 
 
 def _describe(digest: str, nuid: str, total: int, count: int) -> bytes:

@@ -14,6 +14,7 @@ from typing import Final
 
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity, write_private
 from sllm_runtime.platform.settings import Identity
+from sllm_runtime.platform.streams import room_for_bundles
 from sllm_runtime.platform.supervise import ChildSpec
 from sllm_runtime.protocol.errors import InvalidRequest
 
@@ -189,6 +190,7 @@ def specs(
     }
     found = [_nats(server)] if server else []
     store = {"SLLM_NATS_STORE": str(server.directory)} if server else {}
+    bundles = {"SLLM_BUNDLE_BYTES": str(room_for_bundles(server.store_bytes))} if server else {}
     base |= {"SLLM_NODES_DATA": str(layout.pool)} if options.pool else {}
     for name in options.controller_names:
         own = {"SLLM_CONTROLLER": name, "SLLM_SECRETS": str(layout.secrets), **store}
@@ -202,6 +204,7 @@ def specs(
             "SLLM_PORT": str(port),
             "SLLM_TOKEN_FILE": str(layout.token),
             **store,
+            **bundles,
         }
         spec = _daemon(layout, base, f"gateway-{name}", "sllm_gateway", name, 4, own)
         found.append(replace(spec, grace_s=drain_s(environment) + spec.grace_s))

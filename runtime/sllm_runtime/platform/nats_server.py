@@ -96,6 +96,8 @@ class EmbeddedNats:
     """``cert_file``, ``key_file``, ``ca_file``: demands TLS, and with ``verify`` client certificates."""
     jetstream: bool = True
     child: Child | None = field(default=None, init=False)
+    store_bytes: int = field(default=0, init=False)
+    """Most bytes of its streams. Valid after ``prepare``."""
 
     @property
     def url(self) -> str:
@@ -114,6 +116,7 @@ class EmbeddedNats:
         """Choose the port, write the configuration (mode 0600: it holds the passwords) and an identity file each."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.port = self.port or free_port()
+        self.store_bytes = self._file_limit()
         write_private(self.config_file, json.dumps(self._config(), indent=1, ensure_ascii=False))
         for identity in self.identities:
             write_private(self.identity_file(identity.identity), _identity_json(identity))
@@ -136,7 +139,7 @@ class EmbeddedNats:
             config["jetstream"] = {
                 "store_dir": str(self.directory / "jetstream"),
                 "max_memory_store": _MEMORY_LIMIT,
-                "max_file_store": self._file_limit(),
+                "max_file_store": self.store_bytes,
                 # What is acknowledged is on the disk, also when the machine loses its power. Streams that need no
                 # such promise say so (``platform/streams.py``).
                 "sync_interval": "always",

@@ -48,6 +48,8 @@ class Settings(BaseModel):
     identity_file: Path | None = None
     replicas: int = Field(default=1, ge=1, le=5)
     """Copies of each JetStream stream: 1 embedded, 3 on a cluster."""
+    bundle_bytes: int = Field(default=0, ge=0)
+    """Most bytes of all bundles in JetStream, beyond which a gateway stores none; 0: what JetStream leaves them."""
     log_level: str = "info"
     log_json: bool = False
 

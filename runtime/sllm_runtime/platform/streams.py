@@ -27,6 +27,8 @@ LAST_STREAM: Final = subjects.CALLS_STREAM
 WITHIN_S: Final = 25.0
 """How long a daemon that starts waits for them: less than its supervisor waits for it, who does not know why."""
 _AGAIN_S: Final = 0.05
+_OVERHEAD: Final = 32 * MIB
+"""Of a store: what messages take beside what they hold."""
 _DAY_S: Final = 24 * 3600.0
 _NAME_IN_USE: Final = 10058
 _NO_RESOURCES: Final = (10005, 10023, 10047, 10074)
@@ -108,6 +110,14 @@ def _configs(replicas: int) -> list[StreamConfig]:
         )
         for config in (state, bundles, logs, events, journal, lives, calls)
     ]
+
+
+def room_for_bundles(store_bytes: int) -> int:
+    """Most bytes of bundles on a server that stores ``store_bytes`` in all: what the others may take is left to them,
+    since a store that is full refuses them, too, whatever their own limits are. It is no limit of their stream's: that
+    would be set aside, and be refused at the next start where the disk has less by then."""
+    others = sum(config.max_bytes or 0 for config in _configs(1) if config.storage is StorageType.FILE)
+    return max(store_bytes - others - _OVERHEAD, _OVERHEAD)
 
 
 async def ensure_streams(bus: Bus, replicas: int = 1, *, within_s: float = WITHIN_S) -> None:

@@ -9,7 +9,7 @@ from nats.js.api import StreamInfo
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.streams import BUNDLE_STREAM
-from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, NotFound
+from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, NotFound, Unavailable
 from tests.fixtures.nats import GATEWAY, NODE, Nats
 
 DATA = bytes(range(256)) * 5000  # 1.28 MB: several chunks and a rest
@@ -66,6 +66,19 @@ async def test_an_upload_that_fails_leaves_nothing(nats: Nats) -> None:
         await bundles.store(gateway, DIGEST, pieces(fail_at=600_000), 10**7)
     assert not await bundles.exists(gateway, DIGEST)
     assert await messages(controller) == 0
+
+
+async def test_no_more_is_stored_than_all_bundles_may_take(nats: Nats) -> None:
+    controller, gateway, _ = await buses(nats)
+    most = 2 * len(DATA)
+    assert await bundles.store(gateway, DIGEST, pieces(), most=most) == len(DATA)
+    before, other = await messages(controller), DATA[::-1]
+    digest = f"sha256:{hashlib.sha256(other).hexdigest()}"
+    with pytest.raises(Unavailable, match=r"MiB are left for it; delete functions"):
+        await bundles.store(gateway, digest, pieces(other), most=most)
+    assert await messages(controller) == before, "nothing of it is left"
+    await bundles.delete(controller, DIGEST)
+    assert await bundles.store(gateway, digest, pieces(other), most=most) == len(other)
 
 
 async def test_another_size_than_expected_is_refused(nats: Nats) -> None:

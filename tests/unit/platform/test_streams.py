@@ -8,8 +8,17 @@ import pytest
 from nats.js.api import StorageType
 from nats.js.manager import JetStreamManager
 
-from sllm_runtime.platform.streams import BUNDLE_STREAM, STATE_STREAM, _configs, await_streams, ensure_streams
+from sllm_runtime.platform import nats_server
+from sllm_runtime.platform.streams import (
+    BUNDLE_STREAM,
+    STATE_STREAM,
+    _configs,
+    await_streams,
+    ensure_streams,
+    room_for_bundles,
+)
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, LIVES_STREAM, call_entry, life_beat, life_log
 from tests.fixtures.nats import CONTROLLER, GATEWAY, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -53,6 +62,13 @@ def test_what_gateways_keep_of_calls_is_bounded_and_lies_where_it_outlives_a_ser
         assert made[name].storage is StorageType.FILE
         assert made[name].persist_mode is None, "what is acknowledged is on the disk"
     assert all(config.max_bytes for name, config in made.items() if name != BUNDLE_STREAM)
+
+
+def test_bundles_leave_room_for_what_the_others_may_take() -> None:
+    others = sum(config.max_bytes or 0 for config in _configs(1) if config.name != BUNDLE_STREAM)
+    assert room_for_bundles(nats_server.LEAST_STORE) >= 64 * MIB
+    for store in (nats_server.LEAST_STORE, 8 * nats_server.LEAST_STORE):
+        assert others + room_for_bundles(store) + 32 * MIB == store
 
 
 @pytest.fixture
