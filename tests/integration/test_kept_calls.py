@@ -13,6 +13,7 @@ import pytest
 
 from sllm.client import Client
 from sllm.sse import Parser
+from sllm_runtime.protocol.http import API, ExplainView
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait
 from tests.fixtures.kept import begin, first_events, read_on
@@ -54,6 +55,22 @@ def ended(cluster: Cluster, call: str) -> dict[str, Any]:
 def first_values(stream: Stream) -> list[Any]:
     values = stream.values()
     return [next(values) for _ in range(SEEN)]
+
+
+def test_one_that_has_ended_is_explained_at_every_gateway(cluster: Cluster, text: list[str]) -> None:
+    """Where its instance was started, what each node would have cost then, and what it took in the end."""
+    with Stream(cluster, "coder", ASK) as stream:
+        assert list(stream.values()) == text
+    for url in cluster.document["urls"]:
+        answer = cluster.http.get(f"{url}{API}/explain/{stream.call}")
+        assert answer.status_code == 200, answer.text
+        told = ExplainView.model_validate_json(answer.text)
+        assert (told.call, told.state, told.past) == (stream.call, "SUCCEEDED", True)
+        (start,) = told.starts
+        assert start.instance == told.instance
+        assert start.took is not None
+        assert [(each.node, each.seconds, each.why) for each in told.candidates] == [("n1", start.seconds, "")]
+        assert "first_token=" in told.timeline
 
 
 def test_its_gateway_is_killed(cluster: Cluster, text: list[str]) -> None:
