@@ -27,13 +27,14 @@ from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT, FAST, LEVELS
-from sllm_runtime.worker.engine.ours.scheduler import Chunk
+from sllm_runtime.worker.engine.ours.scheduler import Chunk, Limits
 from sllm_runtime.worker.engine.ours.scheduler import Sequence as Running
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
 from sllm_runtime.worker.engine.sinks import ThreadSink
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.families import family
 from tests.fixtures.models import BUILDERS
+from tests.unit.worker.engine import stand_in
 from tests.unit.worker.engine.driver import MIB, Letters, decoder, engine, finish, page_bytes, request, run
 
 
@@ -290,6 +291,25 @@ def test_the_self_test_finds_a_level_and_tells_when_none_holds(dtype: torch.dtyp
     assert selftest.remembered(text, selftest.fingerprint("LlamaForCausalLM", "sha256:2", dtype)) is None
     assert selftest.remembered("nonsense", mark) is None
     assert msgspec.structs.replace(proof, level="exact-16").numerics_class != proof.numerics_class
+
+
+class Tall(stand_in.RowByRow):
+    """Rows of a step that is taller than any text are added up in another way."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = super().linear(x, weight, bias)
+        return out if len(x) <= self._most else torch.nextafter(out, torch.full_like(out, torch.inf))
+
+
+def test_the_self_test_tries_steps_as_tall_as_the_engines() -> None:
+    limits = Limits()
+    tallest = limits.prefill + limits.running
+    assert not selftest.prove(stand_in.decoder("llama", exact=Tall(tallest - 1)), "").exact
+    assert selftest.prove(stand_in.decoder("llama", exact=Tall(selftest.TALLEST)), "").exact
 
 
 def test_a_script_decides_what_is_said() -> None:

@@ -1,8 +1,9 @@
 """Proves, on the real weights and threads, that a row's bits do not depend on its batch; finds the cheapest level.
 
 Each of several texts is computed as one prefill by itself, then all of them together in uneven pieces, single tokens
-among them, across page borders, with texts that join, pause and leave. Every row's logits must be equal bit by bit.
-The layers of a model are alike: the first few stand for all.
+among them, across page borders, with texts that join, pause and leave, then all in one step that is taller than any of
+the engine's: libraries add up a row in another way beyond some number of rows. Every row's logits must be equal bit by
+bit. The layers of a model are alike: the first few stand for all.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ log = logging.getLogger(__name__)
 VERSION: Final = 5
 """Of the arithmetic: raised when the same weights may give other bits."""
 _DEPTH: Final = 3
-_LENGTHS: Final = (PAGE + 9, 70, 33, 21, 18, 17, 12, 9, 5)
+_LENGTHS: Final = (2 * PAGE + 9, 70, 33, 21, 18, 17, 12, 9, 5)
+TALLEST: Final = sum(_LENGTHS)
+"""Rows of the tallest step that is tried; those of the engine have fewer (``scheduler.Limits``)."""
 _PIECES: Final = (1, 1, 3, 1, 31, 1, 1, 64, 2, 1, 1)
 
 
@@ -71,7 +74,7 @@ def prove(
     decoder: Decoder, mark: str, levels: Many[Numerics] | None = None, layers: int | None = None
 ) -> Proof:  # fmt: skip
     """The first of ``levels`` (those of the decoder's backend) that holds. Where none does, exactness is not promised.
-    Takes as long as some 1,000 tokens. One that cannot be computed here (``Backend.refusals``) does not hold.
+    Takes as long as some 1,400 tokens. One that cannot be computed here (``Backend.refusals``) does not hold.
 
     ``layers``: how many of the first layers this process has; all of them unless it is given."""
     with torch.inference_mode(), decoder.backend.current():
@@ -97,8 +100,17 @@ class _Test:
         _, self._steps = decoder.backend.cache(shape, 2 * self._half, decoder.heads, level, decoder.dtype)
 
     def holds(self) -> bool:
-        """Whether every row is the same in both ways."""
+        """Whether every row is the same in all three ways."""
         alone = [self._rows([Chunk(text, 0, len(text.tokens))]) for text in self._texts(0)]
+        return self._mixed(alone) and self._together(alone)
+
+    def _together(self, alone: Many[torch.Tensor]) -> bool:
+        """Whether they are in one step."""
+        rows = self._rows([Chunk(text, 0, len(text.tokens)) for text in self._texts(self._half)])
+        return torch.equal(rows, torch.cat(list(alone)))
+
+    def _mixed(self, alone: Many[torch.Tensor]) -> bool:
+        """Whether they are in pieces, beside each other's."""
         mixed = self._texts(self._half)
         done = [0] * len(mixed)
         turn = 0
