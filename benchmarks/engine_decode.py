@@ -34,28 +34,29 @@ _BLOCKS: Final = 64
 Outputs = dict[int, tuple[int, ...]]
 
 
-def measure(run: Run, name: str, demo: Demo) -> None:
-    """``decode_<dtype>_b<batch>`` for each batch: ours exact and fast, generate, continuous batching, the limit."""
+def measure(run: Run, name: str, demo: Demo, beside: Sequence[Peer]) -> None:
+    """``decode_<dtype>_b<batch>`` for each batch: ours exact and fast, generate, continuous batching, llama.cpp and
+    ``beside``, the limit."""
     tokens = 24 if run.quick else 128
     for batch in FEW if run.quick else BATCHES:
         case = f"decode_{name}_b{batch}"
         with run.attempt(case, "tokens/s"):
             given = prompts(batch, PROMPT, demo.known.decoder.vocabulary)
             with llama(run, case, name, batch, PROMPT + tokens) as peers:
-                _compare(run, case, demo, given, tokens, peers)
+                _compare(run, case, demo, given, tokens, [*peers, *beside])
             if batch in AIMS:
                 _aim(run, case, "sllm", GENERATE, AIMS[batch])
             _aim(run, case, "sllm", "sllm fast", None)
 
 
-def prefill(run: Run, name: str, demo: Demo) -> None:
+def prefill(run: Run, name: str, demo: Demo, beside: Sequence[Peer]) -> None:
     """``prefill_<dtype>``: tokens a second of one long prompt, to its first token."""
     case = f"prefill_{name}"
     with run.attempt(case, "tokens/s"):
         length = SHORT if run.quick else LONG
         given = prompts(1, length, demo.known.decoder.vocabulary)
         with llama(run, case, name, 1, length) as peers:
-            _alternate(run, case, demo, given, 1, length, peers)
+            _alternate(run, case, demo, given, 1, length, [*peers, *beside])
 
 
 def _compare(run: Run, case: str, demo: Demo, given: list[tuple[int, ...]], tokens: int, peers: Sequence[Peer]) -> None:

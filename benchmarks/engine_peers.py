@@ -1,4 +1,4 @@
-"""Peers of ``engine`` that run in the peers' environment: a child that is handed prompts as ids and hands ids back."""
+"""Peers of ``engine`` in environments of their own: a child that is handed prompts as ids and hands ids back."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from typing import Final
 
 from benchmarks import gguf_model
 from benchmarks.cold_cases import MODEL
-from benchmarks.programs import PEER_ENVIRONMENT, PEERS, Program, ProgramFailed, peers_missing
+from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, peers_missing
 from benchmarks.runner import Run
 
 LLAMA: Final = "llama.cpp"
-ABSENT: Final = {
-    "vllm": "its CPU build (0.32) has an environment of 3 GB of its own, as it needs another transformers, and fails as"
-    " it is imported with the torchvision that PyPI has, CUDA's: operator torchvision::nms does not exist",
+VLLM: Final = "vllm"
+_VLLM_PYTHON: Final = ROOT / ".venv-vllm" / "bin" / "python"
+_VLLM_ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
 }
-_READY_S: Final = 60.0
+"""One thread, its engine in this process, 1 GiB of KV cache."""
+_READY_S: Final = 180.0
 _ANSWER_S: Final = 300.0
 _SPARE: Final = 128
 """Tokens of context beyond those that are asked for."""
@@ -72,3 +79,25 @@ def llama(run: Run, case: str, dtype: str, batch: int, length: int) -> Iterator[
             return
         made.notes = "its wheel's kernels are AVX2's; KV in float16, as it has it by itself"
         yield [Peer(LLAMA, peer)]
+
+
+@contextlib.contextmanager
+def vllm(run: Run, case: str, dtype: str, batch: int, length: int) -> Iterator[list[Peer]]:
+    """vLLM's CPU build with the demo model in ``dtype``, up to ``batch`` sequences of ``length`` tokens at once, for
+    several cases; nobody, and the reason in the record, where it cannot run."""
+    made = run.case(case, VLLM, "tokens/s")
+    if run.quick or not _VLLM_PYTHON.exists():
+        made.not_run = "left out with --quick" if run.quick else "no .venv-vllm; `make bench-vllm` makes it"
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="bv-") as name, contextlib.ExitStack() as stack:
+        order = {"model": str(MODEL), "dtype": dtype, "slots": batch, "context": length + _SPARE}
+        argv = (str(_VLLM_PYTHON), str(Path(__file__).parent / "peers" / "vllm_greedy.py"), json.dumps(order))
+        peer = stack.enter_context(Program(argv, Path(name) / "log", env={**PEER_ENVIRONMENT, **_VLLM_ENVIRONMENT}))
+        try:
+            peer.hear(_READY_S)
+        except ProgramFailed as error:
+            made.not_run = str(error)[:300]
+            yield []
+            return
+        yield [Peer(VLLM, peer)]
