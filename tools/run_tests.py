@@ -2,7 +2,7 @@
 
 Each run has its own TMPDIR, reaper and eye on what is left behind; they share the test files (``tests/share.py``).
 Their lines come as they are complete; failures and summaries when all have ended. Exit status: pytest's.
-``SLLM_TEST_RUNS``: how many, 1 to 3.
+``SLLM_TEST_RUNS``: how many, 1 to 3; else three where there is memory for them, and two where there is not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 NO_TESTS: Final = 5
 HANDED_ON: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 RUNS: Final = "SLLM_TEST_RUNS"
-USUAL: Final = 2
+EACH_BYTES: Final = 3 << 30
+"""What a run may take with the platforms that its tests start."""
+FEWEST: Final = 2
+"""Where memory is short, or not told. One alone would leave half of two processors idle."""
+MEMINFO: Final = Path("/proc/meminfo")
 ENDS: Final = ("front", "back", "front")
 """Where each takes its files from. In front stand tests of whole platforms, which wait as much as they work."""
 _SECTION: Final = re.compile(rb"(?:\x1b\[[\d;]*m)*=+ (?!test session starts)")
@@ -77,6 +81,20 @@ def start(share: str, arguments: list[str]) -> Run:
     return Run(process, process.stdout)
 
 
+def available() -> int:
+    """Bytes of memory that programs may still take; 0 where the system does not tell."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", MEMINFO.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) << 10 if found else 0
+
+
+def usual(memory: int) -> str:
+    """How many runs where nobody says it, by the bytes of memory that are available."""
+    return str(max(FEWEST, min(len(ENDS), memory // EACH_BYTES)))
+
+
 def ends(asked: str) -> tuple[str, ...]:
     """Where each of so many runs takes its files from. Raises ``ValueError``."""
     if asked not in map(str, range(1, len(ENDS) + 1)):
@@ -107,7 +125,7 @@ def total(runs: list[Run]) -> bytes:
 
 def main(arguments: list[str]) -> int:
     runs: list[Run] = []
-    wanted = ends(os.environ.get(RUNS, str(USUAL)))
+    wanted = ends(os.environ.get(RUNS) or usual(available()))
 
     def hand_on(number: int, _: FrameType | None) -> None:
         for run in runs:

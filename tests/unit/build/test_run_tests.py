@@ -88,6 +88,23 @@ def test_what_is_no_number_of_runs_is_refused(asked: str) -> None:
         run_tests.ends(asked)
 
 
+@pytest.mark.parametrize(("gib", "runs"), [(0, "2"), (5, "2"), (8.9, "2"), (9, "3"), (500, "3")])
+def test_there_are_as_many_runs_as_memory_is_for(gib: float, runs: str) -> None:
+    assert run_tests.usual(int(gib * 2**30)) == runs
+    assert len(run_tests.ends(runs)) == int(runs)
+
+
+def test_the_memory_that_is_available_is_read_or_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_tests, "MEMINFO", tmp_path / "meminfo")
+    assert run_tests.available() == 0
+    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\n")
+    assert run_tests.available() == 0
+    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\nMemFree:  10 kB\nMemAvailable:    20 kB\nBuffers: 1 kB\n")
+    assert run_tests.available() == 20 * 1024
+
+
 def test_what_one_run_has_still_open_the_other_is_not_blamed_for(tmp_path: Path) -> None:
     """A process and a file in /dev/shm that a test holds while tests of the other run begin and end."""
     shared = Path("/dev/shm") / f"sllm-test-{os.getpid()}"
