@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,16 @@ def pauses(heard: Heard) -> list[float]:
     if len(heard.times) < 2:
         return []
     return longest(heard, [Window(at - heard.usual, at + heard.usual) for at in heard.moves])
+
+
+def jitters(heard: Heard, windows: Sequence[Window], chance: random.Random) -> list[float]:
+    """As ``pauses``, at a random moment in each window that this stream ran through: what that rule finds where nothing
+    happens."""
+    if len(heard.times) < 2:
+        return []
+    inside = [each for each in windows if heard.times[0] <= each.begin and heard.times[-1] > each.end + heard.usual]
+    moments = [chance.uniform(each.begin, each.end) for each in inside]
+    return longest(heard, [Window(at - heard.usual, at + heard.usual) for at in moments])
 
 
 def moves(heard: Heard, comment: str) -> list[float]:

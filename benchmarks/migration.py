@@ -13,11 +13,13 @@ Every stream is compared, event by event, with the answer of the same call where
 the events' ids, different by their values. The pause of a call is the gap between two of its events in which it went
 over, by the timeline that ends its stream (the longest within one interval of that moment), in mean intervals of the
 same call. Beside it, as ``longest``, and for the other cases: the longest gap from the command until it is over; in it
-the destination starts, prefills, and computes on the cores that the source has.
+the destination starts, prefills, and computes on the cores that the source has. ``jitter``, of the other cases: what
+the rule of the pause finds at random moments, at none of which a call goes over.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import tempfile
@@ -29,7 +31,7 @@ from typing import Any, Final
 
 from benchmarks import migration_large, migration_policies
 from benchmarks.cold_cases import CODER
-from benchmarks.heard import longest, pauses
+from benchmarks.heard import jitters, longest, pauses
 from benchmarks.migration_load import CALLERS, Called, Load, move, moved, restart
 from benchmarks.platform import Platform
 from benchmarks.record import Aim, Case, percentile
@@ -43,6 +45,7 @@ ASKS: Final = tuple(
 )
 BESIDE: Final = tuple({**ask, "prompt": "def f(x):\n    return x\n" * 40, "max_tokens": 60} for ask in ASKS[:CALLERS])
 STILL_S: Final = 1.0
+SEED: Final = 1
 SMALL: Final = ("still", "beside", "restart", "move")
 LARGE: Final = "large"
 FIGURE3: Final = "figure3"
@@ -115,6 +118,10 @@ def _case(run: Run, called: Called, name: str, fate: Fate, right: Sequence[Seque
     case.extra["interval_ms"] = round(interval * 1e3, 2)
     if case.samples:
         case.extra["p99"] = percentile(case.samples, 99)
+    if not fate.moves:
+        chance = random.Random(SEED)
+        jitter = [round(gap, 2) for heard in load.heard for gap in jitters(heard, windows, chance)]
+        case.extra |= {"jitter_p50": percentile(jitter, 50), "jitter_p99": percentile(jitter, 99)} if jitter else {}
     if fate.moves and gaps:
         case.extra |= {"longest_p50": percentile(gaps, 50), "longest_p99": percentile(gaps, 99)}
     if fate.moves:

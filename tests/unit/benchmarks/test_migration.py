@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.heard import Heard, Sums, Window, longest, moves, pauses
+import random
+
+from benchmarks.heard import Heard, Sums, Window, jitters, longest, moves, pauses
 
 
 def test_what_was_lost_repeated_or_different() -> None:
@@ -31,3 +33,10 @@ def test_a_pause_is_the_gap_in_which_the_call_went_over() -> None:
     assert heard.moves == [13.5, 16.6]
     assert pauses(heard) == [3.0, 1.0]
     assert pauses(Heard(0, moves=[1.0])) == []
+
+
+def test_a_jitter_is_the_gap_at_a_moment_of_each_window_that_a_stream_ran_through() -> None:
+    heard = Heard(0, times=[0.0, 1.0, 2.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.0, 9.0])
+    quiet, gap = Window(6.9, 7.1), Window(3.0, 4.0)
+    assert jitters(heard, [quiet, gap, Window(20.0, 21.0)], random.Random(1)) == [1.0, 3.0]
+    assert jitters(Heard(0), [quiet], random.Random(1)) == []
