@@ -47,6 +47,10 @@ class Call:
         """Frames below this index were sent at least once: what a beat may claim, since more was held by credit."""
         self.said = now
         """When anything of it was last sent to its gateway."""
+        self.held = head.held
+        """Whether it draws nothing before its gateway lets it."""
+        self.heard = now
+        """When its gateway last said anything of it."""
         self._unheard_since: float | None = None
         """Since when frames are out with no acknowledgement at all."""
 
@@ -112,6 +116,7 @@ class Call:
 
     def forgive(self, now: float) -> None:
         """Silence until now has another reason (the bus was away, this process did not run)."""
+        self.heard = now
         if self._unheard_since is not None:
             self._unheard_since = now
 

@@ -37,6 +37,9 @@ REMEMBER_S: Final = 10.0
 MAX_REMEMBERED: Final = 65536
 DEADLINE_SLACK_S: Final = 2.0
 """The gateway ends calls at their deadline; this much later the node does, for a gateway that is no more."""
+HELD_S: Final = 30.0
+"""A call that is held and of which its gateway says nothing for so long draws: it has frames to acknowledge then, and
+ends if nobody does."""
 
 
 class Host(Protocol):
@@ -65,6 +68,10 @@ class Host(Protocol):
     @property
     def feeds(self) -> bool:
         """Whether its calls take ids while they run."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether they draw none before they may (``CallHead.held``)."""
 
     def tell_ids(self, call: Call, item: Feed) -> None:
         """Ids that the call has where it comes from. Repeatable."""
@@ -109,7 +116,7 @@ class Relay:
         head = request.head
         key = (head.call, head.epoch)
         if key in self._calls:
-            return Opened(status="accepted", note="again", feeds=self._calls[key][1].feeds)
+            return _taken(self._calls[key][1], note="again")
         if key in self._over:
             return Opened(status="accepted", note="again")
         if key in self._cancelled:
@@ -128,7 +135,7 @@ class Relay:
             call.body.ack(now, force=True)  # "accepted" says so
         self._calls[key] = (call, host)
         host.begin(call, parts)
-        return Opened(status="accepted", feeds=host.feeds)
+        return _taken(host)
 
     def on_message(self, gateway: str, message: ToNode) -> None:
         """Everything one gateway sent in one step."""
@@ -149,7 +156,7 @@ class Relay:
         self._link(gateway).note(Unknown(item.call, item.epoch))
 
     def _on_item(self, call: Call, host: Host, item: Parts | Ack | Resend | Feed | Cancel) -> None:
-        now = self._clock()
+        now = call.heard = self._clock()
         match item:
             case Parts():
                 if parts := call.take_body(item.frames, now):
@@ -161,6 +168,7 @@ class Relay:
                 call.outbox.on_resend(item.index)
                 self.ready(call)
             case Feed():
+                call.held = call.held and item.held
                 if call.running and host.feeds:
                     host.tell_ids(call, item)
             case Cancel():
@@ -236,6 +244,10 @@ class Relay:
         elif self._connected_for(now) > limits.LOST_AFTER_S and call.unheard_s(now) > limits.LOST_AFTER_S:
             log.warning("call %s: gateway %s acknowledges nothing, cancelled", call.head.call, call.gateway)
             host.cancel(call, GatewaySilent.code, f"nothing was heard of its gateway {call.gateway}; call again")
+        elif call.held and host.holds and self._connected_for(now) > HELD_S and now - call.heard > HELD_S:
+            log.warning("call %s: gateway %s does not say that it may draw; it does", call.head.call, call.gateway)
+            call.held = False
+            host.tell_ids(call, Feed(*call.key, 0, 0, ()))
 
     def _forget(self, call: Call) -> None:
         del self._calls[call.key]
@@ -275,6 +287,10 @@ class Relay:
                 link.connected.clear()
             self._tasks.start(link.run(), f"frames-{gateway}")
         return link
+
+
+def _taken(host: Host, note: str = "") -> Opened:
+    return Opened(status="accepted", note=note, feeds=host.feeds, holds=host.holds)
 
 
 def _remember(memory: dict[Key, float], key: Key, now: float) -> None:

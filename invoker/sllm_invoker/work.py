@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from sllm_invoker.call import Call
@@ -56,7 +57,11 @@ class Work:
         self._open = False
         self.feeds = False
         """Whether its calls take ids while they run."""
+        self.holds = False
+        """Whether they draw none before they may."""
         self._idle_since = clock()
+        self._ids: list[FeedCall] = []
+        """To be told at the end of this loop tick."""
         self._fed: list[tuple[Call, int]] = []
         self._feeding = asyncio.Event()
 
@@ -84,9 +89,9 @@ class Work:
         """Seconds since the last call ended, also when it takes no more; 0 while it works."""
         return 0.0 if self._calls else max(0.0, now - self._idle_since)
 
-    def open(self, *, feeds: bool) -> None:
+    def open(self, *, feeds: bool, holds: bool) -> None:
         """The worker is ready."""
-        self._open, self.feeds = True, feeds
+        self._open, self.feeds, self.holds = True, feeds, holds
         self._idle_since = self._clock()
 
     def close(self) -> None:
@@ -105,8 +110,13 @@ class Work:
     # --- towards the worker ---------------------------------------------------------------------------
     def tell(self, body: Said, fds: Sequence[int] = ()) -> None:
         """Queue one message. A worker that is gone is noticed by who listens to it."""
-        try:
+        with self._noticing():
             self._wire.send(codec.pack(ToWorker(body)), fds)
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
         except Unavailable as error:
             if not self._wire.closed and not self._wire.peer_gone:
                 self._silent(error)
@@ -157,8 +167,16 @@ class Work:
             self.tell(Follow(call.number, on))
 
     def tell_ids(self, call: Call, item: Feed) -> None:
-        """Ids that the call has where it comes from. Repeatable."""
-        self.tell(FeedCall(call.number, item.generation, item.first, item.ids))
+        """Ids that the call has where it comes from. Repeatable. Those of calls that move together go together: the
+        worker's engine computes them in one step."""
+        if not self._ids:
+            asyncio.get_running_loop().call_soon(self._tell_ids)
+        self._ids.append(FeedCall(call.number, item.generation, item.first, item.ids, item.held))
+
+    def _tell_ids(self) -> None:
+        items, self._ids = self._ids, []
+        with self._noticing():
+            self._wire.send_together(codec.pack(ToWorker(item)) for item in items)
 
     def cancel(self, call: Call, code: str, reason: str) -> None:
         """Stop the call; its END follows. Repeatable: the first reason holds."""

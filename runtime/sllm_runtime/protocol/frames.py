@@ -128,6 +128,8 @@ class CallHead(msgspec.Struct, frozen=True, kw_only=True):
     delivered_hash: bytes = b""
     follow: bool = False
     """Migration: ids are sent as they are drawn, not in groups."""
+    held: bool = False
+    """Migration: it computes what it was told (``recorded``, ``Feed``) and draws no id, until a ``Feed`` lets it."""
     credit: int = 0
     """Bytes of frames (``Frame.cost``) the node may send at once."""
     traceparent: str = ""
@@ -149,6 +151,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     feeds: bool = False
     """Whether the call, once it runs there, takes ``Feed``."""
+    holds: bool = False
+    """Whether it keeps ``CallHead.held``; one that does not draws from the beginning."""
 
 
 class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
@@ -185,7 +189,7 @@ class Feed(msgspec.Struct, frozen=True, array_like=True, tag="feed"):
     that it has not drawn, and says them as its own. At most FEED_IDS.
 
     A repetition changes nothing, one that leaves a gap is as if lost; whoever has drawn others ends with
-    ``not_deterministic``. One that is lost costs time alone: the same ids are drawn there.
+    ``not_deterministic``. One that is lost costs time alone: the same ids are drawn there, or told in the next one.
     """
 
     call: str
@@ -193,6 +197,8 @@ class Feed(msgspec.Struct, frozen=True, array_like=True, tag="feed"):
     generation: int
     first: int
     ids: tuple[int, ...]
+    held: bool = False
+    """A call that is held stays so; else it draws from now on, each of its generations."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

@@ -76,6 +76,8 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
 
 FEEDS: Final = "feeds"
 """Among ``Ready.capabilities``: ids may be fed into running calls."""
+HOLDS: Final = "holds"
+"""Among ``Ready.capabilities``: a call that moves here may be held before it draws (``CallHead.held``)."""
 
 
 class StartCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
@@ -114,6 +116,7 @@ class FeedCall(msgspec.Struct, frozen=True, tag="feed"):
     generation: int
     first: int
     ids: tuple[int, ...]
+    held: bool = False
 
 
 class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
@@ -163,7 +166,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     fingerprint: str = ""
     """Instances with equal ones compute the same bits: a call may move between them."""
     capabilities: tuple[str, ...] = ()
-    """``engine:<name>`` and what that engine can do; with FEEDS its calls take ``FeedCall``."""
+    """``engine:<name>`` and what that engine can do; with FEEDS its calls take ``FeedCall``, with HOLDS too they
+    may be held."""
     proof: str = ""
     """What the engine's self-test found, at most MAX_PROOF bytes, for the next start of this version on this node."""
 

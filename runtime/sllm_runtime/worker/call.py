@@ -48,7 +48,7 @@ class Call:
         self.following = head.follow
         """Whether ids are sent as they are drawn: another instance is on its way to take over from this one, or this
         one from another."""
-        self.fed = Fed(head.recorded)
+        self.fed = Fed(head.recorded, held=head.held)
         self._arrived = time.perf_counter()
         self._late = late
         self._first: float | None = None

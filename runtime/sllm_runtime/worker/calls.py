@@ -119,7 +119,7 @@ class Calls:
         if call is None:
             return
         try:
-            call.fed.tell(message.generation, message.first, message.ids)
+            call.fed.tell(message.generation, message.first, message.ids, held=message.held)
         except NotDeterministic as error:
             call.cancel(error.body())
 

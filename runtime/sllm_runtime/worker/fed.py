@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from sllm_runtime.protocol.limits import MOST_GENERATIONS, MOST_IDS
 from sllm_runtime.worker.engine.feeding import beyond
 
-Take = Callable[[int, tuple[int, ...]], None]
-"""``(first, ids)``, as ``EngineLoop.feed``."""
+
+class Take(Protocol):
+    """As ``EngineLoop.feed``, of one request."""
+
+    def __call__(self, first: int, ids: tuple[int, ...], /, *, held: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    take: Take
+    beside: bool
 
 
 class Fed:
-    """Of one call. From any thread. What a generation that runs is told goes to it, what comes before waits for it."""
+    """Of one call. From any thread. What a generation that runs is told goes to it, what comes before waits for it.
 
-    def __init__(self, recorded: Sequence[tuple[int, ...]]) -> None:
+    ``held``: the call is on its way here and draws nothing before it may (``CallHead.held``).
+    """
+
+    def __init__(self, recorded: Sequence[tuple[int, ...]], *, held: bool = False) -> None:
         self._known = {number: list(ids) for number, ids in enumerate(recorded)}
+        self._last = len(recorded) - 1
+        """The latest generation that any ids are known of."""
         self._count = sum(map(len, recorded))
-        self._takers: dict[int, Take] = {}
+        self._held = self._was_held = held
+        self._running: dict[int, _Running] = {}
         self._lock = threading.Lock()
 
     def known(self, generation: int) -> tuple[int, ...]:
@@ -26,26 +43,49 @@ class Fed:
         with self._lock:
             return tuple(self._known.get(generation, ()))
 
-    def tell(self, generation: int, first: int, ids: tuple[int, ...]) -> None:
-        """Those from ``first`` on are ``ids``. What leaves a gap, or is too much, is of no use: it is drawn again.
+    def holds(self, generation: int, *, beside: bool) -> bool:
+        """Whether ``generation`` draws nothing yet. One that another has followed is over where it comes from: how it
+        ended is to be drawn, unless they run ``beside`` each other."""
+        with self._lock:
+            return self._holds(generation, beside)
+
+    def _holds(self, generation: int, beside: bool) -> bool:
+        return self._held and (beside or generation >= self._last)
+
+    def tell(self, generation: int, first: int, ids: tuple[int, ...], *, held: bool = False) -> None:
+        """Those from ``first`` on are ``ids``; the call stays ``held``, if it is. What leaves a gap, or is too much, is
+        of no use: it is drawn again.
 
         Raises ``NotDeterministic`` for others than a generation to come was told.
         """
         with self._lock:
-            taker = self._takers.get(generation)
-            if taker is None and 0 <= generation < MOST_GENERATIONS:
+            running = self._running.get(generation)
+            if running is None and 0 <= generation < MOST_GENERATIONS:
                 known = self._known.setdefault(generation, [])
                 new = beyond(known, first, ids)[: MOST_IDS - self._count]
                 known += new
                 self._count += len(new)
-        if taker is not None:
-            taker(first, ids)
+            let_go = self._advance(generation if ids else -1, held)
+            stays = running is not None and self._holds(generation, running.beside)
+        if running is not None:
+            running.take(first, ids, held=stays)
+        for each in let_go:
+            if each is not running:
+                each.take(0, (), held=False)
 
-    def join(self, generation: int, taker: Take) -> Callable[[], None]:
+    def _advance(self, generation: int, held: bool) -> list[_Running]:
+        """Ids of ``generation`` are known. Those that are held no longer."""
+        before = [number for number, each in self._running.items() if self._holds(number, each.beside)]
+        self._held = self._held and held
+        self._last = max(self._last, generation)
+        return [self._running[number] for number in before if not self._holds(number, self._running[number].beside)]
+
+    def join(self, generation: int, take: Take, *, beside: bool = False) -> Callable[[], None]:
         """``generation`` runs: it takes what it was told since ``known``, and what comes. Returns what ends that."""
         with self._lock:
-            self._takers[generation] = taker
+            self._running[generation] = _Running(take, beside)
             known = tuple(self._known.get(generation, ()))
-        if known:
-            taker(0, known)
-        return lambda: (self._takers.pop(generation, None), None)[1]
+            held = self._holds(generation, beside)
+        if known or self._was_held > held:  # it may have been let go since it was made
+            take(0, known, held=held)
+        return lambda: (self._running.pop(generation, None), None)[1]

@@ -17,16 +17,23 @@ from sllm_runtime.worker.outgoing import CallEnded
 
 class Generation:
     """One ``generate``. Outside of a call (in ``setup``, in a thread of the function's own) it stands alone.
-    ``decoder``: see ``EngineLoop.submit``."""
+    ``decoder``: see ``EngineLoop.submit``. ``beside``: the call's others run at the same time."""
 
     def __init__(
-        self, loop: EngineLoop, request: Request, *, count_prompt: bool = True, decoder: Decoder | None = None
+        self,
+        loop: EngineLoop,
+        request: Request,
+        *,
+        count_prompt: bool = True,
+        decoder: Decoder | None = None,
+        beside: bool = False,
     ) -> None:
         self._loop = loop
         self._decoder = decoder
         self._call = current.get()
         self._recorder: IdRecorder | None = None
         self._number = 0
+        self._beside = beside
         self._finished = False
         self._cached = not count_prompt  # of several outputs of one prompt the first tells
         if self._call is not None:
@@ -35,7 +42,8 @@ class Generation:
             # An engine that knows no probabilities of ids that it was given draws all of them again.
             if self._call.resumable and (not scored or loop.engine.capabilities.retells):
                 self._recorder = IdRecorder(self._call, number, len(emitted))
-                request = replace(request, emitted=emitted, retell=scored)
+                held = loop.engine.capabilities.holds and self._call.fed.holds(number, beside=beside)
+                request = replace(request, emitted=emitted, retell=scored, held=held)
             seed = request.sampling.seed
             seed = self._call.head.seed + number if seed is None else seed
             request = replace(request, sampling=replace(request.sampling, seed=seed))
@@ -66,7 +74,11 @@ class Generation:
         """What a move tells of this generation goes to the engine's request ``number``."""
         if self._call is None or self._recorder is None:
             return lambda: None
-        return self._call.fed.join(self._number, lambda first, ids: self._loop.feed(number, first, ids))
+
+        def take(first: int, ids: tuple[int, ...], *, held: bool) -> None:
+            self._loop.feed(number, first, ids, held=held)
+
+        return self._call.fed.join(self._number, take, beside=self._beside)
 
     def heard(self, piece: Piece) -> None:
         """Keep account of one piece. Raises ``CallEnded`` if the call was cancelled."""

@@ -213,7 +213,7 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
         constraints=plan.rules.constraints(),
     )
     decoder = None if plan.calling is None else plan.calling.decoder
-    return _Output(telling, Generation(loop, request, count_prompt=choice == 0, decoder=decoder))
+    return _Output(telling, Generation(loop, request, count_prompt=choice == 0, decoder=decoder, beside=True))
 
 
 def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:

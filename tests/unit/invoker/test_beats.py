@@ -1,12 +1,13 @@
-"""A call is heard of at least once a second: by its frames, or where there are none by beats."""
+"""What time alone brings: a call is heard of at least once a second, by its frames or where there are none by beats;
+one that is held and of which nothing is heard draws."""
 
 import asyncio
 
 from sllm_invoker.call import Call
-from sllm_invoker.relay import Relay
+from sllm_invoker.relay import HELD_S, Relay
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.frames import Beat, CallHead, Feed, Frame, FrameKind, Open, Segment, ToGateway
+from sllm_runtime.protocol.frames import Beat, CallHead, Feed, Frame, FrameKind, Open, Segment, ToGateway, ToNode
 
 TICK = limits.HEARTBEAT_S / 10
 
@@ -30,10 +31,11 @@ class Instance:
     """It takes every call; frames are pushed by the test."""
 
     open_for_calls = free_slot = True
-    feeds = False
+    feeds = holds = False
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.told: list[Feed] = []
 
     def begin(self, call: Call, body: list[bytes]) -> None:
         self.calls.append(call)
@@ -44,7 +46,8 @@ class Instance:
 
     def follow(self, call: Call, on: bool) -> None: ...
 
-    def tell_ids(self, call: Call, item: Feed) -> None: ...
+    def tell_ids(self, call: Call, item: Feed) -> None:
+        self.told.append(item)
 
     def cancel(self, call: Call, code: str, reason: str) -> None: ...
 
@@ -55,16 +58,21 @@ class Instance:
 class Node:
     """A relay with calls, whose clock is the test's."""
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls: int, *, held: bool = False) -> None:
         self.now = 0.0
         self.line, self.instance, self.tasks = Line(), Instance(), Tasks("test")
         self.relay = Relay(lambda _: self.instance, lambda _: self.line, lambda: self.now, self.tasks)
         for number in range(calls):
             head = CallHead(
                 call=f"call-{number}", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True,
-                body_bytes=0, timeout_s=60.0, idle_timeout_s=60.0, seed=0, credit=limits.WINDOW,
+                body_bytes=0, timeout_s=60.0, idle_timeout_s=60.0, seed=0, credit=limits.WINDOW, held=held,
             )  # fmt: skip
             self.relay.open("gw", Open(head=head))
+
+    async def later(self, seconds: float) -> None:
+        """So much time passes, in ticks."""
+        for _ in range(round(seconds / TICK)):
+            await self.tick()
 
     async def tick(self, *speaking: int) -> list[list[Beat]]:
         """A tenth of a heartbeat passes, those calls send a frame; the beats of each message."""
@@ -102,4 +110,28 @@ async def test_calls_that_are_silent_soon_beat_in_one_message() -> None:
     said = [messages for _ in range(30) if (messages := await node.tick())]
     assert 2 <= len(said) <= 4
     assert all(len(messages) == 1 and len(messages[0]) == 20 for messages in said)
+    await node.tasks.close()
+
+
+async def test_a_call_that_its_gateway_never_lets_draw_draws() -> None:
+    """So that nothing stays for its whole timeout of a gateway that is no more."""
+    node = Node(calls=2, held=True)
+    node.instance.holds = node.instance.feeds = True
+    first, second = node.instance.calls
+    await node.later(HELD_S / 2)
+    node.relay.on_message("gw", ToNode((Feed("call-0", 1, 0, 0, (5,), True),)))
+    await node.later(HELD_S / 2 + 2 * TICK)
+    assert [(item.call, item.held) for item in node.instance.told] == [("call-0", True), ("call-1", False)]
+    await node.later(HELD_S / 2)
+    assert [(item.call, item.held) for item in node.instance.told][2:] == [("call-0", False)]
+    assert [call.held for call in (first, second)] == [False, False]
+    await node.tasks.close()
+
+
+async def test_a_call_that_may_draw_is_told_so_once() -> None:
+    node = Node(calls=1, held=True)
+    node.instance.holds = node.instance.feeds = True
+    node.relay.on_message("gw", ToNode((Feed("call-0", 1, 0, 0, (5,)),)))
+    await node.later(HELD_S * 1.5)
+    assert node.instance.told == [Feed("call-0", 1, 0, 0, (5,))]
     await node.tasks.close()

@@ -158,6 +158,16 @@ def send(wire: AsyncWire, payload: bytes, times: int) -> None:
         wire.send(payload)
 
 
+async def test_what_is_sent_together_is_read_at_once(pair: tuple[socket.socket, socket.socket]) -> None:
+    wire, peer = AsyncWire(pair[0]), BlockingWire(pair[1])
+    wire.send_together(bytes([number]) for number in range(5))
+    assert await asyncio.to_thread(peer.receive_all) == [bytes([number]) for number in range(5)]
+    wire.close()
+    with pytest.raises(Unavailable):
+        wire.send_together([b"1"])
+    peer.close()
+
+
 async def test_a_peer_that_takes_nothing_ends_in_unavailable_not_in_memory(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:

@@ -13,7 +13,7 @@ from sllm_runtime.worker.engine.base import Request, Sampling
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
 from sllm_runtime.worker.engine.sinks import Piece, ThreadSink
-from sllm_runtime.worker.fed import Fed
+from sllm_runtime.worker.fed import Fed, Take
 from tests.fixtures.waiting import GIVE_UP_S
 
 
@@ -96,6 +96,65 @@ def test_whoever_has_drawn_others_ends(loop: EngineLoop, held: Held) -> None:
     assert [piece.ids for piece in said(sink)] == [(2,), (3,)]
 
 
+def held_request(loop: EngineLoop, *emitted: int, **sampling: object) -> tuple[int, ThreadSink]:
+    sink = ThreadSink()
+    asked = Sampling(**{"max_tokens": 9, **sampling})  # type: ignore[arg-type]
+    return loop.submit(Request(id=-1, prompt=(10,), emitted=emitted, sampling=asked, held=True), sink), sink
+
+
+def test_one_that_is_held_tells_what_it_has_and_no_more(loop: EngineLoop, held: Held) -> None:
+    number, sink = held_request(loop, 11, 12)
+    pieces = iter(sink)
+    assert [next(pieces).ids for _ in range(2)] == [(11,), (12,)]
+    loop.feed(number, 1, (12, 13, 14), held=True)
+    assert [next(pieces).ids for _ in range(2)] == [(13,), (14,)]
+    assert held.drawn == []
+    loop.feed(number, 4, (15,))
+    rest = list(pieces)
+    assert [piece.ids for piece in rest] == [(15,), (16,), (17,), (18,), (19,)]
+    assert [piece.finish for piece in rest] == [None] * 4 + ["length"]
+    assert held.drawn == [16, 17, 18, 19]
+
+
+def test_one_that_is_held_ends_with_what_it_was_told_last(loop: EngineLoop) -> None:
+    number, sink = held_request(loop, 11)
+    loop.feed(number, 1, tuple(range(12, 20)), held=True)
+    assert [(piece.ids, piece.finish) for piece in said(sink)][-2:] == [((18,), None), ((19,), "length")]
+    number, sink = held_request(loop, 11, stop=("13 ",))
+    loop.feed(number, 1, (12, 13), held=True)
+    assert [piece.finish for piece in said(sink)] == [None, None, "stop"]
+
+
+Told = tuple[int, tuple[int, ...], bool]
+
+
+def test_a_call_draws_when_all_of_it_may() -> None:
+    fed, taken = Fed(((1, 2), (3,)), held=True), [list[Told](), list[Told]()]
+
+    def take(number: int) -> Take:
+        return lambda first, ids, held: taken[number].append((first, ids, held))
+
+    assert [fed.holds(number, beside=True) for number in range(3)] == [True] * 3
+    for number in range(2):
+        fed.join(number, take(number), beside=True)
+    fed.tell(0, 2, (3,), held=True)
+    fed.tell(1, 1, (4,))
+    assert taken == [[(0, (1, 2), True), (2, (3,), True), (0, (), False)], [(0, (3,), True), (1, (4,), False)]]
+    assert not fed.holds(2, beside=True)
+    fed.join(2, take(0), beside=True)
+    assert taken[0][3:] == [(0, (), False)], "it may have been made before"
+
+
+def test_a_generation_that_another_follows_draws_how_it_ended() -> None:
+    fed, taken = Fed(((1, 2),), held=True), list[Told]()
+    fed.join(0, lambda first, ids, held: taken.append((first, ids, held)))
+    fed.tell(1, 0, (), held=True)
+    assert (fed.holds(0, beside=False), taken) == (True, [(0, (1, 2), True)])
+    fed.tell(1, 0, (5,), held=True)
+    assert (fed.holds(0, beside=False), fed.holds(1, beside=False)) == (False, True)
+    assert taken[1:] == [(0, (), False)]
+
+
 def test_what_comes_before_its_generation_waits_for_it() -> None:
     fed = Fed(((1, 2),))
     taken: list[tuple[int, tuple[int, ...]]] = []
@@ -104,7 +163,7 @@ def test_what_comes_before_its_generation_waits_for_it() -> None:
     fed.tell(1, 0, (6,))
     assert (fed.known(0), fed.known(1), fed.known(2)) == ((1, 2, 3), (6,), ())
     fed.tell(1, 1, (7,))
-    leave = fed.join(1, lambda first, ids: taken.append((first, ids)))
+    leave = fed.join(1, lambda first, ids, held: taken.append((first, ids)))
     fed.tell(1, 2, (8, 9))
     assert taken == [(0, (6, 7)), (2, (8, 9))]
     leave()

@@ -318,6 +318,30 @@ def test_a_running_call_takes_ids_that_it_had_elsewhere(served: Worker, count: i
     assert fed.end.usage == whole.end.usage
 
 
+@SCORED
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_call_that_is_held_draws_when_it_may(served: Worker, count: int, more: dict[str, Any]) -> None:
+    """From nothing or from some ids: what it was told is told, and then the rest, all as if it had drawn it."""
+    asked = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, "n": count, "stop": ["zzzz"], **more}
+    whole = completion(served, **asked)
+    drawn: dict[int, tuple[int, ...]] = {}
+    for part in whole.ids:
+        drawn[part.generation] = drawn.get(part.generation, ()) + part.ids
+    for known in (0, 9):
+        recorded = tuple(drawn[number][:known] for number in range(count)) if known else ()
+        body = {"model": "m", "prompt": "def f", **asked}
+        number = served.call(body, kind="completion", follow=True, held=True, recorded=recorded)
+        for generation, ids in drawn.items():
+            served.send(FeedCall(number, generation, known, ids[known:15], True))
+        for generation, ids in drawn.items():
+            served.send(FeedCall(number, generation, 15, ids[15:20], generation < count - 1))
+        answer = served.finish(number)
+        assert answer.deltas == whole.deltas
+        assert answer.end is not None
+        assert whole.end is not None
+        assert answer.end.usage == whole.end.usage
+
+
 def test_more_choices_than_are_told_at_once(served: Worker) -> None:
     answer = completion(served, n=40, max_tokens=3, ignore_eos=True, echo=True)
     assert [text(answer, choice) for choice in range(40)] == [text(answer)] * 40

@@ -83,6 +83,9 @@ class Request:
     lora: str | None = None
     """The adapter that its rows go through."""
     constraints: tuple[Constraint, ...] = ()
+    held: bool = False
+    """It draws nothing before ``Engine.release``: what it was given is computed but for its last token, and what it is
+    fed meanwhile. For engines that can (``holds``)."""
     retell: bool = False
     """``emitted`` and fed ids are reported all the same, as those that are drawn: with their log probabilities, one to
     an event. For engines that can (``retells``)."""
@@ -110,6 +113,8 @@ class Event:
     finish: Finish | None = None
     cached: int = 0
     """Prompt tokens that were not computed anew."""
+    rests: bool = False
+    """It is held, and what it was given is computed. Nothing else is told with that."""
     error: SllmError | None = None
 
 
@@ -136,6 +141,8 @@ class Capabilities:
     prompt_logprobs: bool = False
     feeds: bool = False
     """Ids may be fed into a running request: their rows have the bits that drawing them would have given."""
+    holds: bool = False
+    """A request may be held before it draws (``Request.held``)."""
     retells: bool = False
     """Ids that an output was given are reported with the log probabilities that drawing them gave (``retell``)."""
 
@@ -217,6 +224,9 @@ class Engine(Protocol):
         if it had drawn them, and are in no event (but see ``retell``). Returns them: none where they leave a gap, where
         the request is unknown, or where the engine cannot (``feeds``) or the request asks for log probabilities and is
         not told again. Raises ``NotDeterministic`` for ids that are not what it drew or could not be its own."""
+
+    def release(self, request: int) -> None:
+        """A request that is held draws from now on. Repeatable; others and unknown ones are no error."""
 
     def export(self, request: int) -> Exported:
         """The state of a running request, which goes on. Raises ``KeyError`` if there is none."""

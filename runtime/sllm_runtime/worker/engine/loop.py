@@ -83,10 +83,11 @@ class EngineLoop:
         except Unavailable:
             return  # closed: everything was cancelled
 
-    def feed(self, number: int, first: int, ids: tuple[int, ...]) -> None:
-        """See ``Engine.feed``; within one step. A request that drew others ends with ``NotDeterministic``."""
+    def feed(self, number: int, first: int, ids: tuple[int, ...], *, held: bool = False) -> None:
+        """See ``Engine.feed``, and unless it stays ``held`` ``Engine.release``; within one step. A request that drew
+        others ends with ``NotDeterministic``."""
         try:
-            self._command(lambda: self._feed(number, first, ids))
+            self._command(lambda: self._feed(number, first, ids, held))
         except Unavailable:
             return  # closed: everything was cancelled
 
@@ -163,7 +164,7 @@ class EngineLoop:
         self._outputs[request.id] = _Output(sink, detokenizer, matcher, retold=request.retell)
         self._drawn_elsewhere(request.id, request.emitted)
 
-    def _feed(self, number: int, first: int, ids: tuple[int, ...]) -> None:
+    def _feed(self, number: int, first: int, ids: tuple[int, ...], held: bool) -> None:
         if number not in self._outputs:
             return  # it has ended
         try:
@@ -171,6 +172,8 @@ class EngineLoop:
         except SllmError as error:
             self._cancel(number, error)
             return
+        if not held:
+            self.engine.release(number)
         self._drawn_elsewhere(number, new)
 
     def _drawn_elsewhere(self, number: int, ids: tuple[int, ...]) -> None:
@@ -198,12 +201,16 @@ class EngineLoop:
             return
         if output.last:
             last, output.last = output.last, ()
-            if event.finish == "length" and not event.ids:  # it was full with that id, and the end came with it
+            if event.rests:  # and would go on
+                event = Event(request=event.request, ids=last)
+            elif event.finish == "length" and not event.ids:  # it was full with that id, and the end came with it
                 event = replace(event, ids=last)
             else:
                 self._deliver(Event(request=event.request, ids=last))
                 self._deliver(event)
                 return
+        if event.rests:
+            return
         if event.error is not None:
             del self._outputs[event.request]
             self._put(output.sink, Piece(error=event.error))

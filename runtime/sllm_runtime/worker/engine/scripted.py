@@ -42,13 +42,15 @@ class ScriptedEngine:
     fingerprint: str = "scripted"
     capabilities: Capabilities = field(
         default_factory=lambda: Capabilities(
-            exact_resume=True, sleep=True, prompt_logprobs=True, feeds=True, retells=True
+            exact_resume=True, sleep=True, prompt_logprobs=True, feeds=True, holds=True, retells=True
         )
     )
     adapters: AdapterTable | None = None
     _outputs: dict[int, tuple[Request, list[int]]] = field(default_factory=dict)
     _untold: dict[int, list[int]] = field(default_factory=dict)
     """Of requests that are told again: ids that they were given."""
+    _held: dict[int, bool] = field(default_factory=dict)
+    """Requests that draw nothing, and whether they have said so."""
     _draining: bool = False
     _asleep: bool = False
     _generated: int = 0
@@ -56,7 +58,7 @@ class ScriptedEngine:
     @property
     def busy(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return bool(self._outputs) and not self._asleep
+        return not self._asleep and any(not self._held.get(number, False) for number in self._outputs)
 
     def add(self, request: Request) -> None:
         """See ``Engine.add``."""
@@ -67,15 +69,20 @@ class ScriptedEngine:
         self._outputs[request.id] = (request, list(request.emitted))
         if request.retell:
             self._untold[request.id] = list(request.emitted)
+        if request.held:
+            self._held[request.id] = False
 
     def step(self) -> list[Event]:
         """See ``Engine.step``."""
         events: list[Event] = []
         for request, output in [] if self._asleep else list(self._outputs.values()):
             mine = self._tell(request, output)
-            if not mine or mine[-1].finish is None:
+            if request.id in self._held and not endings.full(request, len(output), self.max_context):
+                mine += [] if self._held[request.id] else [Event(request=request.id, rests=True)]
+                self._held[request.id] = True
+            elif not mine or mine[-1].finish is None:
                 mine.append(self._advance(request, output, first=not mine and len(output) == len(request.emitted)))
-            if mine[-1].finish is not None or mine[-1].error is not None:
+            if mine and (mine[-1].finish is not None or mine[-1].error is not None):
                 self.cancel(request.id)
             events += mine
         return events
@@ -84,6 +91,7 @@ class ScriptedEngine:
         """See ``Engine.cancel``."""
         self._outputs.pop(request, None)
         self._untold.pop(request, None)
+        self._held.pop(request, None)
 
     def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
         """See ``Engine.feed``."""
@@ -95,7 +103,13 @@ class ScriptedEngine:
         output += new
         if asked.retell:
             self._untold[request] += new
+        if new and request in self._held:
+            self._held[request] = False
         return new
+
+    def release(self, request: int) -> None:
+        """See ``Engine.release``."""
+        self._held.pop(request, None)
 
     def export(self, request: int) -> Exported:
         """See ``Engine.export``."""

@@ -116,6 +116,9 @@ class TransformersEngine:
         """See ``Engine.feed``: it takes none, since its prefill and its decoding differ in bits."""
         return ()
 
+    def release(self, request: int) -> None:
+        """See ``Engine.release``: it holds none."""
+
     def export(self, request: int) -> Exported:
         """See ``Engine.export``."""
         run = self._running.get(request) or self._waiting[request]

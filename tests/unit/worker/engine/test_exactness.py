@@ -174,7 +174,8 @@ def _alone(number: int) -> tuple[int, ...]:
 @settings(max_examples=5)
 @given(data=st.data())
 def test_fed_ids_are_as_if_drawn(data: st.DataObject, dtype: torch.dtype) -> None:
-    """At any moment and in any pieces, repeated and out of order: the same tokens, each from the same bits."""
+    """At any moment and in any pieces, repeated and out of order, also while it is held: the same tokens, each from the
+    same bits."""
     core = engine(
         dtype=dtype,
         kv=data.draw(st.integers(4, 8)) * page_bytes(),
@@ -185,10 +186,13 @@ def test_fed_ids_are_as_if_drawn(data: st.DataObject, dtype: torch.dtype) -> Non
     numbers = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True))
     whole = {number: _whole(number, dtype) for number in numbers}
     got = dict.fromkeys(numbers, tuple[int, ...]())
+    held = data.draw(st.sets(st.sampled_from(numbers)))
     for number in numbers:
-        core.add(stream(number))
+        core.add(replace(stream(number), held=number in held))
     moments = data.draw(st.integers(1, 40))
-    while core.busy:
+    while core.busy or held:
+        if held and (moments == 0 or data.draw(st.integers(0, 9)) == 7):
+            core.release(held.pop())
         if moments > 0:
             moments -= 1
             number = data.draw(st.sampled_from(numbers))
@@ -200,6 +204,7 @@ def test_fed_ids_are_as_if_drawn(data: st.DataObject, dtype: torch.dtype) -> Non
                 core.wake()
         for event in core.step():
             assert event.error is None
+            assert not event.ids or event.request not in held
             got[event.request] += event.ids
     assert got == {number: tokens for number, (tokens, _) in whole.items()}
     for (number, at), row in rows.items():

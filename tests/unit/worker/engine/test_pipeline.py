@@ -107,6 +107,21 @@ def test_ids_are_fed_while_steps_are_on_their_way(nursery: Nursery) -> None:
     assert fed > 8
 
 
+def test_what_is_held_draws_when_it_is_let(nursery: Nursery) -> None:
+    expected = run(engine("llama"), *ASKED)
+    with stages(nursery, "llama", 0, 1, 2, 3, limits=Limits(prefill=40, quantum=16)) as made:
+        for each in many(8):
+            made.core.add(replace(each, held=True))
+        rested = [event for each in finish(made.core).values() for event in each]
+        assert [event.rests for event in rested] == [True] * 8
+        fed = {number: made.core.feed(number, 0, expected[number % 4][:7]) for number in range(8)}
+        for number in range(8):
+            made.core.release(number)
+        got = {number: fed[number] + ids(events) for number, events in finish(made.core).items()}
+    assert fed[0] == expected[0][:7]
+    assert got == {number: expected[number % 4] for number in range(8)}
+
+
 def test_joins_leaves_sleeps_and_too_little_memory_change_no_token(nursery: Nursery) -> None:
     expected = run(engine("llama"), *ASKED)
     with stages(nursery, "llama", 0, 1, 2, 3, limits=Limits(prefill=40, quantum=16), kv=3 * page_bytes()) as made:
@@ -274,7 +289,7 @@ def test_what_stages_cannot_is_refused_by_name_and_nobody_else_notices(nursery: 
     with stages(nursery, "llama", 0, 1, 3) as made:
         core = made.core
         found = core.capabilities
-        assert (found.lora, found.layer_ranges, found.sleep, found.feeds) == (True, True, True, True)
+        assert (found.lora, found.layer_ranges, found.sleep, found.feeds, found.holds) == (True,) * 5
         assert (found.prompt_logprobs, found.kv_transfer, found.retells) == (False, False, False)
         for each in ASKED:
             core.add(each)

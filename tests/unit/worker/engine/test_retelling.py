@@ -77,6 +77,21 @@ def test_what_it_is_fed_is_told_too(options: dict[str, Any]) -> None:
             core.scheduler.check()
 
 
+@pytest.mark.parametrize("core", [ours, ScriptedEngine], ids=["ours", "scripted"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_is_held_tells_what_it_was_given(options: dict[str, Any], core: Any) -> None:
+    whole, made = alone(core(), asked(**options)), core()
+    made.add(replace(asked(**options), emitted=ids(whole)[:9], held=True))
+    events = finish(made)[0]
+    assert (told(events[:-1]), events[-1].rests, made.busy) == (whole[:9], True, False)
+    made.feed(0, 9, ids(whole)[9:12])
+    more = finish(made)[0]
+    assert (told(more[:-1]), more[-1].rests) == (whole[9:12], True)
+    made.feed(0, 12, ids(whole)[12:14])
+    made.release(0)
+    assert told(finish(made)[0]) == whole[12:]
+
+
 def test_too_little_memory_for_all_of_them() -> None:
     first = replace(asked(logprobs=2), prompt=tuple(PROMPT[:100] * 2 + PROMPT[:45]))
     whole = alone(ours(), first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,21 +38,35 @@ class Machine(RuleBasedStateMachine):
         self.most = total * PAGE
         self.all: list[Sequence] = []
 
-    @rule(size=st.integers(1, 500), kind=st.integers(0, 1))
-    def add(self, size: int, kind: int) -> None:
+    @rule(size=st.integers(1, 500), kind=st.integers(0, 1), held=st.booleans())
+    def add(self, size: int, kind: int, held: bool) -> None:
         prompt = [kind, *range(1, min(size, self.most - 1))]  # many share a prefix
         if len(self.scheduler.waiting) >= 6:
             with pytest.raises(QueueFull):
                 self.scheduler.add(request(len(self.all), prompt))
         else:
-            self.all.append(self.scheduler.add(request(len(self.all), prompt)))
+            self.all.append(self.scheduler.add(replace(request(len(self.all), prompt), held=held)))
+
+    @rule(at=st.integers(0, 10), count=st.integers(1, 40))
+    def feed(self, at: int, count: int) -> None:
+        alive = [each for each in self.all if each.state is not State.DONE and len(each.tokens) + count < self.most]
+        if alive:
+            sequence = alive[at % len(alive)]
+            self.scheduler.feed(sequence, tuple(range(len(sequence.tokens), len(sequence.tokens) + count)))
+
+    @rule(at=st.integers(0, 10))
+    def release(self, at: int) -> None:
+        alive = [sequence for sequence in self.all if sequence.state is not State.DONE]
+        if alive:
+            self.scheduler.release(alive[at % len(alive)])
 
     @rule(count=st.integers(1, 40))
     def steps(self, count: int) -> None:
         for _ in range(count):
             if self.scheduler.busy:
                 chunks = step(self.scheduler)
-                assert chunks, "there is work, and no step does any"
+                assert chunks or not self.scheduler.busy, "there is work, and no step does any"
+                assert not any(chunk.samples and chunk.sequence.held for chunk in chunks), "it is held"
                 assert len({chunk.sequence.request.id for chunk in chunks}) == len(chunks)
                 prefilled = sum(chunk.count for chunk in chunks if chunk.count > 1)
                 assert prefilled <= self.scheduler.limits.prefill
@@ -76,10 +91,19 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check()
             assert len(self.scheduler.running) <= self.scheduler.limits.running
+            held = [sequence for sequence in self.scheduler.running if sequence.state is State.HELD]
+            assert all(each.held and each.computed == len(each.tokens) - 1 for each in held)
+            if not self.scheduler.busy:
+                left = {sequence.state for sequence in self.all}
+                assert left <= {State.HELD, State.WAITING, State.DONE}
+                assert State.HELD in left or State.WAITING not in left, "somebody waits for nobody"
 
     def teardown(self) -> None:
-        """Whatever was queued comes to its end."""
+        """Whatever was queued comes to its end, when it is let."""
         if hasattr(self, "scheduler"):
+            for sequence in self.all:
+                if sequence.state is not State.DONE:
+                    self.scheduler.release(sequence)
             for _ in range(20_000):
                 if not self.scheduler.busy:
                     break
@@ -116,6 +140,41 @@ def test_the_youngest_gives_its_pages_up_and_comes_back_first() -> None:
     scheduler.remove(old)
     assert [chunk.sequence for chunk in step(scheduler)] == [young, later]
     assert young.cached == PAGE, "its first page was still there"
+
+
+def test_what_is_held_is_computed_but_for_its_last_token() -> None:
+    """Also when that is fed; nothing is to be done then, until it is released."""
+    scheduler = Scheduler(Pages(4), Limits(prefill=64))
+    sequence = scheduler.add(replace(request(1, range(100)), held=True))
+    assert [chunk.count for _ in range(2) for chunk in step(scheduler)] == [64, 35]
+    assert (sequence.state, scheduler.busy, scheduler.rested()) == (State.HELD, False, [sequence])
+    scheduler.feed(sequence, (100, 101, 102))
+    assert (scheduler.busy, [(chunk.start, chunk.count) for chunk in step(scheduler)]) == (True, [(99, 3)])
+    assert (sequence.state, scheduler.busy, scheduler.rested()) == (State.HELD, False, [sequence])
+    scheduler.feed(sequence, (103, 104))
+    scheduler.release(sequence)
+    assert [(chunk.start, chunk.count) for chunk in step(scheduler)] == [(102, 3)]
+    assert (sequence.state, sequence.produced, scheduler.rested()) == (State.DECODE, 6, []), "five fed, one drawn"
+
+
+def test_a_prompt_of_one_token_is_held_before_any_step() -> None:
+    scheduler = Scheduler(Pages(4), Limits())
+    sequence = scheduler.add(replace(request(1, [5]), held=True))
+    assert (scheduler.schedule(), scheduler.rested(), scheduler.busy) == ([], [sequence], False)
+    scheduler.release(sequence)
+    step(scheduler)
+    assert sequence.produced == 1
+
+
+def test_who_waits_for_the_room_of_one_that_is_held_is_not_looked_at_again_and_again() -> None:
+    scheduler = Scheduler(Pages(1), Limits())
+    held, waits = scheduler.add(replace(request(1, range(9)), held=True)), scheduler.add(request(2, range(50, 59)))
+    step(scheduler)
+    assert scheduler.schedule() == []
+    assert (held.state, waits.state, scheduler.busy) == (State.HELD, State.WAITING, False)
+    scheduler.remove(held)
+    assert scheduler.busy
+    assert [chunk.sequence for chunk in step(scheduler)] == [waits]
 
 
 def test_a_state_moves_only_as_the_table_says() -> None:

@@ -77,6 +77,7 @@ class OurEngine:
             sleep=True,
             prompt_logprobs=whole,
             feeds=proven,
+            holds=proven,
             retells=whole and proven,
         )
         self.adapters = decoder.lora if lora else None
@@ -141,6 +142,7 @@ class OurEngine:
         except SllmError:  # the runner's: what was on its way is lost
             self._steps.clear()
             raise
+        events += [Event(request=sequence.request.id, rests=True) for sequence in self.scheduler.rested()]
         if not self.scheduler.busy:
             self.scheduler.check()
         return events
@@ -193,6 +195,12 @@ class OurEngine:
             self.cancel(request)
             self._complete.append(request)
         return new
+
+    def release(self, request: int) -> None:
+        """See ``Engine.release``."""
+        sequence = self._sequences.get(request)
+        if sequence is not None:
+            self.scheduler.release(sequence)
 
     def export(self, request: int) -> Exported:
         """See ``Engine.export``."""

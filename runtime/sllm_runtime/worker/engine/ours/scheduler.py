@@ -27,14 +27,17 @@ class State(Enum):
     """More than its last token is to be computed."""
     DECODE = "decode"
     """Its last token alone is to be computed."""
+    HELD = "held"
+    """As that, but it is not: its next token is not to be drawn yet."""
     DONE = "done"
     """It ended, failed or was cancelled; it holds no page."""
 
 
 TRANSITIONS: Final[dict[State, frozenset[State]]] = {
     State.WAITING: frozenset({State.PREFILL, State.DONE}),
-    State.PREFILL: frozenset({State.DECODE, State.WAITING, State.DONE}),
+    State.PREFILL: frozenset({State.DECODE, State.HELD, State.WAITING, State.DONE}),
     State.DECODE: frozenset({State.PREFILL, State.WAITING, State.DONE}),
+    State.HELD: frozenset({State.PREFILL, State.DECODE, State.WAITING, State.DONE}),
     State.DONE: frozenset(),
 }
 """A sequence goes back to waiting when it is preempted, to prefill when it is fed."""
@@ -55,6 +58,8 @@ class Sequence:
     served: int = 0
     """The step that last computed a chunk of it."""
     adapter: Adapter | None = None
+    held: bool = False
+    """Whether nothing of it is drawn (``Request.held``)."""
     scores: list[TokenChoice] = field(default_factory=list)
     """Of the prompt's tokens from the second on, where they are asked for; those that are computed."""
     told: int = 0
@@ -73,6 +78,11 @@ class Sequence:
     def produced(self) -> int:
         """How many ids there are after the prompt."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def wanted(self) -> int:
+        """How many positions a prefill computes. The last one is that of a token to be drawn."""
+        return len(self.tokens) - self.held
 
     def move(self, state: State) -> None:
         """Change the state. Raises ``ValueError`` for what the table does not have."""
@@ -155,19 +165,24 @@ class Scheduler:
         self.preempted = 0
         """How often a sequence gave its pages up."""
         self._step = 0
+        self._rested: list[Sequence] = []
+        self._blocked = False
+        """Whether those who wait find no room beside those who are held."""
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to compute."""
-        return bool(self.running or self.waiting)
+        return any(each.state is not State.HELD for each in self.running) or bool(self.waiting and not self._blocked)
 
     def add(self, request: Request, adapter: Adapter | None = None) -> Sequence:
         """Queue a request. Raises ``QueueFull``."""
         if len(self.waiting) >= self.limits.waiting:
             raise QueueFull(f"{len(self.waiting)} requests wait for this instance's engine; try again later")
         told = 0 if request.retell else len(request.emitted)
-        sequence = Sequence(request, [*request.prompt, *request.emitted], adapter=adapter, told=told)
+        tokens = [*request.prompt, *request.emitted]
+        sequence = Sequence(request, tokens, adapter=adapter, held=request.held, told=told)
         self.waiting.append(sequence)
+        self._blocked = False
         return sequence
 
     def schedule(self, depth: int = 1) -> list[Chunk]:
@@ -187,7 +202,13 @@ class Scheduler:
             if not self._admit(sequence):
                 break
             room -= self._prefill(sequence, room, chunks)
+        self._blocked = not chunks
         return chunks
+
+    def rested(self) -> list[Sequence]:
+        """Those who have come to be held since the last time."""
+        found, self._rested = self._rested, []
+        return [sequence for sequence in found if sequence.state is State.HELD]
 
     def computed(self, chunk: Chunk) -> None:
         """``chunk`` was computed: its full pages may be found from now on."""
@@ -195,16 +216,23 @@ class Scheduler:
         first, sequence.computed = sequence.computed // PAGE, chunk.start + chunk.count
         for page in range(first, sequence.computed // PAGE):
             self.pages.keep(sequence.pages[page], sequence.key(page))
-        if sequence.state is State.PREFILL and sequence.computed >= len(sequence.tokens):
-            sequence.move(State.DECODE)
+        self._settle(sequence)
 
     def feed(self, sequence: Sequence, ids: tuple[int, ...]) -> None:
         """Its output goes on with ``ids``. A token that is being drawn in its place is not taken any more
         (``Step.lengths``)."""
         sequence.tokens += ids
         sequence.told += 0 if sequence.request.retell else len(ids)
-        if sequence.state is State.DECODE and len(sequence.tokens) - sequence.computed > 1:
+        if sequence.state in (State.DECODE, State.HELD) and len(sequence.tokens) - sequence.computed > 1:
             sequence.move(State.PREFILL)
+        self._blocked = False
+
+    def release(self, sequence: Sequence) -> None:
+        """It is held no longer. Repeatable."""
+        sequence.held = False
+        if sequence.state is State.HELD:
+            sequence.move(State.DECODE)
+        self._blocked = False
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it stands."""
@@ -214,9 +242,11 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
         sequence.move(State.DONE)
+        self._blocked = False
 
     def preempt_all(self) -> None:
         """Every sequence gives up its pages and waits."""
+        self._blocked = False
         for sequence in reversed(list(self.running)):
             self._preempt(sequence)
 
@@ -236,7 +266,7 @@ class Scheduler:
         return [chunk for chunk in chunks if chunk.sequence.state is State.DECODE]
 
     def _prefill(self, sequence: Sequence, room: int, chunks: list[Chunk]) -> int:
-        left = len(sequence.tokens) - sequence.computed
+        left = sequence.wanted - sequence.computed
         others = len(self.waiting) + sum(1 for each in self.running if each.state is State.PREFILL) > 1
         count = min(left, room, self.limits.quantum if others else room)
         if sequence.state is not State.PREFILL or count <= 0:
@@ -262,7 +292,16 @@ class Scheduler:
         sequence.computed = len(found) * PAGE
         sequence.cached = max(sequence.cached, min(sequence.computed, len(sequence.request.prompt)))
         sequence.move(State.PREFILL)
+        self._settle(sequence)
         return True
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Nothing of it is left to prefill, it may be."""
+        if sequence.state is not State.PREFILL or sequence.computed < sequence.wanted:
+            return
+        if sequence.held:
+            self._rested.append(sequence)
+        sequence.move(State.HELD if sequence.held else State.DECODE)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` positions, the youngest's if none is left. False: it was the youngest itself."""
