@@ -32,12 +32,12 @@ class Resumption:
         self._trail: list[bytes] = []
         self._trail_from: int | None = None
 
-    def take(self, frames: Sequence[Frame]) -> None:
     @property
     def count(self) -> int:
         """Ids that are known."""
         return self._count
 
+    def take(self, frames: Sequence[Frame]) -> None:
         """Frames have come, in order. Raises ``ProtocolError`` if ids cannot be read."""
         for frame in frames:
             if frame.kind in _VALUES:
