@@ -12,13 +12,17 @@ and they write where the result belongs, so that nothing is gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sllm_runtime.protocol.checkpoint import align
+from sllm_runtime.worker.engine.ours.pages import PAGE
+
 Floats = npt.NDArray[np.float32]
+_FILLED: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,12 @@ class Group(Protocol):
     def attend(self, qkv: torch.Tensor, k: Floats, v: Floats, look: Look, seen: torch.Tensor) -> None:
         """Put what this group's rows see into ``seen`` (rows, queries * width). ``qkv`` (rows, queries + 2 * kv, width)
         as projected, of all rows; ``k`` (pages, kv, 1, width, PAGE), ``v`` (pages, kv, 1, PAGE, width); all float32."""
+
+
+def filled(position: int) -> int:
+    """How many places of the page of ``position`` are computed for a sequence that ends there: whole vectors, so that
+    softmax has its sums in one order, and few enough widths of products. More would change no bit."""
+    return align(position % PAGE + 1, _FILLED)
 
 
 def tiles(matrix: Floats, tile: int) -> Floats:

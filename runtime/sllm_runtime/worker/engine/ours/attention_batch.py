@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sllm_runtime.worker.engine.ours.attention import Floats, Heads, Look, bent, mask_of, tiles
+from sllm_runtime.worker.engine.ours.attention import Floats, Heads, Look, bent, filled, mask_of, tiles
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE
 
 Indexes = npt.NDArray[np.int64]
+_RUNS: Final = 4
+"""A product more takes as long as what it may save of two pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,10 @@ class Plan:
     """(n * kv * m) row of the probabilities (rows * heads * span) that stands there."""
     parts: Indexes
     """(span * rows * heads) row of the pages' parts, the last one (zeros) where a row has no such page."""
+    last: Indexes
+    """(rows) page, of the ``n``, that a row ends in."""
+    whole: Indexes
+    """Pages, of the ``n``, that a row goes on behind."""
 
 
 def plan(tables: Sequence[Sequence[int]], heads: Heads, numerics: Numerics) -> Plan:
@@ -72,7 +80,18 @@ def plan(tables: Sequence[Sequence[int]], heads: Heads, numerics: Numerics) -> P
         np.ascontiguousarray(at.transpose(0, 2, 3, 1)).reshape(-1),
         back,
         np.ascontiguousarray(parts).reshape(-1),
+        local[:, -1],
+        local[:, :-1][valid[:, 1:]],
     )  # fmt: skip
+
+
+def runs(places: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Of pages side by side of which as many ``places`` (pages) are in use: the first, the one behind them, how many
+    places. Pages of which none is are left out; all are one run where they change too often for it to pay."""
+    borders = [0, *(np.flatnonzero(places[1:] != places[:-1]) + 1).tolist(), len(places)]
+    if len(borders) - 1 > _RUNS:
+        return [(0, len(places), int(places.max()))]
+    return [(low, high, int(places[low])) for low, high in pairwise(borders) if places[low]]
 
 
 def _ranks(local: Indexes, valid: npt.NDArray[np.bool_], n: int) -> Indexes:
@@ -92,7 +111,9 @@ class RowsOfMany:
         self._positions = torch.empty(0, dtype=torch.int64)
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
         by_page, by_row = len(made.to_pages), len(made.to_rows)
-        self._queries, self._by_page = _numbers(by_page, heads.width), _numbers(by_page, PAGE)
+        self._queries = _numbers(by_page, heads.width)
+        # Zeros: places that no product has written are masked, and must not be NaN.
+        self._by_page: Floats = np.zeros((by_page, PAGE), np.float32)
         self._by_row, self._weights = _numbers(by_row, PAGE), _numbers(by_row, PAGE)
         self._parts, self._seen = _numbers(by_page + 1, heads.width), _numbers(len(made.parts), heads.width)
         self._parts[-1] = 0
@@ -103,11 +124,16 @@ class RowsOfMany:
         of_row = (-1, heads.queries, made.span * PAGE)
         self._scored, self._weighted = (torch.from_numpy(each).view(of_row) for each in (self._by_row, self._weights))
         self._first, *self._more = self._seen.reshape(made.span, rows, -1)
+        self._runs = [(0, made.n, PAGE)]
 
     def begin(self, positions: torch.Tensor) -> RowsOfMany:
         """The rows of the next step are at ``positions`` (rows)."""
         self._positions = positions
         self._masks.clear()
+        places = np.zeros(self._plan.n, np.int64)
+        np.maximum.at(places, self._plan.last, [filled(position) for position in positions.tolist()])
+        places[self._plan.whole] = PAGE
+        self._runs = runs(places)
         return self
 
     def attend(self, qkv: torch.Tensor, k: Floats, v: Floats, look: Look, seen: torch.Tensor) -> None:
@@ -115,14 +141,21 @@ class RowsOfMany:
         here = self._plan
         _gather(qkv.numpy().reshape(-1, self._heads.width), here.to_pages, self._queries)
         self._queries *= np.float32(look.scale)
-        np.matmul(self._query_tiles, k[here.pages], out=self._page_tiles)
+        k, v = k[here.pages], v[here.pages]
+        for low, high, places in self._runs:
+            np.matmul(
+                self._query_tiles[low:high], k[low:high, ..., :places], out=self._page_tiles[low:high, ..., :places]
+            )
         _gather(self._by_page, here.to_rows, self._by_row)
         bent(self._scored, look.cap)
         if (mask := self._mask(look.window)) is not None:
             mask[0].add_(mask[1])
         torch.softmax(self._scored, -1, out=self._weighted)
         _gather(self._weights, here.back, self._by_page)
-        np.matmul(self._page_tiles, v[here.pages], out=self._part_tiles)
+        for low, high, places in self._runs:
+            np.matmul(
+                self._page_tiles[low:high, ..., :places], v[low:high, ..., :places, :], out=self._part_tiles[low:high]
+            )
         into: Floats = seen.numpy()[: len(self._first)]
         if not self._more:
             _gather(self._parts, here.parts, into.reshape(-1, self._heads.width))

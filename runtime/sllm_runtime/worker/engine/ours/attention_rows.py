@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from sllm_runtime.worker.engine.ours.attention import Floats, Heads, Look, bent, mask_of, tiles
+from sllm_runtime.worker.engine.ours.attention import Floats, Heads, Look, bent, filled, mask_of, tiles
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 
@@ -45,17 +45,20 @@ def _runs(table: Many[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _columns(matrix: Floats, at: int, count: int) -> Floats:
-    """Those of ``count`` pages: (pages, kv, queries, PAGE)."""
-    kv, queries, places = matrix.shape
-    return matrix.reshape(kv, queries, places // PAGE, PAGE)[:, :, at : at + count].transpose(2, 0, 1, 3)
+def _columns(matrix: Floats, at: int, count: int, places: int) -> Floats:
+    """Those of ``count`` pages with so many ``places`` each: (pages, kv, queries, places)."""
+    kv, queries, _ = matrix.shape
+    columns = matrix[:, :, at * PAGE : at * PAGE + count * places]
+    return columns.reshape(kv, queries, count, places).transpose(2, 0, 1, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Pages side by side, and where their products are: tiles of (pages, kv, queries, PAGE or width)."""
+    """Pages side by side, the first ``places`` of each, and where their products are: tiles of (pages, kv, queries,
+    places or width)."""
 
     pages: slice
+    places: int
     scores: Floats
     weights: Floats
     parts: Floats
@@ -70,18 +73,24 @@ class RowsOfOne:
         span, kv, wanted = len(table), heads.kv, count * heads.group
         most, tile = numerics.tiled(wanted), numerics.tile
         shape = (kv, count, heads.group, -1)
+        last = filled(start + count - 1)
+        places = (span - 1) * PAGE + last
         queries: Floats = np.zeros((kv, most, heads.width), np.float32)
-        # Of the scores and of the weights that they become, by KV head: (kv, queries, pages * PAGE).
-        scores, weights = (np.empty((kv, most, span * PAGE), np.float32) for _ in range(2))
+        # Of the scores and of the weights that they become, by KV head: (kv, queries, places).
+        scores, weights = (np.empty((kv, most, places), np.float32) for _ in range(2))
         parts: Floats = np.empty((span, kv, most, heads.width), np.float32)
+        runs = [(*run, PAGE) for run in _runs(table if last == PAGE else table[:-1])]
+        if last < PAGE:
+            runs.append((table[-1], span - 1, 1, last))
         self._runs = [
             _Run(
                 slice(page, page + count),
-                tiles(_columns(scores, at, count), tile),
-                tiles(_columns(weights, at, count), tile),
+                each,
+                tiles(_columns(scores, at, count, each), tile),
+                tiles(_columns(weights, at, count, each), tile),
                 tiles(parts[at : at + count], tile),
             )
-            for page, at, count in _runs(table)
+            for page, at, count, each in runs
         ]
         self._queries = tiles(queries, tile)
         # (kv, rows, group, width) and what these rows see in the same order.
@@ -99,13 +108,13 @@ class RowsOfOne:
         asked: Floats = qkv.numpy()[rows, : heads.queries].reshape(shape)
         np.multiply(asked.transpose(1, 0, 2, 3), np.float32(look.scale), out=self._asked)
         for run in self._runs:
-            np.matmul(self._queries, k[run.pages], out=run.scores)
+            np.matmul(self._queries, k[run.pages, ..., : run.places], out=run.scores)
         bent(self._scores, look.cap)
         if (mask := self._mask(look.window)) is not None:
             mask[0].add_(mask[1])
         torch.softmax(self._scores, -1, out=self._weights)
         for run in self._runs:
-            np.matmul(run.weights, v[run.pages], out=run.parts)
+            np.matmul(run.weights, v[run.pages, ..., : run.places, :], out=run.parts)
         for part in self._more:
             self._total += part
         seen.numpy()[rows].reshape(shape)[:] = self._seen

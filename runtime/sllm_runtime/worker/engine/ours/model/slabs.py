@@ -18,6 +18,11 @@ from sllm_runtime.worker.engine.ours.attention import Floats
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 
 _OUTPUTS: Final = 128
+_TALL: Final = (16, 64)
+"""Rows and outputs of a product of more rows than a slab of ``_OUTPUTS`` takes: there are other kernels beyond as many
+results."""
+_NARROW: Final = 256
+"""Inputs up to which so many rows stay in the cache nearest to the processor."""
 _LANES: Final = 16
 _MOST: Final = 1_000_000
 """Multiplications of one product, beyond which OpenBLAS takes other kernels."""
@@ -45,10 +50,11 @@ def _small_kernels() -> bool:
 class Slabs:
     """A matrix of shape (outputs, inputs), wherever it lies."""
 
-    def __init__(self, weight: torch.Tensor, rows: int, outputs: int) -> None:
+    def __init__(self, weight: torch.Tensor, rows: int, outputs: int, tall: Slabs | None = None) -> None:
+        """``tall``: takes what are more than ``rows`` rows."""
         matrix: Floats = weight.numpy()
         total, inputs = matrix.shape
-        self._rows, self._outputs = rows, outputs
+        self._rows, self._outputs, self._tall = rows, outputs, tall
         whole = total - total % outputs
         self._whole = matrix[:whole].reshape(whole // outputs, outputs, inputs).swapaxes(-1, -2)
         # What is left over is computed with the outputs before it: every slab has the same width.
@@ -61,13 +67,17 @@ class Slabs:
         for rows in (8, 4, 2):
             outputs = min(total, _OUTPUTS, _MOST // (rows * inputs)) // _LANES * _LANES
             if outputs:
-                return cls(weight, rows, outputs)
+                tall = cls(weight, *_TALL) if inputs <= _NARROW and total >= _TALL[1] else None
+                return cls(weight, rows, outputs, tall)
         return None
 
     def __call__(self, rows: Floats, out: Floats) -> None:
         """``out`` (rows, outputs) = ``rows`` (rows, inputs) x the matrix; an even number of rows."""
         if len(rows) <= self._rows:
             self._multiply_few(rows, out)
+            return
+        if self._tall is not None:
+            self._tall(rows, out)
             return
         whole = len(rows) - len(rows) % self._rows
         self._multiply(rows[:whole], out[:whole])
