@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -14,11 +14,12 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import Unavailable
 
+_T = TypeVar("_T")
 _WRONG_SEQUENCE: Final = (10071, 10164)
 _AGAIN_S: Final = 0.2
 _TRY_S: Final = 2.0
 WRITE_S: Final = 15.0
-"""Longest wait for a write: a cluster's servers may be electing a leader."""
+"""Longest wait for an answer: a cluster's servers may be electing a leader."""
 
 
 class Changed(Exception):
@@ -63,27 +64,38 @@ class Stored:
         return await self._publish(subject, codec.pack(entry), headers)
 
     async def _publish(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
+        async def publish() -> int:
+            stored = await self._bus.jetstream.publish(subject, data, headers=headers, timeout=_TRY_S)
+            return stored.seq
+
+        return await self._patiently(publish, "written")
+
+    async def last(self, stream: str, subject: str) -> tuple[int, bytes] | None:
+        """Sequence and data of the last message of ``subject``, by the stream's leader: what another server has of it
+        (``direct``) may lag behind, so that an acknowledged message would not be there."""
+
+        async def read() -> tuple[int, bytes] | None:
+            try:
+                message = await self._bus.jetstream.get_last_msg(stream, subject)
+            except nats.js.errors.NotFoundError:
+                return None
+            return message.seq or 0, message.data or b""
+
+        return await self._patiently(read, "read")
+
+    async def _patiently(self, ask: Callable[[], Awaitable[_T]], done: str) -> _T:
+        """What JetStream answers to ``ask``, by which the journal would be ``done``."""
         deadline = self._clock() + WRITE_S
         while True:
             try:
-                stored = await self._bus.jetstream.publish(subject, data, headers=headers, timeout=_TRY_S)
-                return stored.seq
+                async with asyncio.timeout(_TRY_S):
+                    return await ask()
             except nats.js.errors.APIError as error:
                 if error.err_code in _WRONG_SEQUENCE:
                     raise Changed from error
                 problem = error.description or type(error).__name__
-            except nats.errors.Error as error:
+            except (nats.errors.Error, TimeoutError) as error:
                 problem = str(error) or type(error).__name__
             if self._clock() > deadline:
-                raise Unavailable(f"the call's journal cannot be written: {problem}; call again")
+                raise Unavailable(f"the call's journal cannot be {done}: {problem}; call again")
             await self._pause(_AGAIN_S)
-
-    async def last(self, stream: str, subject: str) -> tuple[int, bytes] | None:
-        """Sequence and data of the last message of ``subject``."""
-        try:
-            message = await self._bus.jetstream.get_last_msg(stream, subject, direct=True)
-        except nats.js.errors.NotFoundError:
-            return None
-        except nats.errors.Error as error:
-            raise Unavailable(f"the journal cannot be read: {error or type(error).__name__}; try again") from error
-        return message.seq or 0, message.data or b""

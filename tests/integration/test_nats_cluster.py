@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,14 @@ from nats.js.manager import JetStreamManager
 
 from benchmarks.nats_cluster import NatsCluster
 from sllm.client import Client
+from sllm_gateway.stored import Stored
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.streams import ensure_streams
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.lives import Gone, Log
+from sllm_runtime.protocol.subjects import LIVES_STREAM, life_log
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait_cold
 from tests.fixtures.streams import Stream
@@ -85,3 +94,29 @@ def test_a_stream_outlives_its_gateway(tmp_path: Path, monkeypatch: pytest.Monke
                 old = cluster.kill("gateway")
                 assert seen + list(values) == text
         cluster.wait_restarted("gateway", old)
+
+
+async def test_what_is_written_is_asked_of_who_leads(tmp_path: Path) -> None:
+    """Any other server that has the stream may lag behind: it would say that an acknowledged message is not there."""
+    subject, written = life_log("life", 0), Log((Gone("call-1"),))
+
+    async def connect(url: str) -> Bus:
+        return await Bus.connect(Settings.load({"SLLM_NATS_URL": url}), "up", name="test")
+
+    with NatsCluster(tmp_path / "nats") as nats:
+        bus = await connect(nats.url)
+        await ensure_streams(bus, 3)
+        cluster = (await bus.jetstream.stream_info(LIVES_STREAM)).cluster
+        await bus.close()
+        assert cluster is not None
+        leader = cluster.leader or ""
+        other = await connect(next(url for name, url in nats.urls.items() if name != leader))
+        await Stored(other).write(subject, written)
+        os.kill(nats.pids()[leader], signal.SIGSTOP)
+        ticks = count(step=10.0)
+        with pytest.raises(Unavailable, match="cannot be read"):  # a follower would have said it at once
+            await Stored(other, lambda: next(ticks)).last(LIVES_STREAM, subject)
+        found = await Stored(other).last(LIVES_STREAM, subject)
+        assert found is not None
+        assert found[1] == codec.pack(written)
+        await other.close()

@@ -225,6 +225,7 @@ def gateway_rights(identity: str) -> Rights:
             "$JS.API.CONSUMER.INFO.>",
             "$JS.API.DIRECT.GET.>",
             f"$JS.API.STREAM.MSG.GET.OBJ_{BUNDLES}",
+            *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in (JOURNAL_STREAM, CALLS_STREAM, LIVES_STREAM)),
             f"$JS.API.STREAM.PURGE.OBJ_{BUNDLES}",
             "$JS.FC.>",
             "$JS.ACK.>",
