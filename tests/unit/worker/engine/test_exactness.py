@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sllm_runtime.protocol.errors import NotDeterministic
 from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.engine import OurEngine
-from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT, Numerics
 from tests.fixtures.examples import examples
 from tests.unit.worker.engine import driver
-from tests.unit.worker.engine.driver import MIB, Rows, decoder, exact, finish, ids, page_bytes, request, run
+from tests.unit.worker.engine.driver import Rows, decoder, exact, finish, ids, page_bytes, request, run
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -68,7 +66,10 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_cut(name: str, dtype: tor
 
 
 @DTYPES
-def test_the_stricter_level_holds_too(dtype: torch.dtype) -> None:
+def test_the_stricter_level_holds_where_the_self_test_says_so(dtype: torch.dtype) -> None:
+    """In float32 it does not with every processor's products."""
+    if not selftest.prove(decoder("llama", dtype), "", [EXACT]).exact:
+        pytest.skip(f"{EXACT.name} does not hold in {dtype} on this processor, and the self-test says so")
     _cut("llama", dtype, 150, [1, 1, 2, 3, 121, 1, 1], [131], numerics=EXACT)
 
 
@@ -82,18 +83,6 @@ def test_a_row_has_the_same_bits_with_two_threads(dtype: torch.dtype) -> None:
     _cut("llama", dtype, 150, [1, 1, 2, 3, 121, 1, 1], [131])
 
 
-@DTYPES
-@pytest.mark.parametrize("number", range(len(OPTIONS)))
-def test_a_resume_goes_on_at_every_position(number: int, dtype: torch.dtype) -> None:
-    first = request(max_tokens=40, prompt=range(5, 101), **OPTIONS[number])
-    core = engine(dtype=dtype, running=64)
-    whole = run(core, first)[0]
-    assert len(whole) == 40
-    resumed = [replace(first, id=at, emitted=whole[:at]) for at in range(len(whole))]
-    for at, rest in run(core, *resumed).items():
-        assert whole[:at] + rest == whole, at
-
-
 def stream(number: int) -> Request:
     """Requests of many kinds and lengths, some of which share a prefix."""
     shared = tuple(range(3, 101)) * 2
@@ -103,9 +92,13 @@ def stream(number: int) -> Request:
 
 
 def _batches(dtype: torch.dtype, count: int) -> None:
-    alone = {number: run(engine(dtype=dtype), stream(number))[number] for number in range(count)}
+    """The same tokens, each from the same bits."""
+    alone = {number: _drawn(number, dtype) for number in range(count)}
     core = engine(dtype=dtype, prefill=96, quantum=48, running=33)
-    assert run(core, *(stream(number) for number in range(count))) == alone
+    rows = driver.rows_of(core)
+    assert run(core, *(stream(number) for number in range(count))) == {n: ids for n, (ids, _) in alone.items()}
+    for (number, at), row in rows.items():
+        assert torch.equal(row, alone[number][1][at]), (number, at)
 
 
 @DTYPES
@@ -123,13 +116,15 @@ def test_batches_with_two_threads(dtype: torch.dtype) -> None:
 @settings(max_examples=examples(25))
 @given(st.data())
 def test_no_schedule_changes_a_token(data: st.DataObject) -> None:
-    """Joins, cancellations, exports and sleeps in any order, with too little KV memory for all."""
+    """Joins, cancellations, exports and sleeps in any order, with too little KV memory for all: the same tokens, each
+    from the same bits."""
     core = engine(
         kv=data.draw(st.integers(3, 8)) * page_bytes(),
         prefill=data.draw(st.sampled_from([16, 100, 256])),
         quantum=data.draw(st.sampled_from([16, 60])),
         running=data.draw(st.integers(1, 6)),
     )
+    rows = driver.rows_of(core)
     got: dict[int, tuple[int, ...]] = {}
     waiting, gone = list(data.draw(st.permutations(range(9)))), set()
     while waiting or core.busy:
@@ -151,8 +146,10 @@ def test_no_schedule_changes_a_token(data: st.DataObject) -> None:
             got[event.request] = got.get(event.request, ()) + event.ids
     core.scheduler.check()
     for number, tokens in got.items():
-        expected = _alone(number)
+        expected, _ = _whole(number, torch.float32)
         assert tokens == (expected[: len(tokens)] if number in gone else expected), number
+    for (number, at), row in rows.items():
+        assert torch.equal(row, _whole(number, torch.float32)[1][at]), (number, at)
 
 
 def _move(core: OurEngine, number: int) -> None:
@@ -163,11 +160,6 @@ def _move(core: OurEngine, number: int) -> None:
         return  # it has ended
     core.cancel(number)
     core.add(replace(exported.request, emitted=exported.ids))
-
-
-@cache
-def _alone(number: int) -> tuple[int, ...]:
-    return run(engine(), stream(number))[number]
 
 
 @DTYPES
@@ -214,7 +206,12 @@ def test_fed_ids_are_as_if_drawn(data: st.DataObject, dtype: torch.dtype) -> Non
 
 @cache
 def _whole(number: int, dtype: torch.dtype) -> tuple[tuple[int, ...], dict[int, torch.Tensor]]:
-    """Its output, and the logits that each id of it was drawn from."""
+    """``_drawn``, on one thread."""
+    return _drawn(number, dtype)
+
+
+def _drawn(number: int, dtype: torch.dtype) -> tuple[tuple[int, ...], dict[int, torch.Tensor]]:
+    """Its output when it is alone, and the logits that each id of it was drawn from."""
     core = engine(dtype=dtype)
     rows = driver.rows_of(core)
     tokens = run(core, stream(number))[number]
@@ -251,36 +248,3 @@ def test_pages_move_with_a_request() -> None:
     with pytest.raises(ValueError, match="float32"):
         target.import_pages([replace(pages[0], content=pages[0].content.double())])
     target.scheduler.check()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_hundred_thousand_resumed_tokens() -> None:
-    """The demo model, bfloat16: streams are resumed at random places, in batches of random sizes."""
-    path = Path(__file__).parents[4] / "functions" / "coder" / "model"
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    made = build("LlamaForCausalLM", model.config, dict(model.named_parameters()), torch.bfloat16, EXACT.rows)
-    core = OurEngine(made, frozenset(), EXACT, 512 * MIB)
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
-    firsts = [
-        request(n, [draw(5, 4096) for _ in range(draw(1, 300))], max_tokens=400, temperature=n % 2 * 0.8, seed=n)
-        for n in range(32)
-    ]
-    whole = run(core, *firsts)
-    resumed, number = 0, 1000
-    while resumed < 100_000:
-        batch = {}
-        for _ in range(draw(1, 34)):
-            n, at = draw(0, 32), draw(0, 399)
-            batch[number] = (n, at)
-            core.add(replace(firsts[n], id=number, emitted=whole[n][:at]))
-            number += 1
-        core.scheduler.pages.drop_cached()
-        for each, events in finish(core).items():
-            n, at = batch[each]
-            assert ids(events) == whole[n][at:], (n, at)
-            resumed += len(whole[n]) - at
