@@ -50,4 +50,4 @@ GPU_FAST: Final = Numerics("gpu-fast", 1, 1, 1)
 """What torch has."""
 GPU_LEVELS: Final = (GPU_EXACT, GPU_FAST)
 EXACT: Final = LEVELS[1]
-"""What held wherever it was tried."""
+"""Taken where none is proven. In float32 it does not hold with every processor's products."""
