@@ -18,7 +18,7 @@ SHAPES = [(512, 256), (96, 256), (256, 704), (64, 1024), (512, 1024), (512, 2048
 
 def cancelling(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and a matrix whose products sum to 0 by exact arithmetic: what comes out is what the order of the sum left,
-    so another order gives other numbers nearly everywhere, and not one in 50,000 as with any numbers."""
+    so another order gives other numbers nearly everywhere, and not one in 10,000 as with any numbers."""
     generator = torch.Generator().manual_seed(outputs * inputs)
     matrix, x = (torch.randn(count, inputs // 2, generator=generator) for count in (outputs, rows))
     order = torch.randperm(inputs, generator=generator)
