@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sllm_gateway.link import Outgoing
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.frames import Ack, Cancel, Frame, FrameKind, Parts, Resend
+from sllm_runtime.protocol.frames import Ack, Cancel, Feed, Frame, FrameKind, Parts, Resend
 from sllm_runtime.protocol.records import RouteEntry
 from sllm_runtime.protocol.stream import Inbox, Outbox
 
@@ -29,6 +29,8 @@ class Binding:
         """Whether the instance has the call: it said so, or sent something of it."""
         self.following = False
         """Whether its ids are wanted as they are drawn."""
+        self.held = False
+        """Whether it is to draw nothing there before it is told to (``CallHead.held``)."""
         self.resends = 0
         """Times it asked for frames again."""
         self.due = NEVER
@@ -39,6 +41,9 @@ class Binding:
         self._cancel: Cancel | None = None
         self._cancel_again = NEVER
         self._cancel_wait = limits.RESEND_AFTER_S
+        self._insisted: list[Feed] = []
+        self._insist_again = NEVER
+        self._insist_wait = limits.RESEND_AFTER_S
 
     @property
     def node(self) -> str:
@@ -116,6 +121,24 @@ class Binding:
         self.outbox.on_resend(index)
         return self.body(now)
 
+    # --- ids that it is to go on from -------------------------------------------------------------
+    def insist(self, feeds: list[Feed], now: float) -> list[Outgoing]:
+        """Tell it ``feeds``, again and again until they are ``heeded``."""
+        self._insisted, self._insist_wait = feeds, limits.RESEND_AFTER_S
+        return self._insist_now(now)
+
+    def heeded(self) -> None:
+        """It does as it was told."""
+        self._insisted = []
+
+    def _insist_now(self, now: float) -> list[Outgoing]:
+        if not self._insisted:
+            return []
+        self._insist_again = now + self._insist_wait
+        self._insist_wait = min(MOST_WAIT_S, self._insist_wait * 2)
+        self.due = min(self.due, self._insist_again)
+        return list(self._insisted)
+
     # --- the end, and what was lost ---------------------------------------------------------------
     def cancel(self, code: str, reason: str, now: float) -> list[Outgoing]:
         """End it there. What still comes is counted as read, so that nothing keeps the END frame back."""
@@ -142,6 +165,7 @@ class Binding:
             items.append(Resend(self.call, self.epoch, index))
         self.outbox.on_resend(self.outbox.acked)
         items += self.body(now)
+        items += self._insist_now(now)
         return items + (self._cancel_now(now) if self._cancel else [])
 
     def tend(self, now: float) -> list[Outgoing]:
@@ -159,6 +183,9 @@ class Binding:
             self.due = now + limits.ACK_AFTER_S
         if self.accepted and not self.outbox.done:
             items += self._body_due(now)
+        if self._insisted:
+            items += self._insist_now(now) if now >= self._insist_again else []
+            self.due = min(self.due, self._insist_again)
         if self._cancel is not None:
             items += self._cancel_now(now) if now >= self._cancel_again else []
             self.due = min(self.due, self._cancel_again)

@@ -213,6 +213,7 @@ class Call:
             delivered=self.resumption.delivered if self.resumption is not None else 0,
             delivered_hash=self.resumption.digest if self.resumption is not None else b"",
             follow=binding.following,
+            held=binding.held,
             credit=binding.inbox.window,
             traceparent=self.order.traceparent,
         )

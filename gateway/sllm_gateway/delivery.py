@@ -92,7 +92,7 @@ class Delivery:
             cost -= dropped
         self._arrived(call, binding, ready, cost, now)
         if call.move is not None and binding is call.binding:
-            self._moves.on_source(call)
+            self._moves.on_source(call, ready, now)
 
     def moved(self, call: Call, binding: Binding, frames: list[Frame], now: float) -> None:
         """Frames of ``binding`` that have waited until it was the call's."""

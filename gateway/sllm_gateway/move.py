@@ -8,7 +8,10 @@ hash: it can take over only as the same answer. No I/O.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum, auto
 from typing import Final
+
+import msgspec
 
 from sllm_gateway.binding import Binding
 from sllm_gateway.resumption import Resumption
@@ -27,6 +30,25 @@ MOST_ROUNDS: Final = 50
 """Times a destination is fed; then the source stops, however far behind it is: it is the slower one."""
 TOGETHER_S: Final = 5.0
 """A call that could go over waits so long for those that are on their way to the same instance."""
+LAST: Final = 4
+"""Tokens that a destination that rests may be behind when the source stops: they are computed in the step that draws
+the next."""
+QUIET_S: Final = 1.0
+"""A source that has told nothing for so long is not waited for."""
+
+
+class Next(Enum):
+    """What is to be done for a call on its way."""
+
+    WAIT = auto()
+    FEED = auto()
+    """Tell the destination what it lacks (``Move.feed``)."""
+    OPEN = auto()
+    """It takes no ids while it runs: open the call there anew."""
+    DRAW = auto()
+    """No id brings it further: let it draw (``Move.let_draw``)."""
+    SWITCH = auto()
+    """The source stops (``Move.switch``)."""
 
 
 def leaving(entries: Sequence[RouteEntry]) -> dict[str, RouteEntry]:
@@ -48,6 +70,10 @@ class Move:
         self.round = round_
         self.feeds: bool | None = None
         """Whether the destination takes ids while it runs; None until it has said so."""
+        self.holds: bool | None = None
+        """Whether it draws nothing before it is let (``CallHead.held``); None until it has said so."""
+        self._let = False
+        """Whether it was let."""
         self.switched = False
         """Whether the source is left: what comes from ``binding`` is the caller's, but for what that has already."""
         self._kept = kept
@@ -66,18 +92,33 @@ class Move:
         self._digests: dict[int, bytes] = {}
         """Of the outputs among them, as ``Resumption.digest_at``."""
         self._spoke = False
+        self._drew = False
+        """Whether it has said more than its source had."""
         self._ended = False
         self._computed_at: float | None = None
         """When the destination had computed first what it was told."""
+        self._said_at = binding.inbox.heard
+        """When the destination was last heard, or told something."""
+        self._ready_at: float | None = None
+        """When the source first might have stopped; it stops after one of its outputs."""
+        self._source_at = binding.inbox.heard
+        """When the source was last heard."""
 
     # --- how far it is ------------------------------------------------------------------------------
     @property
+    def holding(self) -> bool:
+        """Whether the destination rests when it has what it was told; else it draws ids of its own then."""
+        return self.holds is True and not self._let
+
+    @property
     def computed(self) -> bool:
-        """Whether the destination has what it was told: it draws ids of its own now, or has ended."""
+        """Whether the destination has what it was told, or has ended."""
         if self._ended:
             return True
-        if not self._spoke or self._outputs < self._told_outputs:
-            return False
+        return self._spoke and self._outputs >= self._told_outputs and self._has_ids
+
+    @property
+    def _has_ids(self) -> bool:
         return all(self._reached.get(number, 0) >= count for number, count in self._told.items())
 
     @property
@@ -89,6 +130,8 @@ class Move:
     @property
     def near(self) -> bool:
         """Whether the destination is as little behind as rounds are for."""
+        if self.holding:
+            return self.gap <= LAST
         return self.gap <= (0 if self.feeds and self.round < ROUNDS else GAP)
 
     @property
@@ -105,10 +148,11 @@ class Move:
 
     @property
     def abreast(self) -> bool:
-        """Whether the destination has nothing of it to prefill but what a step may bring."""
-        return not self.filling and (not self.feeds or self.gap <= GAP)
+        """Whether the destination has nothing of it to prefill but what a step may bring, also when the source has told
+        one token more: what that told of all calls is looked at one by one."""
+        return not self.filling and (not self.feeds or self.gap <= (LAST - 1 if self.holding else GAP))
 
-    def held(self, others: Iterable[Move], now: float) -> bool:
+    def waits(self, others: Iterable[Move], now: float) -> bool:
         """Whether, computed, it waits at the source for ``others`` on their way to the same instance: as long as that
         prefills them each of its steps takes longer than one of the source's."""
         if self.feeds is False or self._computed_at is None or now - self._computed_at >= TOGETHER_S:
@@ -116,19 +160,65 @@ class Move:
         return any(not other.abreast if self.ready else other.filling for other in others)
 
     @property
-    def over(self) -> bool:
+    def level(self) -> bool:
         """Whether the destination has all that the caller has: nothing more is to be left out."""
         return self.switched and self._outputs >= self._kept.delivered
 
-    def feed(self) -> list[Feed]:
+    @property
+    def over(self) -> bool:
+        """Whether nothing is owed to the destination either: it draws."""
+        return self.level and (self._drew or self.holds is False)
+
+    def heard(self, now: float) -> None:
+        """The source has told more."""
+        self._source_at = now
+
+    def next(self, others: Iterable[Move], now: float, *, after_output: bool = False) -> Next:
+        """``others``: those on their way to the same instance. ``after_output``: the source has just given out a whole
+        output, and so begins its next step: a destination that rests draws that id in its place from now on."""
+        if self.feeds is None and not self._ended:
+            return Next.WAIT  # its frames have overtaken what it says of itself
+        if self._stuck(now):
+            return Next.DRAW
+        if not self.computed or self.waits(others, now):
+            return Next.WAIT
+        if self.ready:
+            self._ready_at = now if self._ready_at is None else self._ready_at
+            return Next.SWITCH if after_output or self._may_switch(now) else Next.WAIT
+        if self.near:
+            return Next.WAIT
+        return Next.FEED if self.feeds else Next.OPEN
+
+    def _may_switch(self, now: float) -> bool:
+        """Whether the next output of the source is not worth waiting for."""
+        assert self._ready_at is not None
+        return not self.holding or self._ended or now - min(self._source_at, self._ready_at) >= QUIET_S
+
+    def _stuck(self, now: float) -> bool:
+        """Whether it rests and lacks what no id brings: a generation has ended, and code or another one followed it."""
+        if not self.holding or not self._spoke or self.computed:
+            return False
+        return now - self._said_at >= (QUIET_S if self._has_ids else TOGETHER_S)
+
+    def feed(self, now: float) -> list[Feed]:
         """The next round: what to tell the destination."""
         self.round += 1
         self._told, self._told_outputs = self._kept.counts, self._kept.delivered
+        self._said_at, self._ready_at = now, None
         return self.lacking()
 
     def lacking(self) -> list[Feed]:
         """Ids that the source has and the destination, which takes them, has not said."""
         return self._beyond(self._reached)
+
+    def let_draw(self) -> list[Feed]:
+        """``lacking``; and a destination that is held, or may be, draws from the last of these messages on."""
+        feeds = self.lacking()
+        if self.holds is False:
+            return feeds
+        self._let = True
+        *before, last = feeds or [Feed(self.binding.call, self.binding.epoch, 0, 0, ())]
+        return [*before, msgspec.structs.replace(last, held=False)]
 
     def forward(self) -> list[Feed]:
         """Ids that the source has told since, to a destination that has computed what it was told. Those of a round,
@@ -141,7 +231,7 @@ class Move:
             return []
         call, epoch, self._fed = self.binding.call, self.binding.epoch, self._kept.counts
         return [
-            Feed(call, epoch, number, at, tuple(self._kept.known(number)[at : at + FEED_IDS]))
+            Feed(call, epoch, number, at, tuple(self._kept.known(number)[at : at + FEED_IDS]), self.holding)
             for number, count in self._fed.items()
             for at in range(max(known.get(number, 0), self._reached.get(number, 0)), count, FEED_IDS)
         ]
@@ -152,17 +242,20 @@ class Move:
         those that nobody waits for. Raises also what the destination ended with before ``switch``."""
         new: list[Frame] = []
         dropped = 0
+        self._said_at = now if frames else self._said_at
         for frame in frames:
             self._spoke = True
             if frame.kind is FrameKind.END:
                 self._end(frame)
+                self._drew = True
                 new.append(frame)
             elif frame.kind is FrameKind.IDS:
                 if self._drawn(codec.unpack(Ids, frame.data)):
+                    self._drew = True
                     new.append(frame)
                 else:
                     dropped += frame.cost
-            elif self.over:
+            elif self.level:
                 new.append(frame)
                 self._outputs += not frame.more
             else:

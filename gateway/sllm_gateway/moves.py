@@ -7,7 +7,7 @@ Until then whatever goes wrong with the destination costs nothing: the call stay
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from sllm_gateway.binding import Binding
@@ -15,8 +15,9 @@ from sllm_gateway.call import Call
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Incoming, Link
 from sllm_gateway.metrics import Metrics
-from sllm_gateway.move import Move, leaving
+from sllm_gateway.move import Move, Next, leaving
 from sllm_gateway.open_calls import OpenCalls
+from sllm_gateway.resumption import VALUES
 from sllm_gateway.table import Version
 from sllm_gateway.under_way import UnderWay
 from sllm_runtime.platform.owned import Tasks
@@ -98,6 +99,7 @@ class Moves:
         call.move_round = round_
         binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         binding.following = True
+        binding.held = bool(call.resumption.counts)  # who knows no id of it cannot tell it how far to go
         call.move = Move(binding, call.resumption, round_)
         self._moving.begin(call, call.move)
         self._dispatcher.take(call, entry.instance)
@@ -118,10 +120,12 @@ class Moves:
             if call.move is move:
                 self.drop(call, why, gone=opened.status == "gone", busy=opened.status == "busy")
             return
-        move.feeds = opened.feeds
+        move.feeds, move.holds = opened.feeds, binding.held and opened.feeds and opened.holds
         self._accept(call, binding)
         if binding is call.binding or call.move is move:
             self._link.send_all(binding.node, binding.body(self._clock()))
+        if move.switched and call.move is move:  # it died before this answer was here
+            self._let_draw(move)
 
     def _accept(self, call: Call, binding: Binding) -> None:
         if not binding.accepted:
@@ -156,26 +160,36 @@ class Moves:
         self._link.send_all_later(binding.node, binding.acknowledge(now))
         self._judge(call, move, now)
 
-    def _judge(self, call: Call, move: Move, now: float) -> None:
+    def _judge(self, call: Call, move: Move, now: float, *, after_output: bool = False) -> None:
         """Switch, or tell the destination what it lacks."""
-        if not move.computed or move.held(self._moving.beside(move), now):
-            return
-        if move.ready:
-            self._switch(call, move, now)
-        elif move.feeds is None or move.near:
-            return
-        elif move.feeds:
-            self._link.send_all(move.binding.node, move.feed())
-            call.move_round = move.round
-        else:
-            self._let_go(call, move, f"round {move.round} is over, {move.gap} tokens are missing")
-            self._begin(call, move.binding.entry, move.round + 1)
+        match move.next(self._moving.beside(move), now, after_output=after_output):
+            case Next.SWITCH:
+                self._switch(call, move, now)
+            case Next.FEED:
+                self._link.send_all(move.binding.node, move.feed(now))
+                call.move_round = move.round
+            case Next.DRAW:
+                self._let_draw(move)
+            case Next.OPEN:
+                self._let_go(call, move, f"round {move.round} is over, {move.gap} tokens are missing")
+                self._begin(call, move.binding.entry, move.round + 1)
 
-    def on_source(self, call: Call) -> None:
-        """It has told more: the destination has that at its next step, if it has no other call to prefill."""
+    def on_source(self, call: Call, frames: Sequence[Frame], now: float) -> None:
+        """It has told more, ``frames``. A destination that draws along has that at its next step, if it has no other
+        call to prefill."""
         move = call.move
-        if move is not None and not move.switched and not any(each.filling for each in self._moving.beside(move)):
+        if move is None or move.switched:
+            return
+        move.heard(now)
+        if move.holding:
+            last = frames[-1] if frames else None
+            self._judge(call, move, now, after_output=last is not None and last.kind in VALUES and not last.more)
+        elif not any(each.filling for each in self._moving.beside(move)):
             self._link.send_all(move.binding.node, move.forward())
+
+    def _let_draw(self, move: Move) -> None:
+        binding = move.binding
+        self._link.send_all(binding.node, binding.insist(move.let_draw(), self._clock()))
 
     def _tend(self, call: Call, move: Move, now: float) -> None:
         binding = move.binding
@@ -197,7 +211,7 @@ class Moves:
             call.stays = True
             self.drop(call, error.message)
             return
-        self._link.send_all(move.binding.node, move.lacking())
+        self._let_draw(move)
         self._link.send(source.node, Cancel(call.id, source.epoch, reason=f"it goes on at {move.binding.instance}"))
         self._dispatcher.release(call, source.instance)
         self._metrics.resent.inc(source.resends)
@@ -220,7 +234,7 @@ class Moves:
         except NotDeterministic as error:
             self.drop(call, error.message)
             return False
-        self._link.send_all(move.binding.node, move.lacking())
+        self._let_draw(move)
         log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()
         self._adopt(call, move, new, dropped, self._clock())
@@ -253,6 +267,7 @@ class Moves:
     def _finish_if_over(self, call: Call, move: Move) -> None:
         if move.over:
             call.move = None
+            move.binding.heeded()
             self._unfollow(call)
 
     def drop(self, call: Call, why: str, *, gone: bool = False, busy: bool = False) -> None:

@@ -13,7 +13,8 @@ from sllm_runtime.protocol.limits import MOST_GENERATIONS, MOST_IDS
 
 _MOST_IN_VAIN: Final = 2
 """Instances that may die one after the other without anything new from them: then it is the call that kills them."""
-_VALUES: Final = (FrameKind.OUTPUT, FrameKind.DELTA)
+VALUES: Final = (FrameKind.OUTPUT, FrameKind.DELTA)
+"""Frames that callers see."""
 
 
 class Resumption:
@@ -40,7 +41,7 @@ class Resumption:
     def take(self, frames: Sequence[Frame]) -> None:
         """Frames have come, in order. Raises ``ProtocolError`` if ids cannot be read."""
         for frame in frames:
-            if frame.kind in _VALUES:
+            if frame.kind in VALUES:
                 self._parts.append(frame.data)
                 if not frame.more:
                     for part in self._parts:
@@ -109,7 +110,7 @@ class Resumption:
         None if no other instance may go on: it is this call that has killed several, or the caller has begun to read an
         output that is not whole."""
         begun = len(self._parts)
-        half = [index for index, frame in enumerate(waiting) if frame.kind in _VALUES][-begun:] if begun else []
+        half = [index for index, frame in enumerate(waiting) if frame.kind in VALUES][-begun:] if begun else []
         if len(half) < begun or not all(waiting[index].more for index in half):
             return None
         seen = (self.delivered, self._count)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.http import API, InstanceView
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import sllm_json
 from tests.fixtures.deployed import deploy, view
@@ -85,6 +85,19 @@ def test_all_calls_of_an_instance_move_whatever_they_carry(cluster: Cluster, tex
             assert found["choices"] == right[name]["choices"], name
             for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 assert found["usage"][field] == right[name]["usage"][field], name
+
+
+def test_a_call_moves_between_two_generations_and_in_each(cluster: Cluster, tmp_path: Path) -> None:
+    right = whole(cluster, tmp_path / "open", before=12)
+    between = right.index("first")
+    for place, at in (("first", between - 3), ("end", between), ("code", between + 1), ("more", between + 9)):
+        source, before = settled(cluster), moved(cluster)
+
+        def act(source: InstanceView = source) -> None:
+            assert ask(cluster, source)["state"] == "DONE"
+
+        assert read_while(cluster, tmp_path / place, act, at=at, before=12) == right, place
+        assert moved(cluster) == before + 1, place
 
 
 def test_sllm_node_drain_moves_what_runs_there(cluster: Cluster, text: list[str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sllm_gateway import move as moving
 from sllm_gateway.binding import Binding
-from sllm_gateway.move import GAP, MOST_ROUNDS, ROUNDS, TOGETHER_S, Move
+from sllm_gateway.move import GAP, LAST, MOST_ROUNDS, QUIET_S, ROUNDS, TOGETHER_S, Move, Next
 from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
@@ -31,7 +31,7 @@ from tests.unit.gateway.test_faults import SSE, values
 from tests.unit.gateway.test_resumption import engine
 
 # --- what is new to the caller ----------------------------------------------------------------------
-NOW = 10.0
+NOW = 16.0
 Step = tuple[int, tuple[int, ...], list[bytes]]
 """A generation, ids that it drew, and the parts of the output that follows (none: no output yet)."""
 steps = st.lists(
@@ -103,6 +103,167 @@ def test_nothing_is_lost_repeated_or_different(answer: list[Step], seed: int) ->
     right.take(source)
     assert kept.recorded == right.recorded
     assert kept.digest == right.digest
+
+
+class Resting:
+    """A destination that gives out what it was told of ``answer`` and no more, until it is let."""
+
+    def __init__(self, answer: list[Step], kept: Resumption) -> None:
+        self.left = frames_of(answer, delivered=kept.delivered)
+        self.told = dict(kept.counts)
+        self.let = False
+
+    def hear(self, feeds: list[Feed]) -> None:
+        for feed in feeds:
+            known = self.told.get(feed.generation, 0)
+            if feed.first <= known:
+                self.told[feed.generation] = max(known, feed.first + len(feed.ids))
+            self.let = self.let or not feed.held
+
+    def say(self, most: int) -> list[Frame]:
+        found: list[Frame] = []
+        while self.left and len(found) < most and self._may(self.left[0]):
+            found.append(self.left.pop(0))
+        return found
+
+    def _may(self, frame: Frame) -> bool:
+        if frame.kind is FrameKind.IDS and not self.let:
+            ids = codec.unpack(Ids, frame.data)
+            return ids.first + len(ids.ids) <= self.told.get(ids.generation, 0)
+        return self.let or frame.kind is not FrameKind.END
+
+
+@given(steps, st.integers(0, 2**32))
+def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int) -> None:
+    """Whenever it is told what: it goes over, and before that it says nothing that its source has not."""
+    chance, now = random.Random(seed), NOW
+    kept, caller = Resumption(), list[Frame]()
+    source = frames_of(answer)
+
+    def arrive(frames: list[Frame]) -> None:
+        kept.take(frames)
+        caller.extend(frames)
+
+    told = len(frames_of(answer, upto=chance.randint(1, len(answer))))
+    arrive(source[:told])
+    kept.watch()
+    move, there, rest = move_of(kept), Resting(answer, kept), source[told:-1]
+    move.feeds = move.holds = True
+    for _ in range(1000):
+        count, now = chance.randint(0, 3), now + QUIET_S / 4
+        heard, rest = rest[:count], rest[count:]
+        arrive(heard)
+        if heard:
+            move.heard(now)
+        assert move.take(there.say(chance.randint(0, 5)), now)[0] == []
+        match move.next([], now, after_output=bool(heard) and heard[-1].kind is FrameKind.OUTPUT):
+            case Next.FEED:
+                there.hear(move.feed(now))
+            case Next.DRAW:
+                there.hear(move.let_draw())
+            case Next.SWITCH:
+                arrive(move.switch()[0])
+                there.hear(move.let_draw())
+                break
+    assert move.switched
+    assert there.let
+    while frames := there.say(chance.randint(1, 3)):
+        arrive(move.take(frames, now)[0])
+    assert move.over
+    assert given_out(caller) == given_out(source)
+    assert caller[-1].kind is FrameKind.END
+    assert kept.recorded == recorded(source)
+
+
+def recorded(frames: list[Frame]) -> tuple[tuple[int, ...], ...]:
+    right = Resumption()
+    right.take(frames)
+    return right.recorded
+
+
+def resting(answer: list[Step], upto: int) -> tuple[Resumption, Move]:
+    """A destination that has what it was opened with: the first ``upto`` steps."""
+    kept = Resumption()
+    kept.take(frames_of(answer, upto=upto))
+    kept.watch()
+    move = move_of(kept)
+    move.feeds = move.holds = True
+    move.take(frames_of(answer, delivered=upto, upto=upto), NOW)
+    move.heard(NOW)
+    return kept, move
+
+
+SINGLE: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
+
+
+def test_one_that_rests_goes_over_after_an_output_of_its_source() -> None:
+    kept, move = resting(SINGLE, 4)
+    assert move.next([], NOW) is Next.WAIT
+    kept.take(frames_of(SINGLE, upto=4 + LAST)[8:])
+    assert (move.gap, move.next([], NOW)) == (LAST, Next.WAIT)
+    assert move.next([], NOW, after_output=True) is Next.SWITCH
+    move.switch()
+    assert move.let_draw() == [Feed("call", 2, 0, 4, (4, 5, 6, 7))]
+    move.take(frames_of(SINGLE, delivered=4, upto=8)[4:], NOW)
+    assert (move.level, move.over) == (True, False), "nobody knows that it has heard"
+    move.take(frames_of(SINGLE, upto=9)[16:], NOW)
+    assert move.over
+
+
+def test_a_source_that_is_quiet_is_not_waited_for() -> None:
+    _, move = resting(SINGLE, 4)
+    assert [move.next([], NOW + at) for at in (QUIET_S / 2, QUIET_S)] == [Next.WAIT, Next.SWITCH]
+
+
+def test_a_source_without_outputs_is_not_waited_for() -> None:
+    kept, move = resting(SINGLE, 4)
+    assert move.next([], NOW) is Next.WAIT
+    kept.take(frames_of(SINGLE, upto=5)[8:9])
+    move.heard(NOW + QUIET_S - 0.01)
+    assert move.next([], NOW + QUIET_S) is Next.SWITCH
+
+
+def test_one_that_rests_and_lacks_more_is_told_all_of_it_at_once() -> None:
+    kept, move = resting(SINGLE, 4)
+    kept.take(frames_of(SINGLE, upto=5 + LAST)[8:])
+    assert move.next([], NOW) is Next.FEED
+    assert move.feed(NOW) == [Feed("call", 2, 0, 4, (4, 5, 6, 7, 8), True)]
+    assert move.next([], NOW, after_output=True) is Next.WAIT
+    assert move.forward() == [], "it draws nothing, so it is late with nothing"
+
+
+def test_one_that_rests_and_lacks_outputs_alone_draws() -> None:
+    """Its generation is over, and code of the function goes on: no id brings it there."""
+    kept, move = resting(SINGLE, 4)
+    kept.take([Frame(0, FrameKind.OUTPUT, b"code")] * (LAST + 1))
+    assert move.next([], NOW) is Next.FEED
+    assert move.feed(NOW) == []
+    move.take([], NOW)
+    assert [move.next([], NOW + at) for at in (QUIET_S / 2, QUIET_S)] == [Next.WAIT, Next.DRAW]
+    assert move.let_draw() == [Feed("call", 2, 0, 0, ())]
+    assert not move.holding
+    move.take([Frame(0, FrameKind.OUTPUT, b"code")] * (LAST + 1), NOW)
+    assert move.next([], NOW) is Next.SWITCH
+
+
+def test_one_that_rests_and_says_nothing_of_a_later_generation_draws() -> None:
+    """It runs when an earlier one has ended, of which the source alone knows."""
+    kept, move = resting(SINGLE, 4)
+    kept.take([Frame(0, FrameKind.IDS, codec.pack(Ids(1, 0, (5,) * (LAST + 1))))])
+    assert move.next([], NOW) is Next.FEED
+    assert move.feed(NOW) == [Feed("call", 2, 1, 0, (5,) * (LAST + 1), True)]
+    assert [move.next([], NOW + at) for at in (QUIET_S, TOGETHER_S - 1, TOGETHER_S)] == [Next.WAIT] * 2 + [Next.DRAW]
+
+
+def test_one_that_has_not_said_whether_it_rests_is_let_draw() -> None:
+    kept = Resumption()
+    kept.take(frames_of(SINGLE, upto=2))
+    kept.watch()
+    move = move_of(kept)
+    assert move.let_draw() == [Feed("call", 2, 0, 0, ())]
+    move = move_of(kept)
+    move.holds = False
+    assert move.let_draw() == []
 
 
 def test_it_is_ready_when_little_is_missing_or_after_the_last_round() -> None:
@@ -187,18 +348,18 @@ def test_it_waits_for_others_so_long_and_no_longer() -> None:
     move.take(frames_of(answer, delivered=4, upto=4), NOW)
     assert move.ready
     assert other.filling
-    assert [move.held([other], at) for at in (10.0, 10.0 + TOGETHER_S - 1, 10.0 + TOGETHER_S)] == [True, True, False]
-    assert not move.held([], 10.0)
+    assert [move.waits([other], at) for at in (NOW, NOW + TOGETHER_S - 1, NOW + TOGETHER_S)] == [True, True, False]
+    assert not move.waits([], NOW)
     kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
     assert not move.ready
-    assert move.held([other], 10.0)
+    assert move.waits([other], NOW)
     other.take(frames_of(answer, delivered=4, upto=4), NOW)
-    assert not move.held([other], 10.0), "it is to be fed"
+    assert not move.waits([other], NOW), "it is to be fed"
     move.take(frames_of(answer, delivered=4, upto=4 + GAP + 1)[4:], NOW)
     assert move.ready
-    assert move.held([other], 10.0), "what the other lacks is a prefill too"
+    assert move.waits([other], NOW), "what the other lacks is a prefill too"
     other.take(frames_of(answer, delivered=4, upto=5)[4:], NOW)
-    assert not move.held([other], 10.0)
+    assert not move.waits([other], NOW)
 
 
 def test_one_that_is_not_fed_waits_for_nobody() -> None:
@@ -207,9 +368,9 @@ def test_one_that_is_not_fed_waits_for_nobody() -> None:
     kept.watch()
     move, other = move_of(kept), move_of(kept)
     move.take(frames_of([(0, (1,), [b"x"])], delivered=1, upto=1), NOW)
-    assert move.held([other], 10.0), "nobody has said that it takes none"
+    assert move.waits([other], NOW), "nobody has said that it takes none"
     move.feeds = False
-    assert not move.held([other], 10.0)
+    assert not move.waits([other], NOW)
 
 
 def test_a_round_feeds_what_is_missing() -> None:
@@ -223,7 +384,7 @@ def test_a_round_feeds_what_is_missing() -> None:
     move.feeds = True
     move.take(frames_of(answer, delivered=2, upto=4), NOW)
     assert (move.computed, move.gap) == (True, 6)
-    assert move.feed() == [Feed("call", 2, 0, 4, (4, 4, 6, 6, 8, 8)), Feed("call", 2, 1, 4, (5, 5, 7, 7, 9, 9))]
+    assert move.feed(NOW) == [Feed("call", 2, 0, 4, (4, 4, 6, 6, 8, 8)), Feed("call", 2, 1, 4, (5, 5, 7, 7, 9, 9))]
     assert (move.computed, move.round) == (False, 2)
     move.take(frames_of(answer, delivered=2, upto=9)[6:], NOW)
     assert not move.computed
@@ -263,7 +424,7 @@ def test_ids_are_fed_in_messages_of_a_bounded_size() -> None:
     move.feeds = True
     ids = tuple(range(2 * FEED_IDS + 1))
     kept.take([Frame(0, FrameKind.IDS, codec.pack(Ids(0, 0, ids)))])
-    fed = move.feed()
+    fed = move.feed(NOW)
     assert [(item.first, len(item.ids)) for item in fed] == [(0, FEED_IDS), (FEED_IDS, FEED_IDS), (2 * FEED_IDS, 1)]
     assert tuple(number for item in fed for number in item.ids) == ids
 
@@ -321,6 +482,9 @@ class Scene:
         self.held: asyncio.Event | None = None
         """What the first run at i2 waits for before it says a word."""
         self.holds: Callable[[Run], bool] = lambda run: run.head.epoch == 2
+        self.rests = False
+        """Whether i2 draws nothing of a call that is held, until it was told to ``deaf`` + 1 times."""
+        self.deaf = 0
         self.stands = ""
         """An instance that gives out nothing beyond what it was opened with."""
 
@@ -356,7 +520,8 @@ class Scene:
 
     async def _turn(self, run: Run, number: int) -> bool:
         def go() -> bool:
-            goes = self.pace[run.head.instance] > number or fed(run) > number
+            may = not (self.rests and run.head.held) or sum(not item.held for item in run.fed) > self.deaf
+            goes = (may and self.pace[run.head.instance] > number) or fed(run) > number
             return (goes and self.stands != run.head.instance) or run.cancelled.is_set()
 
         await until(go)
@@ -392,6 +557,15 @@ class Scene:
         held.set()
         (second,) = self.runs("i2")
         await until(lambda: second.fed)
+        return second
+
+    async def to_one_that_rests(self) -> Run:
+        """The call moves to a destination that is held, which has what it was told."""
+        self.rests, self.pace["i2"] = True, self.total
+        self.w.node.judge = lambda _: Opened(status="accepted", feeds=True, holds=True)
+        await self.deploy(moves=True)
+        await until(lambda: self.acked("i2") >= 10 if self.runs("i2") else False)
+        (second,) = self.runs("i2")
         return second
 
     async def moved(self) -> float:
@@ -478,6 +652,52 @@ async def test_what_the_source_tells_meanwhile_is_fed_as_it_comes(nats: Nats) ->
         s.stands, s.pace["i2"] = "", TOTAL
         assert values((await call).text) == list(range(TOTAL))
         assert await s.moved() == 1
+
+
+async def test_one_that_rests_goes_on_when_its_source_has_stopped(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "QUIET_S", 1e9)
+    async with scene(nats) as s, s.reading() as call:
+        second = await s.to_one_that_rests()
+        assert (second.head.held, second.fed) == (True, [])
+        assert not s.runs("i1")[0].cancelled.is_set()
+        s.pace["i1"] = 11
+        await until(s.runs("i1")[0].cancelled.is_set)
+        assert values((await call).text) == list(range(TOTAL))
+        assert second.fed == [Feed(second.head.call, 2, 0, 10, (70,))]
+        assert second.outbox.next_index == 10 + 2 * 10 + 1, "no output twice"
+        assert await s.moved() == 1
+
+
+async def test_a_call_of_which_no_id_is_known_is_not_held(nats: Nats) -> None:
+    """It stands where it runs, and tells its ids in groups: the destination draws them all again."""
+    async with scene(nats) as s:
+        s.ids = False
+        async with s.reading() as call:
+            s.rests, s.pace["i2"] = True, TOTAL
+            s.w.node.judge = lambda _: Opened(status="accepted", feeds=True, holds=True)
+            await s.deploy(moves=True)
+            assert values((await call).text) == list(range(TOTAL))
+            assert not s.runs("i2")[0].head.held
+            assert await s.moved() == 1
+
+
+async def test_that_it_may_draw_is_said_until_it_does(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        s.deaf = 2
+        second = await s.to_one_that_rests()
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(second.fed) == 3
+        assert await s.moved() == 1
+
+
+async def test_the_source_dies_and_one_that_rests_draws(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "QUIET_S", 1e9)
+    async with scene(nats) as s, s.reading() as call:
+        second = await s.to_one_that_rests()
+        s.dies_at["i1"], s.pace["i1"] = 10, 11
+        assert values((await call).text) == list(range(TOTAL))
+        assert [item.held for item in second.fed] == [False]
+        assert len(s.runs("i2")) == 1
 
 
 async def test_calls_that_move_together_go_over_together(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
