@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from sllm_runtime.platform.disk import LOOK_S
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.small_disk import fill, small_disk  # noqa: F401 - a fixture is used by being here
 from tests.fixtures.waiting import GIVE_UP_S
@@ -56,6 +57,7 @@ def test_a_full_disk_is_named_and_the_platform_goes_on_when_there_is_space(
         assert answer.status_code == 503
         assert "is full: 0 B free" in answer.json()["problem"]
         assert "so!" in _call(cluster), "what is ready goes on"
+        time.sleep(2 * LOOK_S)  # until sllm up has seen it: it has no room to say so
         filled.unlink()
         deadline = time.monotonic() + WITHIN_S
         while (again := _deploy(cluster, file, "?")).returncode:

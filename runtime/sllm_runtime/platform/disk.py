@@ -25,7 +25,8 @@ LEAST_FREE: Final = 8 * MIB
 """Below it nothing new is deployed: what runs still has its changes of state to store."""
 _FULL: Final = MIB
 """Below it a write of the server may have failed: its log, on the same disk, need not have room to say so."""
-_LOOK_S: Final = 1.0
+LOOK_S: Final = 1.0
+"""A disk that is full for less than this may go unnoticed, unless the server says that a write failed."""
 _FAILED: Final = (b"no space left on device", b"critical write error")
 _LONGEST_LOG: Final = MIB
 
@@ -94,7 +95,7 @@ class DiskWatch:
     async def run(self) -> None:
         """Look every second, until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
             try:
                 await self.look()
             except OSError as error:
