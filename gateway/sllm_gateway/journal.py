@@ -72,13 +72,13 @@ class Journal:
     async def take_over(self, stream: str, known: CallOrder, mine: CallOrder, keep_s: float) -> int | None:
         """Rewrite the order ``known`` as ``mine``; its sequence. None: it is another gateway's meanwhile."""
         subject = call_entry(stream, known.call, "order")
-        there = await self._stored.last(stream, subject)
+        there = await self._stored.last(stream, subject, led=True)
         if there is None or codec.unpack(CallOrder, there[1]) != known:
             return None
         try:
             return await self._stored.write(subject, mine, keep_s=keep_s, expected=there[0])
         except Changed:
-            there = await self._stored.last(stream, subject)
+            there = await self._stored.last(stream, subject, led=True)
         return there[0] if there is not None and codec.unpack(CallOrder, there[1]) == mine else None
 
     # --- keys -------------------------------------------------------------------------------------
@@ -106,10 +106,10 @@ class Journal:
         await self._stored.write(key_claim(key), claim, keep_s=keep_s)
 
     # --- reading ----------------------------------------------------------------------------------
-    async def find(self, call: str) -> tuple[str, CallOrder]:
-        """The stream that has it, and what was asked. Raises ``CallNotFound``."""
+    async def find(self, call: str, *, led: bool = False) -> tuple[str, CallOrder]:
+        """The stream that has it, and what was asked. ``led`` as ``Stored.last``. Raises ``CallNotFound``."""
         for stream in STREAMS:
-            found = await self._stored.last(stream, call_entry(stream, call, "order"))
+            found = await self._stored.last(stream, call_entry(stream, call, "order"), led=led)
             if found is not None:
                 return stream, codec.unpack(CallOrder, found[1])
         raise CallNotFound(

@@ -78,10 +78,11 @@ class Stored:
                 raise Unavailable(f"the call's journal cannot be written: {problem}; call again")
             await self._pause(_AGAIN_S)
 
-    async def last(self, stream: str, subject: str) -> tuple[int, bytes] | None:
-        """Sequence and data of the last message of ``subject``."""
+    async def last(self, stream: str, subject: str, *, led: bool = False) -> tuple[int, bytes] | None:
+        """Sequence and data of the last message of ``subject``. Any server with a copy says so, and one that has stood
+        still may lack what is stored; ``led``: the stream's leader does."""
         try:
-            message = await self._bus.jetstream.get_last_msg(stream, subject, direct=True)
+            message = await self._bus.jetstream.get_last_msg(stream, subject, direct=not led)
         except nats.js.errors.NotFoundError:
             return None
         except nats.errors.Error as error:

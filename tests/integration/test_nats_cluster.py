@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 import pytest
 from nats.js.manager import JetStreamManager
 
+from benchmarks.chaos_client import YOUNG, Reader, Told
+from benchmarks.heard import Heard
 from benchmarks.nats_cluster import NatsCluster
 from sllm.client import Client
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.settings import Settings
+from sllm_runtime.protocol.subjects import LIVES_STREAM
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait_cold
 from tests.fixtures.streams import Stream
+from tests.fixtures.suspended import suspended
 
 CODER = Path(__file__).parents[2] / "functions" / "coder"
 ASK = {"prompt": "class Parser", "max_tokens": 200, "temperature": 0.8, "seed": 7}
@@ -85,3 +90,25 @@ def test_a_stream_outlives_its_gateway(tmp_path: Path, monkeypatch: pytest.Monke
                 old = cluster.kill("gateway")
                 assert seen + list(values) == text
         cluster.wait_restarted("gateway", old)
+
+
+def test_a_stream_that_began_without_a_leader_outlives_its_gateway(tmp_path: Path, coder: Path) -> None:
+    """Its log could not be stored before its gateway was killed: the other gateway was told of it all the same."""
+    with NatsCluster(tmp_path / "nats") as nats:
+        victim = "c"  # nobody is connected to it, so that only JetStream stands still
+        env = {**nats.env, "SLLM_NATS_URL": nats.url.rpartition(",")[0]}
+        with Cluster(tmp_path, env=env, gateways=2) as cluster:
+            first, other = cluster.running().urls
+            deploy(cluster, str(coder / "function.py"), name="coder", keep_alive=300)
+            with Stream(cluster, "coder", ASK, url=first) as stream:
+                right = list(stream.values())
+                assert stream.done
+            nats.lead(LIVES_STREAM, victim)
+            with suspended(nats.pids()[victim]):
+                with Stream(cluster, "coder", ASK, url=first) as stream:
+                    seen = list(itertools.islice(stream.values(), YOUNG))
+                    cluster.kill("gateway")
+                told = Told(Heard(0, list(stream.ids), seen), kept=False, call=stream.call)
+                Reader([other], cluster.token, "coder", ASK, told, first=0).read()
+            assert told.heard.error == "", told
+            assert told.heard.values == right

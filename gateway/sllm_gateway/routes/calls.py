@@ -139,7 +139,7 @@ class CallRoutes:
             return (await self._journal.find(call))[1]
         except CallNotFound:
             await self._coming(call)
-        return (await self._journal.find(call))[1]
+        return (await self._journal.find(call, led=True))[1]
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["path_params"]["call"]
