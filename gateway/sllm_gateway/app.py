@@ -18,6 +18,7 @@ from sllm_gateway.controller import Controller
 from sllm_gateway.detached import Detached
 from sllm_gateway.events import EventWriter
 from sllm_gateway.front import Front
+from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal
 from sllm_gateway.keeping import Keeping
 from sllm_gateway.leader import Leader
@@ -94,7 +95,10 @@ class Gateway:
             self.calls, journal, self.table, lambda: lives.me.life, settings.resume_window, clock, wall
         )
         self._taking_up = TakingUp(self._detached, journal, self.table, lives, roll)
-        self._succession = Succession(lives, roll, self._ledger, journal, self._taking_up, self.calls.fail, clock)
+        hearsay = Hearsay(bus, settings.gateway, clock)
+        self._succession = Succession(
+            lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, clock
+        )
         keeping = Keeping(bus, self._detached, journal, writer, clock)
         self._kept = CallRoutes(
             bus, journal, self._detached, keeping, self.table, self._succession.coming, self.calls.cancel

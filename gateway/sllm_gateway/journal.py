@@ -106,10 +106,10 @@ class Journal:
         await self._stored.write(key_claim(key), claim, keep_s=keep_s)
 
     # --- reading ----------------------------------------------------------------------------------
-    async def find(self, call: str) -> tuple[str, CallOrder]:
-        """The stream that has it, and what was asked. Raises ``CallNotFound``."""
+    async def find(self, call: str, *, led: bool = True) -> tuple[str, CallOrder]:
+        """The stream that has it, and what was asked. ``led`` as ``Stored.last``. Raises ``CallNotFound``."""
         for stream in STREAMS:
-            found = await self._stored.last(stream, call_entry(stream, call, "order"))
+            found = await self._stored.last(stream, call_entry(stream, call, "order"), led=led)
             if found is not None:
                 return stream, codec.unpack(CallOrder, found[1])
         raise CallNotFound(

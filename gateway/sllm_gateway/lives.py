@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import msgspec
 
+from sllm_gateway.backlog import Backlog
 from sllm_gateway.stored import Changed, Stored
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.watch import Watch, snapshot
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.lives import LIVES_AGE_S, Life, Log
-from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat, life_log
+from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat, life_log, life_told
+
+_logger = logging.getLogger(__name__)
 
 
 class Over(Exception):
@@ -23,7 +28,8 @@ class Lost(Exception):
 
 
 class Lives:
-    """This gateway's life, and what others left. Writes go one at a time. Raises ``Unavailable`` as ``Stored``."""
+    """This gateway's life, and what others left. Writes go one at a time, since in a cluster a second one under way on
+    the same fence is refused. Raises ``Unavailable`` as ``Stored``."""
 
     def __init__(
         self, bus: Bus, stored: Stored, gateway: str, random: Callable[[int], bytes], clock: Callable[[], float]
@@ -36,7 +42,7 @@ class Lives:
         """A new life."""
         self.me = Life(life=self._random(6).hex(), gateway=self._gateway)
         self._sequence = 0
-        self._logs = 0
+        self._backlog = Backlog()
         self._beaten = self._clock()
 
     def watch(self, changed: Callable[[Life], None]) -> Watch:
@@ -70,15 +76,37 @@ class Lives:
         # It was stored and its acknowledgement lost, or a cluster had another's write in flight just then.
         self._sequence = there[0]
 
-    async def write(self, log: Log) -> None:
-        """More of its log. Raises ``Over`` or ``Lost``."""
-        subject = life_log(self.me.life, self._logs)
+    def tell(self, log: Log) -> None:
+        """More of its log: the others hear it now, and it waits to be stored."""
+        number, data = self._backlog.add(log)
         try:
-            await self._stored.write(subject, log, fence=(life_beat(self.me.life), self._sequence))
+            self._bus.publish_now(life_told(self.me.gateway, self.me.life, number), msgspec.Raw(data))
+        except Unavailable as error:  # it is stored all the same
+            _logger.info("the others are not told of this gateway's log: %s", error.message)
+
+    @property
+    def behind(self) -> bool:
+        """Whether something waits to be stored."""
+        return self._backlog.first is not None
+
+    async def store(self) -> None:
+        """The first of what waits. Raises ``Over`` or ``Lost``."""
+        if self._backlog.first is None:
+            return
+        number, data = self._backlog.first
+        subject, fence = life_log(self.me.life, number), (life_beat(self.me.life), self._sequence)
+        try:
+            await self._stored.write(subject, msgspec.Raw(data), fence=fence)
         except Changed:
             await self._look()
             raise Lost from None
-        self._logs += 1
+        self._backlog.stored(number)
+        if self._backlog.gap:
+            raise Lost
+
+    def anew(self) -> None:
+        """What waits to be stored counts no more."""
+        self._backlog.clear()
 
     # --- others' ----------------------------------------------------------------------------------
     async def find(self, life: str) -> Life | None:
@@ -106,7 +134,7 @@ class Lives:
             return new if there is not None and codec.unpack(Life, there[1]) == new else None
         return new
 
-    async def log_of(self, life: str) -> list[Log]:
-        """What it has written, in order."""
+    async def log_of(self, life: str) -> dict[int, Log]:
+        """What is stored of it, by number."""
         found = await snapshot(self._bus, LIVES_STREAM, life_log(life))
-        return [codec.unpack(Log, data) for data in found.values()]
+        return {int(subject.rpartition(".")[2]): codec.unpack(Log, data) for subject, data in found.items()}

@@ -63,6 +63,14 @@ class Roll:
     def _ownerless(self, heir: str, me: str) -> bool:
         return heir in ("", me) or self.over(heir, me) is not False
 
+    def living(self, me: str) -> list[Life]:
+        """Lives of others that are not over."""
+        return [life for life in self._lives.values() if life.life != me and self.over(life.life, me) is False]
+
+    def beat_of(self, life: str) -> int:
+        """The last one that was heard; -1: none."""
+        return self._lives[life].beat if life in self._lives else -1
+
     def of_call(self, call: str) -> Life | None:
         """The life that made a call, by its id."""
         tag = call.removeprefix("call-")[:TAG]

@@ -70,13 +70,13 @@ class Stored:
 
         return await self._patiently(publish, "written")
 
-    async def last(self, stream: str, subject: str) -> tuple[int, bytes] | None:
-        """Sequence and data of the last message of ``subject``, by the stream's leader: what another server has of it
-        (``direct``) may lag behind, so that an acknowledged message would not be there."""
+    async def last(self, stream: str, subject: str, *, led: bool = True) -> tuple[int, bytes] | None:
+        """Sequence and data of the last message of ``subject``, as the stream's leader has it. Not ``led``: as any other
+        server may have it that has a copy; what that one lacks may be stored all the same."""
 
         async def read() -> tuple[int, bytes] | None:
             try:
-                message = await self._bus.jetstream.get_last_msg(stream, subject)
+                message = await self._bus.jetstream.get_last_msg(stream, subject, direct=not led)
             except nats.js.errors.NotFoundError:
                 return None
             return message.seq or 0, message.data or b""

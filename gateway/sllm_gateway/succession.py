@@ -1,8 +1,10 @@
 """Gateways that outlive each other: this one says that it lives and logs its streams; what one that died has left is
 turned into kept calls, which any gateway goes on with (``taking_up``).
 
-One task writes, one at a time, since every write depends on the life's record; another looks at the others after each
-beat of one's own, so that a JetStream that takes no beats declares nobody dead.
+What is new of its streams is told to the other gateways at once, over core NATS (``hearsay``). One task stores that,
+one message at a time, since every write depends on the life's record; another looks at the others after each beat of
+one's own, so that a JetStream that takes no beats declares nobody dead. Whoever takes over a life joins what is stored
+of it with what anybody has heard.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from sllm_gateway.call import Call
+from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal, known_s, moved
 from sllm_gateway.ledger import Ledger, streams
 from sllm_gateway.lives import Lives, Lost, Over
@@ -25,7 +28,7 @@ from sllm_runtime.protocol.calls import Batch, Began, BodyPart
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
-from sllm_runtime.protocol.lives import BEAT_S, Life, Whole
+from sllm_runtime.protocol.lives import BEAT_S, Life, Log, Whole
 from sllm_runtime.protocol.subjects import JOURNAL_STREAM
 
 log = logging.getLogger(__name__)
@@ -48,17 +51,20 @@ class Succession:
         lives: Lives,
         roll: Roll,
         ledger: Ledger,
+        hearsay: Hearsay,
         journal: Journal,
         taking_up: TakingUp,
         fail: Callable[[Call, SllmError], None],
         clock: Callable[[], float],
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._lives, self._roll, self._ledger = lives, roll, ledger
+        self._lives, self._roll, self._ledger, self._hearsay = lives, roll, ledger, hearsay
         self._journal, self._taking_up, self._fail = journal, taking_up, fail
         self._clock, self._pause = clock, pause
         self._tasks = Tasks("succession")
         self._beaten = asyncio.Event()
+        self._told = asyncio.Event()
+        """Something waits to be stored."""
         self._watch: Watch | None = None
         self._due = 0.0
         """When the next beat is."""
@@ -67,11 +73,13 @@ class Succession:
 
     async def start(self) -> None:
         """Begin this gateway's life. Raises ``Unavailable``."""
+        await self._hearsay.start()
         await self._lives.beat()
         self._watch = self._lives.watch(self._roll.heard)
         await self._watch.start()
         self._beaten.set()
-        self._tasks.start(self._write(), "log")
+        self._tasks.start(self._tell(), "log")
+        self._tasks.start(self._store(), "beats and log")
         self._tasks.start(self._look(), "others")
 
     async def close(self) -> None:
@@ -79,49 +87,55 @@ class Succession:
         if self._watch is None:
             return
         await self._tasks.close()
+        await self._hearsay.close()
         await self._watch.close()
         self._watch = None
         try:
             async with asyncio.timeout(BEAT_S):
-                await self._log(last=True)
+                self._tell_news(last=True)
+                while self._lives.behind:
+                    await self._lives.store()
                 await self._lives.beat(over=True)
         except (TimeoutError, Unavailable, Over, Lost) as error:
             log.info("others are not told of this gateway's end: %s", error or type(error).__name__)
 
     # --- this life --------------------------------------------------------------------------------
-    async def _write(self) -> None:
+    async def _tell(self) -> None:
+        while True:
+            self._tell_news()
+            await self._pause(ORDERS_S)
+            await _until(self._ledger.news, IDS_S)
+
+    def _tell_news(self, *, last: bool = False) -> None:
+        now = self._clock()
+        all_of_them = last or now - self._looked >= IDS_S
+        if all_of_them:
+            self._looked = now
+        for entries in self._ledger.logs(now, begun=not all_of_them):
+            self._lives.tell(entries)
+            self._told.set()
+
+    async def _store(self) -> None:
         while True:
             try:
                 if self._clock() >= self._due:
                     await self._lives.beat()
                     self._beaten.set()
                     self._due = self._clock() + BEAT_S
-                await self._log()
-            except Unavailable as error:
+                self._told.clear()
+                if self._lives.behind:
+                    await self._lives.store()
+                else:
+                    await _until(self._told, self._due - self._clock())
+            except Unavailable as error:  # what was told is stored later
                 log.info("this gateway's log waits: %s", error.message)
-                self._ledger.anew()
+                await self._pause(ORDERS_S)
             except Lost:
+                self._lives.anew()
                 self._ledger.anew()
+                await self._pause(ORDERS_S)
             except Over:
                 self._end_life()
-            await self._pause(ORDERS_S)
-            await self._news(min(self._due - self._clock(), IDS_S))
-
-    async def _log(self, *, last: bool = False) -> None:
-        now = self._clock()
-        all_of_them = last or now - self._looked >= IDS_S
-        if all_of_them:
-            self._looked = now
-        for entries in self._ledger.logs(now, begun=not all_of_them):
-            await self._lives.write(entries)
-
-    async def _news(self, most_s: float) -> None:
-        """Wait until a stream begins, or for so long."""
-        try:
-            async with asyncio.timeout(max(0.0, most_s)):
-                await self._ledger.news.wait()
-        except TimeoutError:
-            pass
 
     def _end_life(self) -> None:
         """It has not run for so long that another gateway has its streams; they end here, and a new life begins."""
@@ -151,13 +165,20 @@ class Succession:
         claimed = life if life.heir == self._lives.me.life else await self._lives.claim(life)
         if claimed is None:
             return
-        found = streams(await self._lives.log_of(life.life))
+        found = streams(await self._log_of(life.life))
         log.warning("gateway %s is gone: it left %d stream(s)", life.gateway, len(found))
         for stream in found:
             await self._keep(stream)
         settled = await self._lives.settle(claimed)
         self._roll.heard(settled or claimed)
-        self._taking_up.look()
+        self._taking_up.look(stream.order for stream in found)
+
+    async def _log_of(self, life: str) -> list[Log]:
+        """All that is stored of it, and what was told and is not."""
+        logs = await self._lives.log_of(life)
+        others = [other.gateway for other in self._roll.living(self._lives.me.life)]
+        logs |= await self._hearsay.of(life, max(logs, default=-1), others)
+        return [logs[number] for number in sorted(logs)]
 
     async def _keep(self, stream: Whole) -> None:
         """Written once, whoever does it: the order last, which makes it a call."""
@@ -175,19 +196,38 @@ class Succession:
 
     # --- readers ----------------------------------------------------------------------------------
     async def coming(self, call: str) -> None:
-        """Wait while a call that nobody keeps may be one of a gateway that has died just now."""
-        life = self._roll.of_call(call)
+        """Wait while a call that nobody keeps may be one of a gateway that has died just now. Raises ``Unavailable``
+        where that is not known in the end: nobody may say then that there is no such call."""
         deadline = self._clock() + COMING_S
-        beats = self._roll.beats(life.life) if life is not None else 0
-        while life is not None and life.life != self._lives.me.life and self._clock() < deadline:
-            now = self._roll.of_call(call)
-            if now is None or now.settled or self._lives_on(now, beats):
+        mine = self._lives.me
+        beats: int | None = None
+        """Of its gateway, when a beat of one's own that began after the question had been heard."""
+        while self._clock() < deadline:
+            life = self._roll.of_call(call)
+            if life is None and self._watch is not None and self._watch.synced.is_set():
                 return
+            if life is not None:
+                if life.settled or life.life == mine.life:
+                    return
+                if beats is None and self._roll.beat_of(mine.life) > mine.beat:
+                    beats = self._roll.beats(life.life)
+                if beats is not None and self._lives_on(life, beats):
+                    return
             await self._pause(ORDERS_S)
+        raise Unavailable(f"whether the gateway of {call} has died is not known yet; ask again")
 
     def _lives_on(self, life: Life, beats: int) -> bool:
         """Whether it has beaten twice: one beat may have been under way when it died."""
         return not life.heir and self._roll.beats(life.life) >= beats + 2
+
+
+async def _until(event: asyncio.Event, most_s: float) -> None:
+    """Wait for it, or for so long."""
+    try:
+        async with asyncio.timeout(max(0.0, most_s)):
+            await event.wait()
+    except TimeoutError:
+        pass
 
 
 def id_frames(ids: tuple[tuple[int, ...], ...]) -> tuple[Frame, ...]:

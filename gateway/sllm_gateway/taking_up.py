@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -16,7 +16,7 @@ from sllm_gateway.roll import Roll
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.calls import CallOrder, Journaled
-from sllm_runtime.protocol.errors import CallMoved, Draining, QueueFull, SllmError, Unavailable
+from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Draining, QueueFull, SllmError, Unavailable
 from sllm_runtime.protocol.states import CallState
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ class TakingUp:
         self._due = asyncio.Event()
         self._claimed: dict[str, tuple[CallOrder, int]] = {}
         """Calls of this gateway that do not run yet, with the sequences of their orders."""
+        self._left: dict[str, CallOrder] = {}
+        """What gateways that are gone have left to this one, which a list of all calls may lack: it is read from any
+        server."""
         self._tasks = Tasks("taking up")
 
     def start(self) -> None:
@@ -53,8 +56,9 @@ class TakingUp:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def look(self) -> None:
-        """The life of a gateway is over."""
+    def look(self, left: Iterable[CallOrder]) -> None:
+        """The life of a gateway is over, and has ``left`` these calls."""
+        self._left |= {order.call: order for order in left}
         self._due.set()
 
     async def _run(self) -> None:
@@ -72,12 +76,13 @@ class TakingUp:
 
     async def _take_up(self) -> None:
         """Raises ``Unavailable``; what was begun is gone on with in the next round."""
-        for known in (await self._journal.all()).values():
-            order = known.order
-            if order is None or known.ended is not None or self._detached.runs(order.call):
-                continue
-            if order.call not in self._claimed and await self._ownerless(order):
+        listed = [known for known in (await self._journal.all()).values() if known.ended is None]
+        left = self._left | {known.order.call: known.order for known in listed if known.order is not None}
+        for order in left.values():
+            idle = order.call not in self._claimed and not self._detached.runs(order.call)
+            if idle and await self._ownerless(order):
                 await self._claim(order)
+            self._left.pop(order.call, None)
         for order, fence in list(self._claimed.values()):
             if await self._go_on(order, fence):
                 del self._claimed[order.call]
@@ -101,11 +106,20 @@ class TakingUp:
         if fence is not None:
             self._claimed[order.call] = (mine, fence)
 
+    async def _mine(self, order: CallOrder) -> bool:
+        """Whether it is still this gateway's: then what was just read of it lacks what is stored."""
+        try:
+            return (await self._journal.find(order.call))[1] == order
+        except CallNotFound:
+            return False
+
     async def _go_on(self, order: CallOrder, fence: int) -> bool:
         """Whether it is done with; else there is no room for it now."""
         journaled, entries = await self._journal.now(stream_of(order), order.call)
-        if journaled.order != order or journaled.ended is not None:
+        if journaled.ended is not None:
             return True
+        if journaled.order != order:
+            return not await self._mine(order)
         try:
             self._detached.go_on(order, journaled, Journaled().take_all(entries), fence)
         except QueueFull as error:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from contextlib import closing
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from nats.js.manager import JetStreamManager
 
+from benchmarks.chaos_client import YOUNG, Reader, Told
+from benchmarks.heard import Heard
 from benchmarks.nats_cluster import NatsCluster
 from sllm.client import Client
 from sllm_gateway.stored import Stored
@@ -26,6 +28,7 @@ from sllm_runtime.protocol.subjects import LIVES_STREAM, life_log
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait_cold
 from tests.fixtures.streams import Stream
+from tests.fixtures.suspended import suspended
 
 CODER = Path(__file__).parents[2] / "functions" / "coder"
 ASK = {"prompt": "class Parser", "max_tokens": 200, "temperature": 0.8, "seed": 7}
@@ -113,10 +116,32 @@ async def test_what_is_written_is_asked_of_who_leads(tmp_path: Path) -> None:
         other = await connect(next(url for name, url in nats.urls.items() if name != leader))
         await Stored(other).write(subject, written)
         os.kill(nats.pids()[leader], signal.SIGSTOP)
-        ticks = count(step=10.0)
+        ticks = itertools.count(step=10.0)
         with pytest.raises(Unavailable, match="cannot be read"):  # a follower would have said it at once
             await Stored(other, lambda: next(ticks)).last(LIVES_STREAM, subject)
         found = await Stored(other).last(LIVES_STREAM, subject)
         assert found is not None
         assert found[1] == codec.pack(written)
         await other.close()
+
+
+def test_a_stream_that_began_without_a_leader_outlives_its_gateway(tmp_path: Path, coder: Path) -> None:
+    """Its log could not be stored before its gateway was killed: the other gateway was told of it all the same."""
+    with NatsCluster(tmp_path / "nats") as nats:
+        victim = "c"  # nobody is connected to it, so that only JetStream stands still
+        env = {**nats.env, "SLLM_NATS_URL": nats.url.rpartition(",")[0]}
+        with Cluster(tmp_path, env=env, gateways=2) as cluster:
+            first, other = cluster.running().urls
+            deploy(cluster, str(coder / "function.py"), name="coder", keep_alive=300)
+            with Stream(cluster, "coder", ASK, url=first) as stream:
+                right = list(stream.values())
+                assert stream.done
+            nats.lead(LIVES_STREAM, victim)
+            with suspended(nats.pids()[victim]):
+                with Stream(cluster, "coder", ASK, url=first) as stream:
+                    seen = list(itertools.islice(stream.values(), YOUNG))
+                    cluster.kill("gateway")
+                told = Told(Heard(0, list(stream.ids), seen), kept=False, call=stream.call)
+                Reader([other], cluster.token, "coder", ASK, told, first=0).read()
+            assert told.heard.error == "", told
+            assert told.heard.values == right

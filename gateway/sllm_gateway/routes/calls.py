@@ -136,7 +136,7 @@ class CallRoutes:
     async def _found(self, call: str) -> CallOrder:
         """What was asked; a stream of a gateway that is no more may become a kept call in a moment."""
         try:
-            return (await self._journal.find(call))[1]
+            return (await self._journal.find(call, led=False))[1]
         except CallNotFound:
             await self._coming(call)
         return (await self._journal.find(call))[1]

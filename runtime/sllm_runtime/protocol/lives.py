@@ -78,3 +78,16 @@ class Log(msgspec.Struct, frozen=True):
     """One message of a life's log."""
 
     entries: tuple[LogEntry, ...]
+
+
+class AskHeard(msgspec.Struct, frozen=True, kw_only=True):
+    """What was heard of a life's log after message ``after``, asked by who takes that life over."""
+
+    life: str
+    after: int
+
+
+class Heard(msgspec.Struct, frozen=True, kw_only=True):
+    """The next messages by number, as many as fit; none: there are no more."""
+
+    logs: dict[int, Log]

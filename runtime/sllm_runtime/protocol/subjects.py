@@ -112,6 +112,20 @@ def life_log(life: str, number: int | None = None) -> str:
     return f"sllm.lives.{token(life)}.log.{'*' if number is None else number}"
 
 
+def life_told(gateway: str, life: str, number: int) -> str:
+    """Gateway → all gateways: ``lives.Log``, as it goes to ``life_log`` as soon as JetStream takes it."""
+    return f"{_TOLD}.{token(gateway)}.{token(life)}.{number}"
+
+
+_TOLD: Final = "sllm.told"
+TOLD_ALL: Final = f"{_TOLD}.*.*.*"
+
+
+def heard(gateway: str) -> str:
+    """Gateway → gateway, request/reply: ``lives.AskHeard``."""
+    return f"sllm.heard.{token(gateway)}"
+
+
 CANCEL_CALL: Final = "sllm.cancel"
 """Gateway → all gateways, request/reply: ``calls.CancelCall``."""
 EXPLAIN_CALL: Final = "sllm.explain"
@@ -216,6 +230,8 @@ def gateway_rights(identity: str) -> Rights:
             f"$JS.API.STREAM.INFO.{CALLS_STREAM}",
             f"$JS.API.STREAM.INFO.{LIVES_STREAM}",
             *(f"{prefix}.>" for prefix in (*_KEPT.values(), "sllm.keys", "sllm.lives")),
+            f"{_TOLD}.{token(identity)}.>",
+            "sllm.heard.*",
             CANCEL_CALL,
             EXPLAIN_CALL,
             READING,
@@ -225,14 +241,24 @@ def gateway_rights(identity: str) -> Rights:
             "$JS.API.CONSUMER.INFO.>",
             "$JS.API.DIRECT.GET.>",
             f"$JS.API.STREAM.MSG.GET.OBJ_{BUNDLES}",
-            *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in (JOURNAL_STREAM, CALLS_STREAM, LIVES_STREAM)),
+            *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in (*_KEPT, LIVES_STREAM)),
             f"$JS.API.STREAM.PURGE.OBJ_{BUNDLES}",
             "$JS.FC.>",
             "$JS.ACK.>",
             f"$O.{BUNDLES}.>",
             event("gateway", identity),
         ),
-        subscribe=(frames_of(identity), STATUS_ALL, LEADER, CANCEL_CALL, EXPLAIN_CALL, READING, f"{inbox(identity)}.>"),
+        subscribe=(
+            frames_of(identity),
+            STATUS_ALL,
+            LEADER,
+            TOLD_ALL,
+            heard(identity),
+            CANCEL_CALL,
+            EXPLAIN_CALL,
+            READING,
+            f"{inbox(identity)}.>",
+        ),
     )
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import cast
 
+from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal
 from sllm_gateway.ledger import Ledger
 from sllm_gateway.lives import Lives
@@ -51,7 +52,9 @@ async def inherit(life: str, last: str) -> None:
     assert left is not None
     none = cast(TakingUp, None)  # what follows a whole take-over is not reached
     journal = StandsStill(bus, stored, last)
-    await Succession(lives, Roll(GATEWAY), Ledger(), journal, none, lambda *_: None, time.monotonic)._inherit(left)
+    hearsay = Hearsay(bus, GATEWAY)
+    succession = Succession(lives, Roll(GATEWAY), Ledger(), hearsay, journal, none, lambda *_: None, time.monotonic)
+    await succession._inherit(left)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -21,11 +23,11 @@ from sllm_gateway.lives import Lives, Lost, Over
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.roll import MOST, Roll
 from sllm_gateway.stored import Stored
-from sllm_gateway.succession import id_frames
+from sllm_gateway.succession import Succession, id_frames
 from sllm_gateway.table import Version
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, CallOrder
-from sllm_runtime.protocol.errors import CallMoved
+from sllm_runtime.protocol.errors import CallMoved, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.lives import MOST_LOGGED, SILENT_BEATS, TAG, WHOLE_S, Gone, Life, Log, More, Whole
 from sllm_runtime.protocol.records import Route
@@ -258,6 +260,50 @@ def test_lives_that_are_done_with_are_forgotten() -> None:
     assert found.over(f"{3 * MOST - 1:012x}", ME.life)
 
 
+# --- whether a call comes -------------------------------------------------------------------------
+def beat_of(life: Life, beat: int, **fields: object) -> Life:
+    return replace(life, beat=beat, **fields)
+
+
+async def asked_when(news: list[Life], call: str = f"call-{OTHER.life[:TAG]}1") -> int:
+    """How much of the ``news`` a gateway waits for before it says that there is no such call. Raises as it does."""
+    heard, told, now = roll(beat_of(OTHER, 3)), 0, 0.0
+
+    async def next_news(seconds: float) -> None:
+        nonlocal told, now
+        now += 1.0
+        if told < len(news):
+            heard.heard(news[told])
+            told += 1
+
+    lives = cast(Lives, SimpleNamespace(me=replace(ME, beat=7)))
+    none = cast(Any, None)
+    succession = Succession(lives, heard, Ledger(), none, none, none, none, lambda: now, next_news)
+    succession._watch = cast(Any, SimpleNamespace(synced=asyncio.Event()))
+    succession._watch.synced.set()
+    await succession.coming(call)
+    return told
+
+
+async def test_a_gateway_lives_if_it_has_beaten_twice_since_the_question() -> None:
+    mine = [beat_of(ME, 7), beat_of(ME, 8)]
+    late = [beat_of(OTHER, beat) for beat in (4, 5, 6)]
+    since = [beat_of(OTHER, beat) for beat in (7, 8, 9)]
+    assert await asked_when([*mine, *since]) == len(mine) + 2
+    assert await asked_when([mine[0], *late, mine[1], *since]) == len([*mine, *late]) + 2, "what came late is no proof"
+
+
+async def test_who_has_been_taken_over_has_left_what_it_had() -> None:
+    left = [beat_of(OTHER, 4, heir=ME.life), beat_of(OTHER, 4, heir=ME.life, settled=True)]
+    assert await asked_when([beat_of(ME, 8), *left]) == 3
+
+
+async def test_where_nothing_is_known_of_it_in_the_end_it_is_to_be_asked_again() -> None:
+    with pytest.raises(Unavailable, match="ask again"):
+        await asked_when([beat_of(ME, 8), beat_of(OTHER, 4)])
+    assert await asked_when([], call="call-nobody") == 0
+
+
 # --- fences ---------------------------------------------------------------------------------------
 def repeating(byte: bytes) -> Callable[[int], bytes]:
     """So many random bytes, always these."""
@@ -283,6 +329,12 @@ async def two(nats: Nats) -> Two:
     return Two(found[0][0], found[1][0], found[0][1], found[1][1])
 
 
+async def written(lives: Lives, log: Log) -> None:
+    """Told and stored, if it is."""
+    lives.tell(log)
+    await lives.store()
+
+
 def a_log(call: str) -> Log:
     return Log((Gone(call),))
 
@@ -290,13 +342,13 @@ def a_log(call: str) -> Log:
 async def test_a_life_that_is_declared_over_writes_nothing_more(nats: Nats) -> None:
     w = await two(nats)
     await w.a.beat()
-    await w.a.write(a_log("call-1"))
+    await written(w.a, a_log("call-1"))
     assert await w.b.claim(w.a.me) is not None
     with pytest.raises(Over):
-        await w.a.write(a_log("call-2"))
+        await written(w.a, a_log("call-2"))
     with pytest.raises(Over):
         await w.a.beat()
-    assert await w.b.log_of(w.a.me.life) == [a_log("call-1")]
+    assert await w.b.log_of(w.a.me.life) == {0: a_log("call-1")}
 
 
 async def test_a_life_that_beats_is_not_declared_over(nats: Nats) -> None:
@@ -329,9 +381,9 @@ async def test_a_life_whose_record_was_lost_goes_on(nats: Nats) -> None:
     await w.a.beat()
     await (await nats.bus(CONTROLLER)).jetstream.purge_stream(LIVES_STREAM, subject=life_beat(w.a.me.life))
     with pytest.raises(Lost):
-        await w.a.write(a_log("call-1"))
+        await written(w.a, a_log("call-1"))
     await w.a.beat()
-    await w.a.write(a_log("call-1"))
+    await written(w.a, a_log("call-1"))
 
 
 async def test_one_takes_a_call_over_and_the_other_writes_no_more_of_it(nats: Nats) -> None:
@@ -381,8 +433,8 @@ async def left_behind(nats: Nats) -> tuple[Lives, str, str]:
     await dead.beat()
     call, ended = f"call-{dead.me.life[:TAG]}1", f"call-{dead.me.life[:TAG]}2"
     whole = Whole(order=asked(call, dead.me.life), body=b"{}", epoch=3, numerics="f", exact=True, ids=((0, 1),))
-    await dead.write(Log((whole, replace(whole, order=asked(ended, dead.me.life)))))
-    await dead.write(Log((More(call=call, epoch=4, numerics="f", exact=True, ids=(Ids(0, 2, (2,)),)), Gone(ended))))
+    await written(dead, Log((whole, replace(whole, order=asked(ended, dead.me.life)))))
+    await written(dead, Log((More(call=call, epoch=4, numerics="f", exact=True, ids=(Ids(0, 2, (2,)),)), Gone(ended))))
     return dead, call, ended
 
 
@@ -444,7 +496,7 @@ async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_n
             life = await _life_of(other, call)
 
             async def logged() -> bool:
-                return [each.order.call for each in streams(await other.log_of(life))] == [call]
+                return [each.order.call for each in streams((await other.log_of(life)).values())] == [call]
 
             await until(logged, what="its stream is logged")
 

@@ -1,0 +1,77 @@
+"""What gateways tell each other of their logs over core NATS, so that it does not wait for JetStream: the server that
+leads its stream may stand still, and the gateway die before another one leads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from sllm_gateway.overheard import Overheard
+from sllm_runtime.platform.bus import Bus, Subscription
+from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.limits import BATCH_BYTES
+from sllm_runtime.protocol.lives import AskHeard, Heard, Log
+
+log = logging.getLogger(__name__)
+
+ASK_S: Final = 1.0
+"""A gateway that runs answers within this."""
+
+
+class Hearsay:
+    """``start`` before use."""
+
+    def __init__(self, bus: Bus, gateway: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bus, self._gateway, self._clock = bus, gateway, clock
+        self._heard = Overheard()
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        """Listen. Raises ``Unavailable``."""
+        self._subscriptions.append(await self._bus.listen(subjects.TOLD_ALL, self._told))
+        self._subscriptions.append(await self._bus.serve(subjects.heard(self._gateway), AskHeard, self._asked))
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+        self._subscriptions.clear()
+
+    def _told(self, subject: str, _reply: str, data: bytes) -> None:
+        *_, gateway, life, number = subject.split(".")
+        if gateway != self._gateway:
+            self._heard.take(life, int(number), data, self._clock())
+
+    async def _asked(self, asked: AskHeard) -> Heard:
+        logs: dict[int, Log] = {}
+        size = 0
+        for number, data in self._heard.after(asked.life, asked.after).items():
+            size += len(data)
+            if logs and size > BATCH_BYTES:
+                break
+            logs[number] = codec.unpack(Log, data)
+        return Heard(logs=logs)
+
+    async def of(self, life: str, after: int, others: Iterable[str]) -> dict[int, Log]:
+        """What this gateway and those ``others`` that answer have heard of a life's log after message ``after``."""
+        asked = (self._ask(gateway, life, after) for gateway in set(others) - {self._gateway})
+        found = {number: codec.unpack(Log, data) for number, data in self._heard.after(life, after).items()}
+        for logs in await asyncio.gather(*asked):
+            found.update(logs)
+        return found
+
+    async def _ask(self, gateway: str, life: str, after: int) -> dict[int, Log]:
+        found: dict[int, Log] = {}
+        try:
+            while True:
+                question = AskHeard(life=life, after=max(found, default=after))
+                answer = await self._bus.call(subjects.heard(gateway), question, Heard, timeout_s=ASK_S)
+                if not answer.logs:
+                    return found
+                found.update(answer.logs)
+        except SllmError as error:
+            log.info("gateway %s does not say what it has heard: %s", gateway, error.message)
+            return found

@@ -1,0 +1,146 @@
+"""Logs that are told before they are stored: whoever takes a life over knows what anybody has heard of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_gateway.backlog import Backlog
+from sllm_gateway.hearsay import Hearsay
+from sllm_gateway.ledger import streams
+from sllm_gateway.lives import Lives, Lost
+from sllm_gateway.overheard import Overheard
+from sllm_gateway.stored import Stored
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.frames import Ids
+from sllm_runtime.protocol.limits import BATCH_BYTES
+from sllm_runtime.protocol.lives import LIVES_AGE_S, TAG, Gone, Log, More, Whole
+from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import entry, world
+from tests.unit.gateway.test_resumption import engine
+from tests.unit.gateway.test_succession import STEPS, Gateway, asked, gone_on_with, repeating, two
+
+
+# --- what waits, and what was heard ---------------------------------------------------------------
+@given(st.lists(STEPS, max_size=60), st.lists(st.booleans(), min_size=60, max_size=60))
+def test_what_is_stored_and_what_was_heard_are_what_there_was(
+    steps: list[tuple[str, int, int]], leader: list[bool]
+) -> None:
+    """``leader``: whether there is one after each step, which stores what waits then."""
+    gateway, backlog, heard = Gateway(), Backlog(), Overheard()
+    stored: dict[int, bytes] = {}
+    for step, led in zip([*steps, ("write", 0, 1)], [*leader[: len(steps)], False], strict=True):
+        told = len(gateway.logs)
+        gateway.do(*step)
+        for log in gateway.logs[told:]:
+            heard.take("l", *backlog.add(log), now=gateway.now)
+        while led and backlog.first is not None:
+            number, data = backlog.first
+            stored[number] = data
+            backlog.stored(number)
+    logs = stored | heard.after("l", max(stored, default=-1))
+    found = streams(codec.unpack(Log, logs[number]) for number in sorted(logs))
+    assert {each.order.call: (each.epoch, each.numerics, each.ids) for each in found} == gateway.left()
+
+
+def a_log(number: int) -> Log:
+    return Log((Gone(f"call-{number}"),))
+
+
+def test_a_backlog_is_stored_in_order_and_is_bounded() -> None:
+    size = len(codec.pack(a_log(0)))
+    backlog = Backlog(most=2 * size)
+    for number in range(3):
+        assert backlog.add(a_log(number))[0] == number
+    assert backlog.first == (0, codec.pack(a_log(0)))
+    assert not backlog.gap
+    backlog.add(a_log(3))
+    assert backlog.gap
+    assert backlog.first == (3, codec.pack(a_log(3)))
+    backlog.stored(0)
+    assert backlog.first is not None, "what was given up is not the first of what waits"
+    backlog.stored(3)
+    assert backlog.first is None
+    backlog.clear()
+    assert not backlog.gap
+    assert backlog.add(a_log(4))[0] == 4
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(0, 60)), max_size=60))
+def test_what_was_heard_is_bounded_in_bytes_and_in_time(messages: list[tuple[str, int, int]]) -> None:
+    now, kept, heard = 0.0, dict[tuple[str, int], float](), Overheard(most=40)
+    for life, number, wait in messages:
+        now += wait
+        heard.take(life, number, b"x" * 10, now)
+        kept = {each: when for each, when in kept.items() if now - when <= LIVES_AGE_S}
+        kept.setdefault((life, number), now)
+        kept = dict(list(kept.items())[-4:])
+        assert {(each, n) for each in "ab" for n in heard.after(each)} == set(kept)
+
+
+def test_what_is_told_again_changes_nothing() -> None:
+    heard = Overheard()
+    for data in (b"a", b"b"):
+        heard.take("l", 1, data, 0.0)
+    assert heard.after("l") == {1: b"a"}
+    assert heard.after("l", 1) == {}
+
+
+# --- over NATS ------------------------------------------------------------------------------------
+async def test_what_one_has_heard_is_told_to_who_has_not(nats: Nats) -> None:
+    """In several messages, where one would be too large; of one that does not answer nothing is waited for."""
+    w = await two(nats)
+    listener, heir = Hearsay(await nats.bus(GATEWAY_2), GATEWAY_2), Hearsay(await nats.bus(GATEWAY), GATEWAY)
+    await listener.start()
+    large = [Log((Gone("x" * (BATCH_BYTES // 3) + str(number)),)) for number in range(10)]
+    for log in large:
+        w.a.tell(log)
+    await until(lambda: len(listener._heard.after(w.a.me.life)) == len(large), what="all is heard")
+    await heir.start()
+    found = await heir.of(w.a.me.life, 1, [GATEWAY_2, "gone"])
+    assert found == dict(list(enumerate(large))[2:])
+    assert await heir.of(w.a.me.life, -1, ["gone"]) == {}
+    for each in (listener, heir):
+        await each.close()
+
+
+async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> None:
+    """By a gateway of the same name that begins later, from what another one has heard."""
+    async with world(nats) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+    bus, other = await nats.bus(GATEWAY), await nats.bus(GATEWAY_2)
+    dead = Lives(bus, Stored(bus), GATEWAY, repeating(b"d"), time.monotonic)
+    listens = Lives(other, Stored(other), GATEWAY_2, repeating(b"o"), time.monotonic)
+    hearsay = Hearsay(other, GATEWAY_2)
+    await hearsay.start()
+    for life in (dead, listens):
+        await life.beat()
+    call, ended = f"call-{dead.me.life[:TAG]}1", f"call-{dead.me.life[:TAG]}2"
+    for name in (call, ended):
+        order = asked(name, dead.me.life)
+        dead.tell(Log((Whole(order=order, body=b"{}", epoch=3, numerics="f", exact=True, ids=((0, 1),)),)))
+    await dead.store()
+    more = More(call=call, epoch=4, numerics="f", exact=True, ids=(Ids(0, 2, (2,)),))
+    dead.tell(Log((more, Gone(ended))))
+    await until(lambda: len(hearsay._heard.after(dead.me.life)) == 3, what="all is heard")
+    await gone_on_with(nats, call, ended)
+    await hearsay.close()
+
+
+async def test_a_log_that_was_given_up_is_begun_anew_once_it_can_be_stored(nats: Nats) -> None:
+    w = await two(nats)
+    await w.a.beat()
+    w.a._backlog = Backlog(most=0)
+    for number in range(2):
+        w.a.tell(a_log(number))
+    with pytest.raises(Lost):
+        await w.a.store()
+    w.a.anew()
+    assert not w.a.behind
+    w.a.tell(a_log(2))
+    await w.a.store()
+    assert await w.b.log_of(w.a.me.life) == {1: a_log(1), 2: a_log(2)}
