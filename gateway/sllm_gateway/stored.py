@@ -71,8 +71,8 @@ class Stored:
         return await self._patiently(publish, "written")
 
     async def last(self, stream: str, subject: str, *, led: bool = True) -> tuple[int, bytes] | None:
-        """Sequence and data of the last message of ``subject``, as the stream's leader has it. Not ``led``: as any other
-        server may have it that has a copy; what that one lacks may be stored all the same."""
+        """Sequence and data of the last message of ``subject``, as the stream's leader has it. Not ``led``: as any
+        server with a copy has it; what that one lacks may be stored all the same."""
 
         async def read() -> tuple[int, bytes] | None:
             try:
