@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sllm_gateway.link import Outgoing
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.frames import Ack, Cancel, Feed, Frame, FrameKind, Parts, Resend
+from sllm_runtime.protocol.frames import Ack, Cancel, Feed, Frame, FrameKind, Hold, Parts, Resend
 from sllm_runtime.protocol.records import RouteEntry
 from sllm_runtime.protocol.stream import Inbox, Outbox
 
@@ -31,6 +31,8 @@ class Binding:
         """Whether its ids are wanted as they are drawn."""
         self.held = False
         """Whether it is to draw nothing there before it is told to (``CallHead.held``)."""
+        self.holds = False
+        """Whether it may be held there while it draws (``Hold``)."""
         self.resends = 0
         """Times it asked for frames again."""
         self.due = NEVER
@@ -42,6 +44,8 @@ class Binding:
         self._cancel_again = NEVER
         self._cancel_wait = limits.RESEND_AFTER_S
         self._insisted: list[Feed] = []
+        self._let_at: float | None = None
+        """Since when it is insisted that it draws again."""
         self._insist_again = NEVER
         self._insist_wait = limits.RESEND_AFTER_S
 
@@ -62,6 +66,8 @@ class Binding:
     def on_frames(self, frames: tuple[Frame, ...], now: float) -> list[Frame]:
         """Frames that are complete now, in order."""
         ready = self.inbox.on_frames(frames, now)
+        if self._let_at is not None and now - self._let_at >= limits.RESEND_AFTER_S:
+            self.heeded()  # what was drawn before it was held came long ago
         due = now + (GAP_LOOK_S if self.inbox.gap else limits.ACK_AFTER_S)
         if due < self.due:
             self.due = due
@@ -129,7 +135,17 @@ class Binding:
 
     def heeded(self) -> None:
         """It does as it was told."""
-        self._insisted = []
+        self._insisted, self._let_at = [], None
+
+    def hold(self) -> list[Outgoing]:
+        """It is to draw no more there. Said once: that costs only tokens, and what it drew is told."""
+        self.heeded()
+        return [Hold(self.call, self.epoch)]
+
+    def let_draw(self, now: float) -> list[Outgoing]:
+        """It is held no longer, it stays there: said until it tells something."""
+        self._let_at = now
+        return self.insist([Feed(self.call, self.epoch, 0, 0, ())], now)
 
     def _insist_now(self, now: float) -> list[Outgoing]:
         if not self._insisted:

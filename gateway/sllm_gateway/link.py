@@ -16,6 +16,7 @@ from sllm_runtime.protocol.frames import (
     Cancel,
     Feed,
     FrameKind,
+    Hold,
     Open,
     Opened,
     Parts,
@@ -34,7 +35,7 @@ OPEN_TRY_S = 1.0
 """An unanswered ``Open`` is asked again after this long (it is idempotent): its reply may have been lost."""
 
 Incoming = Segment | Beat | Unknown | Ack | Resend
-Outgoing = Parts | Ack | Resend | Feed | Cancel
+Outgoing = Parts | Ack | Resend | Feed | Hold | Cancel
 
 
 class Receiver(Protocol):

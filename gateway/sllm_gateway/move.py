@@ -33,6 +33,8 @@ TOGETHER_S: Final = 5.0
 LAST: Final = 4
 """Tokens that a destination that rests may be behind when the source stops: they are computed in the step that draws
 the next."""
+STOP_S: Final = 0.05
+"""At least so long a source that is to draw no more has for its last output; twice its longest pause otherwise."""
 QUIET_S: Final = 1.0
 """A source that has told nothing for so long is not waited for."""
 
@@ -47,6 +49,8 @@ class Next(Enum):
     """It takes no ids while it runs: open the call there anew."""
     DRAW = auto()
     """No id brings it further: let it draw (``Move.let_draw``)."""
+    STOP = auto()
+    """Sources of those that go to the same instance are to draw no more (``Move.stop``)."""
     SWITCH = auto()
     """The source stops (``Move.switch``)."""
 
@@ -63,9 +67,10 @@ def leaving(entries: Sequence[RouteEntry]) -> dict[str, RouteEntry]:
 
 class Move:
     """The destination's ``binding``, opened in ``round_`` with what ``kept`` had then; further rounds ``feed`` it,
-    where it takes that, or are a ``Move`` each. Raises ``NotDeterministic`` on what the source did not say."""
+    where it takes that, or are a ``Move`` each. ``source_holds``: whether the source takes ``Hold``. Raises
+    ``NotDeterministic`` on what the source did not say."""
 
-    def __init__(self, binding: Binding, kept: Resumption, round_: int) -> None:
+    def __init__(self, binding: Binding, kept: Resumption, round_: int, *, source_holds: bool = False) -> None:
         self.binding = binding
         self.round = round_
         self.feeds: bool | None = None
@@ -103,6 +108,13 @@ class Move:
         """When the source first might have stopped; it stops after one of its outputs."""
         self._source_at = binding.inbox.heard
         """When the source was last heard."""
+        self._source_holds = source_holds
+        self._pace = 0.0
+        """The longest time in which the source has told nothing."""
+        self._stopped_at: float | None = None
+        """When the source was told to draw no more."""
+        self._told_last = False
+        """Whether it has told a whole output since: that of the step that it was in."""
 
     # --- how far it is ------------------------------------------------------------------------------
     @property
@@ -149,8 +161,28 @@ class Move:
     @property
     def abreast(self) -> bool:
         """Whether the destination has nothing of it to prefill but what a step may bring, also when the source has told
-        one token more: what that told of all calls is looked at one by one."""
-        return not self.filling and (not self.feeds or self.gap <= (LAST - 1 if self.holding else GAP))
+        one token more: what that told of all calls is looked at one by one. One that rests has computed all that it was
+        told."""
+        if self.filling:
+            return False
+        if self.holding:
+            return self.stopping or (self.computed and self.gap <= LAST - 1)
+        return not self.feeds or self.gap <= GAP
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the source was told to draw no more."""
+        return self._stopped_at is not None
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether that is all that is left to do before the switch."""
+        return self._source_holds and self.holding and self.ready and not self._ended and not self.stopping
+
+    @property
+    def may_join(self) -> bool:
+        """Whether a round of another one may bring it further too: their destination computes them in one step."""
+        return self.holding and self.computed and self.gap > 0 and not self._ended and not self.stopping
 
     def waits(self, others: Iterable[Move], now: float) -> bool:
         """Whether, computed, it waits at the source for ``others`` on their way to the same instance: as long as that
@@ -169,21 +201,27 @@ class Move:
         """Whether nothing is owed to the destination either: it draws."""
         return self.level and (self._drew or self.holds is False)
 
-    def heard(self, now: float) -> None:
-        """The source has told more."""
+    def heard(self, now: float, *, after_output: bool = False) -> None:
+        """The source has told more, the end of an output last (``after_output``)."""
+        self._pace = max(self._pace, now - self._source_at)
         self._source_at = now
+        self._told_last = self._told_last or (self.stopping and after_output)
 
     def next(self, others: Iterable[Move], now: float, *, after_output: bool = False) -> Next:
         """``others``: those on their way to the same instance. ``after_output``: the source has just given out a whole
-        output, and so begins its next step: a destination that rests draws that id in its place from now on."""
+        output, and so begins its next step: a destination that rests draws what comes after that."""
         if self.feeds is None and not self._ended:
             return Next.WAIT  # its frames have overtaken what it says of itself
+        if self.stopping:
+            return Next.SWITCH if self._has_stopped(others, now) else Next.WAIT
         if self._stuck(now):
             return Next.DRAW
         if not self.computed or self.waits(others, now):
             return Next.WAIT
         if self.ready:
             self._ready_at = now if self._ready_at is None else self._ready_at
+            if after_output and self.may_stop:
+                return Next.STOP
             return Next.SWITCH if after_output or self._may_switch(now) else Next.WAIT
         if self.near:
             return Next.WAIT
@@ -193,6 +231,15 @@ class Move:
         """Whether the next output of the source is not worth waiting for."""
         assert self._ready_at is not None
         return not self.holding or self._ended or now - min(self._source_at, self._ready_at) >= QUIET_S
+
+    def _has_stopped(self, others: Iterable[Move], now: float) -> bool:
+        """Whether the source has told the last of it, and of those that stop with it; or has had long enough."""
+        assert self._stopped_at is not None
+        if self._kept.half:
+            return False
+        if now - self._stopped_at >= min(QUIET_S, max(STOP_S, 2 * self._pace)):
+            return True
+        return self._told_last and all(other._told_last or not other.stopping for other in others)
 
     def _stuck(self, now: float) -> bool:
         """Whether it rests and lacks what no id brings: a generation has ended, and code or another one followed it."""
@@ -206,6 +253,12 @@ class Move:
         self._told, self._told_outputs = self._kept.counts, self._kept.delivered
         self._said_at, self._ready_at = now, None
         return self.lacking()
+
+    def stop(self, now: float) -> list[Feed]:
+        """The source is told to draw no more. What to tell the destination, which computes it beside the source's last
+        step: so it lacks one token at the switch."""
+        self._stopped_at = now
+        return self.feed(now) if self.gap else []
 
     def lacking(self) -> list[Feed]:
         """Ids that the source has and the destination, which takes them, has not said."""

@@ -6,6 +6,7 @@ Until then whatever goes wrong with the destination costs nothing: the call stay
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -61,6 +62,8 @@ class Moves:
         self._leaving: dict[tuple[str, int], dict[str, RouteEntry]] = {}
         """By version: where the calls of an instance are to go."""
         self._moving = UnderWay()
+        self._stops: set[str] = set()
+        """Instances on their way to which calls are to stop at the end of this tick."""
 
     def on_version(self, version: Version) -> None:
         """Its route has changed, or it was removed."""
@@ -71,7 +74,7 @@ class Moves:
     def tick(self, now: float) -> None:
         """Begin what should move, look after what moves."""
         for call, move in self._moving.all():
-            if call.move is move:
+            if call.move is move and not move.switched:  # it may have gone over with another one of them
                 self._tend(call, move, now)
         for key, where in self._leaving.items():
             for call in list(self._calls.values()):
@@ -94,13 +97,14 @@ class Moves:
     # --- the destination ------------------------------------------------------------------------------
     def _begin(self, call: Call, entry: RouteEntry, round_: int) -> None:
         assert call.resumption is not None
+        assert call.binding is not None
         now = self._clock()
         call.epoch += 1
         call.move_round = round_
         binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         binding.following = True
         binding.held = bool(call.resumption.counts)  # who knows no id of it cannot tell it how far to go
-        call.move = Move(binding, call.resumption, round_)
+        call.move = Move(binding, call.resumption, round_, source_holds=call.binding.holds)
         self._moving.begin(call, call.move)
         self._dispatcher.take(call, entry.instance)
         request = Open(head=call.head(binding, now), first=binding.first())  # now: the move counts from what it says
@@ -120,7 +124,8 @@ class Moves:
             if call.move is move:
                 self.drop(call, why, gone=opened.status == "gone", busy=opened.status == "busy")
             return
-        move.feeds, move.holds = opened.feeds, binding.held and opened.feeds and opened.holds
+        binding.holds = opened.feeds and opened.holds
+        move.feeds, move.holds = opened.feeds, binding.held and binding.holds
         self._accept(call, binding)
         if binding is call.binding or call.move is move:
             self._link.send_all(binding.node, binding.body(self._clock()))
@@ -166,8 +171,12 @@ class Moves:
             case Next.SWITCH:
                 self._switch(call, move, now)
             case Next.FEED:
-                self._link.send_all(move.binding.node, move.feed(now))
-                call.move_round = move.round
+                for each, its in self._moving.towards(move.binding.instance):
+                    if its is move or its.may_join:
+                        self._link.send_all(its.binding.node, its.feed(now))
+                        each.move_round = its.round
+            case Next.STOP:
+                self._stop_soon(move.binding.instance)
             case Next.DRAW:
                 self._let_draw(move)
             case Next.OPEN:
@@ -180,12 +189,34 @@ class Moves:
         move = call.move
         if move is None or move.switched:
             return
-        move.heard(now)
+        last = frames[-1] if frames else None
+        after_output = last is not None and last.kind in VALUES and not last.more
+        move.heard(now, after_output=after_output)
         if move.holding:
-            last = frames[-1] if frames else None
-            self._judge(call, move, now, after_output=last is not None and last.kind in VALUES and not last.more)
+            self._judge(call, move, now, after_output=after_output)
         elif not any(each.filling for each in self._moving.beside(move)):
             self._link.send_all(move.binding.node, move.forward())
+
+    def _stop_soon(self, instance: str) -> None:
+        """When all is looked at that came with this: sources tell what a step drew in one message."""
+        if instance not in self._stops:
+            self._stops.add(instance)
+            asyncio.get_running_loop().call_soon(self._stop, instance)
+
+    def _stop(self, instance: str) -> None:
+        """Calls that are about to go over to ``instance`` are held where they are."""
+        self._stops.discard(instance)
+        now = self._clock()
+        for call, move in self._moving.towards(instance):
+            if call.move is move and call.binding is not None and move.may_stop:
+                self._link.send_all(call.binding.node, call.binding.hold())
+                self._link.send_all(move.binding.node, move.stop(now))
+
+    def _judge_stopping(self, instance: str, now: float) -> None:
+        """One of those that stop together waits no longer: the others need not either."""
+        for call, move in self._moving.towards(instance):
+            if call.move is move and move.stopping and not move.switched:
+                self._judge(call, move, now)
 
     def _let_draw(self, move: Move) -> None:
         binding = move.binding
@@ -219,6 +250,7 @@ class Moves:
         text = "call goes on at %s after %d round(s), %d token(s) behind"
         log.info(text, move.binding.instance, move.round, missing, extra={"call": call.id})
         self._adopt(call, move, new, dropped, now)
+        self._judge_stopping(move.binding.instance, now)
 
     def take_over(self, call: Call) -> bool:
         """The source has died: whether the destination goes on at once with what it was told."""
@@ -281,10 +313,15 @@ class Moves:
             return
         log.info("call does not move to %s: %s", move.binding.instance, why, extra={"call": call.id})
         self._let_go(call, move, why, gone=gone)
-        call.move_after = self._clock() + (BUSY_S if busy else AGAIN_S)
+        now, source = self._clock(), call.binding
+        if move.stopping and source is not None and not (call.over or source.cancelled):
+            self._link.send_all(source.node, source.let_draw(now))
+            call.due = min(call.due, source.due)
+        call.move_after = now + (BUSY_S if busy else AGAIN_S)
         call.move_round = call.move_round - 1 if busy else 0
         if not busy:
             self._unfollow(call)
+        self._judge_stopping(move.binding.instance, now)
 
     def _unfollow(self, call: Call) -> None:
         """Nobody compares it with another one any more."""

@@ -24,7 +24,10 @@ class UnderWay:
         """Those of now, to anywhere or to ``node``."""
         return [(call, move) for call, move in self._moves.values() if node in ("", move.binding.node)]
 
+    def towards(self, instance: str) -> list[tuple[Call, Move]]:
+        """Those on their way to ``instance``."""
+        return [(call, move) for call, move in self._moves.values() if move.binding.instance == instance]
+
     def beside(self, move: Move) -> list[Move]:
         """The others on their way to the same instance."""
-        there = move.binding.instance
-        return [each for _, each in self._moves.values() if each is not move and each.binding.instance == there]
+        return [each for _, each in self.towards(move.binding.instance) if each is not move]

@@ -20,6 +20,7 @@ from sllm_runtime.protocol.frames import (
     Beat,
     Cancel,
     Feed,
+    Hold,
     Open,
     Opened,
     Parts,
@@ -71,10 +72,13 @@ class Host(Protocol):
 
     @property
     def holds(self) -> bool:
-        """Whether they draw none before they may (``CallHead.held``)."""
+        """Whether they draw none before they may (``CallHead.held``, ``Hold``)."""
 
     def tell_ids(self, call: Call, item: Feed) -> None:
         """Ids that the call has where it comes from. Repeatable."""
+
+    def hold(self, call: Call) -> None:
+        """The call is to draw no more. Repeatable."""
 
     def cancel(self, call: Call, code: str, reason: str) -> None:
         """Stop the call; its END follows."""
@@ -150,12 +154,12 @@ class Relay:
                 log.warning("call %s: gateway %s: %s", item.call, gateway, error.message)
                 self._end(*found, error.body())
 
-    def _unknown(self, gateway: str, item: Parts | Ack | Resend | Feed | Cancel) -> None:
+    def _unknown(self, gateway: str, item: Parts | Ack | Resend | Feed | Hold | Cancel) -> None:
         if isinstance(item, Cancel):
             _remember(self._cancelled, (item.call, item.epoch), self._clock())
         self._link(gateway).note(Unknown(item.call, item.epoch))
 
-    def _on_item(self, call: Call, host: Host, item: Parts | Ack | Resend | Feed | Cancel) -> None:
+    def _on_item(self, call: Call, host: Host, item: Parts | Ack | Resend | Feed | Hold | Cancel) -> None:
         now = call.heard = self._clock()
         match item:
             case Parts():
@@ -167,13 +171,9 @@ class Relay:
             case Resend():
                 call.outbox.on_resend(item.index)
                 self.ready(call)
-            case Feed():
-                call.held = call.held and item.held
-                if call.running and host.feeds:
-                    host.tell_ids(call, item)
-            case Cancel():
+            case Feed() | Hold() | Cancel():
                 if call.running:
-                    host.cancel(call, item.code, item.reason)
+                    _pass_on(call, host, item)
 
     def _on_ack(self, call: Call, host: Host, item: Ack, now: float) -> None:
         more = call.on_ack(item.next_index, item.limit, now)
@@ -287,6 +287,19 @@ class Relay:
                 link.connected.clear()
             self._tasks.start(link.run(), f"frames-{gateway}")
         return link
+
+
+def _pass_on(call: Call, host: Host, item: Feed | Hold | Cancel) -> None:
+    match item:
+        case Feed():
+            call.held = call.held and item.held
+            if host.feeds:
+                host.tell_ids(call, item)
+        case Hold() if host.holds:
+            call.held = True
+            host.hold(call)
+        case Cancel():
+            host.cancel(call, item.code, item.reason)
 
 
 def _taken(host: Host, note: str = "") -> Opened:

@@ -23,12 +23,13 @@ from sllm_runtime.protocol.worker import (
     FeedCall,
     Follow,
     Hello,
+    HoldCall,
     StartCall,
     Stop,
     ToWorker,
 )
 
-Said: TypeAlias = Assign | StartCall | CallBody | Credit | Follow | FeedCall | CancelCall | Stop
+Said: TypeAlias = Assign | StartCall | CallBody | Credit | Follow | FeedCall | HoldCall | CancelCall | Stop
 REMEMBERED = 256
 """Ended calls whose late log lines still get their call's id."""
 
@@ -60,7 +61,7 @@ class Work:
         self.holds = False
         """Whether they draw none before they may."""
         self._idle_since = clock()
-        self._ids: list[FeedCall] = []
+        self._ids: list[FeedCall | HoldCall] = []
         """To be told at the end of this loop tick."""
         self._fed: list[tuple[Call, int]] = []
         self._feeding = asyncio.Event()
@@ -169,9 +170,16 @@ class Work:
     def tell_ids(self, call: Call, item: Feed) -> None:
         """Ids that the call has where it comes from. Repeatable. Those of calls that move together go together: the
         worker's engine computes them in one step."""
+        self._tell_soon(FeedCall(call.number, item.generation, item.first, item.ids, item.held))
+
+    def hold(self, call: Call) -> None:
+        """The call is to draw no more. Repeatable. Calls that move together stop in one step."""
+        self._tell_soon(HoldCall(call.number))
+
+    def _tell_soon(self, item: FeedCall | HoldCall) -> None:
         if not self._ids:
             asyncio.get_running_loop().call_soon(self._tell_ids)
-        self._ids.append(FeedCall(call.number, item.generation, item.first, item.ids, item.held))
+        self._ids.append(item)
 
     def _tell_ids(self) -> None:
         items, self._ids = self._ids, []

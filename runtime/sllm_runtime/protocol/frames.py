@@ -152,7 +152,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     feeds: bool = False
     """Whether the call, once it runs there, takes ``Feed``."""
     holds: bool = False
-    """Whether it keeps ``CallHead.held``; one that does not draws from the beginning."""
+    """Whether it keeps ``CallHead.held``, and takes ``Hold``; one that does not draws from the beginning."""
 
 
 class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
@@ -201,6 +201,14 @@ class Feed(msgspec.Struct, frozen=True, array_like=True, tag="feed"):
     """A call that is held stays so; else it draws from now on, each of its generations."""
 
 
+class Hold(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
+    """Migration: the call draws no more here until a ``Feed`` lets it; what is being drawn is told. Only for a call
+    that was opened with ``Opened.holds``. One that is lost costs tokens that nobody needs."""
+
+    call: str
+    epoch: int
+
+
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """Stop this call; answered by its END frame. Repeated until that is here. ``code`` is a wire code."""
 
@@ -213,7 +221,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 class ToNode(msgspec.Struct, frozen=True, array_like=True):
     """Everything one gateway has for one node in one loop tick. Subject ``sllm.call.<node>.<gateway>``."""
 
-    items: tuple[Parts | Ack | Resend | Feed | Cancel, ...]
+    items: tuple[Parts | Ack | Resend | Feed | Hold | Cancel, ...]
     version: int = PROTOCOL_VERSION
 
 

@@ -77,7 +77,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
 FEEDS: Final = "feeds"
 """Among ``Ready.capabilities``: ids may be fed into running calls."""
 HOLDS: Final = "holds"
-"""Among ``Ready.capabilities``: a call that moves here may be held before it draws (``CallHead.held``)."""
+"""Among ``Ready.capabilities``: a call may be held before it draws (``CallHead.held``), and while it does."""
 
 
 class StartCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
@@ -119,6 +119,12 @@ class FeedCall(msgspec.Struct, frozen=True, tag="feed"):
     held: bool = False
 
 
+class HoldCall(msgspec.Struct, frozen=True, tag="hold"):
+    """See ``frames.Hold``."""
+
+    number: int
+
+
 class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop within one token; answered by the call's END frame."""
 
@@ -136,7 +142,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class ToWorker(msgspec.Struct, frozen=True):
     """The envelope; ``version`` is checked at the first message."""
 
-    body: Assign | StartCall | CallBody | Credit | Follow | FeedCall | CancelCall | Stop
+    body: Assign | StartCall | CallBody | Credit | Follow | FeedCall | HoldCall | CancelCall | Stop
     version: int = PROTOCOL_VERSION
 
 
@@ -167,7 +173,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Instances with equal ones compute the same bits: a call may move between them."""
     capabilities: tuple[str, ...] = ()
     """``engine:<name>`` and what that engine can do; with FEEDS its calls take ``FeedCall``, with HOLDS too they
-    may be held."""
+    may be held, ``HoldCall``."""
     proof: str = ""
     """What the engine's self-test found, at most MAX_PROOF bytes, for the next start of this version on this node."""
 

@@ -25,7 +25,7 @@ from sllm_runtime.protocol.errors import (
     SllmError,
 )
 from sllm_runtime.protocol.timeline import Span
-from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, FeedCall, Follow, StartCall
+from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, FeedCall, Follow, HoldCall, StartCall
 from sllm_runtime.worker import console
 from sllm_runtime.worker.call import Call, current
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
@@ -122,6 +122,12 @@ class Calls:
             call.fed.tell(message.generation, message.first, message.ids, held=message.held)
         except NotDeterministic as error:
             call.cancel(error.body())
+
+    def hold(self, message: HoldCall) -> None:
+        """The call moves away: no more of it is drawn here, unless it is let again."""
+        call = self._running.get(message.number)
+        if call is not None:
+            call.fed.hold()
 
     def cancel(self, message: CancelCall) -> None:
         """The call is to end; its END frame follows."""

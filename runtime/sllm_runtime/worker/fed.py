@@ -26,7 +26,8 @@ class _Running:
 class Fed:
     """Of one call. From any thread. What a generation that runs is told goes to it, what comes before waits for it.
 
-    ``held``: the call is on its way here and draws nothing before it may (``CallHead.held``).
+    ``held``: the call is on its way here and draws nothing before it may (``CallHead.held``); one that runs draws
+    no more from ``hold`` on, before it may again.
     """
 
     def __init__(self, recorded: Sequence[tuple[int, ...]], *, held: bool = False) -> None:
@@ -73,6 +74,14 @@ class Fed:
             if each is not running:
                 each.take(0, (), held=False)
 
+    def hold(self) -> None:
+        """No generation draws any more before the call is let. Repeatable."""
+        with self._lock:
+            self._held = self._was_held = True
+            stop = [each for number, each in self._running.items() if self._holds(number, each.beside)]
+        for each in stop:
+            each.take(0, (), held=True)
+
     def _advance(self, generation: int, held: bool) -> list[_Running]:
         """Ids of ``generation`` are known. Those that are held no longer."""
         before = [number for number, each in self._running.items() if self._holds(number, each.beside)]
@@ -86,6 +95,6 @@ class Fed:
             self._running[generation] = _Running(take, beside)
             known = tuple(self._known.get(generation, ()))
             held = self._holds(generation, beside)
-        if known or self._was_held > held:  # it may have been let go since it was made
+        if known or self._was_held:  # it may have been held or let go since it was made
             take(0, known, held=held)
         return lambda: (self._running.pop(generation, None), None)[1]

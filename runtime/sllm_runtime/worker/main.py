@@ -31,6 +31,7 @@ from sllm_runtime.protocol.worker import (
     Follow,
     FromWorker,
     Hello,
+    HoldCall,
     Ready,
     Stage,
     StartCall,
@@ -198,6 +199,8 @@ class Worker:
                     calls.follow(body)
                 case FeedCall():
                     calls.feed(body)
+                case HoldCall():
+                    calls.hold(body)
                 case CancelCall():
                     calls.cancel(body)
                 case Stop():

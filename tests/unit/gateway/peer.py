@@ -28,6 +28,7 @@ from sllm_runtime.protocol.frames import (
     Feed,
     Frame,
     FrameKind,
+    Hold,
     Open,
     Opened,
     Parts,
@@ -76,6 +77,8 @@ class Run:
     inbox: Inbox
     body: bytearray = field(default_factory=bytearray)
     fed: list[Feed] = field(default_factory=list)
+    held: bool = False
+    """Whether it was told to draw no more."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     cancel: Cancel | None = None
     has_body: asyncio.Event = field(default_factory=asyncio.Event)
@@ -193,7 +196,10 @@ class ScriptedNode:
                 self.flush(run)
             elif isinstance(item, Feed):
                 run.fed.append(item)
+                run.held = run.held and item.held
                 run.moved.set()
+            elif isinstance(item, Hold):
+                run.held = True
             elif not run.cancelled.is_set():
                 run.cancel = item
                 run.cancelled.set()

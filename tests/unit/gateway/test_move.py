@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sllm_gateway import move as moving
 from sllm_gateway.binding import Binding
-from sllm_gateway.move import GAP, LAST, MOST_ROUNDS, QUIET_S, ROUNDS, TOGETHER_S, Move, Next
+from sllm_gateway.move import GAP, LAST, MOST_ROUNDS, QUIET_S, ROUNDS, STOP_S, TOGETHER_S, Move, Next
 from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
@@ -59,8 +59,8 @@ def frames_of(answer: list[Step], *, delivered: int = 0, upto: int | None = None
     return [*found, Frame(0, FrameKind.END, codec.pack(End()))] if upto is None else found
 
 
-def move_of(kept: Resumption, round_: int = 1) -> Move:
-    return Move(Binding("call", 2, entry("i2"), b"", 1 << 20, 0.0), kept, round_)
+def move_of(kept: Resumption, round_: int = 1, *, source_holds: bool = False) -> Move:
+    return Move(Binding("call", 2, entry("i2"), b"", 1 << 20, NOW), kept, round_, source_holds=source_holds)
 
 
 def given_out(frames: list[Frame]) -> bytes:
@@ -147,16 +147,19 @@ def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int) -> 
     told = len(frames_of(answer, upto=chance.randint(1, len(answer))))
     arrive(source[:told])
     kept.watch()
-    move, there, rest = move_of(kept), Resting(answer, kept), source[told:-1]
+    move, there, rest = move_of(kept, source_holds=chance.random() < 0.5), Resting(answer, kept), source[told:-1]
     move.feeds = move.holds = True
     for _ in range(1000):
         count, now = chance.randint(0, 3), now + QUIET_S / 4
         heard, rest = rest[:count], rest[count:]
         arrive(heard)
+        after_output = bool(heard) and heard[-1].kind is FrameKind.OUTPUT and not heard[-1].more
         if heard:
-            move.heard(now)
+            move.heard(now, after_output=after_output)
         assert move.take(there.say(chance.randint(0, 5)), now)[0] == []
-        match move.next([], now, after_output=bool(heard) and heard[-1].kind is FrameKind.OUTPUT):
+        match move.next([], now, after_output=after_output):
+            case Next.STOP:
+                there.hear(move.stop(now))
             case Next.FEED:
                 there.hear(move.feed(now))
             case Next.DRAW:
@@ -181,12 +184,12 @@ def recorded(frames: list[Frame]) -> tuple[tuple[int, ...], ...]:
     return right.recorded
 
 
-def resting(answer: list[Step], upto: int) -> tuple[Resumption, Move]:
+def resting(answer: list[Step], upto: int, *, source_holds: bool = False) -> tuple[Resumption, Move]:
     """A destination that has what it was opened with: the first ``upto`` steps."""
     kept = Resumption()
     kept.take(frames_of(answer, upto=upto))
     kept.watch()
-    move = move_of(kept)
+    move = move_of(kept, source_holds=source_holds)
     move.feeds = move.holds = True
     move.take(frames_of(answer, delivered=upto, upto=upto), NOW)
     move.heard(NOW)
@@ -208,6 +211,69 @@ def test_one_that_rests_goes_over_after_an_output_of_its_source() -> None:
     assert (move.level, move.over) == (True, False), "nobody knows that it has heard"
     move.take(frames_of(SINGLE, upto=9)[16:], NOW)
     assert move.over
+
+
+def test_a_source_that_can_stop_does_before_the_switch() -> None:
+    """What is missing is computed there meanwhile, so that one token is missing then."""
+    kept, move = resting(SINGLE, 4, source_holds=True)
+    kept.take(frames_of(SINGLE, upto=7)[8:])
+    assert [move.next([], NOW, after_output=after) for after in (False, True)] == [Next.WAIT, Next.STOP]
+    assert (move.may_stop, move.stop(NOW)) == (True, [Feed("call", 2, 0, 4, (4, 5, 6), True)])
+    assert (move.stopping, move.may_stop, move.may_join, move.abreast) == (True, False, False, True)
+    assert move.next([], NOW + STOP_S / 2) is Next.WAIT
+    move.take(frames_of(SINGLE, delivered=4, upto=7)[4:], NOW)
+    kept.take(frames_of(SINGLE, upto=8)[14:])
+    move.heard(NOW + STOP_S / 2, after_output=True)
+    assert (move.gap, move.next([], NOW + STOP_S / 2)) == (1, Next.SWITCH)
+    move.switch()
+    assert move.let_draw() == [Feed("call", 2, 0, 7, (7,))]
+
+
+def test_calls_that_stop_together_go_over_together() -> None:
+    (kept, move), (_, other) = (resting(SINGLE, 4, source_holds=True) for _ in range(2))
+    for each in (move, other):
+        assert each.stop(NOW) == [], "nothing is missing"
+    kept.take(frames_of(SINGLE, upto=5)[8:])
+    move.heard(NOW, after_output=True)
+    assert (move.next([other], NOW), other.next([move], NOW)) == (Next.WAIT, Next.WAIT)
+    other.heard(NOW, after_output=True)
+    assert (move.next([other], NOW), other.next([move], NOW)) == (Next.SWITCH, Next.SWITCH)
+
+
+@pytest.mark.parametrize(("before", "waits"), [(0.0, STOP_S), (0.2, 0.4), (2.0, QUIET_S)])
+def test_a_source_that_tells_nothing_more_is_not_waited_for(before: float, waits: float) -> None:
+    """Twice as long as it was ever silent before: it was in no step."""
+    _, move = resting(SINGLE, 4, source_holds=True)
+    move.heard(NOW + before, after_output=True)
+    now = NOW + before
+    move.stop(now)
+    move.heard(now)
+    assert [move.next([], now + at) for at in (waits - 0.01, waits + 0.01)] == [Next.WAIT, Next.SWITCH]
+
+
+def test_one_that_stops_does_not_go_over_within_an_output() -> None:
+    kept, move = resting(SINGLE, 4, source_holds=True)
+    move.stop(NOW)
+    kept.take([Frame(0, FrameKind.OUTPUT, b"4", True)])
+    assert move.next([], NOW + QUIET_S) is Next.WAIT
+    kept.take([Frame(0, FrameKind.OUTPUT, b"4")])
+    move.heard(NOW + QUIET_S, after_output=True)
+    assert move.next([], NOW + QUIET_S) is Next.SWITCH
+
+
+def test_all_have_computed_what_they_were_told_before_any_stops() -> None:
+    """One says ids when it hears them: only the last one says that they are computed."""
+    (_, move), (kept, other) = (resting(SINGLE, 4, source_holds=True) for _ in range(2))
+    kept.take(frames_of(SINGLE, upto=9)[8:])
+    assert other.may_join
+    other.feed(NOW)
+    other.take(frames_of(SINGLE, delivered=4, upto=8)[4:], NOW)
+    assert (other.gap, other.abreast, other.may_join) == (1, False, False)
+    assert move.next([other], NOW, after_output=True) is Next.WAIT
+    other.take(frames_of(SINGLE, upto=9)[16:17], NOW)
+    other.take([Frame(0, FrameKind.OUTPUT, b"x")], NOW)
+    assert other.abreast
+    assert move.next([other], NOW, after_output=True) is Next.STOP
 
 
 def test_a_source_that_is_quiet_is_not_waited_for() -> None:
@@ -478,6 +544,8 @@ class Scene:
         self.value: Callable[[Run, int], Any] = lambda _, number: number
         self.drawn: Callable[[Run, int], int] = lambda _, number: number * 7
         self.dies_at: dict[str, int] = {}
+        self.last = -1
+        """The id that one is drawing when it is told to draw no more."""
         self.ids = True
         self.held: asyncio.Event | None = None
         """What the first run at i2 waits for before it says a word."""
@@ -521,6 +589,7 @@ class Scene:
     async def _turn(self, run: Run, number: int) -> bool:
         def go() -> bool:
             may = not (self.rests and run.head.held) or sum(not item.held for item in run.fed) > self.deaf
+            may = may and (not run.held or number <= self.last)
             goes = (may and self.pace[run.head.instance] > number) or fed(run) > number
             return (goes and self.stands != run.head.instance) or run.cancelled.is_set()
 
@@ -580,8 +649,11 @@ def fed(run: Run) -> int:
 
 
 @asynccontextmanager
-async def scene(nats: Nats) -> AsyncIterator[Scene]:
+async def scene(nats: Nats, *, holds: bool = False) -> AsyncIterator[Scene]:
+    """``holds``: instances take ``Hold``."""
     async with world(nats) as w:
+        if holds:
+            w.node.judge = lambda _: Opened(status="accepted", feeds=True, holds=True)
         yield Scene(w)
 
 
@@ -666,6 +738,76 @@ async def test_one_that_rests_goes_on_when_its_source_has_stopped(nats: Nats, mo
         assert second.fed == [Feed(second.head.call, 2, 0, 10, (70,))]
         assert second.outbox.next_index == 10 + 2 * 10 + 1, "no output twice"
         assert await s.moved() == 1
+
+
+async def test_its_source_stops_first_where_it_can(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "STOP_S", 1e9)
+    monkeypatch.setattr(moving, "QUIET_S", 1e9)
+    async with scene(nats, holds=True) as s, s.reading() as call:
+        second = await s.to_one_that_rests()
+        (first,) = s.runs("i1")
+        s.last, s.pace["i1"] = 11, 11
+        await until(lambda: first.held)
+        assert not first.cancelled.is_set()
+        s.pace["i1"] = 12
+        await until(first.cancelled.is_set)
+        assert values((await call).text) == list(range(TOTAL))
+        assert second.outbox.next_index == 10 + 2 * 10 + 1, "no output twice"
+        assert [(item.first, item.held) for item in second.fed][-1:] == [(11, False)]
+        assert await s.moved() == 1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_sources_stop_together(nats: Nats, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Nobody waits for one that ends meanwhile."""
+    monkeypatch.setattr(moving, "STOP_S", 1e9)
+    monkeypatch.setattr(moving, "QUIET_S", 1e9)
+    monkeypatch.setattr(moving, "TOGETHER_S", 1e9)
+    async with scene(nats, holds=True) as s, s.reading() as call:
+        other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
+        await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20, 20])
+        s.rests, s.pace["i2"] = True, TOTAL
+        await s.deploy(moves=True)
+        await until(lambda: [run.outbox.acked for run in s.runs("i2")] == [10, 10])
+        first, second = s.runs("i1")
+        s.last, s.pace["i1"] = 11, 11
+        await until(lambda: first.held and second.held)
+        if ends:
+            other.cancel()
+            await until(second.cancelled.is_set)
+        s.pace["i1"] = 12
+        await until(lambda: first.cancelled.is_set() and second.cancelled.is_set())
+        assert values((await call).text) == list(range(TOTAL))
+        if not ends:
+            assert values((await other).text) == list(range(TOTAL))
+        assert await s.moved() == (1 if ends else 2)
+
+
+async def test_its_source_stops_and_says_nothing_more(nats: Nats) -> None:
+    async with scene(nats, holds=True) as s, s.reading() as call:
+        await s.to_one_that_rests()
+        s.pace["i1"] = 11
+        await until(s.runs("i1")[0].cancelled.is_set)
+        assert s.runs("i1")[0].held
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 1
+
+
+async def test_the_destination_dies_when_the_source_has_stopped(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "STOP_S", 1e9)
+    monkeypatch.setattr(moving, "QUIET_S", 1e9)
+    async with scene(nats, holds=True) as s, s.reading() as call:
+        second = await s.to_one_that_rests()
+        (first,) = s.runs("i1")
+        s.pace["i1"] = 11
+        await until(lambda: first.held)
+        await s.deploy()
+        second.end(InstanceLost("i2 died"))
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert not first.held
+        assert [(item.ids, item.held) for item in first.fed] == [((), False)] * len(first.fed)
+        assert await s.moved() == 0
 
 
 async def test_a_call_of_which_no_id_is_known_is_not_held(nats: Nats) -> None:

@@ -7,7 +7,7 @@ from sllm_invoker.call import Call
 from sllm_invoker.relay import HELD_S, Relay
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.frames import Beat, CallHead, Feed, Frame, FrameKind, Open, Segment, ToGateway, ToNode
+from sllm_runtime.protocol.frames import Beat, CallHead, Feed, Frame, FrameKind, Hold, Open, Segment, ToGateway, ToNode
 
 TICK = limits.HEARTBEAT_S / 10
 
@@ -36,6 +36,7 @@ class Instance:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.told: list[Feed] = []
+        self.stopped: list[Call] = []
 
     def begin(self, call: Call, body: list[bytes]) -> None:
         self.calls.append(call)
@@ -48,6 +49,9 @@ class Instance:
 
     def tell_ids(self, call: Call, item: Feed) -> None:
         self.told.append(item)
+
+    def hold(self, call: Call) -> None:
+        self.stopped.append(call)
 
     def cancel(self, call: Call, code: str, reason: str) -> None: ...
 
@@ -125,6 +129,19 @@ async def test_a_call_that_its_gateway_never_lets_draw_draws() -> None:
     await node.later(HELD_S / 2)
     assert [(item.call, item.held) for item in node.instance.told][2:] == [("call-0", False)]
     assert [call.held for call in (first, second)] == [False, False]
+    await node.tasks.close()
+
+
+async def test_a_call_that_is_to_draw_no_more_draws_again_when_nobody_lets_it() -> None:
+    """Its gateway is gone in the middle of a move: it ends as any call of such a gateway."""
+    node = Node(calls=2)
+    node.relay.on_message("gw", ToNode((Hold("call-0", 1),)))
+    assert node.instance.stopped == [], "this instance cannot"
+    node.instance.holds = node.instance.feeds = True
+    node.relay.on_message("gw", ToNode((Hold("call-1", 1),)))
+    assert node.instance.stopped == [node.instance.calls[1]]
+    await node.later(HELD_S + 2 * TICK)
+    assert [(item.call, item.held) for item in node.instance.told] == [("call-1", False)]
     await node.tasks.close()
 
 

@@ -125,6 +125,20 @@ def test_one_that_is_held_ends_with_what_it_was_told_last(loop: EngineLoop) -> N
     assert [piece.finish for piece in said(sink)] == [None, None, "stop"]
 
 
+def test_one_that_is_held_while_it_draws_tells_what_is_being_drawn_and_no_more(loop: EngineLoop, held: Held) -> None:
+    number, sink = begun(loop, held)
+    loop.feed(number, 0, (), held=True)
+    held.go.set()
+    pieces = iter(sink)
+    assert [next(pieces).ids for _ in range(4)] == [(11,), (12,), (13,), (14,)]
+    other = ThreadSink()
+    loop.submit(Request(id=-1, prompt=(50,), sampling=Sampling(max_tokens=4)), other)
+    assert [piece.ids for piece in said(other)] == [(51,), (52,), (53,), (54,)], "steps go on"
+    assert held.drawn == [11, 12, 13, 14, 51, 52, 53, 54]
+    loop.feed(number, 0, ())
+    assert [piece.ids for piece in pieces] == [(11 + at,) for at in range(4, 12)]
+
+
 Told = tuple[int, tuple[int, ...], bool]
 
 
@@ -143,6 +157,24 @@ def test_a_call_draws_when_all_of_it_may() -> None:
     assert not fed.holds(2, beside=True)
     fed.join(2, take(0), beside=True)
     assert taken[0][3:] == [(0, (), False)], "it may have been made before"
+
+
+def test_a_call_that_runs_is_held_and_let_again() -> None:
+    """Also a generation that was made before, and runs later, and one to come."""
+    fed, taken = Fed(()), list[Told]()
+
+    def take(first: int, ids: tuple[int, ...], *, held: bool) -> None:
+        taken.append((first, ids, held))
+
+    leave = fed.join(0, take)
+    assert (taken, fed.holds(0, beside=False)) == ([], False)
+    fed.hold()
+    assert (taken, fed.holds(1, beside=False)) == ([(0, (), True)], True)
+    leave()
+    fed.join(1, take)
+    assert taken[1:] == [(0, (), True)]
+    fed.tell(0, 0, ())
+    assert (taken[2:], fed.holds(2, beside=False)) == ([(0, (), False)], False)
 
 
 def test_a_generation_that_another_follows_draws_how_it_ended() -> None:

@@ -142,7 +142,7 @@ class Capabilities:
     feeds: bool = False
     """Ids may be fed into a running request: their rows have the bits that drawing them would have given."""
     holds: bool = False
-    """A request may be held before it draws (``Request.held``)."""
+    """A request may be held before it draws (``Request.held``), and while it does (``Engine.hold``)."""
     retells: bool = False
     """Ids that an output was given are reported with the log probabilities that drawing them gave (``retell``)."""
 
@@ -224,6 +224,10 @@ class Engine(Protocol):
         if it had drawn them, and are in no event (but see ``retell``). Returns them: none where they leave a gap, where
         the request is unknown, or where the engine cannot (``feeds``) or the request asks for log probabilities and is
         not told again. Raises ``NotDeterministic`` for ids that are not what it drew or could not be its own."""
+
+    def hold(self, request: int) -> None:
+        """A request draws no more from now on, as one that is ``held``; what a step on its way draws is told.
+        Repeatable; others and unknown ones are no error, and where the engine cannot (``holds``) nothing changes."""
 
     def release(self, request: int) -> None:
         """A request that is held draws from now on. Repeatable; others and unknown ones are no error."""

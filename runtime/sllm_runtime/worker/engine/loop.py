@@ -84,8 +84,8 @@ class EngineLoop:
             return  # closed: everything was cancelled
 
     def feed(self, number: int, first: int, ids: tuple[int, ...], *, held: bool = False) -> None:
-        """See ``Engine.feed``, and unless it stays ``held`` ``Engine.release``; within one step. A request that drew
-        others ends with ``NotDeterministic``."""
+        """See ``Engine.feed``; and from now on it is ``held`` or not (``Engine.hold``, ``Engine.release``). Within one
+        step. A request that drew others ends with ``NotDeterministic``."""
         try:
             self._command(lambda: self._feed(number, first, ids, held))
         except Unavailable:
@@ -172,7 +172,9 @@ class EngineLoop:
         except SllmError as error:
             self._cancel(number, error)
             return
-        if not held:
+        if held:
+            self.engine.hold(number)
+        else:
             self.engine.release(number)
         self._drawn_elsewhere(number, new)
 

@@ -107,6 +107,11 @@ class ScriptedEngine:
             self._held[request] = False
         return new
 
+    def hold(self, request: int) -> None:
+        """See ``Engine.hold``."""
+        if request in self._outputs:
+            self._held.setdefault(request, False)
+
     def release(self, request: int) -> None:
         """See ``Engine.release``."""
         self._held.pop(request, None)

@@ -116,6 +116,9 @@ class TransformersEngine:
         """See ``Engine.feed``: it takes none, since its prefill and its decoding differ in bits."""
         return ()
 
+    def hold(self, request: int) -> None:
+        """See ``Engine.hold``: it cannot."""
+
     def release(self, request: int) -> None:
         """See ``Engine.release``: it holds none."""
 

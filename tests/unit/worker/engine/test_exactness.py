@@ -191,6 +191,9 @@ def test_fed_ids_are_as_if_drawn(data: st.DataObject, dtype: torch.dtype) -> Non
             first = data.draw(st.integers(0, len(whole[number][0])))
             ids = whole[number][0][first : first + data.draw(st.sampled_from([0, 1, 2, 5, 30]))]
             got[number] += core.feed(number, first, ids)
+            if data.draw(st.integers(0, 9)) == 7 and len(got[number]) < len(whole[number][0]):
+                core.hold(number)
+                held.add(number)
             if data.draw(st.integers(0, 29)) == 7:
                 core.sleep()
                 core.wake()

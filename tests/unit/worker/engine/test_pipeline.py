@@ -122,6 +122,30 @@ def test_what_is_held_draws_when_it_is_let(nursery: Nursery) -> None:
     assert got == {number: expected[number % 4] for number in range(8)}
 
 
+def test_what_is_held_while_it_draws_goes_on_when_it_is_let(nursery: Nursery) -> None:
+    """What is on its way through the stages is told; nothing more then."""
+    expected = run(engine("llama"), *ASKED)
+    with stages(nursery, "llama", 0, 1, 2, 3, limits=Limits(prefill=40, quantum=16)) as made:
+        for each in many(8):
+            made.core.add(each)
+        got: dict[int, list[int]] = {number: [] for number in range(8)}
+        while any(len(each) < 3 for each in got.values()):
+            for event in made.core.step():
+                got[event.request] += event.ids
+        for number in range(8):
+            made.core.hold(number)
+        before = {number: len(each) for number, each in got.items()}
+        for number, events in finish(made.core).items():
+            got[number] += ids(events)
+            assert [event.rests for event in events][-1:] == [True]
+        assert all(len(each) <= before[number] + 1 for number, each in got.items())
+        for number in range(8):
+            made.core.release(number)
+        for number, events in finish(made.core).items():
+            got[number] += ids(events)
+    assert {number: tuple(each) for number, each in got.items()} == {n: tuple(expected[n % 4]) for n in range(8)}
+
+
 def test_joins_leaves_sleeps_and_too_little_memory_change_no_token(nursery: Nursery) -> None:
     expected = run(engine("llama"), *ASKED)
     with stages(nursery, "llama", 0, 1, 2, 3, limits=Limits(prefill=40, quantum=16), kv=3 * page_bytes()) as made:

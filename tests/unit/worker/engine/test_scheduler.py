@@ -60,6 +60,12 @@ class Machine(RuleBasedStateMachine):
         if alive:
             self.scheduler.release(alive[at % len(alive)])
 
+    @rule(at=st.integers(0, 10))
+    def hold(self, at: int) -> None:
+        alive = [sequence for sequence in self.all if sequence.state is not State.DONE]
+        if alive:
+            self.scheduler.hold(alive[at % len(alive)])
+
     @rule(count=st.integers(1, 40))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -155,6 +161,38 @@ def test_what_is_held_is_computed_but_for_its_last_token() -> None:
     scheduler.release(sequence)
     assert [(chunk.start, chunk.count) for chunk in step(scheduler)] == [(102, 3)]
     assert (sequence.state, sequence.produced, scheduler.rested()) == (State.DECODE, 6, []), "five fed, one drawn"
+
+
+def test_what_is_held_while_it_draws_draws_no_more() -> None:
+    scheduler = Scheduler(Pages(4), Limits())
+    sequence, other = scheduler.add(request(1, range(100))), scheduler.add(request(2, range(9)))
+    step(scheduler)
+    scheduler.hold(sequence)
+    assert [chunk.sequence for chunk in step(scheduler)] == [other]
+    assert (sequence.state, sequence.produced, scheduler.rested()) == (State.HELD, 1, [sequence])
+    scheduler.release(sequence)
+    assert [chunk.sequence for chunk in step(scheduler)] == [sequence, other]
+    assert (sequence.state, sequence.produced) == (State.DECODE, 2)
+
+
+def test_what_is_held_in_a_step_takes_what_that_draws() -> None:
+    scheduler = Scheduler(Pages(4), Limits())
+    sequence = scheduler.add(request(1, range(100)))
+    (chunk,) = scheduler.schedule(2)
+    scheduler.computed(chunk)
+    scheduler.hold(sequence)
+    assert (scheduler.schedule(2), sequence.state) == ([], State.DECODE)
+    sequence.tokens.append(100)
+    assert (scheduler.schedule(2), sequence.state, scheduler.busy) == ([], State.HELD, False)
+
+
+def test_what_is_held_when_nothing_else_is_left_to_prefill_rests() -> None:
+    scheduler = Scheduler(Pages(4), Limits(prefill=99))
+    sequence = scheduler.add(request(1, range(100)))
+    step(scheduler)
+    assert sequence.state is State.PREFILL
+    scheduler.hold(sequence)
+    assert (sequence.state, scheduler.busy, scheduler.rested()) == (State.HELD, False, [sequence])
 
 
 def test_a_prompt_of_one_token_is_held_before_any_step() -> None:

@@ -196,6 +196,12 @@ class OurEngine:
             self._complete.append(request)
         return new
 
+    def hold(self, request: int) -> None:
+        """See ``Engine.hold``."""
+        sequence = self._sequences.get(request)
+        if sequence is not None and self.capabilities.holds:
+            self.scheduler.hold(sequence)
+
     def release(self, request: int) -> None:
         """See ``Engine.release``."""
         sequence = self._sequences.get(request)

@@ -36,11 +36,12 @@ class State(Enum):
 TRANSITIONS: Final[dict[State, frozenset[State]]] = {
     State.WAITING: frozenset({State.PREFILL, State.DONE}),
     State.PREFILL: frozenset({State.DECODE, State.HELD, State.WAITING, State.DONE}),
-    State.DECODE: frozenset({State.PREFILL, State.WAITING, State.DONE}),
+    State.DECODE: frozenset({State.PREFILL, State.HELD, State.WAITING, State.DONE}),
     State.HELD: frozenset({State.PREFILL, State.DECODE, State.WAITING, State.DONE}),
     State.DONE: frozenset(),
 }
-"""A sequence goes back to waiting when it is preempted, to prefill when it is fed."""
+"""A sequence goes back to waiting when it is preempted, to prefill when it is fed; from decoding to held when the last
+token that it may have is drawn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +60,7 @@ class Sequence:
     """The step that last computed a chunk of it."""
     adapter: Adapter | None = None
     held: bool = False
-    """Whether nothing of it is drawn (``Request.held``)."""
+    """Whether nothing more of it is to be drawn (``Request.held``, ``Engine.hold``)."""
     scores: list[TokenChoice] = field(default_factory=list)
     """Of the prompt's tokens from the second on, where they are asked for; those that are computed."""
     told: int = 0
@@ -227,6 +228,11 @@ class Scheduler:
             sequence.move(State.PREFILL)
         self._blocked = False
 
+    def hold(self, sequence: Sequence) -> None:
+        """It is held: the token that a step on its way draws is its last before ``release``. Repeatable."""
+        sequence.held = True
+        self._settle(sequence)  # that may have been all that it had to prefill
+
     def release(self, sequence: Sequence) -> None:
         """It is held no longer. Repeatable."""
         sequence.held = False
@@ -261,7 +267,12 @@ class Scheduler:
             if len(chunks) >= most:
                 break
             awaited = sequence.computed >= len(sequence.tokens)  # its next token is still on its way
-            if sequence.state is State.DECODE and not awaited and self._grow(sequence, len(sequence.tokens)):
+            if sequence.state is not State.DECODE or awaited:
+                continue
+            if sequence.held:
+                sequence.move(State.HELD)
+                self._rested.append(sequence)
+            elif self._grow(sequence, len(sequence.tokens)):
                 chunks.append(Chunk(sequence, sequence.computed, 1))
         return [chunk for chunk in chunks if chunk.sequence.state is State.DECODE]
 
