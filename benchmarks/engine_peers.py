@@ -13,6 +13,7 @@ from typing import Final
 from benchmarks import gguf_model
 from benchmarks.cold_cases import MODEL
 from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, peers_missing
+from benchmarks.record import Case
 from benchmarks.runner import Run
 
 LLAMA: Final = "llama.cpp"
@@ -56,6 +57,16 @@ class Peer:
         return Answer(told["seconds"], told["cpu_s"], dict(enumerate(map(tuple, told["outputs"]))))
 
 
+def _ready(made: Case, peer: Program) -> bool:
+    """Whether it says that it is; else its case says why it was not run."""
+    try:
+        peer.hear(_READY_S)
+    except ProgramFailed as error:
+        made.not_run = str(error)[:300]
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def llama(run: Run, case: str, dtype: str, batch: int, length: int) -> Iterator[list[Peer]]:
     """llama.cpp with the demo model in ``dtype``, ``batch`` sequences of ``length`` tokens at once; nobody, and the
@@ -71,10 +82,7 @@ def llama(run: Run, case: str, dtype: str, batch: int, length: int) -> Iterator[
         order = {"file": str(file), "slots": batch, "context": length + _SPARE}
         argv = (str(PEERS / "python"), str(Path(__file__).parent / "peers" / "llama_cpp.py"), json.dumps(order))
         peer = stack.enter_context(Program(argv, Path(name) / "log", env=PEER_ENVIRONMENT))
-        try:
-            peer.hear(_READY_S)
-        except ProgramFailed as error:
-            made.not_run = str(error)[:300]
+        if not _ready(made, peer):
             yield []
             return
         made.notes = "its wheel's kernels are AVX2's; KV in float16, as it has it by itself"
@@ -94,10 +102,7 @@ def vllm(run: Run, case: str, dtype: str, batch: int, length: int) -> Iterator[l
         order = {"model": str(MODEL), "dtype": dtype, "slots": batch, "context": length + _SPARE}
         argv = (str(_VLLM_PYTHON), str(Path(__file__).parent / "peers" / "vllm_greedy.py"), json.dumps(order))
         peer = stack.enter_context(Program(argv, Path(name) / "log", env={**PEER_ENVIRONMENT, **_VLLM_ENVIRONMENT}))
-        try:
-            peer.hear(_READY_S)
-        except ProgramFailed as error:
-            made.not_run = str(error)[:300]
+        if not _ready(made, peer):
             yield []
             return
         yield [Peer(VLLM, peer)]

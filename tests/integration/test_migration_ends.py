@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,32 +60,36 @@ def test_it_ends_by_itself(cluster: Cluster, right: list[str], tmp_path: Path, s
 @pytest.mark.parametrize("step", STEPS)
 def test_it_is_cancelled(cluster: Cluster, right: list[str], tmp_path: Path, step: str) -> None:
     """Neither source nor destination works on it any more, and the next call is answered as ever."""
-    gate, instance = tmp_path / "gate", settled(cluster)
-    with Stream(cluster, "coder", {"gate": str(gate), "at": AT}) as stream:
-        values = stream.values()
-        assert [next(values) for _ in range(AT)] == right[:AT]
-        moving = Moving(cluster, instance, cluster.url)
-        moving.until(step)
+    gate = tmp_path / "gate"
+    with midway(cluster, right, gate, step) as (stream, values):
         assert cluster.http.post(f"/v1/calls/{stream.call}/cancel").status_code == 202
         assert list(values) == []
         assert stream.error is not None
         assert stream.error["code"] == "cancelled"
-    moving.join()
     nothing_is_left(cluster)
     assert whole(cluster, gate)[:AT] == right[:AT]
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_its_caller_goes_away(cluster: Cluster, right: list[str], tmp_path: Path, step: str) -> None:
-    gate, instance = tmp_path / "gate", settled(cluster)
+    gate = tmp_path / "gate"
+    with midway(cluster, right, gate, step):
+        pass
+    nothing_is_left(cluster)
+    assert whole(cluster, gate)[:AT] == right[:AT]
+
+
+@contextlib.contextmanager
+def midway(cluster: Cluster, right: list[str], gate: Path, step: str) -> Iterator[tuple[Stream, Iterator[Any]]]:
+    """A call that stands before its gate while it is moved, which has come to ``step``; left when the move is over."""
+    instance = settled(cluster)
     with Stream(cluster, "coder", {"gate": str(gate), "at": AT}) as stream:
         values = stream.values()
         assert [next(values) for _ in range(AT)] == right[:AT]
         moving = Moving(cluster, instance, cluster.url)
         moving.until(step)
+        yield stream, values
     moving.join()
-    nothing_is_left(cluster)
-    assert whole(cluster, gate)[:AT] == right[:AT]
 
 
 def nothing_is_left(cluster: Cluster) -> None:
