@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sllm_invoker.bounds import NAME_BYTES, clip, clip_names, clip_report, clip_spans
+from sllm_invoker.bounds import NAME_BYTES, clip, clip_names, clip_report, clip_spans, clip_tokens
 from sllm_invoker.work import Work
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import SANDBOX, Span, shift
-from sllm_runtime.protocol.worker import Ready, Stage
+from sllm_runtime.protocol.worker import Heartbeat, Ready, Stage
 
 
 class Account:
@@ -19,6 +19,8 @@ class Account:
         self.progress: Progress | None = Progress(stage=SANDBOX)
         """None: the start is over."""
         self.error: SllmError | None = None
+        self.context = 0
+        """Tokens of its call that has most, as its worker said last."""
         self.release_s: float | None = None
         """Seconds that it took to free what it held, if it was told to."""
         self._prepared: tuple[Span, ...] = ()
@@ -47,6 +49,10 @@ class Account:
         self._spans = (*self._prepared, *shift(clip_spans(ready.spans), self._assigned_ms))
         self.progress = None
 
+    def beaten(self, beat: Heartbeat) -> None:
+        """Its worker lives, and says what its calls have."""
+        self.context = clip_tokens(beat.context)
+
     def status(self, state: InstanceState, work: Work | None, now: float) -> InstanceStatus:
         """For the node's report."""
         order = self._order
@@ -62,5 +68,6 @@ class Account:
             spans=self._spans,
             running=work.running if work is not None else 0,
             idle_s=work.idle_s(now) if work is not None else 0.0,
+            context=self.context if work is not None and work.running else 0,
             release_s=self.release_s,
         )

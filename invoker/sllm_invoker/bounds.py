@@ -17,6 +17,8 @@ DETAIL_BYTES: Final = 64 * 1024
 """With the message well below MAX_PART: an error travels in one END frame."""
 MAX_SPANS: Final = 32
 MAX_NAMES: Final = 32
+MAX_TOKENS: Final = 2**31
+"""Of one call."""
 
 
 def clip(text: str, nbytes: int) -> str:
@@ -56,3 +58,8 @@ def clip_spans(spans: tuple[Span, ...]) -> tuple[Span, ...]:
 def clip_names(names: tuple[str, ...]) -> tuple[str, ...]:
     """The first of ``names``, each of a bounded size."""
     return tuple(clip(name, NAME_BYTES) for name in names[:MAX_NAMES])
+
+
+def clip_tokens(count: int) -> int:
+    """``count``, as far as it can be one."""
+    return min(max(count, 0), MAX_TOKENS)

@@ -232,8 +232,8 @@ class Instance:
             raise ProtocolError(f"the worker speaks version {message.version}, this node {limits.PROTOCOL_VERSION}")
         self._hear()
         match message.body:
-            case Heartbeat():
-                pass
+            case Heartbeat() as beat:
+                self._account.beaten(beat)
             case Log() as line:
                 stream, level = clip(line.stream, NAME_BYTES), clip(line.level, NAME_BYTES)
                 self._around.log.line(stream, line.text, level=level, call=work.name(line.number))

@@ -51,7 +51,7 @@ def ask(view: View, name: str, to: str, now: float, expected: float | None = Non
         raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
     _carried(view, instance)
     _reachable(view, instance, to, now)
-    begun = Migration(name, to, MigrationState.PREPARING, now, running_s=instance.busy_s(now), expected=expected)
+    begun = Migration(name, to, MigrationState.PREPARING, now, tokens=instance.tokens(now), expected=expected)
     return _put(view, begun)
 
 

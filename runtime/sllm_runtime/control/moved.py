@@ -1,4 +1,4 @@
-"""What moves teach: how long calls of a model take to go on elsewhere, by how long they had run. Pure."""
+"""What moves teach: how long calls of a model take to go on elsewhere, by their tokens. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def taught(view: View, now: float) -> View:
 def _taught(view: View, move: Migration, now: float) -> View:
     """From when the destination was ready to when the source had no call left; what it frees then is its release."""
     source, destination = view.instances.get(move.source), view.instances.get(move.destination)
-    if not move.running_s or source is None or destination is None or destination.ready_at is None:
+    if not move.tokens or source is None or destination is None or destination.ready_at is None:
         return view
     model = view.model_of(source.key)
     if model is None:
         return view
     release = source.seen.release_s if source.seen is not None else None
     took = max(0.0, now - max(move.began, destination.ready_at) - (release or 0.0))
-    return replace(view, learned=view.learned.resumed(model.digest, move.running_s, took))
+    return replace(view, learned=view.learned.resumed(model.digest, move.tokens, took))

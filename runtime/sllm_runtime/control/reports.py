@@ -78,7 +78,7 @@ def released(before: NodeStatus | None, after: NodeStatus) -> Iterator[tuple[Ins
 
 
 def _steady(status: NodeStatus) -> NodeStatus:
-    there = tuple([msgspec.structs.replace(instance, idle_s=0.0) for instance in status.instances])
+    there = tuple([msgspec.structs.replace(instance, idle_s=0.0, context=0) for instance in status.instances])
     return msgspec.structs.replace(status, sequence=0, instances=there)
 
 

@@ -32,6 +32,8 @@ EMPTY: Final[Mapping[Any, Any]] = MappingProxyType({})
 ROUTABLE: Final = frozenset({VersionState.ACTIVE, VersionState.RETIRED})
 CARRIES: Final = "exact_resume"
 """What the engine of an instance must be able to do for its calls to go on elsewhere."""
+TOKEN_S: Final = 0.03
+"""Between two tokens of a call, where only its age is known: rather too short, so that a move is thought too dear."""
 STARTING: Final = frozenset({InstanceState.PENDING, InstanceState.STARTING})
 _LIVE: Final = STARTING | {InstanceState.READY}
 _ENDED: Final = frozenset(state for state in InstanceState if final(INSTANCE, state))
@@ -130,6 +132,12 @@ class Instance:
         """No call that it works on has run for longer."""
         return min(now - self.busy_since, self.manifest.timeout) if self.busy_since is not None else 0.0
 
+    def tokens(self, now: float) -> float:
+        """Of its call that has most, in and out: by its node's last report; of a node that does not say so, by how long
+        it has worked (ServerlessLLM, section 6.2: t_out = d / t)."""
+        said = self.seen.context if self.seen is not None else 0
+        return said or self.busy_s(now) / TOKEN_S
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -155,8 +163,8 @@ class Migration:
     destination: str = ""
     note: str = ""
     ended: float | None = None
-    running_s: float = 0.0
-    """For how long its calls had run when it began, at most; 0: they had not, or it is of a controller before."""
+    tokens: float = 0.0
+    """Of its call that had most when it began; 0: it had none, or it is of a controller before."""
     expected: float | None = None
     """What it was expected to take, if a policy decided it."""
 

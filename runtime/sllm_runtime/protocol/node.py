@@ -56,6 +56,9 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Calls it works on."""
     idle_s: float = 0.0
     """Seconds since its last call ended (since READY if there was none); 0 while it works."""
+    context: int = 0
+    """Tokens, in and out, of its call that has most, as its worker said last; 0: of a worker of before, or it has no
+    engine."""
     release_s: float | None = None
     """Of one that was told to end, once all that it held is free: seconds since it had nothing left to do. None until
     then, and of a node of before."""

@@ -205,6 +205,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     running: int
     loop_s: float = 0.0
     rss: int = 0
+    context: int = 0
+    """Tokens, of its prompt and its output, of the call that has most; 0 where no engine has any."""
 
 
 class FromWorker(msgspec.Struct, frozen=True):

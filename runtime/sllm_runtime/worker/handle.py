@@ -106,6 +106,11 @@ class ModelHandle:
         if self._engine is not None:
             self._engine[0].on_lost(call)
 
+    @property
+    def context(self) -> int:
+        """See ``EngineLoop.context``; 0 before the engine runs."""
+        return self._engine[0].context if self._engine is not None else 0
+
     def close(self) -> None:
         """Stop the engine. Repeatable."""
         if self._engine is not None:

@@ -30,6 +30,7 @@ from sllm_runtime.protocol.worker import (
     FeedCall,
     Follow,
     FromWorker,
+    Heartbeat,
     Hello,
     HoldCall,
     Ready,
@@ -43,6 +44,7 @@ from sllm_runtime.worker.calls import Calls
 from sllm_runtime.worker.cluster import leave_network
 from sllm_runtime.worker.console import Console
 from sllm_runtime.worker.engine.sinks import Mailbox
+from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.openai import answer
 from sllm_runtime.worker.sender import Sender
 from sllm_runtime.worker.start import Stages, Started, start
@@ -61,10 +63,17 @@ class Worker:
     def __init__(self, wire: BlockingWire) -> None:
         self._wire = wire
         self._calls: Calls | None = None
-        self._sender = Sender(wire, lambda: self._calls.count() if self._calls is not None else 0)
+        self._handle: ModelHandle | None = None
+        self._sender = Sender(wire, self._work)
         self._console = Console(self._sender.log, lambda: self._sender.flush(_LINE_S))
         self._stop: asyncio.Future[float | None] | None = None
         self._broken: SllmError | None = None
+
+    def _work(self) -> Heartbeat:
+        calls, handle = self._calls, self._handle
+        return Heartbeat(
+            running=calls.count() if calls is not None else 0, context=handle.context if handle is not None else 0
+        )
 
     def run(self, import_s: float) -> int:
         """Greet, wait for the assignment, serve."""
@@ -159,7 +168,7 @@ class Worker:
             resumable=assign.manifest.resumable,
             late=started.coming.span if started.coming is not None else None,
         )
-        handle = started.handle
+        handle = self._handle = started.handle
         if handle is not None:
             mailbox = Mailbox(loop)
             handle.use_loop(mailbox)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import msgspec
 import psutil
 
 from sllm_runtime.platform.wire import BlockingWire
@@ -51,9 +52,10 @@ class Sender:
     everything that is no frame is written by a thread, which also beats.
     """
 
-    def __init__(self, wire: BlockingWire, running: Callable[[], int]) -> None:
+    def __init__(self, wire: BlockingWire, work: Callable[[], Heartbeat]) -> None:
+        """``work``: what a heartbeat says of the calls. From the sender's thread."""
         self._wire = wire
-        self._running = running
+        self._work = work
         # Reentrant: what a garbage collection runs under this lock may print.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -249,9 +251,8 @@ class Sender:
                 self._loop.call_soon_threadsafe(self._beat_heard)
             except RuntimeError:
                 self._loop = None
-        running = self._running()
         loop_s = max(0.0, age - limits.HEARTBEAT_S)
-        return Heartbeat(running=running, loop_s=loop_s, rss=process.memory_info().rss)
+        return msgspec.structs.replace(self._work(), loop_s=loop_s, rss=process.memory_info().rss)
 
     def _beat_heard(self) -> None:
         self._beaten = time.monotonic()

@@ -12,8 +12,7 @@ import pytest
 from sllm_runtime.control import migration, restore
 from sllm_runtime.control.events import events
 from sllm_runtime.control.routes import route
-from sllm_runtime.control.scheduling.learned import TOKEN_S
-from sllm_runtime.control.view import Key, Move
+from sllm_runtime.control.view import TOKEN_S, Key, Move
 from sllm_runtime.protocol.errors import (
     Conflict,
     InstanceNotFound,
@@ -229,9 +228,13 @@ def test_what_a_placement_wants_moved_is_moved() -> None:
     assert state(world, source) is MigrationState.DONE
 
 
-def test_a_move_that_is_over_teaches_how_long_its_calls_took() -> None:
-    """Whoever asked for it; what the source frees then is learned apart."""
+@pytest.mark.parametrize(
+    ("context", "tokens"), [(2_345, 2_345.0), (0, 20.0 / TOKEN_S)], ids=["tokens are said", "a node of before"]
+)
+def test_a_move_that_is_over_teaches_how_long_its_calls_took(context: int, tokens: float) -> None:
+    """By their tokens, whoever asked for it; what the source frees then is learned apart."""
     world, source = running()
+    world.nodes["n1"].instances[source] = msgspec.structs.replace(world.nodes["n1"].instances[source], context=context)
     world.view = world.view.put_model(ModelRecord(digest="sha256:m", uri="/m", nbytes=1, partitions=(1,)))
     world.view = world.view.put_version(msgspec.structs.replace(world.view.versions[CHAT], model="sha256:m"))
     world.turn(20.0)
@@ -249,7 +252,7 @@ def test_a_move_that_is_over_teaches_how_long_its_calls_took() -> None:
     assert state(world, source) is MigrationState.DONE
     fitted = world.view.learned.moves["sha256:m"]
     assert fitted.n == 1.0
-    assert fitted.x == pytest.approx(20.0 / TOKEN_S)
+    assert fitted.x == pytest.approx(tokens)
     assert fitted.y == pytest.approx(2.0)
     assert world.view.learned.release_s(CHAT) == 1.0
     world.plan()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sllm_invoker.bounds import MAX_TOKENS
 from sllm_invoker.process_driver import ProcessDriver, ProcessSandbox
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Draining, NoCapacity, StaleTerm
@@ -281,6 +282,19 @@ async def test_an_instance_has_ended_when_what_it_held_is_free(node: NodeUnderTe
     release_s = there[-1][1].release_s
     assert release_s is not None
     assert 0.0 < release_s <= took
+
+
+@pytest.mark.parametrize(("said", "believed"), [(345, 345), (-1, 0), (2**60, MAX_TOKENS)])
+async def test_the_report_says_how_many_tokens_a_call_has_while_it_runs(
+    node: NodeUnderTest, said: int, believed: int
+) -> None:
+    """As far as its worker can be believed."""
+    instance = await node.start(f"context={said} wait")
+    _, call = await node.gateway.open(instance)
+    await until(lambda: (now := node.instance(instance)) and now.running, what="it runs")
+    await until(lambda: (now := node.instance(instance)) and now.context == believed, what="the report says it")
+    node.gateway.cancel(call)
+    await until(lambda: (now := node.instance(instance)) and (now.running, now.context) == (0, 0), what="it has ended")
 
 
 async def test_a_node_that_is_asked_to_stop_lets_what_runs_leave(nats: Nats, tmp_path: Path) -> None:  # noqa: F811

@@ -20,7 +20,7 @@ from sllm_runtime.worker.engine.admission import end_ids, max_context
 from sllm_runtime.worker.engine.base import Event, Request, Sampling
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.sampling import choose
-from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, ThreadSink
+from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, Piece, ThreadSink
 from sllm_runtime.worker.engine.text import Detokenizer, StopMatcher
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from tests.fixtures.models import BUILDERS
@@ -282,6 +282,26 @@ def test_a_resumed_text_begins_with_what_was_emitted(loop: EngineLoop) -> None:
     whole = text_of(loop, request())
     first = ids(run(engine(), request())[0])[:5]
     assert text_of(loop, replace(request(), emitted=first)) == whole
+
+
+def test_how_many_tokens_the_longest_request_has(loop: EngineLoop) -> None:
+    """Prompt and output, what was drawn elsewhere included."""
+
+    class Watching(ThreadSink):
+        def put(self, piece: Piece) -> None:
+            told.extend(piece.ids)
+            seen.append((loop.context, len(PROMPT) + len(told)))
+            super().put(piece)
+
+    told: list[int] = []
+    seen: list[tuple[int, int]] = []
+    sink = Watching()
+    loop.submit(replace(request(), emitted=ids(run(engine(), request())[0])[:5]), sink)
+    assert len("".join(piece.text for piece in sink)) == 12
+    *running, (at_the_end, _) = seen
+    assert len(running) == 11
+    assert all(said == there for said, there in running)
+    assert at_the_end == 0
 
 
 def test_refusals_and_cancellations_reach_the_sink(loop: EngineLoop) -> None:

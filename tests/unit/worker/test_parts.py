@@ -16,7 +16,7 @@ from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, FunctionError, InvalidRequest
 from sllm_runtime.protocol.frames import End, Frame, FrameKind
-from sllm_runtime.protocol.worker import CallFrames, FromWorker, Log
+from sllm_runtime.protocol.worker import CallFrames, FromWorker, Heartbeat, Log
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.console import MAX_LINE, LineWriter, current_call
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
@@ -58,7 +58,7 @@ class Wired:
         ours, theirs = socket.socketpair()
         ours.settimeout(GIVE_UP_S)
         self.reader = BlockingWire(ours)
-        self.sender = Sender(BlockingWire(theirs), lambda: 0)
+        self.sender = Sender(BlockingWire(theirs), lambda: Heartbeat(running=0))
         self._theirs = theirs
 
     def bodies(self) -> Iterator[Any]:

@@ -25,8 +25,6 @@ INIT_S: Final = 0.1
 """Import and ``setup`` of a function that never ran."""
 RELEASE_S: Final = 0.2
 """Until an instance that is ended has given back what it held, until one has."""
-TOKEN_S: Final = 0.03
-"""Between two tokens of a call, where only its age is known: rather too short, so that a move is thought too dear."""
 _MOST: Final = 10_000
 """Medians that are kept of a kind; the oldest go first."""
 
@@ -120,14 +118,14 @@ class Learned:
             setup=_with(self.setup, key, seconds.get(SETUP)),
         )
 
-    def resume_s(self, model: str, running_s: float) -> float:
-        """Until a call of ``model`` that has run for ``running_s`` goes on elsewhere: a (t_in + t_out) + b
-        (ServerlessLLM, section 6.2), with the tokens taken from how long it has run."""
-        return self.moves.get(model, NO_MOVES).seconds(running_s / TOKEN_S)
+    def resume_s(self, model: str, tokens: float) -> float:
+        """Until a call of ``model`` that has so many ``tokens``, in and out, goes on elsewhere: a (t_in + t_out) + b
+        (ServerlessLLM, section 6.2)."""
+        return self.moves.get(model, NO_MOVES).seconds(tokens)
 
-    def resumed(self, model: str, running_s: float, took_s: float) -> Learned:
-        """With one more call of ``model`` that had run for ``running_s`` and took ``took_s`` to go on elsewhere."""
-        line = self.moves.get(model, NO_MOVES).after(running_s / TOKEN_S, took_s)
+    def resumed(self, model: str, tokens: float, took_s: float) -> Learned:
+        """With one more call of ``model`` that had so many ``tokens`` and took ``took_s`` to go on elsewhere."""
+        line = self.moves.get(model, NO_MOVES).after(tokens, took_s)
         kept = {name: known for name, known in self.moves.items() if name != model}
         while len(kept) >= _MOST:
             del kept[next(iter(kept))]

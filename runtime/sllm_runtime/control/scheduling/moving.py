@@ -202,7 +202,7 @@ def _movable(moving: Moving, server: Server, instance: Instance, gives: Amounts,
     works on here, its calls go on there, and it gives back what it held."""
     view = moving.view
     model = view.model_of(instance.key)
-    resume = view.learned.resume_s(model.digest if model is not None else "", instance.busy_s(moving.now))
+    resume = view.learned.resume_s(model.digest if model is not None else "", instance.tokens(moving.now))
     release = view.learned.release_s(instance.key)
     targets = []
     for room in moving.elsewhere(instance, server, count):

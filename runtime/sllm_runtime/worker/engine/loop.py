@@ -27,6 +27,8 @@ class _Output:
     sink: Sink
     detokenizer: Detokenizer
     matcher: StopMatcher
+    tokens: int
+    """Of its prompt, and those that were told."""
     last: tuple[int, ...] = ()
     """The last id of a resume, or of those that were fed: how it was told depends on whether the output ended with it,
     and that it is told says that all before it are computed."""
@@ -61,6 +63,12 @@ class EngineLoop:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    @property
+    def context(self) -> int:
+        """Tokens of the request that has most. From any thread."""
+        outputs = list(self._outputs.values())  # in one go: the engine's thread may take one away
+        return max((output.tokens for output in outputs), default=0)
 
     def on_lost(self, call: Callable[[SllmError], None]) -> None:
         """Have ``call`` called, once, when another process that the engine computes with is gone. Nobody is told
@@ -161,7 +169,7 @@ class EngineLoop:
             self._refuse(sink, error)
             return
         matcher = StopMatcher(request.sampling.stop)
-        self._outputs[request.id] = _Output(sink, detokenizer, matcher, retold=request.retell)
+        self._outputs[request.id] = _Output(sink, detokenizer, matcher, len(request.prompt), retold=request.retell)
         self._drawn_elsewhere(request.id, request.emitted)
 
     def _feed(self, number: int, first: int, ids: tuple[int, ...], held: bool) -> None:
@@ -229,6 +237,7 @@ class EngineLoop:
         self._put(output.sink, piece)
 
     def _piece(self, output: _Output, event: Event) -> Piece:
+        output.tokens += len(event.ids)
         text, stopped = output.matcher.feed(output.detokenizer.feed(event.ids))
         finish: Finish | None = event.finish
         if finish is not None and not stopped:

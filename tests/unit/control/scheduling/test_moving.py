@@ -169,7 +169,7 @@ def elsewhere(view: View, servers: Mapping[str, Server], gone: tuple[Instance, .
             model = view.model_of(instance.key)
             assert model is not None
             total += estimate(servers[other], instance.key, model, view.learned).seconds
-            total += view.learned.resume_s(model.digest, instance.busy_s(NOW))
+            total += view.learned.resume_s(model.digest, instance.tokens(NOW))
             total += view.learned.release_s(instance.key)
         if fits and (best is None or total < best):
             best = total
