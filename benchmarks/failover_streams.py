@@ -50,16 +50,19 @@ class Place:
     right: Sequence[Any]
     processes: Counter[str]
 
-    def kill(self, what: str) -> float:
-        """A worker, a node or the first gateway; when. Raises ``ProgramFailed`` if it is not there."""
+    def aim(self, what: str) -> Callable[[], None]:
+        """What kills a worker, a node or the first gateway. Raises ``ProgramFailed`` if it is not there."""
         components = ("invoker", "loaderd") if what == "node" else (what,)
         found = [min(self.field.victims(each), key=lambda victim: victim.name, default=None) for each in components]
-        at = time.monotonic()
-        for victim in found:
-            if victim is None:
-                raise ProgramFailed(f"no {what} is there")
-            os.kill(victim.pid, signal.SIGKILL)
-        return at
+        pids = [victim.pid for victim in found if victim is not None]
+        if len(pids) < len(components):
+            raise ProgramFailed(f"no {what} is there")
+
+        def strike() -> None:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+        return strike
 
 
 def measure(run: Run, directory: Path, cases: Sequence[str]) -> None:
@@ -70,21 +73,18 @@ def measure(run: Run, directory: Path, cases: Sequence[str]) -> None:
         for case in local:
             with run.attempt(case):
                 place = place or stack.enter_context(_place(directory / f"local-{case}", {}))
-                _case(run, place, case, functools.partial(place.kill, case))
+                _case(run, place, case, functools.partial(place.aim, case))
     if "jetstream" in cases:
         with (
             run.attempt("jetstream"),
             NatsCluster(directory / "nats") as nats,
             _place(directory / "cluster", nats.env) as place,
         ):
-            _case(run, place, "jetstream", functools.partial(_kill_leader, nats), nats.start_missing)
+            _case(run, place, "jetstream", functools.partial(_aim_at_leader, nats), nats.start_missing)
 
 
-def _kill_leader(nats: NatsCluster) -> float:
-    leader = nats.leader()
-    at = time.monotonic()
-    nats.kill(leader)
-    return at
+def _aim_at_leader(nats: NatsCluster) -> Callable[[], None]:
+    return functools.partial(nats.kill, nats.leader())
 
 
 @contextlib.contextmanager
@@ -94,17 +94,18 @@ def _place(directory: Path, settings: dict[str, str]) -> Iterator[Place]:
         field = Field(platform, name)
         platform.until_cold()
         place = Place(platform, field, name, platform.stream(name, ASK).values, field.processes())
-        place.kill("node")  # the other one takes the model from its source, once
+        place.aim("node")()  # the other one takes the model from its source, once
         field.until_back(place.processes)
         yield place
 
 
 def _case(
-    run: Run, place: Place, case: str, strike: Callable[[], float], mend: Callable[[], None] | None = None
+    run: Run, place: Place, case: str, aim: Callable[[], Callable[[], None]], mend: Callable[[], None] | None = None
 ) -> None:
+    """``aim`` finds what is to be killed, which may take longer than a stream does, and says how."""
     found, sums = run.case(case, "sllm"), Sums()
     for _ in range(run.rounds if run.quick else 20):
-        found.samples.append(round(_gap(place, case, strike, sums) * 1e3, 1))
+        found.samples.append(round(_gap(place, case, aim(), sums) * 1e3, 1))
         run.note(f"{case}: {found.samples[-1]:g} ms")
         if mend is not None:
             mend()
@@ -113,14 +114,15 @@ def _case(
     run.aims.append(Aim(f"{case}: tokens lost, repeated or changed", float(sums.wrong), at_most=0.0))
 
 
-def _gap(place: Place, case: str, strike: Callable[[], float], sums: Sums) -> float:
+def _gap(place: Place, case: str, strike: Callable[[], None], sums: Sums) -> float:
     """The longest time without an event from the fault on, in seconds."""
     told = Told(Heard(0), kept=case in KEPT)
     reader = Reader(gateways_of(place.platform), place.platform.token, place.function, ASK, told, first=0)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read)
         until(lambda: len(told.heard.ids) >= AT or reading.done(), "the stream does not begin")
-        at = strike()
+        at = time.monotonic()
+        strike()
         reading.result(GIVE_UP_S)
     if told.heard.error:
         raise ProgramFailed(f"the stream was lost: {told.heard.error}")
