@@ -1,7 +1,6 @@
 """``python -m sllm_invoker`` as the supervisor runs it: its beginning, its end, and its sudden death."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from sllm_runtime.protocol.node import NodeStatus, Ok, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import BUNDLE, SCRIPTED, GatewayPeer, order, store_bundle
 from tests.fixtures.nats import CONTROLLER, GATEWAY, NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
-from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.fixtures.waiting import GIVE_UP_S, dead, until
 
 
 @dataclass
@@ -50,15 +49,6 @@ class Daemon:
     def family(self) -> list[psutil.Process]:
         """All its descendants."""
         return psutil.Process(self.process.pid).children(recursive=True)
-
-
-async def dead(family: list[psutil.Process]) -> None:
-    def running(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return False
-
-    await until(lambda: not [process for process in family if running(process)], what="all of them are dead")
 
 
 @pytest.fixture

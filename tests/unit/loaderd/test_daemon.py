@@ -46,7 +46,7 @@ from tests.fixtures.loaderd import (
     small_checkpoint,
 )
 from tests.fixtures.models import save_byte_tokenizer, save_model
-from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.fixtures.waiting import GIVE_UP_S, dead, until
 
 WAIT = GIVE_UP_S
 
@@ -538,7 +538,7 @@ async def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     assert child.cmdline()[0].startswith("sllm-loaderd x")
     parent.kill()
     await parent.communicate()
-    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, what="it lives on")
+    await dead([child])
 
 
 async def test_waits_have_deadlines(daemon: LoaderProcess, checkpoint: Path) -> None:
