@@ -27,7 +27,8 @@ MANY: Final = 100
 """Calls that failed: nothing more is to be learnt."""
 TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 """Three times as long as a gateway is silent in a stream."""
-ENDED: Final = ("SUCCEEDED", "FAILED", "CANCELLED")
+FAILED: Final = ("FAILED", "CANCELLED")
+"""States of calls of which nothing more is to be had."""
 MOVED: Final = "call_moved"
 UNKNOWN: Final = "call_not_found"
 YOUNG: Final = 100
@@ -172,13 +173,14 @@ class Reader:
             raise Cut("the stream ended without its end")
 
     def _broken(self, client: httpx.Client, data: str) -> None:
-        """An error: of the call, or only of who reads it. Raises ``Cut`` for the latter."""
-        told = self._told
-        if json.loads(data)["error"]["code"] == MOVED:
+        """An error: of the call, or, where that is read from its journal, only of who reads it. Raises ``Cut`` for the
+        latter: what may be asked again is read on from the last event."""
+        told, error = self._told, json.loads(data)["error"]
+        if error["code"] == MOVED:
             raise Cut(data)
-        if told.kept or told.cuts:
+        if error["retryable"] and (told.kept or told.cuts):
             view = client.get(f"/v1/calls/{told.call}")
-            if view.status_code != 200 or view.json()["state"] not in ENDED:
+            if view.status_code != 200 or view.json()["state"] not in FAILED:
                 raise Cut(data)
         told.heard.error = data[:300]
 

@@ -4,14 +4,20 @@ One task per call takes what comes of it, writes it in batches and acknowledges 
 journal that is slow pauses the call like any slow reader. What had not ended when its gateway did is taken up by
 another one, or by its next life (``taking_up``), from what is written. Every write depends on the call's order: a
 gateway that was taken for dead finds it rewritten, and says no more of that call.
+
+A journal that JetStream does not take waits for it, as long as anybody can know of the call: nobody else would ever
+write how it ended, and whoever reads it waits for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
+
+import msgspec
 
 from sllm_gateway.call import Call, Earlier, Order
 from sllm_gateway.calls import Calls
@@ -27,6 +33,7 @@ from sllm_runtime.protocol.calls import (
     BodyPart,
     CallOrder,
     Ended,
+    Entry,
     Journaled,
     Kept,
     KeyClaim,
@@ -94,10 +101,23 @@ class Detached:
         call = self._calls.admit(order)
         try:
             fence = await self._journal.write(stream, asked.call, "order", asked, keep)
+        except Unavailable as error:
+            self._calls.leave(call)
+            self._tasks.start(self._take_back(asked, error, self._clock() + keep), f"end of {call.id}")
+            raise
         except BaseException:
             self._calls.leave(call)
             raise
         self._start(call, asked, Journaled(order=asked), fence)
+
+    async def _take_back(self, asked: CallOrder, error: Unavailable, until: float) -> None:
+        """Its caller was told that it was not begun; its order may be stored all the same, also later. Its key is free
+        by now, or another call's."""
+        unkeyed = msgspec.structs.replace(asked, key="")
+        try:
+            await self._insist(asked.call, until, lambda: self.end(unkeyed, CallState.FAILED, error, None))
+        except Unavailable as problem:
+            log.error("it is not taken back: %s", problem.message, extra={"call": asked.call})
 
     def cancel(self, call: str) -> bool:
         """End it, if it runs here: whether it does."""
@@ -159,7 +179,8 @@ class Detached:
                 if call.frames and not call.over:
                     await self._pause(BATCH_S)
             if not isinstance(call.error, Draining):  # else its next life goes on with it
-                await self.end(run.asked, call.state, call.error, run.fence, call.end)
+                ending = functools.partial(self.end, run.asked, call.state, call.error, run.fence, call.end)
+                await self._insist(call.id, run.until, ending)
         except (Unavailable, CallMoved) as error:
             log.error("the journal is given up: %s", error.message, extra={"call": call.id})
             self._calls.fail(call, error)
@@ -174,18 +195,34 @@ class Detached:
             run.epoch = call.epoch
             where = call.binding.instance if call.binding is not None else ""
             began = Began(at=self._wall(), numerics=call.numerics, epoch=call.epoch, instance=where, exact=call.exact)
-            await self._journal.write(run.stream, call.id, "began", began, run.keep, run.fence)
+            await self._store(run, "began", began)
         cost = call.buffered
         run.held += call.take()
         whole = max((at for at, frame in enumerate(run.held, 1) if not frame.more), default=0)
         ready, run.held = run.held[:whole], run.held[whole:]
         for frames in batches(ready):
             batch = Batch(run.journaled.frames, frames)
-            name = f"batch-{run.journaled.batches}"
-            await self._journal.write(run.stream, call.id, name, batch, run.keep, run.fence)
+            await self._store(run, f"batch-{run.journaled.batches}", batch)
             run.journaled.take(batch)
         if cost:
             self._calls.consumed(call, cost, self._clock())
+
+    async def _store(self, run: _Run, name: str, entry: Entry) -> None:
+        """What comes meanwhile waits at the node, as for any slow reader. Raises as ``_insist``."""
+        write = functools.partial(self._journal.write, run.stream, run.call.id, name, entry, run.keep, run.fence)
+        await self._insist(run.call.id, run.until, write)
+
+    async def _insist(self, call: str, until: float, write: Callable[[], Awaitable[object]]) -> None:
+        """``write`` until JetStream has taken it. Raises ``CallMoved``, and ``Unavailable`` when it is later than
+        ``until``: each try has a patience of its own."""
+        while True:
+            try:
+                await write()
+                return
+            except Unavailable as error:
+                if self._clock() >= until:
+                    raise
+                log.warning("the journal waits: %s", error.message, extra={"call": call})
 
     def _judge(self, run: _Run) -> None:
         """A call that nobody reads does not go on for ever."""
@@ -193,9 +230,10 @@ class Detached:
             self._calls.fail(run.call, Cancelled(f"nobody has read it for {self._window:g} s"))
 
     async def end(
-        self, asked: CallOrder, state: CallState, error: SllmError | None, fence: int, end: End | None = None
+        self, asked: CallOrder, state: CallState, error: SllmError | None, fence: int | None, end: End | None = None
     ) -> None:
-        """Write how it has ended. Raises ``Unavailable`` or ``CallMoved``."""
+        """Write how it has ended, whoever has it by now where there is no ``fence``. Raises ``Unavailable`` or
+        ``CallMoved``."""
         stream = stream_of(asked)
         if error is not None and state is CallState.SUCCEEDED:
             error = None
@@ -221,6 +259,8 @@ class _Run:
         self.call, self.asked, self.journaled, self.fence = call, asked, journaled, fence
         self.stream = stream_of(asked)
         self.keep = kept_s(call.version.manifest.timeout)
+        self.until = now + known_s(call.version.manifest.timeout)
+        """When nobody knows of the call any more, whatever becomes of it."""
         self.held: list[Frame] = []
         """Of a value of which more is to come."""
         self.epoch = 0

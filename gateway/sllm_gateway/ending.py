@@ -13,7 +13,15 @@ from sllm_gateway.metrics import Metrics
 from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.retry import worth_resuming, worth_retrying
-from sllm_runtime.protocol.errors import CallMoved, Cancelled, DeadlineExceeded, InstanceLost, SllmError, SlowConsumer
+from sllm_runtime.protocol.errors import (
+    CallMoved,
+    Cancelled,
+    DeadlineExceeded,
+    GatewaySilent,
+    InstanceLost,
+    SllmError,
+    SlowConsumer,
+)
 from sllm_runtime.protocol.frames import Cancel, End
 from sllm_runtime.protocol.states import CallState
 
@@ -89,28 +97,30 @@ class Ending:
             self._dispatcher.refused(call, binding.instance, gone=True)
         else:
             self._dispatcher.release(call, binding.instance)
-        if isinstance(error, InstanceLost) and self._moves.take_over(call):
+        stopped = end.stopped or isinstance(error, GatewaySilent)
+        if isinstance(error, InstanceLost) and self._moves.take_over(call, stopped=stopped):
             return
         self._moves.drop(call, "it has ended")
         if error is None and not call.over:
             call.end = end
             call.go(CallState.SUCCEEDED)
             call.wake()
-        elif error is not None and not self._again(call, error):
+        elif error is not None and not self._again(call, error, stopped=stopped):
             call.end = end
             self._end_with(call, error)
         self.forget_if_over(call)
 
     def lost(self, call: Call, binding: Binding, why: str) -> None:
         """Nothing more is to be expected of its instance."""
+        stopped = not binding.accepted
         call.binding, call.marks.instance = None, binding.instance
         self._link.send(binding.node, Cancel(call.id, binding.epoch, reason=why))
         self._dispatcher.refused(call, binding.instance, gone=True)
-        if self._moves.take_over(call):
+        if self._moves.take_over(call, stopped=stopped):
             return
         self._moves.drop(call, why)
         error = InstanceLost(f"{why}; call again")
-        if not self._again(call, error):
+        if not self._again(call, error, stopped=stopped):
             self._end_with(call, error)
         self.forget_if_over(call)
 
@@ -120,15 +130,15 @@ class Ending:
             call.go(CallState.FAILED)
             call.wake()
 
-    def _again(self, call: Call, error: SllmError) -> bool:
-        """Whether another instance has it: it goes on, or begins again."""
-        return self._resume(call, error) or self._retry(call, error)
+    def _again(self, call: Call, error: SllmError, *, stopped: bool) -> bool:
+        """Whether another instance has it: it goes on, or begins again. ``stopped``: see ``Resumption.break_off``."""
+        return self._resume(call, error, stopped) or self._retry(call, error)
 
-    def _resume(self, call: Call, error: SllmError) -> bool:
+    def _resume(self, call: Call, error: SllmError, stopped: bool) -> bool:
         """Whether the call goes on elsewhere from its tokens; its caller sees a gap and nothing else."""
         if call.over or call.resumption is None or not worth_resuming(error):
             return False
-        halves = call.resumption.break_off(call.frames)
+        halves = call.resumption.break_off(call.frames, stopped=stopped)
         if halves is None:
             return False
         call.buffered -= sum(frame.cost for frame in halves)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
 
@@ -13,6 +14,7 @@ from nats.aio.msg import Msg
 from nats.js.api import ConsumerConfig, DeliverPolicy
 
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.consumers import SILENCE_S, consumer, forget
 from sllm_runtime.protocol.errors import Unavailable
 
@@ -26,13 +28,16 @@ class _Missing(Exception):
     """This consumer can no longer be trusted."""
 
 
-async def messages(bus: Bus, stream: str, subject: str, since: float | None) -> AsyncGenerator[bytes | None, None]:
+async def messages(
+    bus: Bus, stream: str, subject: str, since: float | None, clock: Callable[[], float] = time.monotonic
+) -> AsyncGenerator[bytes | None, None]:
     """The data of each message under ``subject`` since ``since`` (Unix seconds; None: all that is kept), in order.
 
-    None once, when everything that was there has come. Never ends by itself. Raises ``Unavailable`` if there is no such
-    stream at the beginning.
+    None once, when everything that was there has come. Never ends by itself. Raises ``Unavailable`` if JetStream has
+    answered nothing within ELECTION_S.
     """
     after, told, first = 0, False, True
+    deadline = clock() + ELECTION_S
     while True:
         try:
             async with aclosing(_consume(bus, stream, subject, since, after)) as consumer:
@@ -46,16 +51,17 @@ async def messages(bus: Bus, stream: str, subject: str, since: float | None) -> 
                         yield None
         except _Missing as reason:
             log.debug("%s is read anew: %s", subject, reason)
-        except Unavailable:
-            if first:
+        except Unavailable as error:
+            if first and clock() > deadline:
                 raise
+            log.debug("%s; asked again", error.message)
         await asyncio.sleep(AGAIN_S)
 
 
 async def _consume(
     bus: Bus, stream: str, subject: str, since: float | None, after: int
 ) -> AsyncGenerator[tuple[int, bytes, int], None]:
-    """``(sequence, data, how many are still to come)`` of one consumer; sequence 0: nothing is there."""
+    """``(sequence, data, how many are still to come)`` of one consumer; sequence 0: nothing new."""
     queue: asyncio.Queue[Msg | None] = asyncio.Queue(QUEUED)
     inbox = bus.new_inbox()
     off = bus.on_reconnect(lambda: queue.put(None))
@@ -72,6 +78,7 @@ async def _consume(
                 last = (message.headers or {}).get("Nats-Last-Consumer")
                 if last is not None and int(last) != delivered:
                     raise _Missing("a message was lost")
+                yield 0, b"", 0  # what was still to come has gone meanwhile, written anew or too old
                 continue
             delivered += 1
             place = message.metadata

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, Final, cast
 
 from sllm_gateway.follow import messages
-from sllm_gateway.stored import Changed, Stored
+from sllm_gateway.stored import Changed, Last, Stored
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.watch import snapshot
 from sllm_runtime.protocol import codec
@@ -24,7 +24,6 @@ from sllm_runtime.protocol.subjects import (
 )
 
 STREAMS: Final = (JOURNAL_STREAM, CALLS_STREAM)
-_TRIES: Final = 5
 CLAIMED_S: Final = 60.0
 """A key is taken for so long before its call is known: then its gateway has died between the two."""
 
@@ -39,7 +38,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 class Journal:
-    """All journals. Everything raises ``Unavailable`` when JetStream does not answer within WRITE_S."""
+    """All journals. Everything raises ``Unavailable`` when JetStream does not answer within ELECTION_S."""
 
     def __init__(self, bus: Bus, stored: Stored) -> None:
         self._bus = bus
@@ -53,41 +52,39 @@ class Journal:
 
         ``order``: sequence of the call's order as its writer knows it. Raises ``CallMoved`` where there is a later one.
         """
-        subject = call_entry(stream, call, "order")
-        fence = (subject, order) if order is not None else None
-        for _ in range(_TRIES):
-            with contextlib.suppress(Changed):
-                return await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, fence=fence)
-            # A cluster also refuses a write while the one before, which was given up, is on its way.
-            there = await self._stored.last(stream, subject)
-            if there is None or there[0] != order:
-                raise moved(call)
-        raise Unavailable(f"the journal of {call} cannot be written: NATS refuses it; call again")
+        where = Last(stream, call_entry(stream, call, "order"), order) if order is not None else None
+        try:
+            return await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, where=where)
+        except Changed:
+            raise moved(call) from None
 
     async def create(self, stream: str, call: str, name: str, entry: Entry, keep_s: float) -> None:
         """Write ``entry``, unless one is there."""
+        subject = call_entry(stream, call, name)
         with contextlib.suppress(Changed):
-            await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, expected=0)
+            await self._stored.write(subject, entry, keep_s=keep_s, where=Last(stream, subject, 0))
 
     async def take_over(self, stream: str, known: CallOrder, mine: CallOrder, keep_s: float) -> int | None:
-        """Rewrite the order ``known`` as ``mine``; its sequence. None: it is another gateway's meanwhile."""
+        """Rewrite the order ``known`` as ``mine``; its sequence. None: it is another gateway's meanwhile. After
+        ``Unavailable`` it may be ``mine`` all the same: asked again, this says so."""
         subject = call_entry(stream, known.call, "order")
         there = await self._stored.last(stream, subject)
-        if there is None or codec.unpack(CallOrder, there[1]) != known:
-            return None
-        try:
-            return await self._stored.write(subject, mine, keep_s=keep_s, expected=there[0])
-        except Changed:
-            there = await self._stored.last(stream, subject)
+        if there is not None and codec.unpack(CallOrder, there[1]) == known != mine:
+            where = Last(stream, subject, there[0])
+            try:
+                return await self._stored.write(subject, mine, keep_s=keep_s, where=where)
+            except Changed:
+                there = await self._stored.last(stream, subject)
         return there[0] if there is not None and codec.unpack(CallOrder, there[1]) == mine else None
 
     # --- keys -------------------------------------------------------------------------------------
     async def claim(self, key: str, mine: KeyClaim) -> KeyClaim:
         """Whose key it is: ``mine``, or of the call that has it already. Raises ``InvalidArgument`` where that one was
         asked for something else."""
+        free = Last(CALLS_STREAM, key_claim(key), 0)
         for _ in range(2):
             try:
-                await self._stored.write(key_claim(key), mine, keep_s=CLAIMED_S, expected=0)
+                await self._stored.write(key_claim(key), mine, keep_s=CLAIMED_S, where=free)
                 return mine
             except Changed:
                 there = await self._stored.last(CALLS_STREAM, key_claim(key))

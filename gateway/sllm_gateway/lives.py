@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from sllm_gateway.backlog import Backlog
-from sllm_gateway.stored import Changed, Stored
+from sllm_gateway.stored import Changed, Last, Stored
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.watch import Watch, snapshot
 from sllm_runtime.protocol import codec
@@ -60,10 +60,15 @@ class Lives:
         self.me = msgspec.structs.replace(self.me, beat=self.me.beat + 1, over=over)
         subject = life_beat(self.me.life)
         try:
-            self._sequence = await self._stored.write(subject, self.me, expected=self._sequence)
+            self._sequence = await self._stored.write(subject, self.me, where=self._recorded)
         except Changed:
             await self._look()
         self._beaten = self._clock()
+
+    @property
+    def _recorded(self) -> Last:
+        """This life's record is as it was last written."""
+        return Last(LIVES_STREAM, life_beat(self.me.life), self._sequence)
 
     async def _look(self) -> None:
         """The last beat is not the one before this."""
@@ -73,7 +78,7 @@ class Lives:
             raise Lost
         if there is None or codec.unpack(Life, there[1]).heir:
             raise Over
-        # It was stored and its acknowledgement lost, or a cluster had another's write in flight just then.
+        # It was stored and its acknowledgement lost.
         self._sequence = there[0]
 
     def tell(self, log: Log) -> None:
@@ -94,9 +99,8 @@ class Lives:
         if self._backlog.first is None:
             return
         number, data = self._backlog.first
-        subject, fence = life_log(self.me.life, number), (life_beat(self.me.life), self._sequence)
         try:
-            await self._stored.write(subject, msgspec.Raw(data), fence=fence)
+            await self._stored.write(life_log(self.me.life, number), msgspec.Raw(data), where=self._recorded)
         except Changed:
             await self._look()
             raise Lost from None
@@ -128,7 +132,7 @@ class Lives:
         if there is None or codec.unpack(Life, there[1]) != life:
             return None
         try:
-            await self._stored.write(subject, new, expected=there[0])
+            await self._stored.write(subject, new, where=Last(LIVES_STREAM, subject, there[0]))
         except Changed:
             there = await self._stored.last(LIVES_STREAM, subject)
             return new if there is not None and codec.unpack(Life, there[1]) == new else None

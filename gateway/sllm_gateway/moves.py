@@ -252,12 +252,13 @@ class Moves:
         self._adopt(call, move, new, dropped, now)
         self._judge_stopping(move.binding.instance, now)
 
-    def take_over(self, call: Call) -> bool:
-        """The source has died: whether the destination goes on at once with what it was told."""
+    def take_over(self, call: Call, *, stopped: bool) -> bool:
+        """The source has died (``stopped``: see ``Resumption.break_off``): whether the destination goes on at once with
+        what it was told."""
         move = call.move
         if move is None or move.switched or not move.binding.accepted or call.over or call.resumption is None:
             return False
-        halves = call.resumption.break_off(call.frames)
+        halves = call.resumption.break_off(call.frames, stopped=stopped)
         if halves is None:
             return False
         call.buffered -= sum(frame.cost for frame in halves)

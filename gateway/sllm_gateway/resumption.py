@@ -105,17 +105,18 @@ class Resumption:
         """How many ids of each generation are known."""
         return {generation: len(ids) for generation, ids in self._ids.items()}
 
-    def break_off(self, waiting: list[Frame]) -> list[Frame] | None:
+    def break_off(self, waiting: list[Frame], *, stopped: bool = False) -> list[Frame] | None:
         """Its instance has died: what is taken out of ``waiting`` (frames that the caller has not had), half an output.
         None if no other instance may go on: it is this call that has killed several, or the caller has begun to read an
-        output that is not whole."""
+        output that is not whole. ``stopped``: it was ended in order, or never had the call: no death of that kind."""
         begun = len(self._parts)
         half = [index for index, frame in enumerate(waiting) if frame.kind in VALUES][-begun:] if begun else []
         if len(half) < begun or not all(waiting[index].more for index in half):
             return None
-        seen = (self.delivered, self._count)
-        self._in_vain = self._in_vain + 1 if seen == self._seen else 0
-        self._seen = seen
+        if not stopped:
+            seen = (self.delivered, self._count)
+            self._in_vain = self._in_vain + 1 if seen == self._seen else 0
+            self._seen = seen
         if self._in_vain >= _MOST_IN_VAIN:
             return None
         self._parts.clear()

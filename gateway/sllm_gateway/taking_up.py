@@ -43,6 +43,8 @@ class TakingUp:
         self._due = asyncio.Event()
         self._claimed: dict[str, tuple[CallOrder, int]] = {}
         """Calls of this gateway that do not run yet, with the sequences of their orders."""
+        self._tried: set[str] = set()
+        """Calls whose orders may be this gateway's without its knowledge: of the write it has not heard."""
         self._left: dict[str, CallOrder] = {}
         """What gateways that are gone have left to this one, which a list of all calls may lack: it is read from any
         server."""
@@ -80,7 +82,7 @@ class TakingUp:
         left = self._left | {known.order.call: known.order for known in listed if known.order is not None}
         for order in left.values():
             idle = order.call not in self._claimed and not self._detached.runs(order.call)
-            if idle and await self._ownerless(order):
+            if idle and (order.call in self._tried or await self._ownerless(order)):
                 await self._claim(order)
             self._left.pop(order.call, None)
         for order, fence in list(self._claimed.values()):
@@ -102,7 +104,9 @@ class TakingUp:
         version = self._table.get(order.function, order.version)
         seconds = version.manifest.timeout + version.manifest.queue_timeout if version is not None else WAITING_S
         mine = msgspec.structs.replace(order, gateway=me.gateway, life=me.life)
+        self._tried.add(order.call)
         fence = await self._journal.take_over(stream_of(order), order, mine, known_s(seconds))
+        self._tried.discard(order.call)
         if fence is not None:
             self._claimed[order.call] = (mine, fence)
 

@@ -79,10 +79,11 @@ class Call:
         if self.outbox.pushed_bytes > self.outbox.limit + CREDIT_SLACK:
             raise ProtocolError(f"{self.outbox.pushed_bytes} bytes of frames, credit for {self.outbox.limit}")
 
-    def fail(self, error: ErrorBody, now: float) -> None:
-        """End it here with ``error``, unless it has ended. A half value stays half: END says that nothing follows."""
+    def fail(self, error: ErrorBody, now: float, *, stopped: bool = False) -> None:
+        """End it here with ``error``, unless it has ended. A half value stays half: END says that nothing follows.
+        ``stopped`` as ``End`` has it."""
         if not self.outbox.ended:
-            self.outbox.push(FrameKind.END, codec.pack(End(error=error)))
+            self.outbox.push(FrameKind.END, codec.pack(End(error=error, stopped=stopped)))
             self.ended_at = now
 
     # --- towards the gateway ----------------------------------------------------------------------

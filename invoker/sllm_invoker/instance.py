@@ -126,7 +126,8 @@ class Instance:
             unused_s = self.work.unused_s(now) if self.work is not None else now - self._stopped_at
             self._unused_since = max(self._stopped_at, now - unused_s)
         if self.work is not None:
-            self.work.end(verdict.calls or InstanceLost(f"instance {self.order.instance} ended"))
+            error = verdict.calls or InstanceLost(f"instance {self.order.instance} ended")
+            self.work.end(error, stopped=verdict.state is InstanceState.STOPPED)
         self._account.error = verdict.error
         self.ended_at = now
         self._left = self._state

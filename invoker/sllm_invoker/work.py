@@ -221,11 +221,12 @@ class Work:
         if not self._calls:
             self._idle_since = self._clock()
 
-    def end(self, error: SllmError) -> None:
-        """The worker is gone: every running call ends with ``error``, one that was cancelled with its own code."""
+    def end(self, error: SllmError, *, stopped: bool) -> None:
+        """The worker is gone: every running call ends with ``error``, one that was cancelled with its own code.
+        ``stopped``: its end was asked for."""
         self._open = False
         for call in list(self._calls.values()):
-            call.fail(_cancelled(call) or error.body(), self._clock())
+            call.fail(_cancelled(call) or error.body(), self._clock(), stopped=stopped)
             self._done(call)
             self._ready(call)
 

@@ -136,7 +136,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Journaled:
-    """What the entries of one call say. ``take`` them in any order, batches in theirs; repeated ones change nothing."""
+    """What the entries of one call say. ``take`` them in any order: a write that was repeated while a server stood
+    still may be stored again behind what was written after it. Repeated ones change nothing."""
 
     order: CallOrder | None = None
     began: Began | None = None
@@ -149,9 +150,11 @@ class Journaled:
     written: int = 0
     """Frames of the answer up to the end of its furthest batch: more than ``frames`` where one before that is gone."""
     _parts: dict[int, bytes] = field(default_factory=dict)
+    _early: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
+    """Batches behind one that has not come yet, by their first frame."""
 
     def take(self, entry: Entry) -> tuple[Frame, ...]:
-        """Take it in; frames that are new."""
+        """Take it in; frames that are new, in order."""
         match entry:
             case CallOrder():
                 self.order = entry
@@ -162,9 +165,8 @@ class Journaled:
             case Batch(first, frames):
                 self.batches += 1
                 self.written = max(self.written, first + len(frames))
-                new = frames[max(0, self.frames - first) :] if first <= self.frames else ()
-                self.frames += len(new)
-                return new
+                self._early[first] = frames
+                return self._in_order()
             case Ended():
                 self.ended = entry
             case Kept():
@@ -172,6 +174,15 @@ class Journaled:
             case CancelAsked():
                 self.cancelled = True
         return ()
+
+    def _in_order(self) -> tuple[Frame, ...]:
+        """Of what has come the frames that follow those before."""
+        found: list[Frame] = []
+        while (first := min(self._early, default=self.frames + 1)) <= self.frames:
+            new = self._early.pop(first)[self.frames - first :]
+            self.frames += len(new)
+            found += new
+        return tuple(found)
 
     def take_all(self, entries: Iterable[Entry]) -> list[Frame]:
         """All of them; the frames of the answer."""

@@ -102,6 +102,8 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
     spans: tuple[Span, ...] = ()
     """Of the call itself, from its arrival at the worker."""
+    stopped: bool = False
+    """Its instance was ended in order while it ran: no call had a part in that."""
 
 
 class CallHead(msgspec.Struct, frozen=True, kw_only=True):

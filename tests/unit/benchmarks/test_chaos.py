@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 
+import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chaos import LEAST_IN_ALL, Outcome, Struck, judge
-from benchmarks.chaos_client import Told
+from benchmarks.chaos_client import Cut, Reader, Told
 from benchmarks.chaos_faults import Tally, Victim
 from benchmarks.chaos_schedule import GAP_S, KINDS, STOPPED_S, Fault, Kind, schedule
 from benchmarks.heard import Heard
@@ -82,6 +85,32 @@ def test_a_call_that_failed_is_lost_and_one_that_is_forgotten_begins_anew() -> N
     again.forget()
     assert (again.call, again.again, again.heard.ids, again.heard.values, again.heard.times) == ("", 1, [], [], [])
     assert Outcome(told=[lost, fine, again]).lost() == [lost]
+
+
+@pytest.mark.parametrize(
+    ("code", "retryable", "state", "again"),
+    [
+        ("unavailable", True, "SUCCEEDED", True),  # of its reader: all of the call is there
+        ("unavailable", True, "RUNNING", True),
+        ("call_moved", True, "FAILED", True),
+        ("instance_lost", True, "FAILED", False),  # of the call
+        ("journal_expired", False, "SUCCEEDED", False),  # nobody can read it any more
+    ],
+)
+def test_an_error_of_the_call_is_told_from_one_of_its_reader(
+    code: str, retryable: bool, state: str, again: bool
+) -> None:
+    view = httpx.MockTransport(lambda _: httpx.Response(200, json={"state": state}))
+    kept = Told(Heard(0), kept=True, call="call-1")
+    reader = Reader(["http://one"], "token", "f", {}, kept, first=0)
+    data = json.dumps({"error": {"code": code, "retryable": retryable}})
+    with httpx.Client(base_url="http://one", transport=view) as client:
+        if again:
+            with pytest.raises(Cut):
+                reader._broken(client, data)
+        else:
+            reader._broken(client, data)
+    assert bool(kept.heard.error) is not again
 
 
 def test_a_counter_over_several_lives() -> None:

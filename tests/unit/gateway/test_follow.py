@@ -1,14 +1,20 @@
 """What is left at NATS of those who have asked for events and logs: nothing."""
 
 import asyncio
+import itertools
 from contextlib import aclosing
+from typing import Any
 
 import pytest
+from nats import errors as nats_errors
 
+from sllm_gateway import follow
 from sllm_gateway.follow import messages
 from sllm_runtime.platform import owned
+from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.http import API
 from tests.fixtures.nats import CONTROLLER, NODE, Nats
@@ -52,3 +58,32 @@ async def test_readers_that_are_cancelled_leave_none(nats: Nats, monkeypatch: py
             await end([reading])
             await bus.flush()
             assert await left(nats) == before, f"after {turns} turns"
+
+
+@pytest.mark.parametrize(("step", "unanswered", "answered"), [(1.0, 9, True), (ELECTION_S / 2, 3, False)])
+async def test_a_beginning_is_asked_for_again_for_as_long_as_an_election_takes(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, step: float, unanswered: int, answered: bool
+) -> None:
+    """``step``: seconds between two looks at the clock."""
+    monkeypatch.setattr(follow, "AGAIN_S", 0.0)
+    async with world(nats) as w:
+        bus, ticks, refused = w.controller.bus, itertools.count(step=step), 0
+        ask = bus.jetstream.add_consumer
+
+        async def add_consumer(*args: Any) -> Any:
+            nonlocal refused
+            if refused < unanswered:
+                refused += 1
+                raise nats_errors.TimeoutError
+            return await ask(*args)
+
+        monkeypatch.setattr(bus.jetstream, "add_consumer", add_consumer)
+        nothing = subjects.event("node", "none")
+        reading = messages(bus, subjects.EVENTS_STREAM, nothing, None, lambda: next(ticks))
+        if answered:
+            assert await anext(reading) is None
+        else:
+            with pytest.raises(Unavailable, match="timeout"):
+                await anext(reading)
+        assert refused == unanswered
+        await reading.aclose()

@@ -11,11 +11,13 @@ import pytest
 
 from sllm_gateway import keeping
 from sllm_gateway.app import running
+from sllm_gateway.journal import Journal
 from sllm_gateway.server import listen, make_server
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import Reading
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.frames import FrameKind, Ids, Usage
 from tests.fixtures.nats import GATEWAY_2, Nats
 from tests.fixtures.waiting import until
@@ -276,6 +278,48 @@ async def test_a_reader_is_one_also_while_nothing_comes(
         answer = await asking
         assert answer.status_code == 200
         assert set(heard) == {answer.headers["sllm-call-id"]}
+
+
+async def test_a_journal_waits_for_jetstream_whatever_its_patience(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else would ever write how the call ended."""
+    write, refused = Journal.write, list[str]()
+
+    async def takes_nothing(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
+        if name in ("began", "batch-0", "kept", "ended") and refused.count(name) < 2:
+            refused.append(name)
+            raise Unavailable("no leader")
+        return await write(self, stream, call, name, *more)
+
+    monkeypatch.setattr(Journal, "write", takes_nothing)
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        call = (await w.http.post("/fn/count", json={"n": 3}, headers=ASYNC)).json()["id"]
+        assert await events_of(w.http, call) == written(0, 1, 2)
+        assert set(refused) == {"began", "batch-0", "kept", "ended"}
+        assert len(w.node.runs) == 1
+
+
+@pytest.mark.parametrize("headers", [ASYNC, ASYNC | key("k")])
+async def test_a_call_that_may_have_been_written_and_was_refused_has_ended(
+    nats: Nats, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller was told to call again."""
+    write, lost = Journal.write, list[str]()
+
+    async def unheard(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
+        sequence = await write(self, stream, call, name, *more)
+        if name == "order" and not lost:
+            lost.append(call)
+            raise Unavailable("no answer")
+        return sequence
+
+    monkeypatch.setattr(Journal, "write", unheard)
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        refused = await w.http.post("/fn/count", json={"n": 3}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["retryable"]) == (503, True)
+        found = await reaches(w.http, lost[0], "FAILED")
+        assert found["error"]["code"] == "unavailable"
 
 
 def engine(name: str) -> Any:

@@ -15,7 +15,7 @@ from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import InstanceLost
-from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
+from sllm_runtime.protocol.frames import End, Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART, MOST_IDS
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Progress
@@ -85,6 +85,11 @@ def test_ids_are_bounded() -> None:
 
 def test_a_call_that_kills_what_it_runs_on_is_given_up() -> None:
     state = Resumption()
+    assert state.break_off([]) == []
+    assert state.break_off([]) is None
+    state = Resumption()
+    for _ in range(5):  # it had no part in those
+        assert state.break_off([], stopped=True) == []
     assert state.break_off([]) == []
     assert state.break_off([]) is None
     state = Resumption()
@@ -207,6 +212,25 @@ async def test_an_output_in_parts_that_broke_off_unread_comes_whole(nats: Nats) 
         await w.deploy(engine("big"), entry(fingerprint="f"), script=script)
         assert (await w.http.post("/fn/big", json={})).json() == [big]
         assert w.node.opened[1].head.delivered == 0
+
+
+async def test_instances_that_are_ended_in_order_are_no_deaths(nats: Nats) -> None:
+    """A call without a token yet goes on, however often that is."""
+
+    async def script(run: Run) -> None:
+        if len(w.node.opened) < 5:
+            run.outbox.push(FrameKind.END, codec.pack(End(error=InstanceLost("stopped").body(), stopped=True)))
+            number = len(w.node.opened) + 1
+            await w.deploy(engine("moved"), entry(f"i{number}", fingerprint="f"), script=script)
+            run.node.flush(run)
+            return
+        run.out("done")
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(engine("moved"), entry("i1", fingerprint="f"), script=script)
+        assert (await w.http.post("/fn/moved", json={})).json() == ["done"]
+        assert len(w.node.opened) == 5
 
 
 async def test_it_waits_for_a_new_instance(nats: Nats) -> None:

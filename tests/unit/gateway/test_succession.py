@@ -399,6 +399,9 @@ async def test_one_takes_a_call_over_and_the_other_writes_no_more_of_it(nats: Na
         await w.journal_a.write(JOURNAL_STREAM, "call-1", "batch-1", Batch(0, ()), 60, fence)
     assert await w.journal_b.take_over(JOURNAL_STREAM, first, first, 60) is None
     (taken,) = [claim for claim in claims if claim is not None]
+    mine = (await w.journal_b.find("call-1"))[1]
+    for known in (first, mine):  # whoever has not heard of its write asks again
+        assert await w.journal_b.take_over(JOURNAL_STREAM, known, mine, 60) == taken
     await w.journal_b.write(JOURNAL_STREAM, "call-1", "batch-1", Batch(0, ()), 60, taken)
     journaled, _ = await w.journal_a.now(JOURNAL_STREAM, "call-1")
     assert (journaled.batches, journaled.order and journaled.order.gateway) == (2, GATEWAY_2)

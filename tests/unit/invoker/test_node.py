@@ -331,6 +331,7 @@ async def test_calls_of_an_instance_that_makes_way_may_go_on_elsewhere(node: Nod
     assert end.error is not None
     assert end.error.code == "instance_lost", "its gateway goes on with it, as after a crash"
     assert "makes room for chat" in end.error.message
+    assert end.stopped, "it is no death that the call may have caused"
     await node.reaches(instance, InstanceState.STOPPED)
 
 
@@ -342,6 +343,7 @@ async def test_a_worker_that_dies_as_it_drains_was_not_stopped_but_lost(node: No
     end = await node.gateway.ended(call)
     assert end.error is not None
     assert end.error.code == "instance_lost"
+    assert not end.stopped
     await node.reaches(instance, InstanceState.LOST)
 
 

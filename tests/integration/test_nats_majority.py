@@ -1,0 +1,126 @@
+"""Three NATS servers of which one is gone and one stands still: the third leads streams, and can store nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.nats_cluster import NAMES, NatsCluster
+from sllm.sse import Parser
+from sllm_gateway.follow import messages
+from sllm_gateway.journal import Journal
+from sllm_gateway.stored import Stored
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.connection import ELECTION_S
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.streams import ensure_streams
+from sllm_runtime.protocol.calls import Batch, CallOrder, Entry
+from sllm_runtime.protocol.frames import Frame, FrameKind
+from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, call_entries
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.deployed import deploy
+from tests.fixtures.kept import begin, first_events
+from tests.fixtures.suspended import suspended
+from tests.fixtures.waiting import GIVE_UP_S, until
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+LEADER, KILLED, STOPPED = NAMES
+FENCED = 4
+"""Tries of one write: the first is not answered, those after it are refused while that one is on its way."""
+
+
+@contextlib.contextmanager
+def without_majority(nats: NatsCluster) -> Iterator[None]:
+    """Inside; LEADER alone runs."""
+    nats.kill(KILLED)
+    try:
+        with suspended(nats.pids()[STOPPED]):
+            yield
+    finally:
+        nats.start(KILLED)
+
+
+@contextlib.asynccontextmanager
+async def connected(nats: NatsCluster) -> AsyncIterator[Bus]:
+    """To LEADER, which leads the journals."""
+    bus = await Bus.connect(Settings.load({"SLLM_NATS_URL": nats.urls[LEADER]}), "up", name="test")
+    try:
+        await ensure_streams(bus, len(NAMES))
+        for stream in (CALLS_STREAM, JOURNAL_STREAM):
+            await asyncio.to_thread(nats.lead, stream, LEADER)
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def test_a_write_that_is_refused_for_the_try_before_it_is_made_again(tmp_path: Path) -> None:
+    call, tries = "call-1", 0
+    order = CallOrder(
+        call=call, function="f", version=1, kind="fn", seed=1, parts=0, gateway="g1", durable=True, created=0.0
+    )
+
+    async def pause(seconds: float) -> None:
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(seconds)
+
+    with NatsCluster(tmp_path) as nats:
+        async with connected(nats) as bus:
+            journal = Journal(bus, Stored(bus, pause=pause))
+            fence = await journal.write(CALLS_STREAM, call, "order", order, 60.0)
+            batch = Batch(0, (Frame(0, FrameKind.OUTPUT, b"1"),))
+            with without_majority(nats):
+                writing = asyncio.create_task(journal.write(CALLS_STREAM, call, "batch-0", batch, 60.0, fence))
+                await until(lambda: tries >= FENCED or writing.done(), what="it is tried again")
+                assert not writing.done(), writing.exception()
+            assert await writing > fence
+            found: list[Entry] = [order, batch]
+            assert (await journal.now(CALLS_STREAM, call))[1] == found
+
+
+async def test_who_reads_waits_for_an_election(tmp_path: Path) -> None:
+    """As long as who writes: nothing is said before."""
+    with NatsCluster(tmp_path) as nats:
+        async with connected(nats) as bus:
+            none = messages(bus, CALLS_STREAM, call_entries(CALLS_STREAM, "call-1"), None)
+            with without_majority(nats):
+                await until(lambda: leaderless(bus), what="the leader knows that it is none")
+                reading = asyncio.create_task(anext(none))
+                await asyncio.wait({reading}, timeout=ELECTION_S / 2)
+                assert not reading.done(), reading.exception()
+            assert await reading is None
+            await none.aclose()
+
+
+async def leaderless(bus: Bus) -> bool:
+    """Whether JetStream answers nobody."""
+    try:
+        await bus.jetstream.account_info()
+    except Exception:  # in whichever way: that is what is waited for
+        return True
+    return False
+
+
+@pytest.mark.parametrize("seconds", [4.0, ELECTION_S + 5.0])
+def test_a_kept_call_goes_on_when_there_is_a_majority_again(tmp_path: Path, seconds: float) -> None:
+    """For longer than one write is tried, too: it runs, so nobody else would ever write how it ends."""
+    with NatsCluster(tmp_path / "nats") as nats:
+        env = {**nats.env, "SLLM_NATS_URL": nats.urls[LEADER]}
+        with Cluster(tmp_path, env=env) as cluster:
+            deploy(cluster, "slow_stream", keep_alive=300, timeout=120)
+            nats.lead(CALLS_STREAM, LEADER)
+            call = begin(cluster, "slow-stream", {"count": 300, "pause": 0.02})
+            first_events(cluster, call, 10)
+            with without_majority(nats):
+                time.sleep(seconds)  # how long the fault lasts
+            url = f"{cluster.url}/v1/calls/{call}/events"
+            answer = httpx.get(url, headers=cluster.headers, timeout=GIVE_UP_S)
+            events = [event for event in Parser().feed(answer.content) if event.comment is None]
+            assert events[-1].done, events[-1]
+            assert [event.data for event in events[:-1]] == [str(number) for number in range(300)]
