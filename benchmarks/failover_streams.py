@@ -3,8 +3,9 @@
 A client reads a seeded stream of the demo model; when 50 events are here the fault strikes, and a sample is the longest
 gap between two events from then on. Every stream is compared with the answer where nothing happened.
 ``worker``: the process that computes it. ``node``: its invoker and loaderd, with everything below them; a second node
-is there, which has the model on its disk. ``gateway``: the one that runs the call and is read from; the call is kept,
-and its client asks the other gateway from its last event on. ``jetstream``: of three NATS servers the one that leads
+is there, which has the model on its disk. ``gateway``: the one that runs the call and is read from, each in
+turn, since a supervisor gives a process up that ends too often; the call is kept, and its client asks the other gateway
+from its last event on. ``jetstream``: of three NATS servers the one that leads
 the stream of the state, for a kept call.
 """
 
@@ -50,10 +51,11 @@ class Place:
     right: Sequence[Any]
     processes: Counter[str]
 
-    def kill(self, what: str) -> float:
-        """A worker, a node or the first gateway; when. Raises ``ProgramFailed`` if it is not there."""
+    def kill(self, what: str, url: str = "") -> float:
+        """A worker, a node or the gateway of ``url``; when. Raises ``ProgramFailed`` if it is not there."""
         components = ("invoker", "loaderd") if what == "node" else (what,)
-        found = [min(self.field.victims(each), key=lambda victim: victim.name, default=None) for each in components]
+        there = [[each for each in self.field.victims(name) if each.gateway in ("", url)] for name in components]
+        found = [min(victims, key=lambda victim: victim.name, default=None) for victims in there]
         at = time.monotonic()
         for victim in found:
             if victim is None:
@@ -80,7 +82,7 @@ def measure(run: Run, directory: Path, cases: Sequence[str]) -> None:
             _case(run, place, "jetstream", functools.partial(_kill_leader, nats), nats.start_missing)
 
 
-def _kill_leader(nats: NatsCluster) -> float:
+def _kill_leader(nats: NatsCluster, _url: str) -> float:
     leader = nats.leader()
     at = time.monotonic()
     nats.kill(leader)
@@ -100,11 +102,12 @@ def _place(directory: Path, settings: dict[str, str]) -> Iterator[Place]:
 
 
 def _case(
-    run: Run, place: Place, case: str, strike: Callable[[], float], mend: Callable[[], None] | None = None
+    run: Run, place: Place, case: str, strike: Callable[[str], float], mend: Callable[[], None] | None = None
 ) -> None:
+    """``strike`` is told the gateway that is read from."""
     found, sums = run.case(case, "sllm"), Sums()
-    for _ in range(run.rounds if run.quick else 20):
-        found.samples.append(round(_gap(place, case, strike, sums) * 1e3, 1))
+    for number in range(run.rounds if run.quick else 20):
+        found.samples.append(round(_gap(place, case, strike, sums, number) * 1e3, 1))
         run.note(f"{case}: {found.samples[-1]:g} ms")
         if mend is not None:
             mend()
@@ -113,14 +116,14 @@ def _case(
     run.aims.append(Aim(f"{case}: tokens lost, repeated or changed", float(sums.wrong), at_most=0.0))
 
 
-def _gap(place: Place, case: str, strike: Callable[[], float], sums: Sums) -> float:
-    """The longest time without an event from the fault on, in seconds."""
+def _gap(place: Place, case: str, strike: Callable[[str], float], sums: Sums, number: int) -> float:
+    """The longest time without an event from the fault on, in seconds. ``number``: of the round."""
     told = Told(Heard(0), kept=case in KEPT)
-    reader = Reader(gateways_of(place.platform), place.platform.token, place.function, ASK, told, first=0)
+    reader = Reader(gateways_of(place.platform), place.platform.token, place.function, ASK, told, first=number)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read)
         until(lambda: len(told.heard.ids) >= AT or reading.done(), "the stream does not begin")
-        at = strike()
+        at = strike(told.gateways[-1])
         reading.result(GIVE_UP_S)
     if told.heard.error:
         raise ProgramFailed(f"the stream was lost: {told.heard.error}")
