@@ -3,8 +3,9 @@
 A client reads a seeded stream of the demo model; when 50 events are here the fault strikes, and a sample is the longest
 gap between two events from then on. Every stream is compared with the answer where nothing happened.
 ``worker``: the process that computes it. ``node``: its invoker and loaderd, with everything below them; a second node
-is there, which has the model on its disk. ``gateway``: the one that runs the call and is read from; the call is kept,
-and its client asks the other gateway from its last event on. ``jetstream``: of three NATS servers the one that leads
+is there, which has the model on its disk. ``gateway``: the one that runs the call and is read from, each in
+turn, since a supervisor gives a process up that ends too often; the call is kept, and its client asks the other gateway
+from its last event on. ``jetstream``: of three NATS servers the one that leads
 the stream of the state, for a kept call.
 """
 
@@ -50,13 +51,13 @@ class Place:
     right: Sequence[Any]
     processes: Counter[str]
 
-    def aim(self, what: str) -> Callable[[], None]:
-        """What kills a worker, a node or the first gateway. Raises ``ProgramFailed`` if it is not there."""
+    def aim(self, what: str, url: str = "") -> Callable[[], None]:
+        """What kills a worker, a node or the gateway of ``url``. Raises ``ProgramFailed`` if it is not there."""
         components = ("invoker", "loaderd") if what == "node" else (what,)
-        found = [min(self.field.victims(each), key=lambda victim: victim.name, default=None) for each in components]
-        pids = [victim.pid for victim in found if victim is not None]
-        if len(pids) < len(components):
+        there = [[each for each in self.field.victims(name) if each.gateway in ("", url)] for name in components]
+        if not all(there):
             raise ProgramFailed(f"no {what} is there")
+        pids = [min(victims, key=lambda victim: victim.name).pid for victims in there]
 
         def strike() -> None:
             for pid in pids:
@@ -83,7 +84,7 @@ def measure(run: Run, directory: Path, cases: Sequence[str]) -> None:
             _case(run, place, "jetstream", functools.partial(_aim_at_leader, nats), nats.start_missing)
 
 
-def _aim_at_leader(nats: NatsCluster) -> Callable[[], None]:
+def _aim_at_leader(nats: NatsCluster, _url: str) -> Callable[[], None]:
     return functools.partial(nats.kill, nats.leader())
 
 
@@ -100,12 +101,19 @@ def _place(directory: Path, settings: dict[str, str]) -> Iterator[Place]:
 
 
 def _case(
-    run: Run, place: Place, case: str, aim: Callable[[], Callable[[], None]], mend: Callable[[], None] | None = None
+    run: Run,
+    place: Place,
+    case: str,
+    aim: Callable[[str], Callable[[], None]],
+    mend: Callable[[], None] | None = None,
 ) -> None:
-    """``aim`` finds what is to be killed, which may take longer than a stream does, and says how."""
+    """``aim`` is told the gateway that is read from, and finds what is to be killed, which may take longer than a
+    stream does; it says how."""
     found, sums = run.case(case, "sllm"), Sums()
-    for _ in range(run.rounds if run.quick else 20):
-        found.samples.append(round(_gap(place, case, aim(), sums) * 1e3, 1))
+    gateways = gateways_of(place.platform)
+    for number in range(run.rounds if run.quick else 20):
+        first = gateways[number % len(gateways) :] + gateways[: number % len(gateways)]
+        found.samples.append(round(_gap(place, case, first, aim(first[0]), sums) * 1e3, 1))
         run.note(f"{case}: {found.samples[-1]:g} ms")
         if mend is not None:
             mend()
@@ -114,10 +122,10 @@ def _case(
     run.aims.append(Aim(f"{case}: tokens lost, repeated or changed", float(sums.wrong), at_most=0.0))
 
 
-def _gap(place: Place, case: str, strike: Callable[[], None], sums: Sums) -> float:
-    """The longest time without an event from the fault on, in seconds."""
+def _gap(place: Place, case: str, gateways: Sequence[str], strike: Callable[[], None], sums: Sums) -> float:
+    """The longest time without an event from the fault on, in seconds; read from the first of ``gateways``."""
     told = Told(Heard(0), kept=case in KEPT)
-    reader = Reader(gateways_of(place.platform), place.platform.token, place.function, ASK, told, first=0)
+    reader = Reader(gateways, place.platform.token, place.function, ASK, told, first=0)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read)
         until(lambda: len(told.heard.ids) >= AT or reading.done(), "the stream does not begin")

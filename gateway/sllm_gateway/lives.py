@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import msgspec
 from sllm_gateway.backlog import Backlog
 from sllm_gateway.stored import Changed, Last, Stored
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.watch import Watch, snapshot
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import Unavailable
@@ -36,6 +38,8 @@ class Lives:
     ) -> None:
         self._bus, self._stored, self._gateway = bus, stored, gateway
         self._random, self._clock = random, clock
+        self._recorded = asyncio.Event()
+        """Set while others can know of this life."""
         self.begin()
 
     def begin(self) -> None:
@@ -44,6 +48,7 @@ class Lives:
         self._sequence = 0
         self._backlog = Backlog()
         self._beaten = self._clock()
+        self._recorded.clear()
 
     def watch(self, changed: Callable[[Life], None]) -> Watch:
         """Tell every record; not started."""
@@ -60,13 +65,24 @@ class Lives:
         self.me = msgspec.structs.replace(self.me, beat=self.me.beat + 1, over=over)
         subject = life_beat(self.me.life)
         try:
-            self._sequence = await self._stored.write(subject, self.me, where=self._recorded)
+            self._sequence = await self._stored.write(subject, self.me, where=self._unchanged)
         except Changed:
             await self._look()
         self._beaten = self._clock()
+        self._recorded.set()
+
+    async def recorded(self) -> None:
+        """Wait until others can know of this life: a call of one that they do not know seems to have no gateway."""
+        if self._recorded.is_set():
+            return
+        try:
+            async with asyncio.timeout(ELECTION_S):
+                await self._recorded.wait()
+        except TimeoutError:
+            raise Unavailable("this gateway begins a new life, which JetStream does not record; call again") from None
 
     @property
-    def _recorded(self) -> Last:
+    def _unchanged(self) -> Last:
         """This life's record is as it was last written."""
         return Last(LIVES_STREAM, life_beat(self.me.life), self._sequence)
 
@@ -100,7 +116,7 @@ class Lives:
             return
         number, data = self._backlog.first
         try:
-            await self._stored.write(life_log(self.me.life, number), msgspec.Raw(data), where=self._recorded)
+            await self._stored.write(life_log(self.me.life, number), msgspec.Raw(data), where=self._unchanged)
         except Changed:
             await self._look()
             raise Lost from None

@@ -9,9 +9,20 @@ if TYPE_CHECKING:
     from sllm.function import ModelFunction, model_function
     from sllm.model import Model
     from sllm.own_secrets import secret
+    from sllm.own_trace import traceparent
     from sllm.remote import AsyncFunction, Function
 
-__all__ = ["AsyncClient", "AsyncFunction", "Client", "Function", "Model", "ModelFunction", "model_function", "secret"]
+__all__ = [
+    "AsyncClient",
+    "AsyncFunction",
+    "Client",
+    "Function",
+    "Model",
+    "ModelFunction",
+    "model_function",
+    "secret",
+    "traceparent",
+]
 __version__ = "0.1.0"
 
 _HOME = {
@@ -23,6 +34,7 @@ _HOME = {
     "ModelFunction": "sllm.function",
     "model_function": "sllm.function",
     "secret": "sllm.own_secrets",
+    "traceparent": "sllm.own_trace",
 }
 
 

@@ -57,8 +57,9 @@ class Caller:
         self._wall = wall
         self._random = random
 
-    def new_id(self, scope: Scope) -> str:
-        """An id for the call that this request will be; errors name it from now on."""
+    async def new_id(self, scope: Scope) -> str:
+        """An id for the call that this request will be; errors name it from now on. Raises ``Unavailable``."""
+        await self._lives.recorded()
         call = f"call-{self._lives.me.life[:TAG]}{self._random(9).hex()}"
         scope["sllm.call"] = call
         return call

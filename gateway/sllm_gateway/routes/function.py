@@ -25,7 +25,7 @@ class FunctionRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = self._caller
         accepted = caller.clock()
-        call_id = caller.new_id(scope)
+        call_id = await caller.new_id(scope)
         version = await self._find(scope["path_params"])
         with caller.metrics.refusing(version.function):
             body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)

@@ -61,7 +61,7 @@ class _CallRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = self._caller
         accepted = caller.clock()
-        call_id = caller.new_id(scope)
+        call_id = await caller.new_id(scope)
         body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)
         request = await self._read(body)
         version = await find_model(caller.lookup, request.model)

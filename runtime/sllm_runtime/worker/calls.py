@@ -24,6 +24,7 @@ from sllm_runtime.protocol.errors import (
     NotDeterministic,
     SllmError,
 )
+from sllm_runtime.protocol.own_trace import TRACEPARENT
 from sllm_runtime.protocol.timeline import Span
 from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, FeedCall, Follow, HoldCall, StartCall
 from sllm_runtime.worker import console
@@ -160,6 +161,7 @@ class Calls:
 
     async def _execute(self, call: Call) -> None:
         current.set(call)
+        TRACEPARENT.set(call.head.traceparent)
         console.current_call.set(call.number)
         error: ErrorBody | None = None
         try:

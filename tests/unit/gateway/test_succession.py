@@ -516,6 +516,29 @@ async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_n
             assert await _life_of(other, stream.headers["sllm-call-id"]) != life
 
 
+async def test_a_new_life_takes_no_call_before_others_can_know_of_it(nats: Nats) -> None:
+    """One of a life that nobody knows would be taken over at once."""
+    async with world(nats) as w:
+        lives, known = w.gateway._succession._lives, list[bool]()
+
+        async def looks(run: Run) -> None:
+            known.append(await lives.find(lives.me.life) is not None)
+            run.end()
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=looks)
+        await w.http.post("/fn/tokens", json={})
+
+        async def beaten() -> bool:
+            found = await lives.find(lives.me.life)
+            return found is not None and found.beat == lives.me.beat
+
+        for _ in range(3):
+            await until(beaten, what="the next beat is a second away")
+            lives.begin()
+            await w.http.post("/fn/tokens", json={})
+        assert known == [True] * 4
+
+
 async def test_a_stream_of_a_gateway_that_lives_is_not_found_at_another(nats: Nats) -> None:
     """Once that one has beaten twice."""
     async with world(nats) as w, second(nats) as other:

@@ -331,3 +331,18 @@ def test_a_resume_drops_what_was_delivered(start: Start) -> None:
     assert answer.outputs == [3, 4, 5]
     wrong: Answer = worker.run({"count": 6, "pause": 0}, delivered=3, delivered_hash=b"other")
     assert wrong.error.code == "not_deterministic"
+
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "outputs"),
+    [("plain", "generator", [PARENT, PARENT]), ("awaited", "async_function", [PARENT]), ("module", "function", [""])],
+)
+def test_a_function_can_read_of_which_trace_its_call_is(
+    start: Start, entry: str, kind: str, outputs: list[str]
+) -> None:
+    worker = start("traced", entry, kind)
+    assert worker.run(traceparent=PARENT).outputs == outputs
+    assert worker.run().outputs == [""] * len(outputs), "the next call is of another one, or of none"

@@ -1,0 +1,9 @@
+"""The trace of the call whose code runs here: set by the worker, read by user code through the SDK."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Final
+
+TRACEPARENT: Final[ContextVar[str]] = ContextVar("sllm_traceparent", default="")
+"""As ``CallHead.traceparent``."""
