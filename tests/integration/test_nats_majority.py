@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from benchmarks.nats_cluster import NAMES, NatsCluster
@@ -24,10 +23,10 @@ from sllm_runtime.protocol.calls import Batch, CallOrder, Entry
 from sllm_runtime.protocol.frames import Frame, FrameKind
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, call_entries
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy
+from tests.fixtures.deployed import deploy, wait
 from tests.fixtures.kept import begin, first_events
 from tests.fixtures.suspended import suspended
-from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.fixtures.waiting import until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 LEADER, KILLED, STOPPED = NAMES
@@ -119,8 +118,9 @@ def test_a_kept_call_goes_on_when_there_is_a_majority_again(tmp_path: Path, seco
             first_events(cluster, call, 10)
             with without_majority(nats):
                 time.sleep(seconds)  # how long the fault lasts
-            url = f"{cluster.url}/v1/calls/{call}/events"
-            answer = httpx.get(url, headers=cluster.headers, timeout=GIVE_UP_S)
+            path = f"/v1/calls/{call}"
+            wait(lambda: cluster.http.get(path).json()["finished"], "the call has ended")
+            answer = cluster.http.get(f"{path}/events")
             events = [event for event in Parser().feed(answer.content) if event.comment is None]
             assert events[-1].done, events[-1]
             assert [event.data for event in events[:-1]] == [str(number) for number in range(300)]
