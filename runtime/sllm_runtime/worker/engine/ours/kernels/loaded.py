@@ -1,0 +1,141 @@
+"""The compiled kernels in this process, as functions of C.
+
+They lie on disk as an object file for one processor, LLVM and version of the sources. LLVM alone loads it; where there
+is none yet, a process of its own makes one, so that none that computes ever has numba in its memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from sllm_runtime.protocol.errors import StartFailed
+from sllm_runtime.worker.engine.ours.kernels.shapes import variants
+
+log = logging.getLogger(__name__)
+Kernel = Callable[..., None]
+VARIABLE: Final = "SLLM_KERNELS"
+"""Names a directory for object files. It is as trusted as the programs: what lies there is run. Unless it is given,
+they lie where Python keeps its byte code of this package."""
+HEAD: Final = hashlib.sha256().digest_size
+"""Bytes before an object file's own: their digest."""
+_TYPES: Final = {
+    "F": ctypes.c_void_p, "H": ctypes.c_void_p, "L": ctypes.c_void_p, "I": ctypes.c_int64, "f": ctypes.c_float,
+}  # fmt: skip
+_COMPILE_S: Final = 300.0
+_SOURCES: Final = ("attention", "build", "common", "lanes", "rows", "shapes")
+
+
+class Target(NamedTuple):
+    """The processor that kernels are compiled for. ``name`` and ``features``: as LLVM has them."""
+
+    name: str
+    features: str
+    machine: Any
+    """llvmlite's ``TargetMachine``."""
+
+
+class Kernels:
+    """Functions of an object file; each takes addresses and numbers (``shapes.KERNELS``), checks none of them, and
+    lets other threads run meanwhile. ``digest``: of the file, so of all that decides its bits."""
+
+    attend: Kernel
+    norm: Kernel
+    norm_bfloat16: Kernel
+    gate: Kernel
+    gate_bfloat16: Kernel
+
+    def __init__(self, code: bytes, target: Target) -> None:
+        self.digest = hashlib.sha256(code).hexdigest()
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target.machine)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        for symbol, (_, arguments) in variants().items():
+            kind = ctypes.CFUNCTYPE(None, *(_TYPES[each] for each in arguments.split()))
+            setattr(self, symbol, kind(self._engine.get_function_address(symbol)))
+
+
+@cache
+def kernels() -> Kernels:
+    """Those for this processor, compiled if they are not there yet. Raises ``StartFailed``."""
+    here = target()
+    return Kernels(obtained(here), here)
+
+
+def target() -> Target:
+    """This processor."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=name, features=features, opt=3, reloc="static", codemodel="jitdefault", jit=True
+    )
+    return Target(name, features, machine)
+
+
+def place(here: Target) -> Path:
+    """Of the object file; its name says what it is made of."""
+    sources = Path(__file__).parent
+    made_of = hashlib.sha256("\n".join((llvmlite.__version__, here.name, here.features)).encode())
+    for each in _SOURCES:
+        made_of.update((sources / f"{each}.py").read_bytes())
+    directory = os.environ.get(VARIABLE)
+    return (Path(directory) if directory else sources / "__pycache__") / f"kernels-{made_of.hexdigest()[:24]}.o"
+
+
+def obtained(here: Target) -> bytes:
+    """The object file. Raises ``StartFailed``."""
+    path = place(here)
+    code = _read(path)
+    if code is None:
+        began = time.perf_counter()
+        code = compiled()
+        log.warning("the engine's kernels were not compiled for %s yet: %.1f s", here.name, time.perf_counter() - began)
+        _keep(path, code)
+    return code
+
+
+def compiled() -> bytes:
+    """A new one. Raises ``StartFailed``."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"{__package__}.build"], stdin=subprocess.DEVNULL, capture_output=True,
+            timeout=_COMPILE_S, check=True,
+        )  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise StartFailed(f"the engine's kernels cannot be compiled here: {said:.300}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartFailed(f"the engine's kernels cannot be compiled here: {error}") from error
+    return done.stdout
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    code = content[HEAD:]
+    return code if hashlib.sha256(code).digest() == content[:HEAD] else None
+
+
+def _keep(path: Path, code: bytes) -> None:
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(hashlib.sha256(code).digest() + code)
+        beside.replace(path)
+    except OSError as error:
+        log.warning("they cannot be kept in %s (%s): the next start compiles them again", path.parent, error)
