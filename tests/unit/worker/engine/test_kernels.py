@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sllm_runtime.protocol.errors import StartFailed
+from sllm_runtime.protocol.worker import KERNELS
 from sllm_runtime.worker.engine.ours.kernels import loaded
 from sllm_runtime.worker.engine.ours.kernels.loaded import kernels
 from sllm_runtime.worker.engine.ours.model.host import HostRmsNorm, silu_gate
@@ -64,12 +65,15 @@ def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
 # --- how they come to a process --------------------------------------------------------------------
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a process looks that has none yet; compiling gives what is here already."""
-    path = loaded.place(loaded.target())
-    code = path.read_bytes()
-    monkeypatch.setenv(loaded.VARIABLE, str(tmp_path / "kernels"))
-    monkeypatch.setattr(loaded, "compiled", lambda: code[loaded.HEAD :])
-    return tmp_path / "kernels" / path.name
+    """Where a process looks that has none yet, beside an installation that cannot be written to; compiling gives what
+    is here already."""
+    here = loaded.target()
+    code = loaded.obtained(here)
+    (tmp_path / "installation").touch()
+    paths = [tmp_path / "installation/k.o", tmp_path / "node/kernels/k.o"]
+    monkeypatch.setattr(loaded, "places", lambda target: paths)
+    monkeypatch.setattr(loaded, "compiled", lambda: code)
+    return paths[1]
 
 
 def test_what_is_compiled_once_is_found_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +81,14 @@ def test_what_is_compiled_once_is_found_again(place: Path, monkeypatch: pytest.M
     monkeypatch.setattr(loaded, "compiled", lambda: pytest.fail("it was there"))
     assert loaded.obtained(loaded.target()) == first
     assert [each.name for each in place.parent.iterdir()] == [place.name]
+
+
+def test_another_processor_has_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNELS, "/node")
+    here = loaded.target()
+    found = [path for each in (here, here._replace(features="+sse2")) for path in loaded.places(each)]
+    assert len(set(found)) == 4
+    assert [path.parent for path in found[1::2]] == [Path("/node")] * 2
 
 
 def test_a_damaged_file_is_compiled_anew(place: Path) -> None:
@@ -91,10 +103,10 @@ def test_a_damaged_file_is_compiled_anew(place: Path) -> None:
 
 
 def test_where_nothing_can_be_kept_it_is_said(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place.parent.touch()
+    place.parents[1].touch()
     with caplog.at_level(logging.WARNING):
         assert loaded.obtained(loaded.target())
-    assert "cannot be kept" in caplog.text
+    assert "cannot be kept in any" in caplog.text
 
 
 @pytest.mark.slow

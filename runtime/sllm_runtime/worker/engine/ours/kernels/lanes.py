@@ -85,7 +85,7 @@ def _call(builder: Any, name: str, result: Any, args: Any) -> Any:
 
 
 def _read(builder: Any, pointer: Any, index: Any, count: Any, kind: Any, name: str) -> Any:
-    args = [_at(builder, pointer, index, kind), _INT(kind.element.width // 8 if kind is _HALVES else 4)]
+    args = [_at(builder, pointer, index, kind), _INT(2 if kind is _HALVES else 4)]
     return _call(builder, f"llvm.masked.load.{name}.p0", kind, [*args, _before(builder, count), _all(kind, 0)])
 
 
@@ -127,9 +127,10 @@ def read(typing: Any, pointer: Any, index: Any, count: Any) -> Any:
     """``count`` numbers from ``pointer[index]`` on, of float32 or bfloat16 (pointers to uint16); 0 behind them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, first, number = args
         if pointer.dtype == types.uint16:
-            return _widened(builder, _read(builder, *args, _HALVES, "v16i16"))
-        return _read(builder, *args, _FLOATS, "v16f32")
+            return _widened(builder, _read(builder, source, first, number, _HALVES, "v16i16"))
+        return _read(builder, source, first, number, _FLOATS, "v16f32")
 
     return _lanes(pointer, types.int64, types.int64), generate
 
@@ -139,11 +140,11 @@ def write(typing: Any, pointer: Any, index: Any, count: Any, value: Any) -> Any:
     """The first ``count`` lanes to where ``read`` reads them; rounded, where that is bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        *place, number = args
+        into, first, number, content = args
         if pointer.dtype == types.uint16:
-            _write(builder, _narrowed(builder, number), *place, "v16i16")
+            _write(builder, _narrowed(builder, content), into, first, number, "v16i16")
         else:
-            _write(builder, number, *place, "v16f32")
+            _write(builder, content, into, first, number, "v16f32")
         return context.get_dummy_value()
 
     return types.none(pointer, types.int64, types.int64, _lanes), generate

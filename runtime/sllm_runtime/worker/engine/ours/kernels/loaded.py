@@ -22,13 +22,11 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from sllm_runtime.protocol.errors import StartFailed
+from sllm_runtime.protocol.worker import KERNELS
 from sllm_runtime.worker.engine.ours.kernels.shapes import variants
 
 log = logging.getLogger(__name__)
 Kernel = Callable[..., None]
-VARIABLE: Final = "SLLM_KERNELS"
-"""Names a directory for object files. It is as trusted as the programs: what lies there is run. Unless it is given,
-they lie where Python keeps its byte code of this package."""
 HEAD: Final = hashlib.sha256().digest_size
 """Bytes before an object file's own: their digest."""
 _TYPES: Final = {
@@ -85,26 +83,28 @@ def target() -> Target:
     return Target(name, features, machine)
 
 
-def place(here: Target) -> Path:
-    """Of the object file; its name says what it is made of."""
+def places(here: Target) -> list[Path]:
+    """Where the object file may lie: beside Python's byte code of this package, or in the directory of the node's own.
+    Its name says what it is made of."""
     sources = Path(__file__).parent
     made_of = hashlib.sha256("\n".join((llvmlite.__version__, here.name, here.features)).encode())
     for each in _SOURCES:
         made_of.update((sources / f"{each}.py").read_bytes())
-    directory = os.environ.get(VARIABLE)
-    return (Path(directory) if directory else sources / "__pycache__") / f"kernels-{made_of.hexdigest()[:24]}.o"
+    directories = [sources / "__pycache__", *map(Path, filter(None, [os.environ.get(KERNELS)]))]
+    return [directory / f"kernels-{made_of.hexdigest()[:24]}.o" for directory in directories]
 
 
 def obtained(here: Target) -> bytes:
     """The object file. Raises ``StartFailed``."""
-    path = place(here)
-    code = _read(path)
-    if code is None:
+    paths = places(here)
+    found = next(filter(None, map(_read, paths)), None)
+    if found is None:
         began = time.perf_counter()
-        code = compiled()
+        found = compiled()
         log.warning("the engine's kernels were not compiled for %s yet: %.1f s", here.name, time.perf_counter() - began)
-        _keep(path, code)
-    return code
+        if not any(_keep(path, found) for path in paths):
+            log.warning("they cannot be kept in any of %s: the next start compiles them again", [*map(str, paths)])
+    return found
 
 
 def compiled() -> bytes:
@@ -131,11 +131,13 @@ def _read(path: Path) -> bytes | None:
     return code if hashlib.sha256(code).digest() == content[:HEAD] else None
 
 
-def _keep(path: Path, code: bytes) -> None:
+def _keep(path: Path, code: bytes) -> bool:
+    """Whether it could be written."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_bytes(hashlib.sha256(code).digest() + code)
         beside.replace(path)
-    except OSError as error:
-        log.warning("they cannot be kept in %s (%s): the next start compiles them again", path.parent, error)
+    except OSError:
+        return False
+    return True
