@@ -14,6 +14,7 @@ stamps=$venv/.setup
 quiet=-qq
 [ ! -t 1 ] || quiet='' # a person sees pip's progress
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+kernels=runtime/sllm_runtime/worker/engine/ours/kernels
 extras=server,worker,dev
 # What all of it takes, measured with CPython 3.11 on Linux x86-64, in MB.
 torch_mb=190 rest_mb=350 disk_mb=2700 memory_mb=1500
@@ -162,11 +163,18 @@ install_packages() {
     stamp packages "$packages_key"
 }
 
+# The engine's, for this processor: whoever found none would compile them at a start.
+compile_kernels() {
+    if [ -d "$kernels" ]; then "$venv/bin/python" -m sllm_runtime.worker.engine.ours.kernels; fi
+    stamp kernels "$kernels_key"
+}
+
 keys() {
     [ "${TORCH:-cpu}" = cpu ] || extras=$extras,cuda
     venv_key=$here
     torch_key="$venv_key ${TORCH:-cpu} $(sed -n '/^torch==/p' constraints.txt) $(digest tools/install_torch.py)"
     packages_key="$torch_key $extras $(digest pyproject.toml constraints.txt)"
+    kernels_key="$packages_key $(digest "$kernels"/*.py 2>/dev/null || true)"
 }
 
 venv_stands() {
@@ -175,7 +183,7 @@ venv_stands() {
 
 all_done() {
     venv_stands && done_with torch "$torch_key" &&
-        done_with packages "$packages_key"
+        done_with packages "$packages_key" && done_with kernels "$kernels_key"
 }
 
 lock() { # One set-up at a time in this folder; the lock goes with the process.
@@ -196,4 +204,5 @@ venv_stands || make_venv
 drop_half_installed
 done_with torch "$torch_key" || install_torch
 done_with packages "$packages_key" || install_packages
+compile_kernels
 say "ready"

@@ -50,7 +50,7 @@ from sllm_runtime.protocol.node import (
     StopInstance,
 )
 from sllm_runtime.protocol.records import Term
-from sllm_runtime.protocol.worker import PRELOAD, PRIVATE
+from sllm_runtime.protocol.worker import KERNELS, PRELOAD, PRIVATE
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ def sandbox_environment(environment: Mapping[str, str], settings: InvokerSetting
     """
     kept = {key: value for key, value in environment.items() if key in _KEPT or key.startswith(_KEPT_PREFIXES)}
     own = {"SLLM_NODE": settings.node, "TMPDIR": str(settings.data_dir / "tmp")}
+    own[KERNELS] = str(settings.data_dir / "kernels")
     return {**kept, **own, PRIVATE: settings.hidden().to_json(), PRELOAD: settings.preload}
 
 

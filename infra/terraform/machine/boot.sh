@@ -81,6 +81,10 @@ install_wheels() { # TARGET WHEELS: no network, no package that the archive does
     fi
     PYTHONPATH=$pip "$1/bin/python" -m pip install --quiet --no-index --find-links "$2" --no-cache-dir \
         "sllm[$EXTRAS] @ file://$wheel"
+    case ,$EXTRAS, in *,worker,*)
+        "$1/bin/python" -m sllm_runtime.worker.engine.ours.kernels ||
+            say "the engine's kernels were not compiled: each process that computes will do it" >&2 ;;
+    esac
 }
 
 python() { # [torch]: the first interpreter that will do, or that has torch

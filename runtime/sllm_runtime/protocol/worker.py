@@ -223,6 +223,9 @@ PRIVATE: Final = "SLLM_PRIVATE_PATHS"
 """Variable in which the invoker gives its fork server a ``Private``; no worker sees it."""
 PRELOAD: Final = "SLLM_PRELOAD"
 """Variable in which the invoker tells its fork server what it imports for its workers; no worker sees it."""
+KERNELS: Final = "SLLM_KERNELS"
+"""Variable in which the invoker names a directory of the node's own to its fork server, for what that compiles where
+the installation cannot be written to. What lies there is run, so no worker sees it."""
 Preload = Literal["engine", "all"]
 """What our engine needs; or, while nobody asks for a worker, transformers as well."""
 

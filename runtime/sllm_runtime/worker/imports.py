@@ -70,6 +70,9 @@ def preload() -> float:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         loop_factory()  # imports uvloop
+        from sllm_runtime.worker.engine.ours.kernels.loaded import kernels  # with LLVM, which process 1 has no need of
+
+        kernels()
     return time.perf_counter() - began
 
 

@@ -27,6 +27,7 @@ from sllm_runtime.platform.process import become_subreaper, children, die_with_p
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.worker import (
+    KERNELS,
     PRELOAD,
     PRIVATE,
     Exited,
@@ -233,6 +234,14 @@ def _reseed() -> None:
     torch.default_generator.manual_seed(seed >> 1)
 
 
+def _load_kernels() -> None:
+    """While the node's own directory, which no worker may see, is in sight."""
+    from sllm_runtime.worker.engine.ours.kernels.loaded import kernels
+
+    kernels()
+    os.environ.pop(KERNELS, None)
+
+
 def _isolate() -> None:
     """Hide the platform's files from the workers to come, where this process is the first of a namespace of its own."""
     private = Private.from_json(os.environ.pop(PRIVATE, "{}"))
@@ -256,6 +265,7 @@ def run(fd: int, node: str) -> int:
     become_subreaper()
     set_title(f"sllm-zygote {node}".strip())
     wire = BlockingWire(socket.socket(fileno=fd))
+    _load_kernels()
     _isolate()
     zygote = Zygote(wire, preload(), Later(os.environ.pop(PRELOAD, "all")))
     try:

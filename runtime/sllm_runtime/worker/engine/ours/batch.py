@@ -4,45 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from sllm_runtime.worker.engine.ours.attention import Group, Heads, Look
-from sllm_runtime.worker.engine.ours.attention_batch import RowsOfMany, plan
-from sllm_runtime.worker.engine.ours.attention_rows import RowsOfOne, blocks
-from sllm_runtime.worker.engine.ours.kv import KvStore, Places
+from sllm_runtime.worker.engine.ours.attention import Heads, Look
+from sllm_runtime.worker.engine.ours.kernels.loaded import kernels
+from sllm_runtime.worker.engine.ours.kernels.shapes import BLOCK
+from sllm_runtime.worker.engine.ours.kv import KvStore
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
+
+
+class Turn(NamedTuple):
+    """How heads are turned by their rows' positions: x cos + y sin, where y is x with its halves swapped, for the first
+    ``2 * half`` numbers x of a head. ``cos`` and ``sin``: (rows, 1, width), the first half of sin negated; float32."""
+
+    half: int
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 class View(Protocol):
     """How the rows of a step see what is in their pages."""
 
-    def see(self, layer: int, qkv: torch.Tensor, look: Look) -> torch.Tensor:
-        """What each row sees (rows, queries * width) in the stage's ``layer``, after its K and V are in the cache.
-        ``qkv``: float32 (rows, queries + 2 * kv, width), normed and turned. Good until the next layer's."""
+    def see(self, layer: int, qkv: torch.Tensor, look: Look, turn: Turn | None) -> torch.Tensor:
+        """What each row sees (rows, queries * width) in the stage's ``layer``, after q and k are turned and its K and V
+        are in the cache. ``qkv``: dense float32 (rows, queries + 2 * kv, width), which may be written to. Good until
+        the next layer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A ``View`` of ``kv``. ``places``: where K and V go; ``seen``: float32, zeros where a row is padding."""
+    """A ``View`` of ``kv``: ``count`` rows and those that pad them, each ``of`` (rows) one of the page ``tables``
+    (sequences, longest), at ``positions`` (rows); all int64. ``seen``: float32, zeros where a row is padding."""
 
     kv: KvStore
     heads: Heads
-    places: Places
-    groups: tuple[Group, ...]
+    count: int
+    of: torch.Tensor
+    positions: torch.Tensor
+    tables: torch.Tensor
     seen: torch.Tensor
+    scratch: Scratch
 
-    def see(self, layer: int, qkv: torch.Tensor, look: Look) -> torch.Tensor:
+    def see(self, layer: int, qkv: torch.Tensor, look: Look, turn: Turn | None) -> torch.Tensor:
         """See ``View.see``."""
-        queries, both = self.heads.queries, self.heads.queries + self.heads.kv
-        numbers = qkv.numpy()
-        self.kv.write(layer, self.places, numbers[:, queries:both], numbers[:, both:])
-        keys, values = self.kv.layer(layer)
-        for group in self.groups:
-            group.attend(qkv, keys, values, look, self.seen)
+        heads, k_v = self.heads, self.kv.layer(layer)
+        turned = (turn.half, turn.cos.data_ptr(), turn.sin.data_ptr()) if turn is not None else (0, None, None)
+        kernels().attend(
+            qkv.data_ptr(), len(qkv), self.count, heads.queries, heads.kv, heads.width, self.of.data_ptr(),
+            self.positions.data_ptr(), self.tables.data_ptr(), self.tables.shape[1], *turned, *k_v, look.window,
+            look.scale, look.cap, self.seen.data_ptr(), self.scratch.state.data_ptr(), self.scratch.scores.data_ptr(),
+        )  # fmt: skip
         return self.seen
+
+
+class Scratch:
+    """What attention writes to beside its result, step after step."""
+
+    def __init__(self, heads: Heads) -> None:
+        self.state = torch.empty(BLOCK, heads.queries, 2)
+        self.scores = torch.empty(PAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,60 +118,47 @@ def decodes_first(parts: Many[AnyPart]) -> list[AnyPart]:
 
 
 class Batches:
-    """Makes steps, each computed before the next is made. The plan of the decode rows, and the buffers that their
-    attention has, are kept while no page table changes."""
+    """Makes steps, each computed before the next is made."""
 
     def __init__(self, kv: KvStore, heads: Heads, numerics: Numerics) -> None:
         self.numerics = numerics
         self._kv = kv
         self._heads = heads
-        self._kept: tuple[tuple[tuple[int, ...], ...], RowsOfMany] | None = None
+        self._scratch = Scratch(heads)
 
     def make(self, chunks: Many[Part]) -> Batch:
         """The step for ``chunks``, decodes (single positions) first."""
         ordered = decodes_first(chunks)
         tokens: list[int] = []
         positions: list[int] = []
-        pages: list[int] = []
-        for chunk in ordered:
-            where = range(chunk.start, chunk.start + chunk.count)
+        of: list[int] = []
+        tables: list[list[int]] = []
+        span = max(pages_for(chunk.start + chunk.count) for chunk in ordered)
+        for number, chunk in enumerate(ordered):
             tokens += chunk.tokens
-            positions += where
-            pages += [chunk.pages[position // PAGE] for position in where]
+            positions += range(chunk.start, chunk.start + chunk.count)
+            of += [number] * chunk.count
+            pages = list(chunk.pages[:span])
+            tables.append(pages + [self._kv.pages] * (span - len(pages)))
         count = len(positions)
-        pad = self.numerics.padded(count) - count
-        tokens += [0] * pad
-        pages += [self._kv.pages] * pad
-        positions += [0] * pad
+        rows = self.numerics.padded(count)
+        if rows > count:
+            tokens += [0] * (rows - count)
+            positions += [0] * (rows - count)
+            of += [len(tables)] * (rows - count)
+            tables.append([self._kv.pages] * span)
         at = torch.tensor(positions)
         view = Paged(
             self._kv,
             self._heads,
-            self._kv.places(pages, positions),
-            self._groups(ordered, at),
-            torch.zeros(count + pad, self._heads.queries * self._heads.width),
+            count,
+            torch.tensor(of),
+            at,
+            torch.tensor(tables),
+            torch.zeros(rows, self._heads.queries * self._heads.width),
+            self._scratch,
         )
         return Batch(torch.tensor(tokens), at, view, self._wanted(ordered), self.numerics)
-
-    def _groups(self, ordered: Many[Part], positions: torch.Tensor) -> tuple[Group, ...]:
-        single = [chunk for chunk in ordered if chunk.count == 1]
-        groups: list[Group] = []
-        if len(single) > 1:
-            tables = tuple(tuple(chunk.pages[: chunk.start // PAGE + 1]) for chunk in single)
-            groups.append(self._of_many(tables).begin(positions[: len(single)]))
-        row = len(groups and single)
-        for chunk in ordered[row:]:
-            for start, count in blocks(chunk.start, chunk.count, self._heads.queries):
-                table = chunk.pages[: pages_for(start + count)]
-                groups.append(RowsOfOne(row, start, count, table, self._heads, self.numerics))
-                row += count
-        return tuple(groups)
-
-    def _of_many(self, tables: tuple[tuple[int, ...], ...]) -> RowsOfMany:
-        if self._kept is None or self._kept[0] != tables:
-            made = plan(tables, self._heads, self.numerics)
-            self._kept = (tables, RowsOfMany(made, len(tables), self._heads, self.numerics))
-        return self._kept[1]
 
     def _wanted(self, ordered: Many[Part]) -> torch.Tensor:
         rows, at = [], 0

@@ -25,7 +25,7 @@ from sllm_runtime.worker.engine.ours.pages import PAGE, pages_for
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
 log = logging.getLogger(__name__)
-VERSION: Final = 5
+VERSION: Final = 6
 """Of the arithmetic: raised when the same weights may give other bits."""
 _DEPTH: Final = 3
 _LENGTHS: Final = (2 * PAGE + 9, 70, 33, 21, 18, 17, 12, 9, 5)

@@ -31,7 +31,8 @@ from sllm_runtime.worker.engine.ours.gpu.parts import (
 from sllm_runtime.worker.engine.ours.gpu.steps import DeviceSteps
 from sllm_runtime.worker.engine.ours.kv import KvShape
 from sllm_runtime.worker.engine.ours.lora import Product
-from sllm_runtime.worker.engine.ours.model.backend import Linear, Mlp, Norm
+from sllm_runtime.worker.engine.ours.model.backend import Gate, Linear, Mlp, Norm
+from sllm_runtime.worker.engine.ours.model.parts import ActivationGate, activation
 from sllm_runtime.worker.engine.ours.numerics import GPU_EXACT, GPU_FAST, Numerics
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,10 @@ class Device:
     def layer_norm(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Norm:
         """See ``Backend.layer_norm``."""
         return DeviceLayerNorm(self._current, weight, bias, eps)
+
+    def gate(self, name: str) -> Gate:
+        """See ``Backend.gate``."""
+        return ActivationGate(activation(name))
 
     def experts(self, gate: Linear, experts: Mapping[int, Mlp], top: int, tile: int) -> Mlp:
         """See ``Backend.experts``."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
-from sllm_runtime.worker.engine.ours.batch import Batch, Part, decodes_first
+from sllm_runtime.worker.engine.ours.batch import Batch, Part, Turn, decodes_first
 from sllm_runtime.worker.engine.ours.gpu.kv import DeviceKv
 from sllm_runtime.worker.engine.ours.gpu.layout import Fields, Layout, fill, layout_of
 from sllm_runtime.worker.engine.ours.gpu.ops import Ops
@@ -24,9 +24,11 @@ class PagedView:
     ops: Ops
     at: Fields
 
-    def see(self, layer: int, qkv: torch.Tensor, look: Look) -> torch.Tensor:
+    def see(self, layer: int, qkv: torch.Tensor, look: Look, turn: Turn | None) -> torch.Tensor:
         """See ``View.see``; of the cache's dtype."""
         queries, both = self.heads.queries, self.heads.queries + self.heads.kv
+        if turn is not None:
+            _turn(qkv[:, :both], turn)
         keys, values = self.kv.layer(layer)
         qkv = qkv.to(keys.dtype)
         self.ops.write_kv(qkv[:, queries:both], qkv[:, both:], keys, values, self.at.slots)
@@ -64,3 +66,9 @@ class DeviceSteps:
         return Batch(
             at.tokens, at.positions, PagedView(self._kv, self._heads, self._ops, at), at.wanted, self._numerics
         )
+
+
+def _turn(heads: torch.Tensor, turn: Turn) -> None:
+    half = turn.half
+    swapped = torch.cat((heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :]), -1)
+    heads.mul_(turn.cos).addcmul_(swapped, turn.sin)

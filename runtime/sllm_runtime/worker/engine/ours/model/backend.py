@@ -36,6 +36,12 @@ class Mlp(Protocol):
     def added(self, x: Rows, residual: Rows) -> Rows: ...
 
 
+class Gate(Protocol):
+    """act(gate) * up of each row, (rows, gate and up side by side)."""
+
+    def __call__(self, both: Rows) -> Rows: ...
+
+
 class Linear(Protocol):
     """The product of rows with one or several matrices, outputs side by side; ``added`` to a residual."""
 
@@ -113,6 +119,9 @@ class Backend(Protocol):
 
     def layer_norm(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Norm:
         """With mean and bias, as F.layer_norm."""
+
+    def gate(self, name: str) -> Gate:
+        """With the activation that transformers calls ``name``. Raises ``UnsupportedModel``."""
 
     def experts(self, gate: Linear, experts: Mapping[int, Mlp], top: int, tile: int) -> Mlp:
         """Each row goes through its ``top`` likeliest experts. ``experts``: by number; those that another rank has add

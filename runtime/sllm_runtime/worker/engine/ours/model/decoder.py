@@ -6,7 +6,7 @@ while the model loads (execute-while-load, λScale section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
-from sllm_runtime.worker.engine.ours.batch import Batch
+from sllm_runtime.worker.engine.ours.batch import Batch, Turn
 from sllm_runtime.worker.engine.ours.lora import Lora
 from sllm_runtime.worker.engine.ours.model.backend import Backend, Linear, Mlp, Norm, Rows
 from sllm_runtime.worker.engine.ours.model.host import Host
 from sllm_runtime.worker.engine.ours.model.rope import Rope
 
-Waves = dict[Rope, tuple[torch.Tensor, torch.Tensor]]
+Turns = Mapping[Rope, Turn]
 Embed = Callable[[torch.Tensor, torch.Tensor], Rows]
 
 
@@ -37,7 +37,7 @@ class Attention:
     k_norm: Norm | None = None
     order: torch.Tensor | None = None
 
-    def mix(self, x: Rows, layer: int, batch: Batch, waves: Waves) -> Rows:
+    def mix(self, x: Rows, layer: int, batch: Batch, turns: Turns) -> Rows:
         """What each row sees, before ``out``; writes the rows' K and V into the cache of the stage's ``layer``."""
         heads, rows = self.heads, x.shape[0]
         both = heads.queries + heads.kv
@@ -48,9 +48,8 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(qkv[:, : heads.queries]), self.k_norm(qkv[:, heads.queries : both])
             qkv = torch.cat((q, k, qkv[:, both:]), 1)
-        if self.rope is not None:
-            self.rope.turn(qkv[:, :both], waves[self.rope])
-        return batch.view.see(layer, qkv, self.look).to(x.dtype)
+        turn = None if self.rope is None else turns[self.rope]
+        return batch.view.see(layer, qkv, self.look, turn).to(x.dtype)
 
 
 @dataclass(slots=True)
@@ -67,11 +66,11 @@ class Layer:
     norm_last: bool = False
     """The norms stand behind the residual sums (OPT-350m)."""
 
-    def __call__(self, x: Rows, layer: int, batch: Batch, waves: Waves) -> Rows:
+    def __call__(self, x: Rows, layer: int, batch: Batch, turns: Turns) -> Rows:
         if self.norm_last:
-            return self._norm_last(x, layer, batch, waves)
+            return self._norm_last(x, layer, batch, turns)
         into = x if self.before_attention is None else self.before_attention(x)
-        mixed = self.attention.mix(into, layer, batch, waves)
+        mixed = self.attention.mix(into, layer, batch, turns)
         source = x
         if self.after_attention is None:
             x = self.attention.out.added(mixed, x)
@@ -85,10 +84,10 @@ class Layer:
             return self.mlp.added(into, x)
         return x + self.after_mlp(self.mlp(into))
 
-    def _norm_last(self, x: Rows, layer: int, batch: Batch, waves: Waves) -> Rows:
+    def _norm_last(self, x: Rows, layer: int, batch: Batch, turns: Turns) -> Rows:
         assert self.before_attention is not None
         assert self.before_mlp is not None
-        x = self.before_attention(self.attention.out.added(self.attention.mix(x, layer, batch, waves), x))
+        x = self.before_attention(self.attention.out.added(self.attention.mix(x, layer, batch, turns), x))
         return self.before_mlp(self.mlp.added(x, x))
 
 
@@ -144,14 +143,14 @@ class Decoder:
     def run(self, x: Rows, batch: Batch, low: int, high: int) -> Rows:
         """Through the layers ``[low, high)``: a stage. The batch's KV holds those layers alone."""
         self.backend.use(batch.numerics, self.dtype)
-        waves = {rope: rope.waves(batch.positions) for rope in self.ropes}
+        turns = {rope: rope.turn(batch.positions) for rope in self.ropes}
         with np.errstate(all="ignore"):  # a NaN is found where its row's token is chosen
             for number in range(low, high):
                 part = self._layers.get(number)
                 if part is None:
                     self.arrival.wait(number)
                     part = self._layers[number] = self.layer(number)
-                x = part(x, number - low, batch, waves)
+                x = part(x, number - low, batch, turns)
         return x
 
     def logits(self, x: Rows, wanted: torch.Tensor) -> torch.Tensor:

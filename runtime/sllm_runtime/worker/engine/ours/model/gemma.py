@@ -11,7 +11,7 @@ from sllm_runtime.worker.engine.ours.attention import Look
 from sllm_runtime.worker.engine.ours.model.backend import Norm, Rows
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.llama import heads_of, window_of
-from sllm_runtime.worker.engine.ours.model.parts import Gated, activation, linear, output_head, rms_norm
+from sllm_runtime.worker.engine.ours.model.parts import Gated, linear, output_head, rms_norm
 from sllm_runtime.worker.engine.ours.model.rope import Rope
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
@@ -56,7 +56,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         down = linear(weights, inner, {f"{name}.mlp.down_proj": hidden})
         return Layer(
             attention(f"{name}.self_attn", number),
-            Gated(up, down, activation(config.hidden_activation)),
+            Gated(up, down, weights.backend.gate(config.hidden_activation)),
             norm(f"{name}.input_layernorm"),
             norm(f"{name}.pre_feedforward_layernorm"),
             norm(f"{name}.post_attention_layernorm"),

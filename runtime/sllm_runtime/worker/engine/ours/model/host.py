@@ -1,5 +1,5 @@
-"""A model on the CPU: products by torch, turned where that pays, or in slabs by numpy; norms of few rows by numpy, KV
-in float32."""
+"""A model on the CPU: products by torch, turned where that pays, or in slabs by numpy; what treats each row by itself
+by compiled kernels; KV in float32."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.engine.ours.attention import Floats, Heads
 from sllm_runtime.worker.engine.ours.batch import Batches
+from sllm_runtime.worker.engine.ours.kernels.loaded import kernels
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.lora import Product
 from sllm_runtime.worker.engine.ours.model import turned
-from sllm_runtime.worker.engine.ours.model.backend import Kv, Linear, Mlp, Norm, Rows, Steps
-from sllm_runtime.worker.engine.ours.model.parts import Experts
+from sllm_runtime.worker.engine.ours.model.backend import Gate, Kv, Linear, Mlp, Norm, Rows, Steps
+from sllm_runtime.worker.engine.ours.model.parts import ActivationGate, Experts, activation
 from sllm_runtime.worker.engine.ours.model.slabs import Products, Slabs
 from sllm_runtime.worker.engine.ours.model.weights import side_by_side
 from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
@@ -34,6 +35,8 @@ _VARIABLES: Final = (
     "ATEN_CPU_CAPABILITY",
     "OPENBLAS_CORETYPE",
 )
+KNOWN: Final = (torch.float32, torch.bfloat16)
+"""Of activations, that kernels compute with."""
 
 
 class Host:
@@ -55,8 +58,8 @@ class Host:
     def marks(self) -> tuple[str, ...]:
         """See ``Backend.marks``."""
         return (
-            np.__version__, torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(),
-            str(torch.get_num_threads()), str(turned.available()),
+            kernels().digest, np.__version__, torch.__version__, torch.__config__.show(),
+            torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(turned.available()),
             *(os.environ.get(name, "") for name in _VARIABLES),
         )  # fmt: skip
 
@@ -78,6 +81,11 @@ class Host:
     def layer_norm(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Norm:
         """See ``Backend.layer_norm``."""
         return HostLayerNorm(weight, bias, eps)
+
+    def gate(self, name: str) -> Gate:
+        """See ``Backend.gate``."""
+        act = activation(name)
+        return silu_gate if act is F.silu else ActivationGate(act)
 
     def experts(self, gate: Linear, experts: Mapping[int, Mlp], top: int, tile: int) -> Mlp:
         """See ``Backend.experts``."""
@@ -163,22 +171,40 @@ class HostLinear:
 
 
 class HostRmsNorm:
-    """By numpy, whose operators on few rows take half the time of torch's."""
+    """By a kernel."""
 
     def __init__(self, weight: torch.Tensor, eps: float, plus: float) -> None:
         width = weight.shape[0]
         # sqrt(mean + eps) = sqrt(sum + eps * width) / sqrt(width): the last root is in the scale.
-        self._scale: Floats = ((weight.float() + plus) * math.sqrt(width)).numpy()
-        self._eps = np.float32(eps * width)
+        self._scale = (weight.float() + plus) * math.sqrt(width)
+        self._eps = eps * width
 
     def __call__(self, x: Rows) -> Rows:
-        wide: Floats = x.to(torch.float32, memory_format=torch.contiguous_format).numpy()
-        size: Floats = np.vecdot(wide, wide)
-        size += self._eps
-        np.sqrt(size, out=size)
-        out: Floats = wide / size[..., None]
-        out *= self._scale
-        return torch.from_numpy(out).to(x.dtype)
+        if x.dtype not in KNOWN:
+            return self(x.float()).to(x.dtype)
+        x = x.contiguous()
+        out, width = torch.empty_like(x), x.shape[-1]
+        found = kernels()
+        norm = found.norm if x.dtype == torch.float32 else found.norm_bfloat16
+        norm(x.data_ptr(), x.numel() // width, width, self._scale.data_ptr(), self._eps, out.data_ptr())
+        return out
+
+
+def silu_gate(both: Rows) -> Rows:
+    """See ``Gate``, by a kernel. The result lies in memory as ``both`` does."""
+    if both.dtype not in KNOWN:
+        return silu_gate(both.float()).to(both.dtype)
+    rows, width = len(both), both.shape[1] // 2
+    turned_round = not both.is_contiguous() and both.t().is_contiguous()
+    if turned_round:
+        out, (rows, width) = torch.empty(width, rows, dtype=both.dtype).t(), (1, rows * width)
+    else:
+        both = both.contiguous()
+        out = torch.empty(rows, width, dtype=both.dtype)
+    found = kernels()
+    gate = found.gate if both.dtype == torch.float32 else found.gate_bfloat16
+    gate(both.data_ptr(), rows, width, out.data_ptr())
+    return out
 
 
 class HostLayerNorm:

@@ -9,7 +9,7 @@ import torch
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.model.backend import Mlp, Norm
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
-from sllm_runtime.worker.engine.ours.model.parts import Gated, activation, linear, output_head, rms_norm
+from sllm_runtime.worker.engine.ours.model.parts import Gated, linear, output_head, rms_norm
 from sllm_runtime.worker.engine.ours.model.rope import Rope, context
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
@@ -56,7 +56,7 @@ def attention(config: Any, weights: Weights, name: str, layer: int, rope: Rope) 
 
 def mlp(config: Any, weights: Weights, name: str, tile: int) -> Mlp:
     """Gated; several, as experts, in Mixtral."""
-    act, hidden, inner = activation(config.hidden_act), config.hidden_size, config.intermediate_size
+    gate, hidden, inner = weights.backend.gate(config.hidden_act), config.hidden_size, config.intermediate_size
     if config.model_type == "mixtral":
         count = config.num_local_experts
         here = getattr(config, "experts_here", range(count))  # a rank has some of them
@@ -64,15 +64,15 @@ def mlp(config: Any, weights: Weights, name: str, tile: int) -> Mlp:
         down = weights.get(f"{name}.experts.down_proj", len(here), hidden, inner)
         make = weights.backend.linear
         experts = {
-            number: Gated(make([up[i]], None, None), make([down[i]], None, None), act) for i, number in enumerate(here)
+            number: Gated(make([up[i]], None, None), make([down[i]], None, None), gate) for i, number in enumerate(here)
         }
-        gate = linear(weights, hidden, {f"{name}.gate": count})
-        return weights.backend.experts(gate, experts, config.num_experts_per_tok, tile)
+        chooser = linear(weights, hidden, {f"{name}.gate": count})
+        return weights.backend.experts(chooser, experts, config.num_experts_per_tok, tile)
     biased = config.model_type == "llama" and config.mlp_bias
     fused = {f"{name}.gate_up_proj": 2 * inner}
     apart = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
     up_proj = linear(weights, hidden, fused if config.model_type == "phi3" else apart, bias=biased)
-    return Gated(up_proj, linear(weights, inner, {f"{name}.down_proj": hidden}, bias=biased), act)
+    return Gated(up_proj, linear(weights, inner, {f"{name}.down_proj": hidden}, bias=biased), gate)
 
 
 def build(config: Any, weights: Weights, tile: int) -> Decoder:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from sllm_runtime.protocol.errors import UnsupportedModel
-from sllm_runtime.worker.engine.ours.model.backend import Linear, Mlp, Norm, Rows
+from sllm_runtime.worker.engine.ours.model.backend import Gate, Linear, Mlp, Norm, Rows
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
 Activation = Callable[[Rows], Rows]
@@ -65,22 +65,28 @@ def layer_norm(weights: Weights, name: str, width: int, eps: float) -> Norm:
     return weights.backend.layer_norm(weights.get(f"{name}.weight", width), weights.get(f"{name}.bias", width), eps)
 
 
-class Gated:
-    """down(act(gate(x)) * up(x)), gate and up in one product."""
+class ActivationGate:
+    """See ``Gate``; by torch."""
 
-    def __init__(self, gate_up: Linear, down: Linear, act: Activation) -> None:
-        self._gate_up, self._down, self._act = gate_up, down, act
+    def __init__(self, act: Activation) -> None:
+        self._act = act
 
-    def _inner(self, x: Rows) -> Rows:
-        both = self._gate_up(x)
+    def __call__(self, both: Rows) -> Rows:
         width = both.shape[1] // 2
         return self._act(both[:, :width]).mul_(both[:, width:])
 
+
+class Gated:
+    """down(act(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear, gate: Gate) -> None:
+        self._gate_up, self._down, self._gate = gate_up, down, gate
+
     def __call__(self, x: Rows) -> Rows:
-        return self._down(self._inner(x))
+        return self._down(self._gate(self._gate_up(x)))
 
     def added(self, x: Rows, residual: Rows) -> Rows:
-        return self._down.added(self._inner(x), residual)
+        return self._down.added(self._gate(self._gate_up(x)), residual)
 
 
 class Plain:

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies as transformers computes them for each kind of scaling, applied in float32."""
+"""Rotary positions: frequencies as transformers computes them for each kind of scaling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sllm_runtime.protocol.errors import UnsupportedModel
+from sllm_runtime.worker.engine.ours.batch import Turn
 
 SCALINGS = frozenset({"yarn", "dynamic", "longrope"})
 """Those that transformers computes."""
@@ -32,36 +33,29 @@ class Rope:
             self._frequencies, self._factor = _scaled(config, kind, layer_type)
         elif kind != "default":
             raise UnsupportedModel(f"rope scaling {kind!r} is unknown to this engine")
-        half, rest = self.rotated // 2, width - self.rotated
-        self._swap = torch.cat((torch.arange(half, 2 * half), torch.arange(half), torch.arange(2 * half, width)))
-        self._rest = rest
+        self._rest = width - self.rotated
 
     def move(self, device: torch.device) -> None:
         """Rotate what is there."""
-        self._frequencies, self._swap = self._frequencies.to(device), self._swap.to(device)
+        self._frequencies = self._frequencies.to(device)
 
     def _plain(self, parameters: Mapping[str, Any]) -> torch.Tensor:
         steps = torch.arange(0, self.rotated, 2, dtype=torch.float32) / self.rotated
         found: torch.Tensor = 1.0 / (parameters["rope_theta"] ** steps)
         return found
 
-    def waves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and signed sin of shape (rows, 1, width) for a step."""
+    def turn(self, positions: torch.Tensor) -> Turn:
+        """Of a step's rows."""
         angles = positions.unsqueeze(1).float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._factor != 1.0:
             cos, sin = cos * self._factor, sin * self._factor
-        # rotate(x) = x * cos + swapped(x) * sin with the first half of sin negated; a head's rest keeps cos 1, sin 0.
+        # A head's rest keeps cos 1, sin 0.
         cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
         if self._rest:
             cos = torch.nn.functional.pad(cos, (0, self._rest), value=1.0)
             sin = torch.nn.functional.pad(sin, (0, self._rest))
-        return cos.unsqueeze(1), sin.unsqueeze(1)
-
-    def turn(self, x: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Rotate ``x`` (rows, heads, width), float32, where it lies."""
-        swapped = x.index_select(2, self._swap) if self._rest else x.roll(self.rotated // 2, 2)
-        x.mul_(waves[0]).addcmul_(swapped, waves[1])
+        return Turn(self.rotated // 2, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
