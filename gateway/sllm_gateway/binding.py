@@ -29,10 +29,10 @@ class Binding:
         """Whether the instance has the call: it said so, or sent something of it."""
         self.following = False
         """Whether its ids are wanted as they are drawn."""
+        self.followed_at = now
+        """Since when."""
         self.held = False
         """Whether it is to draw nothing there before it is told to (``CallHead.held``)."""
-        self.holds = False
-        """Whether it may be held there while it draws (``Hold``)."""
         self.resends = 0
         """Times it asked for frames again."""
         self.due = NEVER
@@ -90,7 +90,7 @@ class Binding:
 
     def follow(self, now: float) -> list[Outgoing]:
         """The call moves away: its ids are wanted as they are drawn."""
-        self.following = True
+        self.following, self.followed_at = True, now
         return self.acknowledge(now, force=True)
 
     # --- the request's body -----------------------------------------------------------------------

@@ -98,8 +98,6 @@ class Call:
     """Of a call that another instance could go on with."""
     move: Move | None = None
     """Its way to another instance; it runs at ``binding`` all the while."""
-    move_round: int = 0
-    """Times the destination was told what it lacks."""
     move_after: float = 0.0
     """No move is begun before."""
     stays: bool = False

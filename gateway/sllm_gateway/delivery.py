@@ -62,6 +62,7 @@ class Delivery:
                     self._ending.ended(call, binding, End(error=error.body()))
                 else:
                     self._moves.drop(call, error.message)
+        self._moves.look(now)
 
     def _on_item(self, call: Call, binding: Binding, item: Incoming, now: float) -> None:
         if call.move is not None and binding is not call.binding:

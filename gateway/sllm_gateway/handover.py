@@ -72,7 +72,6 @@ class Handover:
             self._refused(call, binding, "gone", error.message)
             return
         if opened.status == "accepted":
-            binding.holds = opened.feeds and opened.holds
             self.accepted(call, binding)
             if call.binding is binding and not call.over:
                 self._link.send_all(binding.node, binding.body(self._clock()))

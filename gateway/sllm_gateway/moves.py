@@ -1,12 +1,11 @@
 """Carries running calls over to another instance (ServerlessLLM, section 5.3): a route's entry says which goes where.
 
-The source generates until the destination, which is told the ids so far in rounds, is at most ``move.GAP`` behind.
+The source generates until the destination, which is told the ids so far in rounds, keeps up with it.
 Until then whatever goes wrong with the destination costs nothing: the call stays where it is, and is tried again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -16,11 +15,11 @@ from sllm_gateway.call import Call
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Incoming, Link
 from sllm_gateway.metrics import Metrics
-from sllm_gateway.move import Move, Next, leaving
+from sllm_gateway.move import Move, Stage, leaving
 from sllm_gateway.open_calls import OpenCalls
-from sllm_gateway.resumption import VALUES
+from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
-from sllm_gateway.under_way import UnderWay
+from sllm_gateway.under_way import Next, UnderWay, together
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic, SllmError
 from sllm_runtime.protocol.frames import Ack, Beat, Cancel, Frame, Open, Resend, Segment
@@ -29,6 +28,8 @@ from sllm_runtime.protocol.records import RouteEntry
 log = logging.getLogger(__name__)
 
 BUSY_S: Final = 0.02
+FIRST_S: Final = 1.0
+"""So long a call that has just begun may take to tell a first id: without one its destination draws along."""
 AGAIN_S: Final = 1.0
 """A destination that failed a call is asked again for it after this long."""
 
@@ -62,8 +63,8 @@ class Moves:
         self._leaving: dict[tuple[str, int], dict[str, RouteEntry]] = {}
         """By version: where the calls of an instance are to go."""
         self._moving = UnderWay()
-        self._stops: set[str] = set()
-        """Instances on their way to which calls are to stop at the end of this tick."""
+        self._changed: set[str] = set()
+        """Instances on their way to which something has come of a call since ``look``."""
 
     def on_version(self, version: Version) -> None:
         """Its route has changed, or it was removed."""
@@ -74,8 +75,9 @@ class Moves:
     def tick(self, now: float) -> None:
         """Begin what should move, look after what moves."""
         for call, move in self._moving.all():
-            if call.move is move and not move.switched:  # it may have gone over with another one of them
-                self._tend(call, move, now)
+            self._tend(call, move, now)
+        self._changed |= self._moving.instances()
+        self.look(now)
         for key, where in self._leaving.items():
             for call in list(self._calls.values()):
                 if call.version.key == key:
@@ -92,19 +94,17 @@ class Moves:
             if not source.following:
                 self._link.send_all(source.node, source.follow(now))
                 call.resumption.watch()
-            self._begin(call, entry, call.move_round + 1)
+            if call.resumption.count or now - source.followed_at >= FIRST_S:
+                self._begin(call, call.resumption, entry)
 
     # --- the destination ------------------------------------------------------------------------------
-    def _begin(self, call: Call, entry: RouteEntry, round_: int) -> None:
-        assert call.resumption is not None
-        assert call.binding is not None
+    def _begin(self, call: Call, kept: Resumption, entry: RouteEntry) -> None:
         now = self._clock()
         call.epoch += 1
-        call.move_round = round_
         binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         binding.following = True
-        binding.held = bool(call.resumption.counts)  # who knows no id of it cannot tell it how far to go
-        call.move = Move(binding, call.resumption, round_, source_holds=call.binding.holds)
+        binding.held = bool(kept.counts)  # who knows no id of it cannot tell it how far to go
+        call.move = Move(binding, kept)
         self._moving.begin(call, call.move)
         self._dispatcher.take(call, entry.instance)
         request = Open(head=call.head(binding, now), first=binding.first())  # now: the move counts from what it says
@@ -115,7 +115,7 @@ class Moves:
         try:
             opened = await self._link.open(binding.node, request)
         except SllmError as error:
-            move.feeds = False
+            move.opened(False, self._clock())
             if not binding.accepted and call.move is move:
                 self.drop(call, error.message, gone=True)
             return
@@ -124,8 +124,7 @@ class Moves:
             if call.move is move:
                 self.drop(call, why, gone=opened.status == "gone", busy=opened.status == "busy")
             return
-        binding.holds = opened.feeds and opened.holds
-        move.feeds, move.holds = opened.feeds, binding.held and binding.holds
+        move.opened(binding.held and opened.holds, self._clock())
         self._accept(call, binding)
         if binding is call.binding or call.move is move:
             self._link.send_all(binding.node, binding.body(self._clock()))
@@ -163,60 +162,36 @@ class Moves:
             return
         binding.inbox.consume(dropped)
         self._link.send_all_later(binding.node, binding.acknowledge(now))
-        self._judge(call, move, now)
-
-    def _judge(self, call: Call, move: Move, now: float, *, after_output: bool = False) -> None:
-        """Switch, or tell the destination what it lacks."""
-        match move.next(self._moving.beside(move), now, after_output=after_output):
-            case Next.SWITCH:
-                self._switch(call, move, now)
-            case Next.FEED:
-                for each, its in self._moving.towards(move.binding.instance):
-                    if its is move or its.may_join:
-                        self._link.send_all(its.binding.node, its.feed(now))
-                        each.move_round = its.round
-            case Next.STOP:
-                self._stop_soon(move.binding.instance)
-            case Next.DRAW:
-                self._let_draw(move)
-            case Next.OPEN:
-                self._let_go(call, move, f"round {move.round} is over, {move.gap} tokens are missing")
-                self._begin(call, move.binding.entry, move.round + 1)
+        self._changed.add(binding.instance)
 
     def on_source(self, call: Call, frames: Sequence[Frame], now: float) -> None:
-        """It has told more, ``frames``. A destination that draws along has that at its next step, if it has no other
-        call to prefill."""
-        move = call.move
-        if move is None or move.switched:
-            return
-        last = frames[-1] if frames else None
-        after_output = last is not None and last.kind in VALUES and not last.more
-        move.heard(now, after_output=after_output)
-        if move.holding:
-            self._judge(call, move, now, after_output=after_output)
-        elif not any(each.filling for each in self._moving.beside(move)):
-            self._link.send_all(move.binding.node, move.forward())
+        """It has told more, ``frames``."""
+        if call.move is not None and not call.move.switched:
+            call.move.heard(frames, now)
+            self._changed.add(call.move.binding.instance)
 
-    def _stop_soon(self, instance: str) -> None:
-        """When all is looked at that came with this: sources tell what a step drew in one message."""
-        if instance not in self._stops:
-            self._stops.add(instance)
-            asyncio.get_running_loop().call_soon(self._stop, instance)
+    def look(self, now: float) -> None:
+        """Do what is to be done next, when all is taken in that came together: what a step made is one message."""
+        while self._changed:
+            instance = self._changed.pop()
+            for call, move in self._moving.towards(instance):
+                if move.goes_over(now):
+                    self._switch(call, move, now)
+                elif move.stuck(now):
+                    self._let_draw(move)
+            what, which = together([move for _, move in self._moving.towards(instance)], now)
+            for move in which:
+                if what is Next.FEED:
+                    self._link.send_all(move.binding.node, move.feed(now))
+                else:
+                    self._hand(self._moving.call(move), move, now)
 
-    def _stop(self, instance: str) -> None:
-        """Calls that are about to go over to ``instance`` are held where they are."""
-        self._stops.discard(instance)
-        now = self._clock()
-        for call, move in self._moving.towards(instance):
-            if call.move is move and call.binding is not None and move.may_stop:
-                self._link.send_all(call.binding.node, call.binding.hold())
-                self._link.send_all(move.binding.node, move.stop(now))
-
-    def _judge_stopping(self, instance: str, now: float) -> None:
-        """One of those that stop together waits no longer: the others need not either."""
-        for call, move in self._moving.towards(instance):
-            if call.move is move and move.stopping and not move.switched:
-                self._judge(call, move, now)
+    def _hand(self, call: Call, move: Move, now: float) -> None:
+        """The source ends the step that it is in, and draws no more; the destination draws from now on."""
+        assert call.binding is not None
+        self._link.send_all(call.binding.node, call.binding.hold())
+        self._let_draw(move)
+        move.hand(now)
 
     def _let_draw(self, move: Move) -> None:
         binding = move.binding
@@ -228,7 +203,6 @@ class Moves:
             self.drop(call, f"node {binding.node} is silent", gone=True)
             return
         self._link.send_all(binding.node, binding.tend(now))
-        self._judge(call, move, now)
 
     # --- how it ends ----------------------------------------------------------------------------------
     def _switch(self, call: Call, move: Move, now: float) -> None:
@@ -237,20 +211,18 @@ class Moves:
         assert source is not None
         missing = move.gap
         try:
-            new, dropped = move.switch()
+            new, dropped = move.switch(now)
         except NotDeterministic as error:
             call.stays = True
             self.drop(call, error.message)
             return
-        self._let_draw(move)
         self._link.send(source.node, Cancel(call.id, source.epoch, reason=f"it goes on at {move.binding.instance}"))
         self._dispatcher.release(call, source.instance)
         self._metrics.resent.inc(source.resends)
         self._metrics.moved.labels(call.version.function).inc()
         text = "call goes on at %s after %d round(s), %d token(s) behind"
-        log.info(text, move.binding.instance, move.round, missing, extra={"call": call.id})
+        log.info(text, move.binding.instance, move.rounds, missing, extra={"call": call.id})
         self._adopt(call, move, new, dropped, now)
-        self._judge_stopping(move.binding.instance, now)
 
     def take_over(self, call: Call, *, stopped: bool) -> bool:
         """The source has died (``stopped``: see ``Resumption.break_off``): whether the destination goes on at once with
@@ -263,7 +235,7 @@ class Moves:
             return False
         call.buffered -= sum(frame.cost for frame in halves)
         try:
-            new, dropped = move.switch()
+            new, dropped = move.switch(self._clock())
         except NotDeterministic as error:
             self.drop(call, error.message)
             return False
@@ -276,7 +248,7 @@ class Moves:
     def _adopt(self, call: Call, move: Move, new: list[Frame], dropped: int, now: float) -> None:
         self._moving.end(call)
         binding = call.binding = move.binding
-        call.of_before, call.move_round = call.buffered, 0
+        call.of_before = call.buffered
         call.marks.moved(now)
         call.due = now
         binding.inbox.consume(dropped)
@@ -315,14 +287,12 @@ class Moves:
         log.info("call does not move to %s: %s", move.binding.instance, why, extra={"call": call.id})
         self._let_go(call, move, why, gone=gone)
         now, source = self._clock(), call.binding
-        if move.stopping and source is not None and not (call.over or source.cancelled):
+        if move.stage is Stage.HANDED and source is not None and not (call.over or source.cancelled):
             self._link.send_all(source.node, source.let_draw(now))
             call.due = min(call.due, source.due)
         call.move_after = now + (BUSY_S if busy else AGAIN_S)
-        call.move_round = call.move_round - 1 if busy else 0
         if not busy:
             self._unfollow(call)
-        self._judge_stopping(move.binding.instance, now)
 
     def _unfollow(self, call: Call) -> None:
         """Nobody compares it with another one any more."""
@@ -349,4 +319,4 @@ class Moves:
     def on_reconnect(self, now: float) -> None:
         """Messages may have been lost in both directions."""
         for _, move in self._moving.all():
-            self._link.send_all(move.binding.node, move.binding.recovered(now))
+            self._link.send_all(move.binding.node, [*move.binding.recovered(now), *move.lacking()])

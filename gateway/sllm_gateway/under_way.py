@@ -1,19 +1,57 @@
-"""Calls on their way to another instance: those whose destination does not have them yet."""
+"""Calls on their way to another instance, and what is done next for those to the same one. No I/O."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import Enum, auto
+
 from sllm_gateway.call import Call
-from sllm_gateway.move import Move
+from sllm_gateway.move import Move, Stage
+
+
+class Next(Enum):
+    """What is done for calls on their way to the same instance."""
+
+    WAIT = auto()
+    FEED = auto()
+    """The destination is told what it lacks of each (``Move.feed``)."""
+    HAND = auto()
+    """Their source is to draw no more, the destination draws (``Move.hand``)."""
+
+
+def together(moves: Sequence[Move], now: float) -> tuple[Next, list[Move]]:
+    """What is done next, and for which of ``moves``, whose source and destination are the same.
+
+    They are looked at when a step of the source has ended: each of them has given out an output since the last time, or
+    one has given out two. Nothing is told to a destination that computes: it has one step of all of them then.
+    """
+    drawing = [move for move in moves if move.stage in (Stage.OPENED, Stage.FOLLOWS)]
+    if not _stepped(drawing, now):
+        return Next.WAIT, []
+    for move in drawing:
+        move.outputs = 0
+    ready = [move for move in drawing if move.ready]
+    computing = any(move.filling or (move.stage is Stage.FOLLOWS and not move.ready) for move in drawing)
+    if not ready or (computing and not any(move.impatient(now) for move in ready)):
+        return Next.WAIT, []
+    resting = [move for move in ready if move.resting]
+    if not all(move.near(now) for move in resting):
+        return Next.FEED, resting
+    return Next.HAND, [move for move in ready if move.near(now)]  # for those that draw along nobody waits
+
+
+def _stepped(moves: Sequence[Move], now: float) -> bool:
+    return any(move.outputs > 1 for move in moves) or all(move.outputs or move.quiet(now) for move in moves)
 
 
 class UnderWay:
-    """One move a call."""
+    """Those whose destination does not have them yet. One move a call."""
 
     def __init__(self) -> None:
         self._moves: dict[str, tuple[Call, Move]] = {}
 
     def begin(self, call: Call, move: Move) -> None:
-        """In place of an earlier one of the call."""
+        """It is on its way."""
         self._moves[call.id] = (call, move)
 
     def end(self, call: Call) -> None:
@@ -28,6 +66,10 @@ class UnderWay:
         """Those on their way to ``instance``."""
         return [(call, move) for call, move in self._moves.values() if move.binding.instance == instance]
 
-    def beside(self, move: Move) -> list[Move]:
-        """The others on their way to the same instance."""
-        return [each for _, each in self.towards(move.binding.instance) if each is not move]
+    def call(self, move: Move) -> Call:
+        """Whose ``move`` it is."""
+        return self._moves[move.binding.call][0]
+
+    def instances(self) -> set[str]:
+        """Where they are on their way to."""
+        return {move.binding.instance for _, move in self._moves.values()}

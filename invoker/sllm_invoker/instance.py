@@ -29,7 +29,7 @@ from sllm_runtime.protocol.errors import InstanceLost, InternalError, ProtocolEr
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import SANDBOX
-from sllm_runtime.protocol.worker import FEEDS, HOLDS, Assign, Failed, FromWorker, Heartbeat, Log, Ready, Stage, Stop
+from sllm_runtime.protocol.worker import HOLDS, Assign, Failed, FromWorker, Heartbeat, Log, Ready, Stage, Stop
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class Instance:
         self._timer.cancel()
         self._account.ready(ready)
         self._around.suppliers.proofs.keep(self.order, ready.proof)
-        work.open(feeds=FEEDS in ready.capabilities, holds=HOLDS in ready.capabilities)
+        work.open(holds=HOLDS in ready.capabilities)
         self._move(InstanceState.READY)
 
     def _died(self, end: Exit) -> None:

@@ -67,12 +67,8 @@ class Host(Protocol):
         """Whether the call's ids are to come as they are drawn. Repeatable."""
 
     @property
-    def feeds(self) -> bool:
-        """Whether its calls take ids while they run."""
-
-    @property
     def holds(self) -> bool:
-        """Whether they draw none before they may (``CallHead.held``, ``Hold``)."""
+        """Whether its calls draw none before they may (``CallHead.held``, ``Hold``), and take ids (``Feed``)."""
 
     def tell_ids(self, call: Call, item: Feed) -> None:
         """Ids that the call has where it comes from. Repeatable."""
@@ -293,7 +289,7 @@ def _pass_on(call: Call, host: Host, item: Feed | Hold | Cancel) -> None:
     match item:
         case Feed():
             call.held = call.held and item.held
-            if host.feeds:
+            if host.holds:
                 host.tell_ids(call, item)
         case Hold() if host.holds:
             call.held = True
@@ -303,7 +299,7 @@ def _pass_on(call: Call, host: Host, item: Feed | Hold | Cancel) -> None:
 
 
 def _taken(host: Host, note: str = "") -> Opened:
-    return Opened(status="accepted", note=note, feeds=host.feeds, holds=host.holds)
+    return Opened(status="accepted", note=note, feeds=host.holds, holds=host.holds)
 
 
 def _remember(memory: dict[Key, float], key: Key, now: float) -> None:

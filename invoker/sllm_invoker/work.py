@@ -56,10 +56,8 @@ class Work:
         self._names: OrderedDict[int, str] = OrderedDict()
         self._last = 0
         self._open = False
-        self.feeds = False
-        """Whether its calls take ids while they run."""
         self.holds = False
-        """Whether they draw none before they may."""
+        """Whether they may be held, and take ids."""
         self._idle_since = clock()
         self._ids: list[FeedCall | HoldCall] = []
         """To be told at the end of this loop tick."""
@@ -90,9 +88,9 @@ class Work:
         """Seconds since the last call ended, also when it takes no more; 0 while it works."""
         return 0.0 if self._calls else max(0.0, now - self._idle_since)
 
-    def open(self, *, feeds: bool, holds: bool) -> None:
+    def open(self, *, holds: bool) -> None:
         """The worker is ready."""
-        self._open, self.feeds, self.holds = True, feeds, holds
+        self._open, self.holds = True, holds
         self._idle_since = self._clock()
 
     def close(self) -> None:

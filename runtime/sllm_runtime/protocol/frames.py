@@ -152,9 +152,10 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["accepted", "busy", "gone"]
     note: str = ""
     feeds: bool = False
-    """Whether the call, once it runs there, takes ``Feed``."""
+    """As ``holds``, for gateways of the version before."""
     holds: bool = False
-    """Whether it keeps ``CallHead.held``, and takes ``Hold``; one that does not draws from the beginning."""
+    """Whether the call keeps ``CallHead.held`` there, and takes ``Feed`` and ``Hold``; one that does not draws from the
+    beginning."""
 
 
 class Parts(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
@@ -204,8 +205,8 @@ class Feed(msgspec.Struct, frozen=True, array_like=True, tag="feed"):
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
-    """Migration: the call draws no more here until a ``Feed`` lets it; what is being drawn is told. Only for a call
-    that was opened with ``Opened.holds``. One that is lost costs tokens that nobody needs."""
+    """Migration: the call draws no more here until a ``Feed`` lets it; what is being drawn is told. One that is lost,
+    or comes to an instance that cannot (``Opened.holds``), costs tokens that nobody needs."""
 
     call: str
     epoch: int

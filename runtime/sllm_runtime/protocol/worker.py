@@ -74,10 +74,9 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     fds: int = 1
 
 
-FEEDS: Final = "feeds"
-"""Among ``Ready.capabilities``: ids may be fed into running calls."""
 HOLDS: Final = "holds"
-"""Among ``Ready.capabilities``: a call may be held before it draws (``CallHead.held``), and while it does."""
+"""Among ``Ready.capabilities``: a call may be held before it draws (``CallHead.held``), and while it does; and ids may
+be fed into it (``FeedCall``)."""
 
 
 class StartCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
@@ -172,8 +171,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     fingerprint: str = ""
     """Instances with equal ones compute the same bits: a call may move between them."""
     capabilities: tuple[str, ...] = ()
-    """``engine:<name>`` and what that engine can do; with FEEDS its calls take ``FeedCall``, with HOLDS too they
-    may be held, ``HoldCall``."""
+    """``engine:<name>`` and what that engine can do; with HOLDS its calls take ``FeedCall`` and ``HoldCall``."""
     proof: str = ""
     """What the engine's self-test found, at most MAX_PROOF bytes, for the next start of this version on this node."""
 

@@ -53,6 +53,9 @@ log = logging.getLogger(__name__)
 _FLUSH_S = 5.0
 _STAGE_S = 0.5
 _LINE_S = 0.1
+_SWITCH_S = 0.0005
+"""A thread waits no longer than this for the interpreter. The engine lets go of it for moments that are too short for
+others to take it: with the usual 5 ms a token waited for most of the next step before its call's thread told it."""
 _BROKEN_S = 10.0
 """Calls that need no weights have so long to end in an instance whose weights do not come."""
 
@@ -93,6 +96,7 @@ class Worker:
         leave_network(message.body, fds)  # where it cannot, the fork server has said so
         isolation.drop_privileges()  # before the first thread: each has its own
         number = message.body.member.number
+        sys.setswitchinterval(_SWITCH_S)
         set_title(f"sllm-worker {message.body.instance}{f'.{number}' if number else ''}")
         self._sender.start()
         self._console.install()

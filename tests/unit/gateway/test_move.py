@@ -8,7 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from sllm_gateway import move as moving
 from sllm_gateway.binding import Binding
-from sllm_gateway.move import GAP, LAST, MOST_ROUNDS, QUIET_S, ROUNDS, STOP_S, TOGETHER_S, Move, Next
+from sllm_gateway.move import IN_STEP, NEAR, QUIET_S, ROUNDS, STOP_S, TOGETHER_S, Move, Stage
 from sllm_gateway.resumption import Resumption
+from sllm_gateway.under_way import Next, together
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
@@ -59,8 +60,8 @@ def frames_of(answer: list[Step], *, delivered: int = 0, upto: int | None = None
     return [*found, Frame(0, FrameKind.END, codec.pack(End()))] if upto is None else found
 
 
-def move_of(kept: Resumption, round_: int = 1, *, source_holds: bool = False) -> Move:
-    return Move(Binding("call", 2, entry("i2"), b"", 1 << 20, NOW), kept, round_, source_holds=source_holds)
+def move_of(kept: Resumption) -> Move:
+    return Move(Binding("call", 2, entry("i2"), b"", 1 << 20, NOW), kept)
 
 
 def given_out(frames: list[Frame]) -> bytes:
@@ -90,8 +91,8 @@ def test_nothing_is_lost_repeated_or_different(answer: list[Step], seed: int) ->
         count = chance.randint(0, 3)
         assert move.take(there[:count], NOW)[0] == []
         del there[:count]
-        if move.ready and (not rest or not there or chance.random() < 0.5):
-            arrive(move.switch()[0])
+        if move.computed and not move.half and (not rest or not there or chance.random() < 0.5):
+            arrive(move.switch(NOW)[0])
     while there:
         count = chance.randint(1, 3)
         arrive(move.take(there[:count], NOW)[0])
@@ -147,27 +148,25 @@ def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int) -> 
     told = len(frames_of(answer, upto=chance.randint(1, len(answer))))
     arrive(source[:told])
     kept.watch()
-    move, there, rest = move_of(kept, source_holds=chance.random() < 0.5), Resting(answer, kept), source[told:-1]
-    move.feeds = move.holds = True
+    move, there, rest = move_of(kept), Resting(answer, kept), source[told:-1]
+    move.opened(True, now)
     for _ in range(1000):
         count, now = chance.randint(0, 3), now + QUIET_S / 4
         heard, rest = rest[:count], rest[count:]
         arrive(heard)
-        after_output = bool(heard) and heard[-1].kind is FrameKind.OUTPUT and not heard[-1].more
-        if heard:
-            move.heard(now, after_output=after_output)
+        move.heard(heard, now)
         assert move.take(there.say(chance.randint(0, 5)), now)[0] == []
-        match move.next([], now, after_output=after_output):
-            case Next.STOP:
-                there.hear(move.stop(now))
-            case Next.FEED:
+        if move.goes_over(now):
+            arrive(move.switch(now)[0])
+            break
+        if move.stuck(now):
+            there.hear(move.let_draw())
+        match together([move], now):
+            case Next.FEED, [_]:
                 there.hear(move.feed(now))
-            case Next.DRAW:
+            case Next.HAND, [_]:
                 there.hear(move.let_draw())
-            case Next.SWITCH:
-                arrive(move.switch()[0])
-                there.hear(move.let_draw())
-                break
+                move.hand(now)
     assert move.switched
     assert there.let
     while frames := there.say(chance.randint(1, 3)):
@@ -184,328 +183,350 @@ def recorded(frames: list[Frame]) -> tuple[tuple[int, ...], ...]:
     return right.recorded
 
 
-def resting(answer: list[Step], upto: int, *, source_holds: bool = False) -> tuple[Resumption, Move]:
-    """A destination that has what it was opened with: the first ``upto`` steps."""
-    kept = Resumption()
-    kept.take(frames_of(answer, upto=upto))
-    kept.watch()
-    move = move_of(kept, source_holds=source_holds)
-    move.feeds = move.holds = True
-    move.take(frames_of(answer, delivered=upto, upto=upto), NOW)
-    move.heard(NOW)
-    return kept, move
+SINGLE: list[Step] = [(0, (number,), [b"x"]) for number in range(80)]
 
 
-SINGLE: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
+class Pair:
+    """A source that has told ``upto`` steps of ``answer``, and a destination that was opened with them and rests."""
+
+    def __init__(self, answer: list[Step] = SINGLE, upto: int = 4, *, rests: bool = True) -> None:
+        self.answer, self.drawn, self.said, self.opened_with = answer, upto, 0, upto
+        self.kept = Resumption()
+        self.kept.take(frames_of(answer, upto=upto))
+        self.kept.watch()
+        self.move = move_of(self.kept)
+        self.move.opened(rests, NOW)
+
+    def draw(self, steps: int = 1, now: float = NOW) -> None:
+        """The source tells so many more."""
+        before = len(frames_of(self.answer, upto=self.drawn))
+        self.drawn += steps
+        frames = frames_of(self.answer, upto=self.drawn)[before:]
+        self.kept.take(frames)
+        self.move.heard(frames, now)
+
+    def say(self, upto: int, now: float = NOW) -> None:
+        """The destination has computed the first ``upto`` steps."""
+        frames = frames_of(self.answer, delivered=self.opened_with, upto=upto)
+        assert self.move.take(frames[self.said :], now)[0] == []
+        self.said = len(frames)
+
+    def next(self, now: float = NOW) -> Next:
+        return together([self.move], now)[0]
+
+    def keep_up(self, rounds: int = IN_STEP) -> None:
+        """It has computed what it was opened with, and then each token as it came."""
+        self.say(self.drawn)
+        for _ in range(rounds):
+            self.draw()
+            assert self.next() is Next.FEED
+            self.move.feed(NOW)
+            self.say(self.drawn)
+
+    def hand(self, now: float = NOW) -> list[Feed]:
+        """The source is to draw no more, the destination draws."""
+        self.move.hand(now)
+        return self.move.let_draw()
 
 
-def test_one_that_rests_goes_over_after_an_output_of_its_source() -> None:
-    kept, move = resting(SINGLE, 4)
-    assert move.next([], NOW) is Next.WAIT
-    kept.take(frames_of(SINGLE, upto=4 + LAST)[8:])
-    assert (move.gap, move.next([], NOW)) == (LAST, Next.WAIT)
-    assert move.next([], NOW, after_output=True) is Next.SWITCH
-    move.switch()
-    assert move.let_draw() == [Feed("call", 2, 0, 4, (4, 5, 6, 7))]
-    move.take(frames_of(SINGLE, delivered=4, upto=8)[4:], NOW)
-    assert (move.level, move.over) == (True, False), "nobody knows that it has heard"
-    move.take(frames_of(SINGLE, upto=9)[16:], NOW)
-    assert move.over
+def test_it_is_fed_when_a_step_of_its_source_has_ended() -> None:
+    """And it has computed what it was told before: it has one step of what came meanwhile."""
+    pair = Pair()
+    pair.draw(8)
+    assert (pair.move.stage, pair.move.filling, pair.next()) == (Stage.OPENED, True, Next.WAIT)
+    pair.say(4)
+    assert (pair.move.stage, pair.move.filling, pair.next()) == (Stage.FOLLOWS, False, Next.WAIT)
+    pair.draw()
+    assert pair.next() is Next.FEED
+    assert pair.move.feed(NOW) == [Feed("call", 2, 0, 4, tuple(range(4, 13)), True)]
+    pair.draw()
+    assert (pair.move.computed, pair.next()) == (False, Next.WAIT)
+    pair.say(13)
+    assert (pair.move.computed, pair.next()) == (True, Next.WAIT)
+    pair.draw()
+    assert pair.next() is Next.FEED
+    assert pair.move.feed(NOW) == [Feed("call", 2, 0, 13, (13, 14), True)]
 
 
-def test_a_source_that_can_stop_does_before_the_switch() -> None:
-    """What is missing is computed there meanwhile, so that one token is missing then."""
-    kept, move = resting(SINGLE, 4, source_holds=True)
-    kept.take(frames_of(SINGLE, upto=7)[8:])
-    assert [move.next([], NOW, after_output=after) for after in (False, True)] == [Next.WAIT, Next.STOP]
-    assert (move.may_stop, move.stop(NOW)) == (True, [Feed("call", 2, 0, 4, (4, 5, 6), True)])
-    assert (move.stopping, move.may_stop, move.may_join, move.abreast) == (True, False, False, True)
-    assert move.next([], NOW + STOP_S / 2) is Next.WAIT
-    move.take(frames_of(SINGLE, delivered=4, upto=7)[4:], NOW)
-    kept.take(frames_of(SINGLE, upto=8)[14:])
-    move.heard(NOW + STOP_S / 2, after_output=True)
-    assert (move.gap, move.next([], NOW + STOP_S / 2)) == (1, Next.SWITCH)
-    move.switch()
-    assert move.let_draw() == [Feed("call", 2, 0, 7, (7,))]
+@pytest.mark.parametrize("missing", range(1, NEAR + 1))
+def test_one_that_keeps_up_is_let_draw(missing: int) -> None:
+    """By the message that brings what is missing."""
+    pair = Pair()
+    pair.keep_up()
+    pair.draw(missing)
+    assert (pair.move.gap, pair.next()) == (missing, Next.HAND)
+    first = 4 + IN_STEP
+    assert pair.hand() == [Feed("call", 2, 0, first, tuple(range(first, first + missing)))]
+    assert (pair.move.stage, pair.move.resting) == (Stage.HANDED, False)
 
 
-def test_calls_that_stop_together_go_over_together() -> None:
-    (kept, move), (_, other) = (resting(SINGLE, 4, source_holds=True) for _ in range(2))
-    for each in (move, other):
-        assert each.stop(NOW) == [], "nothing is missing"
-    kept.take(frames_of(SINGLE, upto=5)[8:])
-    move.heard(NOW, after_output=True)
-    assert (move.next([other], NOW), other.next([move], NOW)) == (Next.WAIT, Next.WAIT)
-    other.heard(NOW, after_output=True)
-    assert (move.next([other], NOW), other.next([move], NOW)) == (Next.SWITCH, Next.SWITCH)
+def test_one_that_has_been_fed_much_is_not_let_draw_yet() -> None:
+    pair = Pair()
+    pair.say(4)
+    pair.draw(NEAR + 1)
+    pair.move.feed(NOW)
+    pair.say(4 + NEAR + 1)
+    pair.keep_up(IN_STEP - 1)
+    pair.draw()
+    assert pair.next() is Next.FEED
+    pair.move.feed(NOW)
+    pair.say(pair.drawn)
+    pair.draw()
+    assert pair.next() is Next.HAND
+
+
+def test_one_that_is_slower_is_let_draw_in_the_end() -> None:
+    pair = Pair()
+    pair.say(4)
+    for _ in range(ROUNDS):
+        pair.draw(NEAR + 1)
+        pair.move.outputs = 1
+        assert pair.next() is Next.FEED
+        pair.move.feed(NOW)
+        pair.answer = [*pair.answer, *((0, (pair.drawn + at,), [b"x"]) for at in range(NEAR + 1))]
+        pair.say(pair.drawn)
+    pair.draw(NEAR + 1)
+    assert pair.next() is Next.HAND
+
+
+def handed() -> Pair:
+    """The destination lacks one token and draws; its source draws no more."""
+    pair = Pair()
+    pair.keep_up()
+    pair.draw()
+    assert pair.next() is Next.HAND
+    pair.hand()
+    assert not pair.move.goes_over(NOW)
+    return pair
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_it_goes_over_when_the_destination_has_what_the_source_told(last: int) -> None:
+    """Which may be in a step still, that the caller need not wait for."""
+    pair = handed()
+    pair.draw(last)
+    pair.say(pair.drawn - 1)
+    assert (pair.move.goes_over(NOW), pair.next()) == (False, Next.WAIT)
+    pair.say(pair.drawn)
+    assert pair.move.goes_over(NOW)
+    pair.move.switch(NOW)
+    assert (pair.move.level, pair.move.over) == (True, False), "nobody knows that it has heard"
+    new, _ = pair.move.take(frames_of(SINGLE, delivered=4, upto=pair.drawn + 1)[pair.said :], NOW)
+    assert [frame.kind for frame in new] == [FrameKind.IDS, FrameKind.OUTPUT]
+    assert pair.move.over
+
+
+def test_it_goes_over_when_the_destination_is_ahead() -> None:
+    pair = handed()
+    pair.say(pair.drawn + 1)
+    assert pair.move.goes_over(NOW)
+    new, _ = pair.move.switch(NOW)
+    assert {frame.kind for frame in new} == {FrameKind.IDS, FrameKind.OUTPUT}
+    assert pair.move.over
+
+
+def test_the_token_that_both_draw_is_compared() -> None:
+    pair = handed()
+    pair.draw()
+    with pytest.raises(NotDeterministic):
+        pair.move.take([Frame(0, FrameKind.IDS, codec.pack(Ids(0, pair.drawn - 1, (999,))))], NOW)
 
 
 @pytest.mark.parametrize(("before", "waits"), [(0.0, STOP_S), (0.2, 0.4), (2.0, QUIET_S)])
-def test_a_source_that_tells_nothing_more_is_not_waited_for(before: float, waits: float) -> None:
-    """Twice as long as it was ever silent before: it was in no step."""
-    _, move = resting(SINGLE, 4, source_holds=True)
-    move.heard(NOW + before, after_output=True)
+def test_one_that_draws_is_waited_for_so_long(before: float, waits: float) -> None:
+    """Twice as long as its source was ever silent before."""
+    pair = Pair()
+    pair.say(4)
+    pair.draw()
     now = NOW + before
-    move.stop(now)
-    move.heard(now)
-    assert [move.next([], now + at) for at in (waits - 0.01, waits + 0.01)] == [Next.WAIT, Next.SWITCH]
+    pair.move.heard([], now)
+    pair.hand(now)
+    assert [pair.move.goes_over(now + at) for at in (waits - 0.01, waits + 0.01)] == [False, True]
 
 
-def test_one_that_stops_does_not_go_over_within_an_output() -> None:
-    kept, move = resting(SINGLE, 4, source_holds=True)
-    move.stop(NOW)
-    kept.take([Frame(0, FrameKind.OUTPUT, b"4", True)])
-    assert move.next([], NOW + QUIET_S) is Next.WAIT
-    kept.take([Frame(0, FrameKind.OUTPUT, b"4")])
-    move.heard(NOW + QUIET_S, after_output=True)
-    assert move.next([], NOW + QUIET_S) is Next.SWITCH
+def test_it_does_not_go_over_within_an_output() -> None:
+    pair = Pair()
+    pair.say(4)
+    pair.hand()
+    assert pair.move.goes_over(NOW), "nothing is missing"
+    pair.kept.take([Frame(0, FrameKind.OUTPUT, b"4", True)])
+    assert not pair.move.goes_over(NOW + QUIET_S)
+    pair.kept.take([Frame(0, FrameKind.OUTPUT, b"4")])
+    assert pair.move.goes_over(NOW + QUIET_S)
 
 
-def test_all_have_computed_what_they_were_told_before_any_stops() -> None:
-    """One says ids when it hears them: only the last one says that they are computed."""
-    (_, move), (kept, other) = (resting(SINGLE, 4, source_holds=True) for _ in range(2))
-    kept.take(frames_of(SINGLE, upto=9)[8:])
-    assert other.may_join
-    other.feed(NOW)
-    other.take(frames_of(SINGLE, delivered=4, upto=8)[4:], NOW)
-    assert (other.gap, other.abreast, other.may_join) == (1, False, False)
-    assert move.next([other], NOW, after_output=True) is Next.WAIT
-    other.take(frames_of(SINGLE, upto=9)[16:17], NOW)
-    other.take([Frame(0, FrameKind.OUTPUT, b"x")], NOW)
-    assert other.abreast
-    assert move.next([other], NOW, after_output=True) is Next.STOP
+def test_nothing_is_done_within_an_output() -> None:
+    pair = Pair()
+    pair.say(4)
+    pair.kept.take([Frame(0, FrameKind.OUTPUT, b"4", True)])
+    assert pair.next(NOW + QUIET_S) is Next.WAIT
 
 
-def test_a_source_that_is_quiet_is_not_waited_for() -> None:
-    _, move = resting(SINGLE, 4)
-    assert [move.next([], NOW + at) for at in (QUIET_S / 2, QUIET_S)] == [Next.WAIT, Next.SWITCH]
+@pytest.mark.parametrize("ids", [0, 1])
+def test_no_output_of_a_source_that_is_quiet_is_waited_for(ids: int) -> None:
+    pair = Pair()
+    pair.say(4)
+    pair.move.heard([Frame(0, FrameKind.IDS, codec.pack(Ids(0, 4, (4,) * ids)))], NOW + QUIET_S / 2)
+    assert [pair.next(NOW + at) for at in (QUIET_S / 2, QUIET_S)] == [Next.WAIT, Next.FEED]
 
 
-def test_a_source_without_outputs_is_not_waited_for() -> None:
-    kept, move = resting(SINGLE, 4)
-    assert move.next([], NOW) is Next.WAIT
-    kept.take(frames_of(SINGLE, upto=5)[8:9])
-    move.heard(NOW + QUIET_S - 0.01)
-    assert move.next([], NOW + QUIET_S) is Next.SWITCH
+# --- calls that move together -----------------------------------------------------------------------
+def both(pairs: list[Pair], now: float = NOW) -> tuple[Next, list[int]]:
+    """What is done for which."""
+    moves = [pair.move for pair in pairs]
+    what, which = together(moves, now)
+    return what, [moves.index(move) for move in which]
 
 
-def test_one_that_rests_and_lacks_more_is_told_all_of_it_at_once() -> None:
-    kept, move = resting(SINGLE, 4)
-    kept.take(frames_of(SINGLE, upto=5 + LAST)[8:])
-    assert move.next([], NOW) is Next.FEED
-    assert move.feed(NOW) == [Feed("call", 2, 0, 4, (4, 5, 6, 7, 8), True)]
-    assert move.next([], NOW, after_output=True) is Next.WAIT
-    assert move.forward() == [], "it draws nothing, so it is late with nothing"
+def test_a_step_has_ended_when_all_have_given_out_what_it_made() -> None:
+    """Or one has given out more: the others make none at each step."""
+    pairs = [Pair(), Pair()]
+    for pair in pairs:
+        pair.say(4)
+    pairs[0].draw()
+    assert both(pairs) == (Next.WAIT, [])
+    pairs[1].draw()
+    assert both(pairs) == (Next.FEED, [0, 1])
+    pairs[1].draw()
+    assert both(pairs) == (Next.WAIT, [])
+    pairs[1].draw()
+    assert both(pairs) == (Next.FEED, [0, 1])
 
 
+def test_they_are_handed_over_together() -> None:
+    pairs = [Pair(), Pair()]
+    pairs[0].keep_up()
+    pairs[1].keep_up(IN_STEP - 1)
+    for what in (Next.FEED, Next.HAND):
+        for pair in pairs:
+            pair.draw()
+        assert both(pairs) == (what, [0, 1])
+        for pair in pairs:
+            pair.move.feed(NOW)
+            pair.say(pair.drawn)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_they_wait_for_one_that_is_being_computed(opened: bool) -> None:
+    """So long and no longer."""
+    pairs = [Pair(), Pair()]
+    pairs[0].keep_up()
+    if opened:
+        pairs[1].keep_up()
+        pairs[1].draw()
+        pairs[1].move.feed(NOW)
+    for at, what in ((NOW + TOGETHER_S - 0.1, (Next.WAIT, [])), (NOW + TOGETHER_S, (Next.HAND, [0]))):
+        for pair in pairs:
+            pair.draw(now=at)
+        assert both(pairs, at) == what
+        pairs[0].move.feed(at)
+        pairs[0].say(pairs[0].drawn)
+
+
+def test_one_that_draws_all_again_is_waited_for_by_nobody() -> None:
+    """A token a step, which costs the others little."""
+    other = Resumption()
+    other.take([Frame(0, FrameKind.OUTPUT, b"x")])
+    other.watch()
+    pair, drawing = Pair(), move_of(other)
+    drawing.opened(False, NOW)
+    assert (drawing.computed, drawing.filling) == (False, False)
+    pair.keep_up()
+    pair.draw(2)
+    assert together([pair.move, drawing], NOW) == (Next.HAND, [pair.move])
+
+
+def test_those_that_rest_do_not_wait_for_one_that_draws_along() -> None:
+    pairs = [Pair(), Pair(rests=False)]
+    pairs[0].keep_up()
+    pairs[1].say(4)
+    pairs[1].draw(NEAR)
+    for pair in pairs:
+        pair.draw()
+    assert both(pairs) == (Next.HAND, [0])
+
+
+def test_one_that_draws_goes_over_when_it_is_near_or_after_a_while() -> None:
+    """It is fed nothing."""
+    for missing in (NEAR, NEAR + 1):
+        pair = Pair(rests=False)
+        pair.say(4)
+        pair.draw(missing)
+        late = NOW + TOGETHER_S
+        found = [together([pair.move], NOW), together([pair.move], late)]
+        assert found == [(Next.HAND, [pair.move] if missing == NEAR else []), (Next.HAND, [pair.move])]
+        assert (pair.move.lacking(), pair.hand()) == ([], [])
+
+
+# --- what it is told --------------------------------------------------------------------------------
 def test_one_that_rests_and_lacks_outputs_alone_draws() -> None:
     """Its generation is over, and code of the function goes on: no id brings it there."""
-    kept, move = resting(SINGLE, 4)
-    kept.take([Frame(0, FrameKind.OUTPUT, b"code")] * (LAST + 1))
-    assert move.next([], NOW) is Next.FEED
-    assert move.feed(NOW) == []
-    move.take([], NOW)
-    assert [move.next([], NOW + at) for at in (QUIET_S / 2, QUIET_S)] == [Next.WAIT, Next.DRAW]
-    assert move.let_draw() == [Feed("call", 2, 0, 0, ())]
-    assert not move.holding
-    move.take([Frame(0, FrameKind.OUTPUT, b"code")] * (LAST + 1), NOW)
-    assert move.next([], NOW) is Next.SWITCH
+    pair = Pair()
+    pair.say(4)
+    code = [Frame(0, FrameKind.OUTPUT, b"code")] * (NEAR + 1)
+    pair.kept.take(code)
+    pair.move.heard(code, NOW)
+    assert (pair.next(), pair.move.feed(NOW)) == (Next.FEED, [])
+    assert [pair.move.stuck(NOW + at) for at in (QUIET_S / 2, QUIET_S)] == [False, True]
+    assert pair.move.let_draw() == [Feed("call", 2, 0, 0, ())]
+    assert not pair.move.resting
+    pair.move.take(code, NOW)
+    assert pair.next(NOW + QUIET_S) is Next.HAND
 
 
 def test_one_that_rests_and_says_nothing_of_a_later_generation_draws() -> None:
     """It runs when an earlier one has ended, of which the source alone knows."""
-    kept, move = resting(SINGLE, 4)
-    kept.take([Frame(0, FrameKind.IDS, codec.pack(Ids(1, 0, (5,) * (LAST + 1))))])
-    assert move.next([], NOW) is Next.FEED
-    assert move.feed(NOW) == [Feed("call", 2, 1, 0, (5,) * (LAST + 1), True)]
-    assert [move.next([], NOW + at) for at in (QUIET_S, TOGETHER_S - 1, TOGETHER_S)] == [Next.WAIT] * 2 + [Next.DRAW]
+    pair = Pair()
+    pair.say(4)
+    pair.kept.take([Frame(0, FrameKind.IDS, codec.pack(Ids(1, 0, (5,))))])
+    assert pair.move.feed(NOW) == [Feed("call", 2, 1, 0, (5,), True)]
+    assert [pair.move.stuck(NOW + at) for at in (QUIET_S, TOGETHER_S - 1, TOGETHER_S)] == [False, False, True]
 
 
 def test_one_that_has_not_said_whether_it_rests_is_let_draw() -> None:
-    kept = Resumption()
-    kept.take(frames_of(SINGLE, upto=2))
-    kept.watch()
-    move = move_of(kept)
+    move = move_of(Resumption())
     assert move.let_draw() == [Feed("call", 2, 0, 0, ())]
-    move = move_of(kept)
-    move.holds = False
+    move = move_of(Resumption())
+    move.opened(False, NOW)
     assert move.let_draw() == []
 
 
-def test_it_is_ready_when_little_is_missing_or_after_the_last_round() -> None:
-    kept = Resumption()
-    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
-    kept.take(frames_of(answer, upto=4))
-    kept.watch()
-    moves = [move_of(kept, number) for number in (1, ROUNDS)]
-    kept.take(frames_of(answer, upto=10)[8:])
-    for move in moves:
-        assert not move.computed
-        move.take(frames_of(answer, delivered=4, upto=4), NOW)
-        assert move.computed
-        assert move.gap == 6
-    assert [move.ready for move in moves] == [False, True]
-    moves[0].take(frames_of(answer, delivered=4, upto=8)[4:], NOW)
-    assert moves[0].gap == 2
-    assert moves[0].ready
+def test_what_it_says_of_itself_is_waited_for() -> None:
+    """Its frames may overtake that."""
+    pair = Pair()
+    pair.move.rests = None
+    pair.say(4)
+    pair.draw()
+    assert pair.next() is Next.WAIT
+    pair.move.opened(True, NOW)
+    pair.draw()
+    assert (pair.move.stage, pair.next()) == (Stage.FOLLOWS, Next.FEED)
 
 
-def test_one_that_is_fed_is_level_when_the_source_stops() -> None:
-    kept = Resumption()
-    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
-    kept.take(frames_of(answer, upto=4))
-    kept.watch()
-    moves = [move_of(kept, number) for number in (1, ROUNDS)]
-    kept.take(frames_of(answer, upto=6)[8:])
-    for move in moves:
-        move.feeds = True
-        move.take(frames_of(answer, delivered=4, upto=5), NOW)
-        assert (move.computed, move.gap) == (True, 1)
-    assert [move.ready for move in moves] == [False, True], "after some rounds a token or two may be missing"
-    moves[0].take(frames_of(answer, delivered=4, upto=6)[6:], NOW)
-    assert (moves[0].gap, moves[0].ready) == (0, True)
-
-
-def test_one_that_is_fed_gets_more_rounds_while_much_is_missing() -> None:
-    kept = Resumption()
-    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
-    kept.take(frames_of(answer, upto=4))
-    kept.watch()
-    moves = [move_of(kept, number) for number in (ROUNDS, MOST_ROUNDS)]
-    kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
-    for move in moves:
-        move.feeds = True
-        move.take(frames_of(answer, delivered=4, upto=4), NOW)
-        assert (move.computed, move.gap) == (True, GAP + 1)
-    assert [move.ready for move in moves] == [False, True]
-
-
-def test_a_destination_prefills_what_it_was_told_and_what_it_is_fed() -> None:
-    kept = Resumption()
-    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
-    kept.take(frames_of(answer, upto=4))
-    kept.watch()
-    move = move_of(kept)
-    move.feeds = True
-    assert (move.filling, move.abreast) == (True, False)
-    move.take(frames_of(answer, delivered=4, upto=4), NOW)
-    assert (move.filling, move.abreast) == (False, True)
-    kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
-    assert (move.filling, move.abreast) == (False, False)
-
-
-def test_a_destination_that_draws_all_again_prefills_nothing() -> None:
-    kept = Resumption()
-    kept.take([Frame(0, FrameKind.OUTPUT, b"x")])
-    kept.watch()
-    move = move_of(kept)
-    assert (move.computed, move.filling, move.abreast) == (False, False, True)
-
-
-def test_it_waits_for_others_so_long_and_no_longer() -> None:
-    """A call that is level goes over when the destination has nothing of others to prefill, one that is not is fed when
-    they have begun."""
-    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
-    kept = Resumption()
-    kept.take(frames_of(answer, upto=4))
-    kept.watch()
-    move, other = move_of(kept), move_of(kept)
-    move.feeds = other.feeds = True
-    move.take(frames_of(answer, delivered=4, upto=4), NOW)
-    assert move.ready
-    assert other.filling
-    assert [move.waits([other], at) for at in (NOW, NOW + TOGETHER_S - 1, NOW + TOGETHER_S)] == [True, True, False]
-    assert not move.waits([], NOW)
-    kept.take(frames_of(answer, upto=4 + GAP + 1)[8:])
-    assert not move.ready
-    assert move.waits([other], NOW)
-    other.take(frames_of(answer, delivered=4, upto=4), NOW)
-    assert not move.waits([other], NOW), "it is to be fed"
-    move.take(frames_of(answer, delivered=4, upto=4 + GAP + 1)[4:], NOW)
-    assert move.ready
-    assert move.waits([other], NOW), "what the other lacks is a prefill too"
-    other.take(frames_of(answer, delivered=4, upto=5)[4:], NOW)
-    assert not move.waits([other], NOW)
-
-
-def test_one_that_is_not_fed_waits_for_nobody() -> None:
-    kept = Resumption()
-    kept.take(frames_of([(0, (1,), [b"x"])], upto=1))
-    kept.watch()
-    move, other = move_of(kept), move_of(kept)
-    move.take(frames_of([(0, (1,), [b"x"])], delivered=1, upto=1), NOW)
-    assert move.waits([other], NOW), "nobody has said that it takes none"
-    move.feeds = False
-    assert not move.waits([other], NOW)
-
-
-def test_a_round_feeds_what_is_missing() -> None:
-    kept = Resumption()
-    answer: list[Step] = [(number % 2, (number, number), [b"x"]) for number in range(10)]
-    kept.take(frames_of(answer, upto=2))
-    kept.watch()
-    move = move_of(kept)
-    kept.take(frames_of(answer, upto=10)[4:])
-    assert move.lacking() == [], "it takes none"
-    move.feeds = True
-    move.take(frames_of(answer, delivered=2, upto=4), NOW)
-    assert (move.computed, move.gap) == (True, 6)
-    assert move.feed(NOW) == [Feed("call", 2, 0, 4, (4, 4, 6, 6, 8, 8)), Feed("call", 2, 1, 4, (5, 5, 7, 7, 9, 9))]
-    assert (move.computed, move.round) == (False, 2)
-    move.take(frames_of(answer, delivered=2, upto=9)[6:], NOW)
-    assert not move.computed
-    assert move.lacking() == [Feed("call", 2, 1, 8, (9, 9))]
-    move.take(frames_of(answer, delivered=2, upto=10)[16:], NOW)
-    assert move.computed
-    assert move.ready
-
-
-def test_what_the_source_tells_goes_on_to_a_destination_that_has_begun() -> None:
-    kept = Resumption()
-    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(20)]
-    kept.take(frames_of(answer, upto=4))
-    kept.watch()
-    move = move_of(kept)
-    move.feeds = True
-    kept.take(frames_of(answer, upto=6)[8:])
-    assert move.forward() == [], "it still computes what it was told at its opening"
-    move.take(frames_of(answer, delivered=4, upto=4), NOW)
-    assert move.forward() == [Feed("call", 2, 0, 4, (4, 5))]
-    assert move.forward() == []
-    kept.take(frames_of(answer, upto=7)[12:])
-    assert move.forward() == [Feed("call", 2, 0, 6, (6,))]
-    assert (move.round, move.computed) == (1, True), "that is no round"
-    assert move.lacking() == [Feed("call", 2, 0, 4, (4, 5, 6))], "any of these may be lost"
-    move.take(frames_of(answer, delivered=4, upto=9)[4:], NOW)
-    kept.take(frames_of(answer, upto=9)[14:])
-    assert move.forward() == [], "it has drawn them itself"
-    move.feeds = False
-    kept.take(frames_of(answer, upto=10)[18:])
-    assert move.forward() == []
+def test_a_round_feeds_what_is_missing_of_each_generation() -> None:
+    pair = Pair([(number % 2, (number, number), [b"x"]) for number in range(10)], 2)
+    pair.draw(8)
+    pair.say(4)
+    assert (pair.move.computed, pair.move.gap) == (True, 6)
+    fed = [Feed("call", 2, 0, 4, (4, 4, 6, 6, 8, 8), True), Feed("call", 2, 1, 4, (5, 5, 7, 7, 9, 9), True)]
+    assert pair.move.feed(NOW) == fed
+    assert (pair.move.computed, pair.move.rounds) == (False, 1)
+    pair.say(9)
+    assert not pair.move.computed
+    assert pair.move.lacking() == [Feed("call", 2, 1, 8, (9, 9), True)], "any of these may be lost"
+    pair.say(10)
+    assert pair.move.computed
 
 
 def test_ids_are_fed_in_messages_of_a_bounded_size() -> None:
     kept = Resumption()
     move = move_of(kept)
-    move.feeds = True
+    move.opened(True, NOW)
     ids = tuple(range(2 * FEED_IDS + 1))
     kept.take([Frame(0, FrameKind.IDS, codec.pack(Ids(0, 0, ids)))])
     fed = move.feed(NOW)
     assert [(item.first, len(item.ids)) for item in fed] == [(0, FEED_IDS), (FEED_IDS, FEED_IDS), (2 * FEED_IDS, 1)]
     assert tuple(number for item in fed for number in item.ids) == ids
-
-
-def test_it_does_not_switch_within_an_output() -> None:
-    kept = Resumption()
-    kept.watch()
-    move = move_of(kept)
-    kept.take([Frame(0, FrameKind.OUTPUT, b"1", True)])
-    move.take([Frame(0, FrameKind.OUTPUT, b"1", True)], NOW)
-    assert move.computed
-    assert not move.ready
-    kept.take([Frame(0, FrameKind.OUTPUT, b"2")])
-    move.take([Frame(0, FrameKind.OUTPUT, b"2")], NOW)
-    assert move.ready
 
 
 @pytest.mark.parametrize("kind", [FrameKind.IDS, FrameKind.OUTPUT])
@@ -527,7 +548,7 @@ def test_another_answer_that_came_first_is_found_at_the_switch() -> None:
     move.take(frames_of([(0, (1,), [b"b"])], upto=1)[1:], NOW)
     kept.take(frames_of([(0, (1,), [b"a"])], upto=1)[1:])
     with pytest.raises(NotDeterministic):
-        move.switch()
+        move.switch(NOW)
 
 
 # --- the whole gateway ------------------------------------------------------------------------------
@@ -615,27 +636,24 @@ class Scene:
     def acked(self, instance: str) -> int:
         return max((run.outbox.acked for run in self.runs(instance)), default=0)
 
-    async def first_feed(self) -> Run:
-        """The call moves to a destination that takes ids, which is told of six that its source drew meanwhile."""
-        held = self.held = asyncio.Event()
-        self.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
-        await self.deploy(moves=True)
-        await until(lambda: self.runs("i2"))
-        self.pace["i1"] = 16
-        await until(lambda: self.acked("i1") >= 32)
-        held.set()
-        (second,) = self.runs("i2")
-        await until(lambda: second.fed)
-        return second
-
     async def to_one_that_rests(self) -> Run:
         """The call moves to a destination that is held, which has what it was told."""
         self.rests, self.pace["i2"] = True, self.total
-        self.w.node.judge = lambda _: Opened(status="accepted", feeds=True, holds=True)
         await self.deploy(moves=True)
         await until(lambda: self.acked("i2") >= 10 if self.runs("i2") else False)
         (second,) = self.runs("i2")
         return second
+
+    async def to_one_that_keeps_up(self) -> Run:
+        """And it is fed what its source draws, a token at a time, until it is let draw with the next one."""
+        second = await self.to_one_that_rests()
+        await self.keep_up([second])
+        return second
+
+    async def keep_up(self, runs: list[Run]) -> None:
+        for number in range(11, 11 + IN_STEP):
+            self.pace["i1"] = number
+            await until(lambda: all(run.outbox.acked >= 2 * number - 10 for run in runs))  # noqa: B023 - awaited here
 
     async def moved(self) -> float:
         text = (await self.w.http.get("/metrics")).text
@@ -648,13 +666,21 @@ def fed(run: Run) -> int:
     return max((item.first + len(item.ids) for item in run.fed), default=0)
 
 
+TAKES: Final = Opened(status="accepted", holds=True)
+
+
 @asynccontextmanager
-async def scene(nats: Nats, *, holds: bool = False) -> AsyncIterator[Scene]:
-    """``holds``: instances take ``Hold``."""
+async def scene(nats: Nats, *, quiet_s: float = 0.1, stop_s: float = STOP_S) -> AsyncIterator[Scene]:
+    """``quiet_s``, ``stop_s``: the bounds of the same names."""
     async with world(nats) as w:
-        if holds:
-            w.node.judge = lambda _: Opened(status="accepted", feeds=True, holds=True)
-        yield Scene(w)
+        w.node.judge = lambda _: TAKES
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moving, "QUIET_S", quiet_s)
+            patch.setattr(moving, "STOP_S", stop_s)
+            yield Scene(w)
+
+
+NEVER: Final = 1e9
 
 
 async def test_a_running_call_goes_on_at_the_destination(nats: Nats) -> None:
@@ -685,97 +711,61 @@ async def test_an_answer_that_is_not_streamed_moves_too(nats: Nats) -> None:
         assert await s.moved() == 1
 
 
-async def test_rounds_until_little_is_missing(nats: Nats) -> None:
-    """The source goes on while the destination computes: what it lacks then is told in the next round."""
-    async with scene(nats) as s, s.reading() as call:
-        held = s.held = asyncio.Event()
-        await s.deploy(moves=True)
-        await until(lambda: s.runs("i2"))
-        s.pace["i1"] = 16
-        await until(lambda: s.acked("i1") >= 32)
-        held.set()
-        await until(lambda: len(s.runs("i2")) == 2)
-        s.pace["i2"] = TOTAL
-        assert values((await call).text) == list(range(TOTAL))
-        assert [len(run.head.recorded[0]) for run in s.runs("i2")] == [10, 16]
-        await until(s.runs("i2")[0].cancelled.is_set)
-
-
-async def test_a_running_call_is_fed_what_is_missing(nats: Nats) -> None:
-    """Where the destination takes that, no call is opened twice."""
-    async with scene(nats) as s, s.reading() as call:
-        second = await s.first_feed()
-        assert second.fed[0] == Feed(second.head.call, 2, 0, 10, tuple(number * 7 for number in range(10, 16)))
-        await until(s.runs("i1")[0].cancelled.is_set)
-        s.pace["i2"] = TOTAL
-        assert values((await call).text) == list(range(TOTAL))
-        assert len(s.runs("i2")) == 1
-        assert await s.moved() == 1
-
-
-async def test_what_the_source_tells_meanwhile_is_fed_as_it_comes(nats: Nats) -> None:
-    async with scene(nats) as s, s.reading() as call:
-        s.stands = "i2"
-        second = await s.first_feed()
-        s.pace["i1"] = 18
-        await until(lambda: fed(second) == 18)
-        assert second.fed[0].first == 10
-        assert all(item.first >= 16 for item in second.fed[1:])
-        s.stands, s.pace["i2"] = "", TOTAL
-        assert values((await call).text) == list(range(TOTAL))
-        assert await s.moved() == 1
-
-
-async def test_one_that_rests_goes_on_when_its_source_has_stopped(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "QUIET_S", 1e9)
-    async with scene(nats) as s, s.reading() as call:
-        second = await s.to_one_that_rests()
-        assert (second.head.held, second.fed) == (True, [])
-        assert not s.runs("i1")[0].cancelled.is_set()
-        s.pace["i1"] = 11
-        await until(s.runs("i1")[0].cancelled.is_set)
-        assert values((await call).text) == list(range(TOTAL))
-        assert second.fed == [Feed(second.head.call, 2, 0, 10, (70,))]
-        assert second.outbox.next_index == 10 + 2 * 10 + 1, "no output twice"
-        assert await s.moved() == 1
-
-
-async def test_its_source_stops_first_where_it_can(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "STOP_S", 1e9)
-    monkeypatch.setattr(moving, "QUIET_S", 1e9)
-    async with scene(nats, holds=True) as s, s.reading() as call:
-        second = await s.to_one_that_rests()
+async def test_it_is_fed_until_it_keeps_up_and_goes_over_when_it_draws(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER) as s, s.reading() as call:
+        second = await s.to_one_that_keeps_up()
+        assert second.head.held
+        assert [(item.first, item.ids, item.held) for item in second.fed] == [
+            (number, (7 * number,), True) for number in range(10, 10 + IN_STEP)
+        ]
         (first,) = s.runs("i1")
-        s.last, s.pace["i1"] = 11, 11
-        await until(lambda: first.held)
+        s.last, s.pace["i1"], s.stands = 11 + IN_STEP, 12 + IN_STEP, "i2"
+        await until(lambda: first.held and first.outbox.acked == 2 * s.pace["i1"])
         assert not first.cancelled.is_set()
-        s.pace["i1"] = 12
+        s.stands = ""
         await until(first.cancelled.is_set)
         assert values((await call).text) == list(range(TOTAL))
         assert second.outbox.next_index == 10 + 2 * 10 + 1, "no output twice"
-        assert [(item.first, item.held) for item in second.fed][-1:] == [(11, False)]
+        let = [item for item in second.fed if not item.held]
+        assert let == [Feed(second.head.call, 2, 0, 10 + IN_STEP, (7 * (10 + IN_STEP),))] * len(let)
+        assert await s.moved() == 1
+
+
+async def test_it_goes_over_though_its_source_tells_nothing_more(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER) as s, s.reading() as call:
+        second = await s.to_one_that_keeps_up()
+        s.pace["i1"] = 11 + IN_STEP
+        assert values((await call).text) == list(range(TOTAL))
+        assert second.outbox.next_index == 10 + 2 * 10 + 1, "no output twice"
+        assert await s.moved() == 1
+
+
+async def test_it_goes_over_though_its_source_makes_no_output(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        await s.to_one_that_rests()
+        await until(s.runs("i1")[0].cancelled.is_set)
+        assert s.runs("i1")[0].held
+        assert values((await call).text) == list(range(TOTAL))
         assert await s.moved() == 1
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_sources_stop_together(nats: Nats, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+async def test_calls_of_one_source_stop_together(nats: Nats, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """Nobody waits for one that ends meanwhile."""
-    monkeypatch.setattr(moving, "STOP_S", 1e9)
-    monkeypatch.setattr(moving, "QUIET_S", 1e9)
-    monkeypatch.setattr(moving, "TOGETHER_S", 1e9)
-    async with scene(nats, holds=True) as s, s.reading() as call:
+    monkeypatch.setattr(moving, "TOGETHER_S", NEVER)
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER) as s, s.reading() as call:
         other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
         await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20, 20])
         s.rests, s.pace["i2"] = True, TOTAL
         await s.deploy(moves=True)
         await until(lambda: [run.outbox.acked for run in s.runs("i2")] == [10, 10])
+        await s.keep_up(s.runs("i2"))
         first, second = s.runs("i1")
-        s.last, s.pace["i1"] = 11, 11
-        await until(lambda: first.held and second.held)
         if ends:
             other.cancel()
             await until(second.cancelled.is_set)
-        s.pace["i1"] = 12
+        s.last, s.pace["i1"] = 11 + IN_STEP, 12 + IN_STEP
+        await until(lambda: first.held and second.held is not ends)
         await until(lambda: first.cancelled.is_set() and second.cancelled.is_set())
         assert values((await call).text) == list(range(TOTAL))
         if not ends:
@@ -783,23 +773,11 @@ async def test_sources_stop_together(nats: Nats, monkeypatch: pytest.MonkeyPatch
         assert await s.moved() == (1 if ends else 2)
 
 
-async def test_its_source_stops_and_says_nothing_more(nats: Nats) -> None:
-    async with scene(nats, holds=True) as s, s.reading() as call:
-        await s.to_one_that_rests()
-        s.pace["i1"] = 11
-        await until(s.runs("i1")[0].cancelled.is_set)
-        assert s.runs("i1")[0].held
-        assert values((await call).text) == list(range(TOTAL))
-        assert await s.moved() == 1
-
-
-async def test_the_destination_dies_when_the_source_has_stopped(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "STOP_S", 1e9)
-    monkeypatch.setattr(moving, "QUIET_S", 1e9)
-    async with scene(nats, holds=True) as s, s.reading() as call:
-        second = await s.to_one_that_rests()
+async def test_the_destination_dies_when_the_source_has_stopped(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER) as s, s.reading() as call:
+        second = await s.to_one_that_keeps_up()
         (first,) = s.runs("i1")
-        s.pace["i1"] = 11
+        s.stands, s.pace["i1"] = "i2", 11 + IN_STEP
         await until(lambda: first.held)
         await s.deploy()
         second.end(InstanceLost("i2 died"))
@@ -810,13 +788,27 @@ async def test_the_destination_dies_when_the_source_has_stopped(nats: Nats, monk
         assert await s.moved() == 0
 
 
+async def test_a_call_that_has_just_begun_is_opened_with_its_first_id(nats: Nats) -> None:
+    async with scene(nats) as s:
+        await s.deploy()
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
+        await until(lambda: s.runs("i1"))
+        await s.deploy(moves=True)
+        (first,) = s.runs("i1")
+        await until(lambda: s.w.gateway.calls.get(first.head.call).binding.following)  # type: ignore[union-attr]
+        assert not s.runs("i2")
+        s.rests, s.pace["i1"], s.pace["i2"] = True, 1, TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert s.runs("i2")[0].head.held
+        assert await s.moved() == 1
+
+
 async def test_a_call_of_which_no_id_is_known_is_not_held(nats: Nats) -> None:
     """It stands where it runs, and tells its ids in groups: the destination draws them all again."""
     async with scene(nats) as s:
         s.ids = False
         async with s.reading() as call:
             s.rests, s.pace["i2"] = True, TOTAL
-            s.w.node.judge = lambda _: Opened(status="accepted", feeds=True, holds=True)
             await s.deploy(moves=True)
             assert values((await call).text) == list(range(TOTAL))
             assert not s.runs("i2")[0].head.held
@@ -828,38 +820,37 @@ async def test_that_it_may_draw_is_said_until_it_does(nats: Nats) -> None:
         s.deaf = 2
         second = await s.to_one_that_rests()
         assert values((await call).text) == list(range(TOTAL))
-        assert len(second.fed) == 3
+        assert sum(not item.held for item in second.fed) == 3
         assert await s.moved() == 1
 
 
-async def test_the_source_dies_and_one_that_rests_draws(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "QUIET_S", 1e9)
-    async with scene(nats) as s, s.reading() as call:
+async def test_the_source_dies_and_one_that_rests_draws(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER) as s, s.reading() as call:
         second = await s.to_one_that_rests()
-        s.dies_at["i1"], s.pace["i1"] = 10, 11
+        s.dies_at["i1"], s.pace["i1"] = 11, 11
         assert values((await call).text) == list(range(TOTAL))
-        assert [item.held for item in second.fed] == [False]
+        assert [item.held for item in second.fed] in ([True, False], [False])
         assert len(s.runs("i2")) == 1
 
 
-async def test_calls_that_move_together_go_over_together(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that its destination has computed stays where it is while that prefills the other."""
-    monkeypatch.setattr(moving, "TOGETHER_S", 1e9)
+async def test_one_that_its_destination_has_computed_waits_while_that_prefills_another(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "TOGETHER_S", NEVER)
     async with scene(nats) as s, s.reading() as call:
         other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
         await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20, 20])
         first, second = (run.head.call for run in s.runs("i1"))
         held = s.held = asyncio.Event()
         s.holds = lambda run: (run.head.call, run.head.epoch) == (second, 2)
-        s.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
         await s.deploy(moves=True)
         running = s.w.gateway.calls.get(first)
         assert running is not None
-        await until(lambda: running.move is not None and running.move.ready)
-        assert running.move is not None
-        assert not running.move.switched
+        await until(lambda: running.move is not None and running.move.stage is Stage.FOLLOWS)
         s.pace["i1"] = 12
         await until(lambda: running.resumption is not None and len(running.resumption.known(0)) == 12)
+        assert running.move is not None
+        assert running.move.stage is Stage.FOLLOWS
         held.set()
         await until(lambda: all(run.cancelled.is_set() for run in s.runs("i1")))
         s.pace["i2"] = TOTAL
@@ -870,19 +861,31 @@ async def test_calls_that_move_together_go_over_together(nats: Nats, monkeypatch
 async def test_the_source_dies_and_the_destination_is_fed_the_rest(nats: Nats) -> None:
     async with scene(nats) as s, s.reading() as call:
         held = s.held = asyncio.Event()
-        s.w.node.judge = lambda _: Opened(status="accepted", feeds=True)
         await s.deploy(moves=True)
         await until(lambda: s.runs("i2"))
         (second,) = s.runs("i2")
         running = s.w.gateway.calls.get(second.head.call)
         assert running is not None
-        await until(lambda: running.move is not None and running.move.feeds)
+        await until(lambda: running.move is not None and running.move.rests)
         s.dies_at["i1"], s.pace["i1"] = 12, 13
         await until(lambda: fed(second) == 12)
         s.pace["i2"] = TOTAL
         held.set()
         assert values((await call).text) == list(range(TOTAL))
         assert len(s.runs("i2")) == 1
+
+
+async def test_one_that_cannot_be_held_draws_along(nats: Nats) -> None:
+    """As an instance of an earlier version: it goes over when it is near."""
+    async with scene(nats) as s, s.reading() as call:
+        s.w.node.judge = lambda _: Opened(status="accepted")
+        s.pace["i1"], s.pace["i2"] = 13, 12
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2") and s.runs("i1")[0].cancelled.is_set())
+        s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert s.runs("i2")[0].fed == []
+        assert await s.moved() == 1
 
 
 async def test_new_calls_go_to_the_destination(nats: Nats) -> None:
@@ -925,7 +928,7 @@ async def test_the_destination_does_not_take_it_at_once(nats: Nats, answer: Any)
             if request.head.instance == "i2" and len(refused) < 2:
                 refused.append(request)
                 return Opened(status=answer)
-            return Opened(status="accepted")
+            return TAKES
 
         s.w.node.judge = judge
         s.pace["i2"] = TOTAL

@@ -31,7 +31,7 @@ class Instance:
     """It takes every call; frames are pushed by the test."""
 
     open_for_calls = free_slot = True
-    feeds = holds = False
+    holds = False
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -120,7 +120,7 @@ async def test_calls_that_are_silent_soon_beat_in_one_message() -> None:
 async def test_a_call_that_its_gateway_never_lets_draw_draws() -> None:
     """So that nothing stays for its whole timeout of a gateway that is no more."""
     node = Node(calls=2, held=True)
-    node.instance.holds = node.instance.feeds = True
+    node.instance.holds = True
     first, second = node.instance.calls
     await node.later(HELD_S / 2)
     node.relay.on_message("gw", ToNode((Feed("call-0", 1, 0, 0, (5,), True),)))
@@ -137,7 +137,7 @@ async def test_a_call_that_is_to_draw_no_more_draws_again_when_nobody_lets_it() 
     node = Node(calls=2)
     node.relay.on_message("gw", ToNode((Hold("call-0", 1),)))
     assert node.instance.stopped == [], "this instance cannot"
-    node.instance.holds = node.instance.feeds = True
+    node.instance.holds = True
     node.relay.on_message("gw", ToNode((Hold("call-1", 1),)))
     assert node.instance.stopped == [node.instance.calls[1]]
     await node.later(HELD_S + 2 * TICK)
@@ -147,7 +147,7 @@ async def test_a_call_that_is_to_draw_no_more_draws_again_when_nobody_lets_it() 
 
 async def test_a_call_that_may_draw_is_told_so_once() -> None:
     node = Node(calls=1, held=True)
-    node.instance.holds = node.instance.feeds = True
+    node.instance.holds = True
     node.relay.on_message("gw", ToNode((Feed("call-0", 1, 0, 0, (5,)),)))
     await node.later(HELD_S * 1.5)
     assert node.instance.told == [Feed("call-0", 1, 0, 0, (5,))]

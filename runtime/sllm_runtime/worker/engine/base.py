@@ -139,10 +139,9 @@ class Capabilities:
     lora: bool = False
     sleep: bool = False
     prompt_logprobs: bool = False
-    feeds: bool = False
-    """Ids may be fed into a running request: their rows have the bits that drawing them would have given."""
     holds: bool = False
-    """A request may be held before it draws (``Request.held``), and while it does (``Engine.hold``)."""
+    """A request may be held before it draws (``Request.held``), and while it does (``Engine.hold``); and ids may be fed
+    into it: their rows have the bits that drawing them would have given."""
     retells: bool = False
     """Ids that an output was given are reported with the log probabilities that drawing them gave (``retell``)."""
 
@@ -222,7 +221,7 @@ class Engine(Protocol):
     def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The output of a running request has ``ids`` from its ``first`` on: those beyond what it has are computed as
         if it had drawn them, and are in no event (but see ``retell``). Returns them: none where they leave a gap, where
-        the request is unknown, or where the engine cannot (``feeds``) or the request asks for log probabilities and is
+        the request is unknown, or where the engine cannot (``holds``) or the request asks for log probabilities and is
         not told again. Raises ``NotDeterministic`` for ids that are not what it drew or could not be its own."""
 
     def hold(self, request: int) -> None:

@@ -42,7 +42,7 @@ class ScriptedEngine:
     fingerprint: str = "scripted"
     capabilities: Capabilities = field(
         default_factory=lambda: Capabilities(
-            exact_resume=True, sleep=True, prompt_logprobs=True, feeds=True, holds=True, retells=True
+            exact_resume=True, sleep=True, prompt_logprobs=True, holds=True, retells=True
         )
     )
     adapters: AdapterTable | None = None

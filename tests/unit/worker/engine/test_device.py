@@ -127,7 +127,7 @@ def test_what_it_cannot_do_is_not_among_its_capabilities() -> None:
     chosen = made.engine({}, {}, Settings(MIB, "sha256:1"))
     assert isinstance(chosen.engine.runner, DeviceRunner)  # type: ignore[attr-defined]
     assert set(chosen.engine.capabilities.names()) == {
-        "seeded", "penalties", "exact_resume", "kv_transfer", "lora", "sleep", "prompt_logprobs", "feeds", "holds",
+        "seeded", "penalties", "exact_resume", "kv_transfer", "lora", "sleep", "prompt_logprobs", "holds",
         "retells",
     }  # fmt: skip
     again = made.engine({}, {}, Settings(MIB, "sha256:1", chosen.proof))

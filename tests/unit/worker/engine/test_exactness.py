@@ -238,7 +238,7 @@ def test_what_it_was_not_is_not_fed() -> None:
     (event,) = finish(core)[0]
     assert (event.ids, event.finish) == ((), "length")
     for unproven in (driver.engine(), engine()):
-        scored = unproven.capabilities.feeds
+        scored = unproven.capabilities.holds
         unproven.add(replace(first, sampling=replace(first.sampling, logprobs=0 if scored else None)))
         assert unproven.feed(0, 0, whole[:3]) == ()
         assert run(unproven)[0] == whole

@@ -313,7 +313,7 @@ def test_what_stages_cannot_is_refused_by_name_and_nobody_else_notices(nursery: 
     with stages(nursery, "llama", 0, 1, 3) as made:
         core = made.core
         found = core.capabilities
-        assert (found.lora, found.layer_ranges, found.sleep, found.feeds, found.holds) == (True,) * 5
+        assert (found.lora, found.layer_ranges, found.sleep, found.holds) == (True,) * 4
         assert (found.prompt_logprobs, found.kv_transfer, found.retells) == (False, False, False)
         for each in ASKED:
             core.add(each)

@@ -76,7 +76,6 @@ class OurEngine:
             lora=lora,
             sleep=True,
             prompt_logprobs=whole,
-            feeds=proven,
             holds=proven,
             retells=whole and proven,
         )
@@ -186,7 +185,7 @@ class OurEngine:
     def feed(self, request: int, first: int, ids: tuple[int, ...]) -> tuple[int, ...]:
         """See ``Engine.feed``: they are prefilled onto the KV cache that the request has."""
         sequence = self._sequences.get(request)
-        if sequence is None or not self.capabilities.feeds:
+        if sequence is None or not self.capabilities.holds:
             return ()
         asked, context = sequence.request, self.max_context
         new = feeding.new_ids(asked, sequence.output, first, ids, max_context=context, vocabulary=self.vocabulary)

@@ -82,8 +82,10 @@ class Sequence:
 
     @property
     def wanted(self) -> int:
-        """How many positions a prefill computes. The last one is that of a token to be drawn."""
-        return len(self.tokens) - self.held
+        """How many positions a prefill computes. The last one's row draws the next token; one that is held computes
+        that too, so that it has but those of the next ids to compute. Where given ids are told with their probabilities
+        it does not: the last row is to tell of an id that is not known yet."""
+        return len(self.tokens) - (self.held and self.request.retell)
 
     def move(self, state: State) -> None:
         """Change the state. Raises ``ValueError`` for what the table does not have."""
@@ -137,7 +139,7 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether its last row's logits choose the next token."""
-        return self.start + self.count == len(self.sequence.tokens)
+        return self.start + self.count == len(self.sequence.tokens) and not self.sequence.held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +226,8 @@ class Scheduler:
         (``Step.lengths``)."""
         sequence.tokens += ids
         sequence.told += 0 if sequence.request.retell else len(ids)
-        if sequence.state in (State.DECODE, State.HELD) and len(sequence.tokens) - sequence.computed > 1:
+        left = sequence.wanted - sequence.computed
+        if ids and sequence.state in (State.DECODE, State.HELD) and left > (not sequence.held):
             sequence.move(State.PREFILL)
         self._blocked = False
 
@@ -237,6 +240,7 @@ class Scheduler:
         """It is held no longer. Repeatable."""
         sequence.held = False
         if sequence.state is State.HELD:
+            sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)  # its last row draws, computed again
             sequence.move(State.DECODE)
         self._blocked = False
 
