@@ -52,10 +52,10 @@ class Sender:
     everything that is no frame is written by a thread, which also beats.
     """
 
-    def __init__(self, wire: BlockingWire, work: Callable[[], Heartbeat]) -> None:
-        """``work``: what a heartbeat says of the calls. From the sender's thread."""
+    def __init__(self, wire: BlockingWire, state: Callable[[], Heartbeat]) -> None:
+        """``state``: what a heartbeat says of the calls. From the sender's thread."""
         self._wire = wire
-        self._work = work
+        self._state = state
         # Reentrant: what a garbage collection runs under this lock may print.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -252,7 +252,7 @@ class Sender:
             except RuntimeError:
                 self._loop = None
         loop_s = max(0.0, age - limits.HEARTBEAT_S)
-        return msgspec.structs.replace(self._work(), loop_s=loop_s, rss=process.memory_info().rss)
+        return msgspec.structs.replace(self._state(), loop_s=loop_s, rss=process.memory_info().rss)
 
     def _beat_heard(self) -> None:
         self._beaten = time.monotonic()
