@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.5, "seed": 5, "presence_penalty": 0.4, "frequency_penalty": 0.3},
     "bias": {"logit_bias": {9: 2.0, 11: -100.0}, "min_tokens": 8},
     "ends": {"temperature": 1.5, "seed": 6, "min_tokens": 10},
-    "stop ids": {"temperature": 1.5, "seed": 7, "stop_ids": (5, 60, 90)},
+    "stop ids": {"temperature": 1.5, "seed": 7, "stop_ids": (5, 60, 90), "min_tokens": 4},
     "no ends": {"temperature": 1.5, "seed": 8, "ignore_eos": True, "logprobs": 0},
     "the prompt": {"temperature": 0.9, "seed": 9, "prompt_logprobs": 1},
 }
