@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
@@ -28,10 +27,6 @@ class KvPage:
 
     tokens: tuple[int, ...]
     content: torch.Tensor
-
-
-_NOBODYS: Final = -1
-"""In place of a length: what is drawn of a sequence that is held is not taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +159,7 @@ class OurEngine:
         for chunk in chunks:
             self._prefilled += chunk.count if chunk.sequence.state is State.PREFILL else 0
             self.scheduler.computed(chunk)
-        self._steps.append(Step(samples, tuple(len(each.tokens) if not each.held else _NOBODYS for each in samples)))
+        self._steps.append(Step(samples, tuple(len(sequence.tokens) for sequence in samples)))
         return True
 
     def _collect(self, step: Step) -> list[Event]:

@@ -138,9 +138,8 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether its last row's logits choose the next token. Of one that is held too, though nobody takes that: a
-        process' first draw takes twice as long as later ones, and a caller would wait for it."""
-        return self.start + self.count == len(self.sequence.tokens)
+        """Whether its last row's logits choose the next token."""
+        return self.start + self.count == len(self.sequence.tokens) and not self.sequence.held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
