@@ -23,15 +23,15 @@ from sllm_runtime.protocol.records import RouteEntry
 from sllm_runtime.protocol.states import check
 
 NEAR: Final = 2
-"""Tokens (or outputs) that the destination may be behind when it is let draw."""
+"""Tokens (or outputs) that the destination may be behind when its source is told to stop."""
 IN_STEP: Final = 2
 """Rounds of NEAR tokens at most after which it keeps up: the first steps of an instance take longer."""
 ROUNDS: Final = 12
-"""Times a destination is fed; then it is let draw, however far behind it is: it is the slower one."""
+"""Times a destination is fed; then its source stops, however far ahead it is: it is the faster one."""
 TOGETHER_S: Final = 5.0
 """A call that could go over waits so long for those that are on their way to the same instance."""
 STOP_S: Final = 0.05
-"""So long a destination that draws has at least to come level; twice the longest pause of its source otherwise."""
+"""So long a source has at least to end its step; twice its longest pause otherwise."""
 QUIET_S: Final = 1.0
 """Who has told nothing for so long is not waited for."""
 
@@ -44,9 +44,9 @@ class Stage(StrEnum):
     FOLLOWS = "follows"
     """It has computed that, and is fed what the source draws."""
     HANDED = "handed"
-    """The source is to draw no more; the destination draws."""
+    """The source ends its step and draws no more; a destination that draws along comes level with it."""
     OVER = "over"
-    """The source is left: what comes from the destination is the caller's, but for what that has already."""
+    """The source is left, the destination draws: what comes from it is the caller's, but for what that has already."""
 
 
 STAGES: Final[dict[Stage, frozenset[Stage]]] = {
@@ -105,6 +105,8 @@ class Move:
         """When the source was last heard, and when it last gave out a whole output."""
         self.outputs = 0
         """Whole outputs of the source since a step of it was last looked at."""
+        self._source_rests = False
+        """Whether it has said so since it was told to draw no more: with the last id of any of its generations."""
         self._pace = 0.0
         """The longest time in which the source has told nothing."""
 
@@ -152,7 +154,7 @@ class Move:
         return self.stage is Stage.FOLLOWS and self.computed and not self.half
 
     def near(self, now: float) -> bool:
-        """Whether it may be let draw: little is missing, or no further round would help."""
+        """Whether its source may stop: little is missing, or no further round would help."""
         if self._ended or self.rounds >= ROUNDS:
             return True
         if self.resting:
@@ -170,12 +172,16 @@ class Move:
         return now - self._said_at >= (QUIET_S if self._has_ids else TOGETHER_S)
 
     def goes_over(self, now: float) -> bool:
-        """Whether the destination, which draws, has all that the source has told, which draws no more; or has had long
-        enough."""
+        """Whether the source has told all that it drew, or has had long enough. A destination that draws along has to
+        come level with it."""
         if self.stage is not Stage.HANDED or self.half:
             return False
-        late = now - self._since >= min(QUIET_S, max(STOP_S, 2 * self._pace))
-        return not self.gap or self._ended or late
+        there = self._source_rests if self.resting else not self.gap
+        return there or self._ended or self.late(now)
+
+    def late(self, now: float) -> bool:
+        """Whether no more is waited for before it goes over, but for the rest of an output."""
+        return self.stage is Stage.HANDED and now - self._since >= min(QUIET_S, max(STOP_S, 2 * self._pace))
 
     @property
     def level(self) -> bool:
@@ -193,6 +199,9 @@ class Move:
         self._pace, self._source_at = max(self._pace, now - self._source_at), now
         if whole := sum(frame.kind in VALUES and not frame.more for frame in frames):
             self.outputs, self._output_at = self.outputs + whole, now
+        if self.stage is Stage.HANDED:
+            told = (codec.unpack(Ids, frame.data) for frame in frames if frame.kind is FrameKind.IDS)
+            self._source_rests = self._source_rests or any(not ids.ids for ids in told)
 
     def quiet(self, now: float) -> bool:
         """Whether no output of the source is waited for."""
@@ -223,7 +232,7 @@ class Move:
         ]
 
     def hand(self, now: float) -> None:
-        """The source is told to draw no more."""
+        """The source is told to draw no more (``going``)."""
         self._go(Stage.HANDED, now)
 
     def let_draw(self) -> list[Feed]:

@@ -19,7 +19,7 @@ from sllm_gateway.move import Move, Stage, leaving
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
-from sllm_gateway.under_way import Next, UnderWay, together
+from sllm_gateway.under_way import Next, UnderWay, going, together
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic, SllmError
 from sllm_runtime.protocol.frames import Ack, Beat, Cancel, Frame, Open, Resend, Segment
@@ -174,10 +174,10 @@ class Moves:
         """Do what is to be done next, when all is taken in that came together: what a step made is one message."""
         while self._changed:
             instance = self._changed.pop()
-            for call, move in self._moving.towards(instance):
-                if move.goes_over(now):
-                    self._switch(call, move, now)
-                elif move.stuck(now):
+            for move in going([move for _, move in self._moving.towards(instance)], now):
+                self._switch(self._moving.call(move), move, now)
+            for _, move in self._moving.towards(instance):
+                if move.stuck(now):
                     self._let_draw(move)
             what, which = together([move for _, move in self._moving.towards(instance)], now)
             for move in which:
@@ -187,10 +187,9 @@ class Moves:
                     self._hand(self._moving.call(move), move, now)
 
     def _hand(self, call: Call, move: Move, now: float) -> None:
-        """The source ends the step that it is in, and draws no more; the destination draws from now on."""
+        """The source ends the step that it is in, and draws no more."""
         assert call.binding is not None
         self._link.send_all(call.binding.node, call.binding.hold())
-        self._let_draw(move)
         move.hand(now)
 
     def _let_draw(self, move: Move) -> None:
@@ -206,7 +205,7 @@ class Moves:
 
     # --- how it ends ----------------------------------------------------------------------------------
     def _switch(self, call: Call, move: Move, now: float) -> None:
-        """The source stops, the destination's frames are the caller's."""
+        """The source stops, the destination draws, and its frames are the caller's."""
         source = call.binding
         assert source is not None
         missing = move.gap
@@ -216,6 +215,7 @@ class Moves:
             call.stays = True
             self.drop(call, error.message)
             return
+        self._let_draw(move)
         self._link.send(source.node, Cancel(call.id, source.epoch, reason=f"it goes on at {move.binding.instance}"))
         self._dispatcher.release(call, source.instance)
         self._metrics.resent.inc(source.resends)

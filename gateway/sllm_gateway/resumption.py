@@ -55,7 +55,9 @@ class Resumption:
 
     def _record(self, ids: Ids) -> None:
         """Ids that leave a gap, or are too many, are of no use: what follows is drawn again. After a resume an instance
-        gives those out again that it was told."""
+        gives those out again that it was told. None say that it rests."""
+        if not ids.ids:
+            return
         if not 0 <= ids.generation < MOST_GENERATIONS or self._count + len(ids.ids) > MOST_IDS:
             return
         known = self._ids.setdefault(ids.generation, [])

@@ -16,7 +16,7 @@ class Next(Enum):
     FEED = auto()
     """The destination is told what it lacks of each (``Move.feed``)."""
     HAND = auto()
-    """Their source is to draw no more, the destination draws (``Move.hand``)."""
+    """Their source is to draw no more (``Move.hand``)."""
 
 
 def together(moves: Sequence[Move], now: float) -> tuple[Next, list[Move]]:
@@ -38,6 +38,14 @@ def together(moves: Sequence[Move], now: float) -> tuple[Next, list[Move]]:
     if not all(move.near(now) for move in resting):
         return Next.FEED, resting
     return Next.HAND, [move for move in ready if move.near(now)]  # for those that draw along nobody waits
+
+
+def going(moves: Sequence[Move], now: float) -> list[Move]:
+    """Which of ``moves``, of one source and destination, go over: those that rest together, since what a destination
+    has begun to compute for one of them the others wait for."""
+    ready = [move for move in moves if move.goes_over(now)]
+    others = [move for move in moves if move.stage is Stage.HANDED and move.resting and move not in ready]
+    return [move for move in ready if not move.resting or all(other.late(now) for other in others)]
 
 
 def _stepped(moves: Sequence[Move], now: float) -> bool:

@@ -27,6 +27,8 @@ ZYGOTE: Final = (sys.executable, "-m", "sllm_runtime.worker.zygote")
 READY_S: Final = 120.0
 """Importing torch from a cold disk takes its time."""
 SPAWN_S: Final = 30.0
+STILLBORN: Final = 3
+"""So many in a row that end before they are ready, and who waits for one is told; it is tried again all the same."""
 BACKOFF_S: Final = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ROOT: Final = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _USER: Final = (
@@ -89,7 +91,10 @@ class ForkServer:
         self._on_exit = on_exit
         self._on_end = on_end
         self._wire: AsyncWire | None = None
-        self._ready = asyncio.Event()
+        self._settled = asyncio.Event()
+        """Whether it is ready, or does not become it (``_why``)."""
+        self._why = ""
+        self._stillborn = 0
         self._births: dict[str, asyncio.Future[Born]] = {}
         self._child: Child | None = None
         self.python = ""
@@ -103,13 +108,16 @@ class ForkServer:
     async def spawn(self, name: str, sock: socket.socket, stdout: int, stderr: int) -> Born:
         """Fork one worker that gets these three. Waits for the fork server if it is just starting.
 
-        Raises ``Unavailable`` after READY_S + SPAWN_S, or when the fork server ended.
+        Raises ``Unavailable`` after READY_S + SPAWN_S, when the fork server ended, or does not get ready.
         """
         try:
             async with asyncio.timeout(READY_S):
-                await self._ready.wait()
+                await self._settled.wait()
         except TimeoutError as error:
             raise Unavailable(f"the fork server was not ready within {READY_S:.0f} s; see the node's log") from error
+        if self._why:
+            text = f"the fork server has ended {self._stillborn} times before it was ready: {self._why}"
+            raise Unavailable(text)
         if self._wire is None:  # it ended between getting ready and our turn
             raise Unavailable("the fork server has just ended")
         birth: asyncio.Future[Born] = asyncio.get_running_loop().create_future()
@@ -119,7 +127,7 @@ class ForkServer:
             async with asyncio.timeout(SPAWN_S):
                 return await birth
         except TimeoutError as error:
-            raise Unavailable(f"the fork server made no worker within {SPAWN_S:.0f} s") from error
+            raise Unavailable(f"the fork server made no worker within {SPAWN_S:g} s") from error
         finally:
             self._births.pop(name, None)
             if birth.done() and not birth.cancelled() and sys.exc_info()[0] is not None and not birth.exception():
@@ -135,10 +143,17 @@ class ForkServer:
                 await self._life()
             except (SllmError, OSError) as error:
                 log.error("fork server: %s", error)
+                self._count(error)
             failures = 0 if loop.time() - began > 60.0 else failures + 1
             delay = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1] if failures else 0.0
             log.warning("the fork server ended and is started again in %.1f s", delay)
             await asyncio.sleep(delay)
+
+    def _count(self, error: Exception) -> None:
+        self._stillborn += 1
+        if self._stillborn >= STILLBORN:
+            self._why = str(error)
+            self._settled.set()
 
     async def _life(self) -> None:
         ours, theirs = socket.socketpair()
@@ -158,7 +173,8 @@ class ForkServer:
             self._wire = wire
             await self._listen(wire)
         finally:
-            self._ready.clear()
+            if not self._why:
+                self._settled.clear()
             self._wire = None
             theirs.close()
             wire.close()
@@ -183,7 +199,8 @@ class ForkServer:
             raise ProtocolError(f"its first message is {type(hello).__name__}")
         self.python = hello.python
         log.info("fork server is ready: Python %s, %.2f s of imports", hello.python, hello.import_s)
-        self._ready.set()
+        self._why, self._stillborn = "", 0
+        self._settled.set()
         while (payload := await wire.receive()) is not None:
             body = codec.unpack(FromZygote, payload).body
             if isinstance(body, Spawned):

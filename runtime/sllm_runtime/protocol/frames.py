@@ -88,7 +88,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ids(msgspec.Struct, frozen=True, array_like=True):
-    """Token ids ``[first, first + len)`` of the ``generation``-th ``generate`` of this call."""
+    """Token ids ``[first, first + len)`` of the ``generation``-th ``generate`` of this call. None: it is held (``Hold``
+    came), and all that it drew is told."""
 
     generation: int
     first: int

@@ -158,3 +158,10 @@ class IdRecorder:
         if self._ids and due and self._call.record(self._generation, self._first, tuple(self._ids)):
             self._first += len(self._ids)
             self._ids.clear()
+
+    def rest(self) -> None:
+        """No more are drawn for now, which a call that moves says. Without credit it does not: who waits for that goes
+        on after a while."""
+        self.add((), last=True)
+        if self._call.following and not self._ids:
+            self._call.record(self._generation, self._first, ())

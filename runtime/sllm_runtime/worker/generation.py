@@ -89,5 +89,7 @@ class Generation:
         cached = 0 if self._cached else piece.cached
         self._cached = self._cached or cached > 0
         self._call.count(completion=len(piece.ids), cached=cached)
-        if self._recorder is not None:
+        if self._recorder is not None and piece.rests:
+            self._recorder.rest()
+        elif self._recorder is not None:
             self._recorder.add(piece.ids, last=piece.last)

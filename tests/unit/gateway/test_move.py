@@ -19,7 +19,7 @@ from sllm_gateway import move as moving
 from sllm_gateway.binding import Binding
 from sllm_gateway.move import IN_STEP, NEAR, QUIET_S, ROUNDS, STOP_S, TOGETHER_S, Move, Stage
 from sllm_gateway.resumption import Resumption
-from sllm_gateway.under_way import Next, together
+from sllm_gateway.under_way import Next, going, together
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
@@ -154,10 +154,13 @@ def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int) -> 
         count, now = chance.randint(0, 3), now + QUIET_S / 4
         heard, rest = rest[:count], rest[count:]
         arrive(heard)
+        if move.stage is Stage.HANDED and not kept.half and chance.random() < 0.3:
+            heard, rest = [*heard, RESTS], []
         move.heard(heard, now)
         assert move.take(there.say(chance.randint(0, 5)), now)[0] == []
-        if move.goes_over(now):
+        if going([move], now):
             arrive(move.switch(now)[0])
+            there.hear(move.let_draw())
             break
         if move.stuck(now):
             there.hear(move.let_draw())
@@ -165,7 +168,6 @@ def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int) -> 
             case Next.FEED, [_]:
                 there.hear(move.feed(now))
             case Next.HAND, [_]:
-                there.hear(move.let_draw())
                 move.hand(now)
     assert move.switched
     assert there.let
@@ -183,6 +185,7 @@ def recorded(frames: list[Frame]) -> tuple[tuple[int, ...], ...]:
     return right.recorded
 
 
+RESTS: Final = Frame(0, FrameKind.IDS, codec.pack(Ids(0, 0, ())))
 SINGLE: list[Step] = [(0, (number,), [b"x"]) for number in range(80)]
 
 
@@ -223,9 +226,14 @@ class Pair:
             self.move.feed(NOW)
             self.say(self.drawn)
 
-    def hand(self, now: float = NOW) -> list[Feed]:
-        """The source is to draw no more, the destination draws."""
-        self.move.hand(now)
+    def rest(self, now: float = NOW) -> None:
+        """The source says that it draws no more."""
+        self.kept.take([RESTS])
+        self.move.heard([RESTS], now)
+
+    def go_over(self, now: float = NOW) -> list[Feed]:
+        assert going([self.move], now) == [self.move]
+        assert self.move.switch(now)[0] == []
         return self.move.let_draw()
 
 
@@ -249,15 +257,26 @@ def test_it_is_fed_when_a_step_of_its_source_has_ended() -> None:
 
 
 @pytest.mark.parametrize("missing", range(1, NEAR + 1))
-def test_one_that_keeps_up_is_let_draw(missing: int) -> None:
+@pytest.mark.parametrize("last", [0, 1])
+def test_the_source_of_one_that_keeps_up_ends_its_step_and_the_destination_draws(missing: int, last: int) -> None:
     """By the message that brings what is missing."""
     pair = Pair()
     pair.keep_up()
     pair.draw(missing)
     assert (pair.move.gap, pair.next()) == (missing, Next.HAND)
+    pair.move.hand(NOW)
+    pair.draw(last)
+    assert (going([pair.move], NOW), pair.next(), pair.move.resting) == ([], Next.WAIT, True)
+    pair.rest()
     first = 4 + IN_STEP
-    assert pair.hand() == [Feed("call", 2, 0, first, tuple(range(first, first + missing)))]
-    assert (pair.move.stage, pair.move.resting) == (Stage.HANDED, False)
+    assert pair.go_over() == [Feed("call", 2, 0, first, tuple(range(first, first + missing + last)))]
+    assert (pair.move.stage, pair.move.resting, pair.move.level) == (Stage.OVER, False, False)
+    new, _ = pair.move.take(frames_of(SINGLE, delivered=4, upto=pair.drawn)[pair.said :], NOW)
+    assert (new, pair.move.level, pair.move.over) == ([], True, False), "nobody knows that it has heard"
+    said = len(frames_of(SINGLE, delivered=4, upto=pair.drawn))
+    new, _ = pair.move.take(frames_of(SINGLE, delivered=4, upto=pair.drawn + 1)[said:], NOW)
+    assert [frame.kind for frame in new] == [FrameKind.IDS, FrameKind.OUTPUT]
+    assert pair.move.over
 
 
 def test_one_that_has_been_fed_much_is_not_let_draw_yet() -> None:
@@ -289,70 +308,76 @@ def test_one_that_is_slower_is_let_draw_in_the_end() -> None:
     assert pair.next() is Next.HAND
 
 
-def handed() -> Pair:
-    """The destination lacks one token and draws; its source draws no more."""
-    pair = Pair()
-    pair.keep_up()
+def drawing() -> Pair:
+    """A destination that draws along and lacks one token; its source is told to stop."""
+    pair = Pair(rests=False)
+    pair.say(4)
     pair.draw()
     assert pair.next() is Next.HAND
-    pair.hand()
-    assert not pair.move.goes_over(NOW)
+    pair.move.hand(NOW)
     return pair
 
 
-@pytest.mark.parametrize("last", [0, 1])
-def test_it_goes_over_when_the_destination_has_what_the_source_told(last: int) -> None:
+def test_one_that_draws_along_goes_over_when_it_has_what_the_source_told() -> None:
     """Which may be in a step still, that the caller need not wait for."""
-    pair = handed()
-    pair.draw(last)
+    pair = drawing()
+    pair.draw()
     pair.say(pair.drawn - 1)
-    assert (pair.move.goes_over(NOW), pair.next()) == (False, Next.WAIT)
+    pair.rest()
+    assert (going([pair.move], NOW), pair.next()) == ([], Next.WAIT)
     pair.say(pair.drawn)
-    assert pair.move.goes_over(NOW)
-    pair.move.switch(NOW)
-    assert (pair.move.level, pair.move.over) == (True, False), "nobody knows that it has heard"
-    new, _ = pair.move.take(frames_of(SINGLE, delivered=4, upto=pair.drawn + 1)[pair.said :], NOW)
-    assert [frame.kind for frame in new] == [FrameKind.IDS, FrameKind.OUTPUT]
+    assert pair.go_over() == []
     assert pair.move.over
 
 
-def test_it_goes_over_when_the_destination_is_ahead() -> None:
-    pair = handed()
+def test_one_that_draws_along_may_be_ahead() -> None:
+    pair = drawing()
     pair.say(pair.drawn + 1)
-    assert pair.move.goes_over(NOW)
+    assert going([pair.move], NOW) == [pair.move]
     new, _ = pair.move.switch(NOW)
     assert {frame.kind for frame in new} == {FrameKind.IDS, FrameKind.OUTPUT}
     assert pair.move.over
 
 
-def test_the_token_that_both_draw_is_compared() -> None:
-    pair = handed()
+def test_a_token_that_both_draw_is_compared() -> None:
+    pair = drawing()
     pair.draw()
     with pytest.raises(NotDeterministic):
         pair.move.take([Frame(0, FrameKind.IDS, codec.pack(Ids(0, pair.drawn - 1, (999,))))], NOW)
 
 
+@pytest.mark.parametrize("rests", [True, False])
 @pytest.mark.parametrize(("before", "waits"), [(0.0, STOP_S), (0.2, 0.4), (2.0, QUIET_S)])
-def test_one_that_draws_is_waited_for_so_long(before: float, waits: float) -> None:
-    """Twice as long as its source was ever silent before."""
-    pair = Pair()
+def test_a_source_is_waited_for_so_long(before: float, waits: float, rests: bool) -> None:
+    """Twice as long as it was ever silent before: it may be of the version before, which says nothing when it rests."""
+    pair = Pair(rests=rests)
     pair.say(4)
     pair.draw()
     now = NOW + before
     pair.move.heard([], now)
-    pair.hand(now)
+    pair.move.hand(now)
     assert [pair.move.goes_over(now + at) for at in (waits - 0.01, waits + 0.01)] == [False, True]
 
 
 def test_it_does_not_go_over_within_an_output() -> None:
     pair = Pair()
     pair.say(4)
-    pair.hand()
+    pair.move.hand(NOW)
+    pair.rest()
     assert pair.move.goes_over(NOW), "nothing is missing"
     pair.kept.take([Frame(0, FrameKind.OUTPUT, b"4", True)])
     assert not pair.move.goes_over(NOW + QUIET_S)
     pair.kept.take([Frame(0, FrameKind.OUTPUT, b"4")])
     assert pair.move.goes_over(NOW + QUIET_S)
+
+
+def test_what_was_said_before_it_was_told_to_stop_does_not_count() -> None:
+    """It had been told before, and was let draw again."""
+    pair = Pair()
+    pair.keep_up()
+    pair.rest()
+    pair.move.hand(NOW)
+    assert not pair.move.goes_over(NOW)
 
 
 def test_nothing_is_done_within_an_output() -> None:
@@ -406,6 +431,24 @@ def test_they_are_handed_over_together() -> None:
             pair.say(pair.drawn)
 
 
+@pytest.mark.parametrize("half", [True, False])
+def test_they_go_over_together(half: bool) -> None:
+    """Those that rest, as long as none is late, which one within an output may be."""
+    pairs = [Pair(), Pair(), Pair(rests=False)]
+    moves = [pair.move for pair in pairs]
+    for pair in pairs:
+        pair.say(4)
+        pair.move.hand(NOW)
+    if half:
+        pairs[1].kept.take([Frame(0, FrameKind.OUTPUT, b"4", True)])
+    pairs[0].rest()
+    assert going(moves, NOW) == moves[2:]
+    late = NOW + STOP_S
+    assert going(moves, late) == (moves[::2] if half else moves)
+    pairs[1].rest()
+    assert going(moves, NOW) == (moves[2:] if half else moves)
+
+
 @pytest.mark.parametrize("opened", [True, False])
 def test_they_wait_for_one_that_is_being_computed(opened: bool) -> None:
     """So long and no longer."""
@@ -455,7 +498,8 @@ def test_one_that_draws_goes_over_when_it_is_near_or_after_a_while() -> None:
         late = NOW + TOGETHER_S
         found = [together([pair.move], NOW), together([pair.move], late)]
         assert found == [(Next.HAND, [pair.move] if missing == NEAR else []), (Next.HAND, [pair.move])]
-        assert (pair.move.lacking(), pair.hand()) == ([], [])
+        pair.move.hand(NOW)
+        assert (pair.move.lacking(), pair.move.let_draw()) == ([], [])
 
 
 # --- what it is told --------------------------------------------------------------------------------
@@ -574,8 +618,6 @@ class Scene:
         self.rests = False
         """Whether i2 draws nothing of a call that is held, until it was told to ``deaf`` + 1 times."""
         self.deaf = 0
-        self.stands = ""
-        """An instance that gives out nothing beyond what it was opened with."""
 
     async def deploy(self, *, moves: bool = False) -> None:
         source = entry("i1", fingerprint="f", moves_to="i2" if moves else "")
@@ -610,10 +652,16 @@ class Scene:
     async def _turn(self, run: Run, number: int) -> bool:
         def go() -> bool:
             may = not (self.rests and run.head.held) or sum(not item.held for item in run.fed) > self.deaf
-            may = may and (not run.held or number <= self.last)
-            goes = (may and self.pace[run.head.instance] > number) or fed(run) > number
-            return (goes and self.stands != run.head.instance) or run.cancelled.is_set()
+            goes = (may and not stops() and self.pace[run.head.instance] > number) or fed(run) > number
+            return goes or run.cancelled.is_set()
 
+        def stops() -> bool:
+            return run.held and number > self.last
+
+        await until(lambda: go() or stops())
+        if stops():
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, ())))
+            run.node.flush(run)
         await until(go)
         return not run.cancelled.is_set()
 
@@ -711,7 +759,7 @@ async def test_an_answer_that_is_not_streamed_moves_too(nats: Nats) -> None:
         assert await s.moved() == 1
 
 
-async def test_it_is_fed_until_it_keeps_up_and_goes_over_when_it_draws(nats: Nats) -> None:
+async def test_it_is_fed_until_it_keeps_up_and_goes_over_when_its_source_rests(nats: Nats) -> None:
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER) as s, s.reading() as call:
         second = await s.to_one_that_keeps_up()
         assert second.head.held
@@ -719,15 +767,17 @@ async def test_it_is_fed_until_it_keeps_up_and_goes_over_when_it_draws(nats: Nat
             (number, (7 * number,), True) for number in range(10, 10 + IN_STEP)
         ]
         (first,) = s.runs("i1")
-        s.last, s.pace["i1"], s.stands = 11 + IN_STEP, 12 + IN_STEP, "i2"
+        s.last = s.pace["i1"] = 11 + IN_STEP
         await until(lambda: first.held and first.outbox.acked == 2 * s.pace["i1"])
         assert not first.cancelled.is_set()
-        s.stands = ""
+        assert all(item.held for item in second.fed)
+        s.pace["i1"] += 1
         await until(first.cancelled.is_set)
         assert values((await call).text) == list(range(TOTAL))
         assert second.outbox.next_index == 10 + 2 * 10 + 1, "no output twice"
         let = [item for item in second.fed if not item.held]
-        assert let == [Feed(second.head.call, 2, 0, 10 + IN_STEP, (7 * (10 + IN_STEP),))] * len(let)
+        last = (7 * (10 + IN_STEP), 7 * (11 + IN_STEP))
+        assert let == [Feed(second.head.call, 2, 0, 10 + IN_STEP, last)] * len(let)
         assert await s.moved() == 1
 
 
@@ -777,7 +827,7 @@ async def test_the_destination_dies_when_the_source_has_stopped(nats: Nats) -> N
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER) as s, s.reading() as call:
         second = await s.to_one_that_keeps_up()
         (first,) = s.runs("i1")
-        s.stands, s.pace["i1"] = "i2", 11 + IN_STEP
+        s.last = s.pace["i1"] = 11 + IN_STEP
         await until(lambda: first.held)
         await s.deploy()
         second.end(InstanceLost("i2 died"))

@@ -220,6 +220,7 @@ class EngineLoop:
                 self._deliver(event)
                 return
         if event.rests:
+            self._put(output.sink, Piece(rests=True))
             return
         if event.error is not None:
             del self._outputs[event.request]

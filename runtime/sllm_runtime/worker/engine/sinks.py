@@ -25,6 +25,8 @@ class Piece:
     finish: Finish | None = None
     cached: int = 0
     """Prompt tokens that were not computed anew, as far as is known."""
+    rests: bool = False
+    """It is held, and told all that it drew. Nothing else is said with that."""
     error: SllmError | None = None
 
     @property

@@ -1,0 +1,57 @@
+"""A fork server that does not start: with a program in its place that ends, or says that it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from sllm_invoker import fork_server
+from sllm_invoker.fork_server import STILLBORN, ForkServer
+from sllm_runtime.protocol.errors import Unavailable
+from tests.fixtures.waiting import until
+
+PROGRAM = """
+import socket, sys
+from pathlib import Path
+from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.worker import FromZygote, ZygoteReady
+if not Path(sys.argv[1]).exists():
+    sys.exit("it lacks what it needs")
+wire = BlockingWire(socket.socket(fileno=int(sys.argv[3])))
+wire.send(codec.pack(FromZygote(ZygoteReady(import_s=0.1, python="3.x"))))
+wire.receive_all()
+wire.receive_all()
+"""
+
+
+async def spawn(server: ForkServer) -> str:
+    """Why no worker comes of it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(Unavailable) as caught:
+        await server.spawn("one", theirs, 1, 2)
+    return caught.value.message
+
+
+async def test_who_waits_for_one_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and no longer when it has what it lacked: it is tried again and again."""
+    monkeypatch.setattr(fork_server, "SPAWN_S", 0.2)
+    needed, env = tmp_path / "needed", {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    argv = (sys.executable, "-c", PROGRAM, str(needed))
+    server = ForkServer(env, argv=argv, on_exit=lambda _name, _exited: None)
+    running = asyncio.create_task(server.run())
+    try:
+        async with asyncio.timeout(fork_server.READY_S / 2):
+            why = await spawn(server)
+        assert f"has ended {STILLBORN} times before it was ready: it ended before" in why
+        needed.touch()
+        await until(lambda: server.python)
+        assert await spawn(server) == "the fork server made no worker within 0.2 s"
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
