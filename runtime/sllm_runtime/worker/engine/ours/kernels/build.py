@@ -13,7 +13,7 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 from numba import njit, types
 
-from sllm_runtime.worker.engine.ours.kernels import attention, products, rows
+from sllm_runtime.worker.engine.ours.kernels import attention, dots, products, rows
 from sllm_runtime.worker.engine.ours.kernels.common import OPTIONS
 from sllm_runtime.worker.engine.ours.kernels.loaded import target
 from sllm_runtime.worker.engine.ours.kernels.shapes import variants
@@ -31,6 +31,7 @@ _FUNCTIONS: Final[dict[str, Any]] = {
     "norm": rows.norm,
     "gate": rows.gate,
     "product": products.product,
+    "dots": dots.dots,
 }
 
 

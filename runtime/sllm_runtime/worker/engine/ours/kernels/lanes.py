@@ -106,6 +106,13 @@ def narrowed(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), _all(_INTS, _NAN), near), _HALVES)
 
 
+def squares(size: int) -> tuple[Any, Any]:
+    """Of two vectors, what is left above and below each other when lanes ``size`` apart are swapped crosswise."""
+    low = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
+    high = [lane + size if not lane & size else LANES + lane for lane in range(LANES)]
+    return ir.Constant(_INTS, low), ir.Constant(_INTS, high)
+
+
 def _folded(builder: Any, value: Any, join: Callable[[Any, Any], Any]) -> Any:
     """All lanes as one: halves joined, then their halves."""
     count = LANES
@@ -157,6 +164,18 @@ def each(typing: Any, pointer: Any, index: Any) -> Any:
         return _spread(builder, builder.load(builder.gep(args[0], [args[1]])))
 
     return VECTOR(pointer, types.int64), generate
+
+
+@intrinsic
+def fetch(typing: Any, pointer: Any, index: Any) -> Any:
+    """Begin to bring what is around ``pointer[index]`` into the cache; nothing need be there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        hints = [_INT(0), _INT(3), _INT(1)]  # to be read, and to stay in all caches; it is data
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.gep(*args[:1], [args[1]]), *hints])
+        return context.get_dummy_value()
+
+    return types.none(pointer, types.int64), generate
 
 
 @intrinsic
@@ -242,3 +261,27 @@ def largest(typing: Any, value: Any) -> Any:
         return _folded(builder, args[0], lambda x, y: _larger(builder, x, y))
 
     return types.float32(VECTOR), generate
+
+
+@intrinsic(prefer_literal=True)
+def paired(typing: Any, first: Any, second: Any, size: Any) -> Any:
+    """Sums of the lanes that are ``size`` (1, 2, 4 or 8) apart: of ``first`` in lanes whose number lacks that bit, of
+    ``second`` in those that have it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low, high = squares(size.literal_value)
+        x, y = args[0], args[1]
+        return builder.fadd(builder.shuffle_vector(x, y, low), builder.shuffle_vector(x, y, high))
+
+    return VECTOR(VECTOR, VECTOR, size), generate
+
+
+@intrinsic(prefer_literal=True)
+def fourth(typing: Any, value: Any, which: Any) -> Any:
+    """The four lanes from 4 * ``which`` on, as the first ones."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        order = [(lane + 4 * which.literal_value) % LANES for lane in range(LANES)]
+        return builder.shuffle_vector(args[0], args[0], ir.Constant(_INTS, order))
+
+    return VECTOR(VECTOR, which), generate

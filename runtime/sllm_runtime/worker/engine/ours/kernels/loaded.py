@@ -35,7 +35,7 @@ _TYPES: Final = {
 _COMPILE_S: Final = 300.0
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILES = 158, 0x1023, 18
 """The system call, its ARCH_REQ_XCOMP_PERM, and the number of the tiles' state."""
-_SOURCES: Final = ("attention", "build", "common", "lanes", "products", "rows", "shapes", "tiles")
+_SOURCES: Final = ("attention", "build", "common", "dots", "lanes", "products", "rows", "shapes", "tiles")
 
 
 class Target(NamedTuple):
@@ -51,17 +51,23 @@ class Target(NamedTuple):
         """Whether it multiplies tiles of bfloat16 (AMX)."""
         return {"+amx-tile", "+amx-bf16"} <= set(self.features.split(","))
 
+    @property
+    def wide(self) -> bool:
+        """Whether a vector is one of its registers (AVX-512)."""
+        return "+avx512f" in self.features.split(",")
+
 
 class Kernels:
     """Functions of an object file; each takes addresses and numbers (``shapes.KERNELS``), checks none of them, and
     lets other threads run meanwhile. ``digest``: of the file, so of all that decides its bits. ``tiles``: whether
-    products may be used here; they are there where the target has them."""
+    products may be used here; they are there where the target has them. ``wide``: as the target has it."""
 
     attend: Kernel
     norm: Kernel
     norm_bfloat16: Kernel
     gate: Kernel
     gate_bfloat16: Kernel
+    dots: Kernel
     product: Kernel
     product_to_float32: Kernel
     product_of_float32: Kernel
@@ -69,6 +75,7 @@ class Kernels:
     def __init__(self, code: bytes, target: Target) -> None:
         self.digest = hashlib.sha256(code).hexdigest()
         self.tiles = target.tiles and _tiles_permitted()
+        self.wide = target.wide
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target.machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()

@@ -10,12 +10,15 @@ TILE: Final = 16
 """Rows of a tile, each of as many pairs of bfloat16 or single float32."""
 DEEP: Final = 2 * TILE
 """Inputs of a tile."""
+SIDE: Final = 4
+"""Rows and outputs whose ``dots`` are computed together: outputs that a matrix has at least."""
 COLUMNS: Final = 7 * TILE * TILE
 """Where a product's ``scratch`` has its rows."""
 KERNELS: Final = {
     "attend": "F I I I I I L L L I I F F F F I f f F F F",
     "norm": "X I I F f X",
     "gate": "X I I X",
+    "dots": "F I I F I F I F I",
 }
 """The arguments of each: pointers to float32 (F), bfloat16 (H), int64 (L), int64 (I), float32 (f). Those with X are
 there twice, as ``name`` for float32 and as ``name_bfloat16``."""

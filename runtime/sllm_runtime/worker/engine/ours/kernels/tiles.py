@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sllm_runtime.worker.engine.ours.kernels.lanes import FLOATS, LANES, VECTOR, before, narrowed
+from sllm_runtime.worker.engine.ours.kernels.lanes import FLOATS, LANES, VECTOR, before, narrowed, squares
 from sllm_runtime.worker.engine.ours.kernels.shapes import TILE
 
 _BYTE, _INT, _LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -156,11 +156,9 @@ def _places(builder: Any, pointer: Any, index: Any) -> list[Any]:
 
 def _swap(builder: Any, rows: list[Any], size: int) -> None:
     """In each square of 2 * ``size``, its upper right quarter with its lower left one."""
-    upper = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
-    lower = [lane + size if not lane & size else LANES + lane for lane in range(LANES)]
-    kind = ir.VectorType(_INT, LANES)
+    upper, lower = squares(size)
     for row in range(LANES):
         if not row & size:
             both = rows[row], rows[row + size]
-            rows[row] = builder.shuffle_vector(*both, ir.Constant(kind, upper))
-            rows[row + size] = builder.shuffle_vector(*both, ir.Constant(kind, lower))
+            rows[row] = builder.shuffle_vector(*both, upper)
+            rows[row + size] = builder.shuffle_vector(*both, lower)

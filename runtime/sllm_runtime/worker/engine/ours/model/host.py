@@ -22,10 +22,10 @@ from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.lora import Product
 from sllm_runtime.worker.engine.ours.model import turned
 from sllm_runtime.worker.engine.ours.model.backend import Gate, Kv, Linear, Mlp, Norm, Projection, Rows, Steps
+from sllm_runtime.worker.engine.ours.model.compiled import Compiled
 from sllm_runtime.worker.engine.ours.model.parts import ActivationGate, Experts, activation
 from sllm_runtime.worker.engine.ours.model.products import Products
 from sllm_runtime.worker.engine.ours.model.slabs import Slabs
-from sllm_runtime.worker.engine.ours.model.tiled import Tiled
 from sllm_runtime.worker.engine.ours.model.weights import side_by_side
 from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
 
@@ -117,8 +117,8 @@ class HostLinear:
         self._columns = [weight.t() for weight in self._weights]
         self._dtype = self._weights[0].dtype
         self._outputs = sum(map(len, self._weights))
-        found = [Tiled.of(weight, products.scratch) for weight in self._weights]
-        self._tiled = [each for each in found if each is not None] if None not in found else []
+        found = [Compiled.of(weight, products.scratch) for weight in self._weights]
+        self._compiled = [each for each in found if each is not None] if None not in found else []
         self._turned: list[turned.Turned] = []
         if turned.available() and all(weight.dtype == torch.bfloat16 for weight in self._weights):
             self._turned = [turned.Turned(weight) for weight in self._weights]
@@ -131,8 +131,8 @@ class HostLinear:
         return self._adapted(x, self._product(x))
 
     def wide(self, x: Rows) -> Rows:
-        if self._products.tiles and self._tiled:
-            out = self._by_tiles(x, None, torch.float32)
+        if self._products.compiled and self._compiled:
+            out = self._by_kernels(x, None, torch.float32)
             return self._adapted(x, out if self._bias is None else out.add_(self._bias))
         return self(x).to(torch.float32, memory_format=torch.contiguous_format)
 
@@ -142,11 +142,11 @@ class HostLinear:
         return out
 
     def _product(self, x: Rows) -> Rows:
+        if self._products.compiled and self._compiled:
+            out = self._by_kernels(x, None, self._dtype)
+            return out if self._bias is None else out.add_(self._bias)
         if self._products.slabs:
             out = torch.from_numpy(self._by_slabs(x))
-            return out if self._bias is None else out.add_(self._bias)
-        if self._products.tiles and self._tiled:
-            out = self._by_tiles(x, None, self._dtype)
             return out if self._bias is None else out.add_(self._bias)
         x = x.to(self._dtype)
         if self._turned:
@@ -159,11 +159,11 @@ class HostLinear:
         out = torch.cat([torch.mm(x, columns) for columns in self._columns], 1)
         return out if self._bias is None else out.add_(self._bias)
 
-    def _by_tiles(self, x: Rows, residual: Rows | None, dtype: torch.dtype) -> Rows:
+    def _by_kernels(self, x: Rows, residual: Rows | None, dtype: torch.dtype) -> Rows:
         x = x.contiguous()
         out = torch.empty(len(x), self._outputs, dtype=dtype)
         at = 0
-        for product in self._tiled:
+        for product in self._compiled:
             product(x, out, at, residual)
             at += product.outputs
         return out
@@ -183,8 +183,8 @@ class HostLinear:
         return out
 
     def added(self, x: Rows, residual: Rows) -> Rows:
-        if self._products.tiles and self._tiled and self._bias is None:
-            return self._adapted(x, self._by_tiles(x, residual.contiguous(), self._dtype))
+        if self._products.compiled and self._compiled and self._bias is None:
+            return self._adapted(x, self._by_kernels(x, residual.contiguous(), self._dtype))
         if self._turned:
             return residual + self(x)
         if self._bias is not None:

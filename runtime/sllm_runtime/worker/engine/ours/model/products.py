@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sllm_runtime.worker.engine.ours.model import slabs
-from sllm_runtime.worker.engine.ours.model.tiled import Scratch
+from sllm_runtime.worker.engine.ours.model.compiled import Scratch
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 
 
@@ -16,13 +16,13 @@ class Products:
     """What a level, a dtype and the threads allow; one for each model."""
 
     slabs: bool = False
-    tiles: bool = False
-    """Those of ``tiled``, where a matrix has them."""
+    compiled: bool = False
+    """By kernels of our own, for matrices that these take; before all others."""
     scratch: Scratch = field(default_factory=Scratch)
 
     def use(self, numerics: Numerics, dtype: torch.dtype) -> None:
-        """Slabs in float32, where the level has them (of OpenBLAS' own threads there is one); tiles in bfloat16,
-        whatever the level. Both compute by one thread."""
+        """Kernels of our own compute by one thread, and so do slabs: of OpenBLAS' own threads there is one. They are
+        of use in float32, where the level has them."""
         alone = torch.get_num_threads() == 1
         self.slabs = alone and numerics.slabs and dtype == torch.float32 and slabs.available()
-        self.tiles = alone and dtype == torch.bfloat16
+        self.compiled = alone
