@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,10 @@ from hypothesis import strategies as st
 
 from sllm_runtime.worker.engine.ours.kernels.loaded import kernels
 from sllm_runtime.worker.engine.ours.kernels.shapes import SIDE
+from sllm_runtime.worker.engine.ours.model import compiled as module
 from sllm_runtime.worker.engine.ours.model.compiled import Compiled, Scratch
+from sllm_runtime.worker.engine.ours.model.products import Products
+from sllm_runtime.worker.engine.ours.numerics import FAST
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)] if kernels().tiles else []
@@ -98,3 +103,18 @@ def test_what_is_not_taken(dtype: torch.dtype) -> None:
         assert Compiled.of(each, room) is None
     odd, few = weight[:, :33].contiguous(), weight[: SIDE - 1]
     assert Compiled.of(odd if dtype == BFLOAT16 else few, room) is None
+
+
+def test_where_the_processor_or_the_system_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = SimpleNamespace(tiles=False, wide=False)
+    monkeypatch.setattr(module, "kernels", lambda: lacking)
+    for dtype in (BFLOAT16, FLOAT32):
+        assert Compiled.of(torch.zeros(64, 64, dtype=dtype), Scratch()) is None
+
+
+def test_a_model_has_them_where_one_thread_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = Products()
+    for threads, own in ((1, True), (2, False)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        products.use(FAST, FLOAT32)
+        assert products.compiled is own

@@ -16,8 +16,6 @@ from sllm_runtime.worker.engine.ours.kernels.shapes import SIDE
 
 _NEAR: Final = 16
 """Rows that stay in the cache nearest to the processor while the matrix passes by."""
-
-
 _AHEAD: Final = 2048
 """Weights between those that are read and those that are fetched: two pages of memory, which the processor's own
 fetching does not cross."""

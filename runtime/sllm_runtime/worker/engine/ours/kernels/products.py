@@ -131,21 +131,17 @@ def product(
             _end(weight, one * inputs, inputs, high, scratch, _ENDS)
             _end(weight, two * inputs, inputs, high, scratch, _ENDS + _SQUARE)
         for row in range(0, rows, 2 * TILE):
-            columns = COLUMNS + row // TILE * deep
-            at, left = row * across, rows - row
+            columns, left = COLUMNS + row // TILE * deep, rows - row
             if left > TILE:
                 _four(weight, one * inputs, two * inputs, inputs, scratch, columns, columns + deep)
                 tiles.store(2, scratch, 2 * _SQUARE)
                 tiles.store(3, scratch, 3 * _SQUARE)
-                below = at + TILE * across
-                count = min(left - TILE, TILE)
-                _give(scratch, 2, count, high, residual, added, out, below + one, across)
-                _give(scratch, 3, count, high, residual, added, out, below + two, across)
             else:
                 _two(weight, one * inputs, two * inputs, inputs, scratch, columns)
             tiles.store(0, scratch, 0)
             tiles.store(1, scratch, _SQUARE)
-            count = min(left, TILE)
-            _give(scratch, 0, count, high, residual, added, out, at + one, across)
-            _give(scratch, 1, count, high, residual, added, out, at + two, across)
+            for result in range(4 if left > TILE else 2):
+                below = result // 2 * TILE
+                at = (row + below) * across + (two if result % 2 else one)
+                _give(scratch, result, min(left - below, TILE), high, residual, added, out, at, across)
     tiles.release()

@@ -131,8 +131,8 @@ class HostLinear:
         return self._adapted(x, self._product(x))
 
     def wide(self, x: Rows) -> Rows:
-        if self._products.compiled and self._compiled:
-            out = self._by_kernels(x, None, torch.float32)
+        if self._own:
+            out = self._by_kernels(x.to(self._dtype), None, torch.float32)
             return self._adapted(x, out if self._bias is None else out.add_(self._bias))
         return self(x).to(torch.float32, memory_format=torch.contiguous_format)
 
@@ -141,8 +141,13 @@ class HostLinear:
             self._lora.add(x, out)
         return out
 
+    @property
+    def _own(self) -> Many[Compiled]:
+        """Kernels of our own, where they compute this step."""
+        return self._compiled if self._products.compiled else ()
+
     def _product(self, x: Rows) -> Rows:
-        if self._products.compiled and self._compiled:
+        if self._own:
             out = self._by_kernels(x, None, self._dtype)
             return out if self._bias is None else out.add_(self._bias)
         if self._products.slabs:
@@ -163,7 +168,7 @@ class HostLinear:
         x = x.contiguous()
         out = torch.empty(len(x), self._outputs, dtype=dtype)
         at = 0
-        for product in self._compiled:
+        for product in self._own:
             product(x, out, at, residual)
             at += product.outputs
         return out
@@ -183,12 +188,12 @@ class HostLinear:
         return out
 
     def added(self, x: Rows, residual: Rows) -> Rows:
-        if self._products.compiled and self._compiled and self._bias is None:
-            return self._adapted(x, self._by_kernels(x, residual.contiguous(), self._dtype))
-        if self._turned:
+        if self._turned and not self._own:
             return residual + self(x)
         if self._bias is not None:
             residual = residual + self._bias
+        if self._own:
+            return self._adapted(x, self._by_kernels(x, residual.contiguous(), self._dtype))
         if self._products.slabs:
             product = self._by_slabs(x)
             product += residual.numpy()
