@@ -26,6 +26,7 @@ from sllm_runtime.worker.engine.ours.batch import Batches
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.model import build
+from sllm_runtime.worker.engine.ours.model.compiled import Compiled
 from sllm_runtime.worker.engine.ours.numerics import EXACT, FAST, LEVELS
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Limits
 from sllm_runtime.worker.engine.ours.scheduler import Sequence as Running
@@ -278,14 +279,18 @@ def test_ranges_of_layers_are_stages() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_self_test_finds_a_level_and_tells_when_none_holds(dtype: torch.dtype) -> None:
+def test_the_self_test_finds_a_level_and_tells_when_none_holds(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = decoder("llama", dtype)
     mark = selftest.fingerprint("LlamaForCausalLM", "sha256:1", dtype)
     proof = selftest.prove(made, mark)
     assert proof.exact
     assert proof.numerics in LEVELS
     if dtype == torch.float32:  # in bfloat16 a model this small rounds the difference away
-        assert not selftest.prove(made, mark, [FAST]).exact, "it can fail"
+        with monkeypatch.context() as patched:  # a library's products, for kernels of our own hold without padding too
+            patched.setattr(Compiled, "of", lambda weight, room: None)
+            assert not selftest.prove(decoder("llama", dtype), mark, [FAST]).exact, "it can fail"
     text = msgspec.json.encode(proof).decode()
     assert selftest.remembered(text, mark) == proof
     assert selftest.remembered(text, selftest.fingerprint("LlamaForCausalLM", "sha256:2", dtype)) is None

@@ -8,7 +8,7 @@ import torch
 from sllm_runtime.worker.engine.ours.model import turned
 from sllm_runtime.worker.engine.ours.model.backend import Rows
 from sllm_runtime.worker.engine.ours.model.host import HostLinear
-from sllm_runtime.worker.engine.ours.model.slabs import Products
+from sllm_runtime.worker.engine.ours.model.products import Products
 from sllm_runtime.worker.engine.ours.numerics import LEVELS
 
 ROWS = (2, 4, 8, 10, 16, 18, 30, 32, 34, 48, 64, 66, 96, 128, 138, 256)

@@ -31,7 +31,7 @@ from sllm_runtime.worker.engine.ours.gpu.parts import (
 from sllm_runtime.worker.engine.ours.gpu.steps import DeviceSteps
 from sllm_runtime.worker.engine.ours.kv import KvShape
 from sllm_runtime.worker.engine.ours.lora import Product
-from sllm_runtime.worker.engine.ours.model.backend import Gate, Linear, Mlp, Norm
+from sllm_runtime.worker.engine.ours.model.backend import Gate, Linear, Mlp, Norm, Projection
 from sllm_runtime.worker.engine.ours.model.parts import ActivationGate, activation
 from sllm_runtime.worker.engine.ours.numerics import GPU_EXACT, GPU_FAST, Numerics
 
@@ -73,7 +73,7 @@ class Device:
         """See ``Backend.use``."""
         self._current.ops = self._ops[numerics.name]
 
-    def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Linear:
+    def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Projection:
         """See ``Backend.linear``."""
         return DeviceLinear(self._current, matrices, bias, lora)
 

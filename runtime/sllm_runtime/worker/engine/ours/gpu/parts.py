@@ -44,11 +44,15 @@ class DeviceLinear:
         self._lora = lora
 
     def __call__(self, x: Rows) -> Rows:
-        linear = self._current.ops.linear
+        x, linear = x.to(self._matrices[0].dtype), self._current.ops.linear
         parts = [linear(x, matrix, bias) for matrix, bias in zip(self._matrices, self._biases, strict=True)]
         return self._adapted(x, parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
+    def wide(self, x: Rows) -> Rows:
+        return self(x).to(torch.float32, memory_format=torch.contiguous_format)
+
     def added(self, x: Rows, residual: Rows) -> Rows:
+        x = x.to(self._matrices[0].dtype)
         return self._adapted(x, self._current.ops.linear_added(x, self._matrices[0], residual, self._biases[0]))
 
     def _adapted(self, x: Rows, out: Rows) -> Rows:

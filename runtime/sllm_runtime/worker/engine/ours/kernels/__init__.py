@@ -1,2 +1,2 @@
-"""What treats each row by itself on a CPU, compiled: ``attention`` and ``rows`` over vectors (``lanes``), made into an
-object file by ``build`` and brought into a process by ``loaded``."""
+"""What a CPU computes of a model, compiled: ``attention``, ``rows`` and ``dots`` over vectors (``lanes``), ``products``
+over tiles, made into an object file by ``build`` and brought into a process by ``loaded``."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 from numba import njit, types
 
-from sllm_runtime.worker.engine.ours.kernels import attention, rows
+from sllm_runtime.worker.engine.ours.kernels import attention, dots, products, rows
 from sllm_runtime.worker.engine.ours.kernels.common import OPTIONS
 from sllm_runtime.worker.engine.ours.kernels.loaded import target
 from sllm_runtime.worker.engine.ours.kernels.shapes import variants
@@ -30,14 +30,17 @@ _FUNCTIONS: Final[dict[str, Any]] = {
     "attend": attention.attend,
     "norm": rows.norm,
     "gate": rows.gate,
+    "product": products.product,
+    "dots": dots.dots,
 }
 
 
 def compiled() -> bytes:
     """An object file of all kernels."""
-    machine = target().machine
+    here = target()
+    machine = here.machine
     whole = llvm.parse_assembly("")
-    for symbol, (name, arguments) in variants().items():
+    for symbol, (name, arguments) in variants(here.tiles).items():
         whole.link_in(_module(symbol, _FUNCTIONS[name], arguments.split(), machine))
     found: bytes = machine.emit_object(whole)
     return found

@@ -33,7 +33,9 @@ _TYPES: Final = {
     "F": ctypes.c_void_p, "H": ctypes.c_void_p, "L": ctypes.c_void_p, "I": ctypes.c_int64, "f": ctypes.c_float,
 }  # fmt: skip
 _COMPILE_S: Final = 300.0
-_SOURCES: Final = ("attention", "build", "common", "lanes", "rows", "shapes")
+_ARCH_PRCTL, _ASK_FOR_STATE, _TILES = 158, 0x1023, 18
+"""The system call, its ARCH_REQ_XCOMP_PERM, and the number of the tiles' state."""
+_SOURCES: Final = ("attention", "build", "common", "dots", "lanes", "products", "rows", "shapes", "tiles")
 
 
 class Target(NamedTuple):
@@ -44,23 +46,40 @@ class Target(NamedTuple):
     machine: Any
     """llvmlite's ``TargetMachine``."""
 
+    @property
+    def tiles(self) -> bool:
+        """Whether it multiplies tiles of bfloat16 (AMX)."""
+        return {"+amx-tile", "+amx-bf16"} <= set(self.features.split(","))
+
+    @property
+    def wide(self) -> bool:
+        """Whether a vector is one of its registers (AVX-512)."""
+        return "+avx512f" in self.features.split(",")
+
 
 class Kernels:
     """Functions of an object file; each takes addresses and numbers (``shapes.KERNELS``), checks none of them, and
-    lets other threads run meanwhile. ``digest``: of the file, so of all that decides its bits."""
+    lets other threads run meanwhile. ``digest``: of the file, so of all that decides its bits. ``tiles``: whether
+    products may be used here; they are there where the target has them. ``wide``: as the target has it."""
 
     attend: Kernel
     norm: Kernel
     norm_bfloat16: Kernel
     gate: Kernel
     gate_bfloat16: Kernel
+    dots: Kernel
+    product: Kernel
+    product_to_float32: Kernel
+    product_of_float32: Kernel
 
     def __init__(self, code: bytes, target: Target) -> None:
         self.digest = hashlib.sha256(code).hexdigest()
+        self.tiles = target.tiles and _tiles_permitted()
+        self.wide = target.wide
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target.machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        for symbol, (_, arguments) in variants().items():
+        for symbol, (_, arguments) in variants(target.tiles).items():
             kind = ctypes.CFUNCTYPE(None, *(_TYPES[each] for each in arguments.split()))
             setattr(self, symbol, kind(self._engine.get_function_address(symbol)))
 
@@ -70,6 +89,16 @@ def kernels() -> Kernels:
     """Those for this processor, compiled if they are not there yet. Raises ``StartFailed``."""
     here = target()
     return Kernels(obtained(here), here)
+
+
+def _tiles_permitted() -> bool:
+    """Whether the operating system lets this process use them: it asks Linux, which keeps their state aside for none
+    that has not asked. A process inherits it."""
+    try:
+        asked = ctypes.CDLL(None).syscall
+    except AttributeError:
+        return False
+    return bool(asked(_ARCH_PRCTL, _ASK_FOR_STATE, _TILES) == 0)
 
 
 def target() -> Target:

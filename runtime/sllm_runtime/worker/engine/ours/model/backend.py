@@ -43,11 +43,19 @@ class Gate(Protocol):
 
 
 class Linear(Protocol):
-    """The product of rows with one or several matrices, outputs side by side; ``added`` to a residual."""
+    """The product of rows with one or several matrices, outputs side by side; ``added`` to a residual. Rows in float32
+    are rounded to the model's dtype."""
 
     def __call__(self, x: Rows) -> Rows: ...
 
     def added(self, x: Rows, residual: Rows) -> Rows: ...
+
+
+class Projection(Linear, Protocol):
+    """One whose outputs somebody computes with in float32."""
+
+    def wide(self, x: Rows) -> Rows:
+        """The product in dense float32, whether or not it was rounded to the model's dtype before."""
 
 
 class Kv(Protocol):
@@ -107,7 +115,7 @@ class Backend(Protocol):
     def use(self, numerics: Numerics, dtype: torch.dtype) -> None:
         """The parts compute the current step at that level."""
 
-    def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Linear:
+    def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Projection:
         """Of matrices of shape (out, in) that take the same rows."""
 
     def take(self, adapter: Adapter) -> None:

@@ -16,7 +16,7 @@ import torch
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
 from sllm_runtime.worker.engine.ours.batch import Batch, Turn
 from sllm_runtime.worker.engine.ours.lora import Lora
-from sllm_runtime.worker.engine.ours.model.backend import Backend, Linear, Mlp, Norm, Rows
+from sllm_runtime.worker.engine.ours.model.backend import Backend, Linear, Mlp, Norm, Projection, Rows
 from sllm_runtime.worker.engine.ours.model.host import Host
 from sllm_runtime.worker.engine.ours.model.rope import Rope
 
@@ -29,7 +29,7 @@ class Attention:
     """Projections around attention. ``order``: places of the heads where they are not q, k, v one after the other."""
 
     heads: Heads
-    qkv: Linear
+    qkv: Projection
     out: Linear
     look: Look
     rope: Rope | None = None
@@ -38,18 +38,18 @@ class Attention:
     order: torch.Tensor | None = None
 
     def mix(self, x: Rows, layer: int, batch: Batch, turns: Turns) -> Rows:
-        """What each row sees, before ``out``; writes the rows' K and V into the cache of the stage's ``layer``."""
+        """What each row sees, before ``out``, maybe in float32; writes the rows' K and V into the cache of the stage's
+        ``layer``."""
         heads, rows = self.heads, x.shape[0]
         both = heads.queries + heads.kv
-        qkv = self.qkv(x).to(torch.float32, memory_format=torch.contiguous_format)
-        qkv = qkv.view(rows, both + heads.kv, heads.width)
+        qkv = self.qkv.wide(x).view(rows, both + heads.kv, heads.width)
         if self.order is not None:
             qkv = qkv.index_select(1, self.order)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(qkv[:, : heads.queries]), self.k_norm(qkv[:, heads.queries : both])
             qkv = torch.cat((q, k, qkv[:, both:]), 1)
         turn = None if self.rope is None else turns[self.rope]
-        return batch.view.see(layer, qkv, self.look, turn).to(x.dtype)
+        return batch.view.see(layer, qkv, self.look, turn)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import embedding
 
 from sllm_runtime.worker.engine.ours.attention import Heads, Look
-from sllm_runtime.worker.engine.ours.model.backend import Linear, Norm
+from sllm_runtime.worker.engine.ours.model.backend import Norm, Projection
 from sllm_runtime.worker.engine.ours.model.decoder import Attention, Decoder, Embed, Layer
 from sllm_runtime.worker.engine.ours.model.parts import Plain, activation, layer_norm, output_head, transposed
 from sllm_runtime.worker.engine.ours.model.weights import Weights
@@ -28,7 +28,7 @@ def build(config: Any, weights: Weights, tile: int) -> Decoder:
         rows, places = table(), weights.get("transformer.wpe.weight", config.n_positions, hidden)
         return lambda tokens, positions: embedding(tokens, rows) + embedding(positions, places)
 
-    def linear(name: str, inputs: int, outputs: int) -> Linear:
+    def linear(name: str, inputs: int, outputs: int) -> Projection:
         return transposed(weights, name, inputs, outputs)
 
     def norm(name: str) -> Norm:

@@ -1,5 +1,5 @@
-"""A model on the CPU: products by torch, turned where that pays, or in slabs by numpy; what treats each row by itself
-by compiled kernels; KV in float32."""
+"""A model on the CPU: products by a kernel of our own, by torch, turned where that pays, or in slabs by numpy; what
+treats each row by itself by compiled kernels; KV in float32."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from sllm_runtime.worker.engine.ours.kernels.loaded import kernels
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.lora import Product
 from sllm_runtime.worker.engine.ours.model import turned
-from sllm_runtime.worker.engine.ours.model.backend import Gate, Kv, Linear, Mlp, Norm, Rows, Steps
+from sllm_runtime.worker.engine.ours.model.backend import Gate, Kv, Linear, Mlp, Norm, Projection, Rows, Steps
+from sllm_runtime.worker.engine.ours.model.compiled import Compiled
 from sllm_runtime.worker.engine.ours.model.parts import ActivationGate, Experts, activation
-from sllm_runtime.worker.engine.ours.model.slabs import Products, Slabs
+from sllm_runtime.worker.engine.ours.model.products import Products
+from sllm_runtime.worker.engine.ours.model.slabs import Slabs
 from sllm_runtime.worker.engine.ours.model.weights import side_by_side
 from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
 
@@ -60,6 +62,7 @@ class Host:
         return (
             kernels().digest, np.__version__, torch.__version__, torch.__config__.show(),
             torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(turned.available()),
+            str(kernels().tiles),
             *(os.environ.get(name, "") for name in _VARIABLES),
         )  # fmt: skip
 
@@ -67,7 +70,7 @@ class Host:
         """See ``Backend.use``."""
         self._products.use(numerics, dtype)
 
-    def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Linear:
+    def linear(self, matrices: Many[torch.Tensor], bias: torch.Tensor | None, lora: Product | None) -> Projection:
         """See ``Backend.linear``."""
         return HostLinear(self._products, matrices, bias, lora)
 
@@ -112,6 +115,10 @@ class HostLinear:
         joined = side_by_side(weights)
         self._weights = [joined] if joined is not None else list(weights)
         self._columns = [weight.t() for weight in self._weights]
+        self._dtype = self._weights[0].dtype
+        self._outputs = sum(map(len, self._weights))
+        found = [Compiled.of(weight, products.scratch) for weight in self._weights]
+        self._compiled = [each for each in found if each is not None] if None not in found else []
         self._turned: list[turned.Turned] = []
         if turned.available() and all(weight.dtype == torch.bfloat16 for weight in self._weights):
             self._turned = [turned.Turned(weight) for weight in self._weights]
@@ -121,15 +128,32 @@ class HostLinear:
         self._lora = lora
 
     def __call__(self, x: Rows) -> Rows:
-        out = self._product(x)
+        return self._adapted(x, self._product(x))
+
+    def wide(self, x: Rows) -> Rows:
+        if self._own:
+            out = self._by_kernels(x.to(self._dtype), None, torch.float32)
+            return self._adapted(x, out if self._bias is None else out.add_(self._bias))
+        return self(x).to(torch.float32, memory_format=torch.contiguous_format)
+
+    def _adapted(self, x: Rows, out: Rows) -> Rows:
         if self._lora is not None and self._lora.lora.groups:
             self._lora.add(x, out)
         return out
 
+    @property
+    def _own(self) -> Many[Compiled]:
+        """Kernels of our own, where they compute this step."""
+        return self._compiled if self._products.compiled else ()
+
     def _product(self, x: Rows) -> Rows:
+        if self._own:
+            out = self._by_kernels(x, None, self._dtype)
+            return out if self._bias is None else out.add_(self._bias)
         if self._products.slabs:
             out = torch.from_numpy(self._by_slabs(x))
             return out if self._bias is None else out.add_(self._bias)
+        x = x.to(self._dtype)
         if self._turned:
             parts = [product(x) for product in self._turned]
             out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -140,10 +164,19 @@ class HostLinear:
         out = torch.cat([torch.mm(x, columns) for columns in self._columns], 1)
         return out if self._bias is None else out.add_(self._bias)
 
+    def _by_kernels(self, x: Rows, residual: Rows | None, dtype: torch.dtype) -> Rows:
+        x = x.contiguous()
+        out = torch.empty(len(x), self._outputs, dtype=dtype)
+        at = 0
+        for product in self._own:
+            product(x, out, at, residual)
+            at += product.outputs
+        return out
+
     def _by_slabs(self, x: Rows) -> Floats:
         if self._slabs is None:
             self._slabs = [Slabs.of(weight) for weight in self._weights]
-        out: Floats = np.empty((len(x), sum(map(len, self._weights))), np.float32)
+        out: Floats = np.empty((len(x), self._outputs), np.float32)
         at = 0
         for slabs, weight, columns in zip(self._slabs, self._weights, self._columns, strict=True):
             into = out[:, at : at + len(weight)]
@@ -155,19 +188,18 @@ class HostLinear:
         return out
 
     def added(self, x: Rows, residual: Rows) -> Rows:
-        if self._turned:
+        if self._turned and not self._own:
             return residual + self(x)
         if self._bias is not None:
             residual = residual + self._bias
+        if self._own:
+            return self._adapted(x, self._by_kernels(x, residual.contiguous(), self._dtype))
         if self._products.slabs:
             product = self._by_slabs(x)
             product += residual.numpy()
-            out = torch.from_numpy(product)
-        else:
-            out = torch.addmm(residual, x, self._columns[0])
-        if self._lora is not None and self._lora.lora.groups:
-            self._lora.add(x, out)
-        return out
+            return self._adapted(x, torch.from_numpy(product))
+        x = x.to(self._dtype)
+        return self._adapted(x, torch.addmm(residual, x, self._columns[0]))
 
 
 class HostRmsNorm:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from sllm_runtime.protocol.errors import UnsupportedModel
-from sllm_runtime.worker.engine.ours.model.backend import Gate, Linear, Mlp, Norm, Rows
+from sllm_runtime.worker.engine.ours.model.backend import Gate, Linear, Mlp, Norm, Projection, Rows
 from sllm_runtime.worker.engine.ours.model.weights import Weights
 
 Activation = Callable[[Rows], Rows]
@@ -32,7 +32,7 @@ def activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def linear(weights: Weights, inputs: int, outputs: Mapping[str, int], *, bias: bool = False) -> Linear:
+def linear(weights: Weights, inputs: int, outputs: Mapping[str, int], *, bias: bool = False) -> Projection:
     """Of ``name.weight`` for each name in ``outputs``, which says how many outputs it has."""
     matrices = [weights.get(f"{name}.weight", each, inputs) for name, each in outputs.items()]
     lora = weights.lora.product(outputs)
@@ -42,17 +42,17 @@ def linear(weights: Weights, inputs: int, outputs: Mapping[str, int], *, bias: b
     return weights.backend.linear(matrices, biases[0] if len(biases) == 1 else torch.cat(biases), lora)
 
 
-def transposed(weights: Weights, name: str, inputs: int, outputs: int) -> Linear:
+def transposed(weights: Weights, name: str, inputs: int, outputs: int) -> Projection:
     """Of a matrix with a bias that is stored as (in, out)."""
     matrix, bias = weights.get(f"{name}.weight", inputs, outputs).t(), weights.get(f"{name}.bias", outputs)
     return weights.backend.linear([matrix], bias, weights.lora.product({name: outputs}))
 
 
-def output_head(weights: Weights, config: Any, table: torch.Tensor) -> Linear:
-    """From hidden rows to logits; the embedding ``table`` if it is tied to that."""
+def output_head(weights: Weights, config: Any, table: torch.Tensor) -> Callable[[Rows], Rows]:
+    """From hidden rows to logits in float32; the embedding ``table`` if it is tied to that."""
     name = "lm_head.weight"
     tied = config.tie_word_embeddings and name not in weights
-    return weights.backend.linear([table if tied else weights.get(name, *table.shape)], None, None)
+    return weights.backend.linear([table if tied else weights.get(name, *table.shape)], None, None).wide
 
 
 def rms_norm(weights: Weights, name: str, width: int, eps: float, plus: float = 0.0) -> Norm:

@@ -7,7 +7,6 @@ Products with one row or one output go another way, so there are none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 
 from sllm_runtime.worker.engine.ours.attention import Floats
-from sllm_runtime.worker.engine.ours.numerics import Numerics
 
 _OUTPUTS: Final = 128
 _TALL: Final = (16, 64)
@@ -28,20 +26,9 @@ _MOST: Final = 1_000_000
 """Multiplications of one product, beyond which OpenBLAS takes other kernels."""
 
 
-@dataclass(slots=True)
-class Products:
-    """How the products of a model are computed in the current step."""
-
-    slabs: bool = False
-
-    def use(self, numerics: Numerics, dtype: torch.dtype) -> None:
-        """As a level says, where slabs are of use: in float32, by one thread (of OpenBLAS' own there is one), with
-        AVX-512."""
-        self.slabs = numerics.slabs and dtype == torch.float32 and torch.get_num_threads() == 1 and _small_kernels()
-
-
 @cache
-def _small_kernels() -> bool:
+def available() -> bool:
+    """Whether OpenBLAS has its kernels for small products here."""
     built: Any = np.show_config(mode="dicts")
     blas = built["Build Dependencies"]["blas"]["name"]
     return "openblas" in blas and torch.backends.cpu.get_cpu_capability() == "AVX512"
