@@ -172,12 +172,20 @@ def _pieces(output: _Output, mailbox: Mailbox, running: contextlib.ExitStack) ->
 
 
 async def _told(call: Call, output: _Output, pieces: AsyncIterator[Piece]) -> bool:
-    """Wait for one piece and write it; whether it was the last."""
+    """Wait for one piece and write it; whether it was the last. That it rests is none: the outputs take turns, which
+    have to be the same wherever they are held."""
+    piece = await _heard(output, pieces)
+    while piece.rests:
+        piece = await _heard(output, pieces)
+    await _tell(call, output.telling.delta(piece))
+    return piece.last
+
+
+async def _heard(output: _Output, pieces: AsyncIterator[Piece]) -> Piece:
     piece = await anext(pieces)
     if output.run is not None:
         output.run.heard(piece)
-    await _tell(call, output.telling.delta(piece))
-    return piece.last
+    return piece
 
 
 async def _tell(call: Call, delta: Delta | None) -> None:

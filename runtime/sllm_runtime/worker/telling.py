@@ -77,8 +77,6 @@ class Telling:
 
     def delta(self, piece: Piece) -> Delta | None:
         """What ``piece`` adds, if that is anything."""
-        if piece.rests:
-            return None
         text, logprobs = piece.text, self.show(piece.logprobs)
         finish: FinishReason | None = piece.finish
         if self.scored is not None:

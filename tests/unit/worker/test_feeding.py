@@ -131,6 +131,7 @@ def test_one_that_is_held_while_it_draws_tells_what_is_being_drawn_and_no_more(l
     held.go.set()
     pieces = iter(sink)
     assert [next(pieces).ids for _ in range(4)] == [(11,), (12,), (13,), (14,)]
+    assert next(pieces) == Piece(rests=True)
     other = ThreadSink()
     loop.submit(Request(id=-1, prompt=(50,), sampling=Sampling(max_tokens=4)), other)
     assert [piece.ids for piece in said(other)] == [(51,), (52,), (53,), (54,)], "steps go on"
