@@ -18,12 +18,12 @@ from tests.fixtures.lora import adapter
 from tests.fixtures.moving import ask, moved, ready
 from tests.fixtures.waiting import GIVE_UP_S
 
-ASK: dict[str, Any] = {"model": "coder", "prompt": "class Parser:\n", "max_tokens": 400, "ignore_eos": True, "seed": 7}
-LONG = {"prompt": "def f(x):\n    return x + 1\n\n" * 150, "max_tokens": 250, "temperature": 0.8}
+ASK: dict[str, Any] = {"model": "coder", "prompt": "class Parser:\n", "max_tokens": 1200, "ignore_eos": True, "seed": 7}
+LONG = {"prompt": "def f(x):\n    return x + 1\n\n" * 100, "max_tokens": 800, "temperature": 0.8}
 CALLS: dict[str, dict[str, Any]] = {
     "adapter": {"model": "coder:loud", "temperature": 0.8},
     "another adapter, greedy": {"model": "coder:wide", "temperature": 0},
-    "half characters": {"regex": "[\u4f60\u597d\u00e9]{150}", "ignore_eos": False},
+    "half characters": {"regex": "[\u4f60\u597d\u00e9]{400}", "ignore_eos": False},
     "a long context": LONG,
 }
 BEGUN = 20
