@@ -46,24 +46,34 @@ def _end(weight: Any, at: Any, inputs: Any, high: Any, scratch: Any, into: Any) 
 
 
 @njit(**OPTIONS)
+def _add(matrix: Any, first: Any, second: Any, stride: Any, scratch: Any, columns: Any) -> None:
+    """To results 0 and 1 two tiles of outputs (which stay in 4 and 5) times one of rows."""
+    tiles.load(6, scratch, columns, _DENSE)
+    tiles.load(4, matrix, first, stride)
+    tiles.multiply(0, 4, 6)
+    tiles.load(5, matrix, second, stride)
+    tiles.multiply(1, 5, 6)
+
+
+@njit(**OPTIONS)
+def _add_others(scratch: Any, columns: Any) -> None:
+    """To results 2 and 3 the same two times another one of rows."""
+    tiles.load(7, scratch, columns, _DENSE)
+    tiles.multiply(2, 4, 7)
+    tiles.multiply(3, 5, 7)
+
+
+@njit(**OPTIONS)
 def _two(weight: Any, first: Any, second: Any, inputs: Any, scratch: Any, columns: Any) -> None:
     """Two tiles of outputs for one of rows: results 0 and 1."""
     tiles.zero(0)
     tiles.zero(1)
     whole = inputs // DEEP * DEEP
     for at in range(0, whole, DEEP):
-        tiles.load(6, scratch, columns, _DENSE)
-        tiles.load(4, weight, first + at, 2 * inputs)
-        tiles.multiply(0, 4, 6)
-        tiles.load(5, weight, second + at, 2 * inputs)
-        tiles.multiply(1, 5, 6)
+        _add(weight, first + at, second + at, 2 * inputs, scratch, columns)
         columns += _SQUARE
     if whole < inputs:
-        tiles.load(6, scratch, columns, _DENSE)
-        tiles.load(4, scratch, _ENDS, _DENSE)
-        tiles.multiply(0, 4, 6)
-        tiles.load(5, scratch, _ENDS + _SQUARE, _DENSE)
-        tiles.multiply(1, 5, 6)
+        _add(scratch, _ENDS, _ENDS + _SQUARE, _DENSE, scratch, columns)
 
 
 @njit(**OPTIONS)
@@ -75,25 +85,13 @@ def _four(weight: Any, first: Any, second: Any, inputs: Any, scratch: Any, colum
     tiles.zero(3)
     whole = inputs // DEEP * DEEP
     for at in range(0, whole, DEEP):
-        tiles.load(6, scratch, columns, _DENSE)
-        tiles.load(4, weight, first + at, 2 * inputs)
-        tiles.multiply(0, 4, 6)
-        tiles.load(5, weight, second + at, 2 * inputs)
-        tiles.multiply(1, 5, 6)
-        tiles.load(7, scratch, others, _DENSE)
-        tiles.multiply(2, 4, 7)
-        tiles.multiply(3, 5, 7)
+        _add(weight, first + at, second + at, 2 * inputs, scratch, columns)
+        _add_others(scratch, others)
         columns += _SQUARE
         others += _SQUARE
     if whole < inputs:
-        tiles.load(6, scratch, columns, _DENSE)
-        tiles.load(4, scratch, _ENDS, _DENSE)
-        tiles.multiply(0, 4, 6)
-        tiles.load(5, scratch, _ENDS + _SQUARE, _DENSE)
-        tiles.multiply(1, 5, 6)
-        tiles.load(7, scratch, others, _DENSE)
-        tiles.multiply(2, 4, 7)
-        tiles.multiply(3, 5, 7)
+        _add(scratch, _ENDS, _ENDS + _SQUARE, _DENSE, scratch, columns)
+        _add_others(scratch, others)
 
 
 @njit(**OPTIONS)
