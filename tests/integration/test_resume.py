@@ -38,10 +38,12 @@ def text(cluster: Cluster) -> list[str]:
     return pieces
 
 
-def read_with(cluster: Cluster, faults: dict[int, Callable[[], object]]) -> tuple[list[str], Stream]:
-    """ASK's pieces, each fault striking when so many of them are here."""
+def read_with(
+    cluster: Cluster, faults: dict[int, Callable[[], object]], ask: dict[str, Any] = ASK
+) -> tuple[list[str], Stream]:
+    """What ``ask`` gives, each fault striking when so many pieces are here."""
     pieces: list[str] = []
-    with Stream(cluster, "coder", ASK) as stream:
+    with Stream(cluster, "coder", ask) as stream:
         for piece in stream.values():
             pieces.append(piece)
             if len(pieces) in faults:
@@ -64,9 +66,15 @@ def test_a_worker_killed_in_mid_stream(cluster: Cluster, text: list[str]) -> Non
 
 
 def test_one_after_the_other(cluster: Cluster, text: list[str]) -> None:
-    pieces, stream = read_with(cluster, {at: lambda: kill_worker(cluster) for at in (5, 60, 120)})
-    assert pieces == text
+    """Of a call so long that it has not ended while its reader waits for who took it over: an idle worker that dies is
+    followed by none."""
+    ask = {**ASK, "max_tokens": 1500}
+    pieces, stream = read_with(cluster, {at: lambda: kill_worker(cluster) for at in (5, 60, 120)}, ask)
     assert stream.done
+    assert len(pieces) > 1000
+    assert pieces[: len(text)] == text
+    with Stream(cluster, "coder", ask) as undisturbed:
+        assert list(undisturbed.values()) == pieces
 
 
 def test_a_worker_that_stops_is_replaced(cluster: Cluster, text: list[str]) -> None:
