@@ -138,7 +138,7 @@ class Instance:
 
     def _move(self, state: InstanceState) -> None:
         self._state = states.check(states.INSTANCE, self._state, state)
-        self._around.changed()
+        self._around.moved()
 
     # --- start --------------------------------------------------------------------------------------
     async def _begin(self, stack: AsyncExitStack) -> None:

@@ -21,6 +21,7 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import Draining
 from sllm_runtime.protocol.node import InstanceStatus, StartInstance
+from sllm_runtime.protocol.states import InstanceState
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Instances:
         *,
         ready: Callable[[Call], None],
         consumed: Callable[[Call, int], None],
+        moved: Callable[[], None],
         changed: Callable[[], None],
         counted: Callable[[], None],
         clock: Callable[[], float],
@@ -53,7 +55,7 @@ class Instances:
         self._suppliers = suppliers
         self._sink = sink
         self._ready, self._consumed = ready, consumed
-        self._changed, self._counted = changed, counted
+        self._moved, self._changed, self._counted = moved, changed, counted
         self._clock, self._wall = clock, wall
         self._instances: dict[str, Instance] = {}
         self._past: OrderedDict[str, InstanceStatus] = OrderedDict()
@@ -70,6 +72,11 @@ class Instances:
         """Whose worker takes calls; None for one that has none (yet, or any more)."""
         found = self._instances.get(instance)
         return found.work if found is not None else None
+
+    @property
+    def starting(self) -> tuple[StartInstance, ...]:
+        """The orders of those that are not ready yet."""
+        return tuple(i.order for i in self._instances.values() if i.state is InstanceState.STARTING)
 
     def statuses(self) -> tuple[InstanceStatus, ...]:
         """For the node's report."""
@@ -93,6 +100,7 @@ class Instances:
             log=InstanceLog(writer, self._sink, self._clock, self._wall),
             ready=self._ready,
             consumed=self._consumed,
+            moved=self._moved,
             changed=self._changed,
             counted=self._counted,
             clock=self._clock,
@@ -111,7 +119,7 @@ class Instances:
         finally:
             self.ledger = self.ledger.release(instance.order.instance)
             instance.freed()
-            self._changed()
+            self._moved()
 
     def _gone(self, living: asyncio.Task[None]) -> None:
         self._living.discard(living)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,8 @@ CONNECT_S: Final = 30.0
 """A request waits this long for a loaderd that is being started."""
 RETRY_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 STATUS_S: Final = 1.0
+BUSY_S: Final = 0.1
+"""Between looks at loaderd while it brings what a start waits for; at its beginning and at its end as well."""
 _SOURCES_BYTES: Final = MAX_MESSAGE // 2
 
 
@@ -44,6 +47,13 @@ class Loader:
         """Sandboxes that were given a session and live."""
         self._ended: set[str] = set()
         """Those of them that ended while loaderd was away; if it is the same one, it has to be told."""
+        self._sent: dict[str, int] = {}
+        """By sandbox: its loads that loaderd has not begun yet."""
+        self._begun: set[str] = set()
+        """Sandboxes whose loads loaderd has begun since it was last asked for its status."""
+        self.shown: set[str] = set()
+        """Living sandboxes whose loads ``status`` has, waiting, under way or done."""
+        self._looked = -inf
         self._kept = KeptChunks()
         self.status: Status | None = None
         """What loaderd last said of itself; None while it is away."""
@@ -111,10 +121,24 @@ class Loader:
                 continue
 
     async def _refresh(self, control: LoaderControl) -> None:
-        status = await control.status()
+        begun, self._begun = self._begun, set()
+        self._looked = asyncio.get_running_loop().time()
+        try:
+            status = await control.status()
+        except BaseException:
+            self._begun |= begun
+            raise
+        self.shown |= begun & self._held
         before, self.status = self.status, status
         if before is None or _shown(status) != _shown(before):
             self._on_change()
+
+    async def _look(self, control: LoaderControl) -> None:
+        """What loaderd does is another thing now: see it before STATUS_S is over."""
+        try:
+            await self._refresh(control)
+        except SllmError as error:
+            log.debug("loaderd's status: %s", error.message)  # ``run`` hears of it too
 
     async def _there(self) -> LoaderControl:
         try:
@@ -157,9 +181,40 @@ class Loader:
                 await self._fetch(control, lacking, report)
             fd = await grant()
         self._held.add(holder)
+        self._sent[holder] = len(ranks)
         for rank in ranks:
-            self._tasks.start(_load(control, model.digest, rank, place_of(rank, devices)), f"load {model.digest}")
+            load = self._load(control, holder, model.digest, rank, place_of(rank, devices))
+            self._tasks.start(load, f"load {model.digest}")
         return fd
+
+    async def _load(self, control: LoaderControl, holder: str, digest: str, rank: int, device: str) -> None:
+        """Begin a load that the sandbox will join; what fails here fails there, and is told there."""
+        begun = False
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self._has_begun(holder)
+            elif asyncio.get_running_loop().time() < self._looked + BUSY_S:
+                return
+            self._looked = asyncio.get_running_loop().time()
+            self._tasks.start(self._look(control), "status")
+
+        try:
+            await control.prefetch(digest, rank, device=device, priority=START, report=on_progress)
+        except SllmError as error:
+            log.info("loading %s ahead of its sandbox: %s", digest, error.message)
+        if not begun:
+            self._has_begun(holder)
+        await self._look(control)
+
+    def _has_begun(self, holder: str) -> None:
+        """One more of its loads is in loaderd's queues, or never will be."""
+        self._sent[holder] = self._sent.get(holder, 1) - 1
+        if self._sent[holder] <= 0:
+            del self._sent[holder]
+            self._begun.add(holder)
 
     async def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
         """What an instance with these GPUs may load to: memory, and those of them that loaderd serves, as themselves or
@@ -190,6 +245,7 @@ class Loader:
         if holder not in self._held:
             return
         self._held.discard(holder)
+        self.shown.discard(holder)
         self._kept.gone(holder)
         if self._control is None:
             self._ended.add(holder)
@@ -252,15 +308,8 @@ def _sources(adapters: Sequence[ModelRecord]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-async def _load(control: LoaderControl, digest: str, rank: int, device: str) -> None:
-    """Begin a load that the sandbox will join; what fails here fails there, and is told there."""
-    try:
-        await control.prefetch(digest, rank, device=device, priority=START)
-    except SllmError as error:
-        log.info("loading %s ahead of its sandbox: %s", digest, error.message)
-
-
 def _shown(status: Status) -> object:
-    """What a report says of it that somebody may wait for; bandwidths and queues go with the next report."""
+    """What a report says of it that somebody may wait for; bandwidths go with the next report."""
     copies = status.ssd.copies if status.ssd is not None else ()
-    return (status.models, copies, tuple((part.model, part.nbytes) for part in status.resident), status.pool.limit)
+    parts = tuple((part.model, part.nbytes) for part in status.resident)
+    return (status.models, copies, parts, tuple(path.queued for path in status.paths), status.pool.limit)

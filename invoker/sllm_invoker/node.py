@@ -27,7 +27,7 @@ from sllm_invoker.relay import Relay
 from sllm_invoker.report import Reporter
 from sllm_invoker.sandbox import SandboxDriver
 from sllm_invoker.settings import InvokerSettings
-from sllm_invoker.storage import copied, dram_used, path_loads, remote, resident, storage
+from sllm_invoker.storage import coming, copied, dram_used, path_loads, remote, resident, storage
 from sllm_invoker.workdir import Workdirs
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.announce import Announcer
@@ -117,6 +117,7 @@ class Node:
             self._sink,
             ready=self._relay.ready,
             consumed=self._relay.consumed,
+            moved=self._reporter.moved,
             changed=self._reporter.changed,
             counted=self._reporter.counted,
             clock=clock,
@@ -308,6 +309,7 @@ class Node:
             remote=remote(loader) if loader is not None else (),
             copied=copied(loader) if loader is not None else {},
             paths=path_loads(loader) if loader is not None else (),
+            coming=coming(self._instances.starting, self._loader.shown, loader),
             dram_limit=loader.pool.limit if loader is not None else 0,
             dram_used=dram_used(loader) if loader is not None else 0,
             storage=storage(loader) if loader is not None else None,

@@ -25,11 +25,17 @@ class Reporter:
         self._compose = compose
         self._publish = publish
         self._changed = asyncio.Event()
+        self._moved = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._sequence = 0
 
+    def moved(self) -> None:
+        """An instance is elsewhere in its life: whoever waits for that is told at once."""
+        self._moved.set()
+        self._changed.set()
+
     def changed(self) -> None:
-        """Something the report says is different now, and somebody may wait for it."""
+        """Something else that the report says is different now, and somebody may look at it."""
         self._changed.set()
 
     def counted(self) -> None:
@@ -38,11 +44,17 @@ class Reporter:
             self._timer = asyncio.get_running_loop().call_later(COUNTS_S, self._changed.set)
 
     async def run(self) -> None:
-        """A change that follows a quiet time is reported at once, those after it in COALESCE_S together."""
+        """A change that follows a quiet time is reported at once, those after it in COALESCE_S together, with the next
+        instance that has moved if that is sooner: a start is as long as its last report is late."""
         while True:
             self._changed.clear()
+            self._moved.clear()
             await self.send()
-            await asyncio.sleep(COALESCE_S)
+            try:
+                async with asyncio.timeout(COALESCE_S):
+                    await self._moved.wait()
+            except TimeoutError:
+                pass
             try:
                 async with asyncio.timeout(limits.HEARTBEAT_S - COALESCE_S):
                     await self._changed.wait()

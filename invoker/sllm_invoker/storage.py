@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from sllm_runtime.protocol.loader import PRIORITIES, START, Status
-from sllm_runtime.protocol.node import DeviceMemory, PathLoad, Storage
+from sllm_runtime.protocol.node import DeviceMemory, PathLoad, StartInstance, Storage
 
 _AHEAD = PRIORITIES[: PRIORITIES.index(START) + 1]
 """Classes that a start waits behind: a prefetch and a write-back let it pass."""
@@ -52,3 +54,11 @@ def path_loads(status: Status) -> tuple[PathLoad, ...]:
         PathLoad(path=path.path, bandwidth=path.bandwidth, queued=sum(path.queued.get(name, 0) for name in _AHEAD))
         for path in status.paths
     )
+
+
+def coming(starting: Iterable[StartInstance], shown: Collection[str], status: Status | None) -> int:
+    """Bytes of the weights of starts that are not among those ``shown`` in the queues of ``status``: whoever starts
+    next waits behind them too."""
+    there = resident(status) if status is not None else ()
+    models = (order.model for order in starting if order.instance not in shown)
+    return sum(model.largest for model in models if model is not None and model.digest not in there)

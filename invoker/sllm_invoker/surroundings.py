@@ -18,6 +18,7 @@ class Surroundings:
     log: InstanceLog
     ready: Callable[[Call], None]
     consumed: Callable[[Call, int], None]
+    moved: Callable[[], None]
     changed: Callable[[], None]
     counted: Callable[[], None]
     clock: Callable[[], float]

@@ -9,6 +9,7 @@ from functools import partial
 
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.peer.exports import Exports, Piece
+from sllm_loaderd.reader import BUFFERED
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.fetch import begin_fetch, place_of
@@ -102,13 +103,14 @@ class _HeldFile:
         self._read = partial(exports.pieces, digest, partition_name(segment.rank))
         self._start = segment.offset
 
-    def read(self, view: memoryview, offset: int) -> None:
+    def read(self, view: memoryview, offset: int) -> str:
         """Raises ``ModelNotFound`` if it is not here any more."""
         with self._read(self._start + offset, len(view)) as pieces:
             at = 0
             for piece in pieces:
                 self._fill(view[at : at + piece.nbytes], piece)
                 at += piece.nbytes
+        return BUFFERED
 
     def _fill(self, view: memoryview, piece: Piece) -> None:
         done = 0

@@ -120,12 +120,12 @@ class LazyObject:
         self._lock = threading.Lock()
         self._opened: ByteSource | None = None
 
-    def read(self, view: memoryview, offset: int) -> None:
+    def read(self, view: memoryview, offset: int) -> str:
         """As ``ChunkSource.read``."""
         with self._lock:
             if self._opened is None:
                 self._opened = self._source.open(self._entry)
-        self._opened.read(view, offset)
+        return self._opened.read(view, offset)
 
     def close(self) -> None:
         """The source keeps its connections for the next load."""

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
-from sllm_loaderd.reader import ChunkSource, mode_of
+from sllm_loaderd.reader import ChunkSource, together
 from sllm_loaderd.store import StoredModel
 
 
@@ -43,11 +43,10 @@ class _ByTensor:
         self.path = source.path
         self.name = source.name
         self.close = source.close
-        self.mode = mode_of(source)
 
-    def read(self, view: memoryview, offset: int) -> None:
+    def read(self, view: memoryview, offset: int) -> str:
         end = offset + len(view)
         first, last = bisect.bisect_right(self._borders, offset), bisect.bisect_left(self._borders, end)
         edges = [offset, *self._borders[first:last], end]
-        for start, stop in itertools.pairwise(edges):
-            self._source.read(view[start - offset : stop - offset], start)
+        pieces = itertools.pairwise(edges)
+        return together([self._source.read(view[start - offset : stop - offset], start) for start, stop in pieces])

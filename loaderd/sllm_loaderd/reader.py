@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint
+
+DIRECT: Final = "direct"
+BUFFERED: Final = "buffered"
+CACHED: Final = "cached"
+"""Copied from the page cache, which says nothing of the path."""
 
 
 class ChunkSource(Protocol):
@@ -23,8 +28,9 @@ class ChunkSource(Protocol):
     @property
     def name(self) -> str: ...
 
-    def read(self, view: memoryview, offset: int) -> None:
-        """Fill ``view`` from ``offset`` on, whole, or raise a typed error naming object and offset. Blocks.
+    def read(self, view: memoryview, offset: int) -> str:
+        """Fill ``view`` from ``offset`` on, whole, or raise a typed error naming object and offset. Blocks. How it was
+        read: ``DIRECT``, ``BUFFERED``, ``CACHED``, empty for what is not local.
 
         A retryable error (``Unavailable``) or bytes that do not match send the chunk to the partition's next source.
         """
@@ -40,9 +46,10 @@ class ByteSource(ChunkSource, Protocol):
     def nbytes(self) -> int: ...
 
 
-def mode_of(source: ChunkSource) -> str:
-    """How a local source reads: ``direct`` or ``buffered``; empty for what is not local."""
-    return str(getattr(source, "mode", ""))
+def together(modes: Iterable[str]) -> str:
+    """How all of it was read: ``CACHED`` if nothing of it came by the path."""
+    found = set(modes)
+    return next(iter(sorted(found - {CACHED})), CACHED if found else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +85,9 @@ class SegmentedPartition:
     def name(self) -> str:
         return self._name
 
-    @property
-    def mode(self) -> str:
-        """How its sources read."""
-        return mode_of(self._segments[0].source)
-
-    def read(self, view: memoryview, offset: int) -> None:
+    def read(self, view: memoryview, offset: int) -> str:
         """As ``ChunkSource.read``; a chunk may span several segments."""
-        end, at = offset + len(view), offset
+        end, at, modes = offset + len(view), offset, []
         for segment in self._segments[max(bisect.bisect_right(self._starts, offset) - 1, 0) :]:
             if segment.offset >= end:
                 break
@@ -93,9 +95,11 @@ class SegmentedPartition:
             if first >= last:
                 continue
             _zero(view[at - offset : first - offset])
-            segment.source.read(view[first - offset : last - offset], first - segment.offset + segment.source_offset)
+            part = view[first - offset : last - offset]
+            modes.append(segment.source.read(part, first - segment.offset + segment.source_offset))
             at = last
         _zero(view[at - offset :])
+        return together(modes)
 
     def close(self) -> None:
         for source in {id(segment.source): segment.source for segment in self._segments}.values():

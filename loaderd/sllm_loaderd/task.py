@@ -9,7 +9,7 @@ from typing import Final
 
 from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.files import chunk_digest
-from sllm_loaderd.reader import ChunkSource, mode_of
+from sllm_loaderd.reader import ChunkSource
 from sllm_runtime.protocol.errors import CorruptCheckpoint, SllmError
 from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.states import check
@@ -95,8 +95,7 @@ class ReadChunk(Task):
         source = self._source(path)
         with self.chunk.view[: self.nbytes] as view:
             self.chunk.zero_tail(self.nbytes)
-            source.read(view, self.offset)
-            self.mode = mode_of(source)
+            self.mode = source.read(view, self.offset)
 
     def check(self) -> None:
         """Compare the digest. Raises ``CorruptCheckpoint`` naming source, chunk and bytes."""

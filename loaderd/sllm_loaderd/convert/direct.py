@@ -165,7 +165,7 @@ def _read_header(source: Source, entry: Entry, number: int, found: _Files) -> No
     found.end = start + entry.nbytes
 
 
-def _sampled(read: Callable[[memoryview, int], None], nbytes: int) -> str:
+def _sampled(read: Callable[[memoryview, int], str], nbytes: int) -> str:
     """A digest of pages all over a file: another fine-tune has another one, the same file has it on every node."""
     digest = xxhash.xxh3_128(nbytes.to_bytes(8, "little"))
     count = min(BLOCK_ALIGN, nbytes)

@@ -93,6 +93,10 @@ class LoaderService:
         found = await asyncio.to_thread(model_sizes, self.store)
         self._sizes = found | self._sizes
         self._prepare()
+        await self._probe()
+
+    async def _probe(self) -> None:
+        """Have the disk measured behind all loads, unless it was: what is in the page cache says nothing of it."""
         await asyncio.to_thread(lambda: probe(self.store.files(), self.paths))
 
     def _prepare(self) -> None:
@@ -156,6 +160,7 @@ class LoaderService:
         info = await self.describe(digest)
         self._sizes[digest] = info.nbytes
         self._prepare()
+        await self._probe()
         return info
 
     def lacks(self, digest: str) -> bool:

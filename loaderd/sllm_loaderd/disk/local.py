@@ -10,12 +10,11 @@ from typing import Final
 
 from sllm_loaderd.disk.cached import cached_bytes
 from sllm_loaderd.files import read_exactly
+from sllm_loaderd.reader import BUFFERED, CACHED, DIRECT
 from sllm_runtime.protocol.checkpoint import BLOCK_ALIGN, partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound
 from sllm_runtime.protocol.loader import DISK
 
-DIRECT: Final = "direct"
-BUFFERED: Final = "buffered"
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """What open says where the file system has no direct I/O (tmpfs, some overlays)."""
 
@@ -23,8 +22,8 @@ _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 class LocalFile:
     """``ByteSource`` over one file. Bytes that the page cache has are copied from there, the others read direct.
 
-    ``mode`` is ``direct``, or ``buffered`` where the file system refuses O_DIRECT or ``direct`` is False. Raises
-    ``ModelNotFound`` or ``CorruptCheckpoint`` if it cannot be opened.
+    They are ``BUFFERED`` where the file system refuses O_DIRECT or ``direct`` is False. Raises ``ModelNotFound`` or
+    ``CorruptCheckpoint`` if it cannot be opened.
     """
 
     path = DISK
@@ -54,14 +53,10 @@ class LocalFile:
         """Time of its last change when it was opened, in nanoseconds since the epoch."""
         return self._opened_as[1]
 
-    @property
-    def mode(self) -> str:
-        """How bytes are read: ``direct`` or ``buffered``."""
-        return BUFFERED if self._direct is None else DIRECT
-
-    def read(self, view: memoryview, offset: int) -> None:
+    def read(self, view: memoryview, offset: int) -> str:
         """As ``ChunkSource.read``. Raises ``CorruptCheckpoint`` if the file is short, broken, or has changed since."""
-        body = self._direct_part(view, offset)
+        cached = cached_bytes(self._fd, offset, len(view)) == len(view)  # copying is faster than any disk
+        body = 0 if cached else self._direct_part(view, offset)
         if body and self._direct is not None:
             read_exactly(self._direct, view[:body], offset, self._file)
         if body < len(view):  # a tail below one sector, a file system without direct I/O, or bytes in the cache
@@ -72,6 +67,9 @@ class LocalFile:
                 " whoever writes it is done",
                 field=str(self._file),
             )
+        if cached:
+            return CACHED
+        return BUFFERED if self._direct is None else DIRECT
 
     def close(self) -> None:
         os.close(self._fd)
@@ -79,11 +77,9 @@ class LocalFile:
             os.close(self._direct)
 
     def _direct_part(self, view: memoryview, offset: int) -> int:
-        """Bytes from the start of ``view`` that direct I/O can and should read."""
+        """Bytes from the start of ``view`` that direct I/O can read."""
         if self._direct is None or offset % BLOCK_ALIGN or address_of(view) % BLOCK_ALIGN:
             return 0
-        if cached_bytes(self._fd, offset, len(view)) == len(view):
-            return 0  # copying from the cache is faster than any disk
         return len(view) // BLOCK_ALIGN * BLOCK_ALIGN
 
 

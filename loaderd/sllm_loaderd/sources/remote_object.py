@@ -28,7 +28,7 @@ class RemoteObject:
         self.path = remote.path
         self.nbytes = entry.nbytes
 
-    def read(self, view: memoryview, offset: int) -> None:
+    def read(self, view: memoryview, offset: int) -> str:
         """Fill ``view``; torn connections resume where they broke. Raises typed errors naming object and offset."""
         span = Span(view, offset)
         if offset < 0 or offset + len(view) > self.nbytes:
@@ -37,6 +37,7 @@ class RemoteObject:
             )
         if span.left:
             self._remote.persist(self._what(span), lambda: self._attempt(span), lambda: span.done)
+        return ""
 
     def close(self) -> None:
         """Nothing is held by one object."""

@@ -104,7 +104,8 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's report: at every change (coalesced to 20 ms) and every HEARTBEAT_S."""
+    """A node's report: at once where an instance has moved in its life, at every other change (coalesced to 20 ms), and
+    every HEARTBEAT_S."""
 
     node: str
     boot: str
@@ -131,6 +132,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     copied: dict[str, int] = {}
     """Bytes of its copies of remote models, by digest."""
     paths: tuple[PathLoad, ...] = ()
+    coming: int = 0
+    """Bytes of weights that those of ``instances`` which start have yet to ask for: no path has them queued."""
     dram_limit: int = 0
     dram_used: int = 0
     storage: Storage | None = None

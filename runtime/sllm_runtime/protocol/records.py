@@ -37,6 +37,11 @@ class ModelRecord(Record, frozen=True, kw_only=True):
     created: float = 0.0
     """Unix seconds; for people, no decision reads it."""
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest partition. Ranks are read side by side; the last one decides."""
+        return max(self.partitions, default=self.nbytes)
+
 
 class VersionRecord(Record, frozen=True, kw_only=True):
     """A version: immutable but for its state. Key ``<function>.<version>`` in bucket ``versions``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -108,6 +109,28 @@ async def test_device_memory_after_a_kill(tmp_path: Path, loader: Loader) -> Non
             await loader.gone("two")
             await loader.gone("one")
             assert [device.used for device in (await again.control.status()).devices] == [0]
+
+
+async def test_a_load_is_in_the_queues_that_the_node_tells_of_before_it_counts_as_shown(
+    tmp_path: Path, loader: Loader
+) -> None:
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    async with loaderd(tmp_path) as daemon:
+        model = await registered(loader, checkpoint)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            asking = asyncio.create_task(loader.grant(model, "one", nothing))
+            await asyncio.sleep(0)
+            assert not loader.shown
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        os.close(await asking)
+        await until(lambda: "one" in loader.shown, WAIT, "its load is seen")
+        there = (await status(loader)).resident
+        assert [part.model for part in there] == [model.digest], "waiting, under way or done"
+        await until(lambda: loader.status and loader.status.resident[0].nbytes == model.nbytes, WAIT, "it has ended")
+        await loader.gone("one")
+        assert not loader.shown
 
 
 @pytest.mark.chaos

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
-from sllm_invoker.storage import dram_used, path_loads, remote, resident, storage
+from sllm_invoker.storage import coming, dram_used, path_loads, remote, resident, storage
 from sllm_runtime.protocol.loader import (
     PREWARM,
     START,
@@ -19,6 +19,8 @@ from sllm_runtime.protocol.loader import (
     TierStatus,
 )
 from sllm_runtime.protocol.node import DeviceMemory, Storage
+from sllm_runtime.protocol.records import ModelRecord
+from tests.fixtures.invoker import order
 
 POOL = PoolStatus(chunk_bytes=1, limit=1, free=0, prefaulted=0, used=0, held=0, retiring=0, reserved=0)
 
@@ -55,3 +57,14 @@ def test_a_start_waits_behind_starts_alone() -> None:
     queued = {START: 5, PREWARM: 70, WRITE_BACK: 900}
     (load,) = path_loads(status(paths=(PathStatus(path="disk", bandwidth=2.0, queued=queued),)))
     assert (load.path, load.bandwidth, load.queued) == ("disk", 2.0, 5)
+
+
+def test_what_starts_will_ask_for_is_coming_until_a_queue_shows_it() -> None:
+    parts = ModelRecord(digest="cold", uri="x", nbytes=30, partitions=(10, 20))
+    there = ModelRecord(digest="whole", uri="x", nbytes=10, partitions=(10,))
+    one, two, third, without = order(model=parts), order(model=parts), order(model=there), order()
+    said = status(resident=(part("whole", 0, 10),))
+    assert coming((one, two, third, without), set(), said) == 2 * 20, "the largest partition; ranks are read at once"
+    assert coming((one, two, third, without), {one.instance}, said) == 20
+    assert coming((one, third), {one.instance, third.instance}, None) == 0
+    assert coming((third,), set(), None) == 10, "while loaderd is away nothing is known to be in memory"

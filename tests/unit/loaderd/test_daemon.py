@@ -39,6 +39,7 @@ from sllm_runtime.protocol.loader import Hello, Load
 from tests.fixtures.loaderd import (
     SMALL_CHUNK,
     LoaderProcess,
+    drop,
     loaderd,
     mapped,
     numbers_model,
@@ -108,6 +109,7 @@ async def test_registering_twice_does_the_work_once_and_a_change_is_seen(
 
 async def test_blocks_become_ready_and_the_second_load_reads_nothing(daemon: LoaderProcess, checkpoint: Path) -> None:
     info = await daemon.control.register(str(checkpoint))
+    drop(daemon.model_directory(info.model) / partition_name(0))
     async with session(daemon, info.model) as opened:
         load = opened.load()
         for block in range(len(info.blocks)):

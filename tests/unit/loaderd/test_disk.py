@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from sllm_loaderd.disk.cached import cached_bytes
 from sllm_loaderd.disk.local import LocalFile, LocalPartition
-from sllm_loaderd.reader import Segment, SegmentedPartition, mode_of
+from sllm_loaderd.reader import Segment, SegmentedPartition, together
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound
+from tests.fixtures.loaderd import drop
 
 SIZE = 5 * 4096 + 123
 SYSFS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -32,14 +33,6 @@ def file(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Path:
     path = tmp_path_factory.mktemp("disk") / "data"
     path.write_bytes(data)
     return path
-
-
-def drop(path: Path) -> None:
-    """Have the page cache forget a file."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
 
 
 @given(
@@ -67,24 +60,26 @@ def test_any_bytes_into_any_memory(
 def test_a_direct_read_leaves_the_page_cache_empty(file: Path, data: bytes) -> None:
     drop(file)
     source = LocalFile(file)
-    if source.mode != "direct":
-        pytest.skip("the temporary directory is on a file system without direct I/O")
     with mmap.mmap(-1, SIZE) as memory, memoryview(memory) as whole, whole[: 4 * 4096] as view:
-        source.read(view, 0)
+        if source.read(view, 0) != "direct":
+            pytest.skip("the temporary directory is on a file system without direct I/O")
         assert view == data[: 4 * 4096]
     fd = os.open(file, os.O_RDONLY)
     assert cached_bytes(fd, 0, 4 * 4096) == 0
     os.pread(fd, 4 * 4096, 0)
-    assert cached_bytes(fd, 0, 4 * 4096) in (0, 4 * 4096)  # 0: a kernel before 6.5 cannot say
+    known = cached_bytes(fd, 0, 4 * 4096)
+    assert known in (0, 4 * 4096)  # 0: a kernel before 6.5 cannot say
+    with mmap.mmap(-1, SIZE) as memory, memoryview(memory) as whole, whole[: 4 * 4096] as view:
+        assert source.read(view, 0) == ("cached" if known else "direct")
+        assert view == data[: 4 * 4096]
     os.close(fd)
     source.close()
 
 
 def test_a_file_system_without_direct_io_is_read_through_the_cache() -> None:
     source = LocalFile(SYSFS)
-    assert (source.mode, mode_of(source)) == ("buffered", "buffered")
     read = bytearray(4)
-    source.read(memoryview(read), 0)
+    assert source.read(memoryview(read), 0) == "buffered"
     assert bytes(read) == SYSFS.read_bytes()[:4]
     source.close()
 
@@ -135,10 +130,18 @@ def test_segments_of_several_objects_are_one_partition(
     offset, nbytes = min(span), abs(span[0] - span[1])
     read = bytearray(b"?" * nbytes)
     partition = SegmentedPartition("several", segments)
-    assert (partition.path, partition.mode) == (source.path, source.mode)
+    assert partition.path == source.path
     partition.read(memoryview(read), offset)
     assert read == (expected + bytes(60000))[offset : offset + nbytes]
     partition.close()
+
+
+@pytest.mark.parametrize(
+    ("modes", "mode"),
+    [([], ""), (["cached", "cached"], "cached"), (["cached", "direct", "cached"], "direct"), ([""], "")],
+)
+def test_what_comes_in_parts_is_cached_if_all_of_it_is(modes: list[str], mode: str) -> None:
+    assert together(modes) == mode
 
 
 def test_segments_that_overlap_or_come_by_two_ways_are_refused(file: Path) -> None:

@@ -15,7 +15,7 @@ from sllm_loaderd.files import chunk_digest
 from sllm_loaderd.path_queue import Bandwidth, PathQueue
 from sllm_loaderd.paths import Paths, sooner
 from sllm_loaderd.pool import ChunkPool
-from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.reader import CACHED, ChunkSource
 from sllm_loaderd.task import ReadChunk, Task, TaskState
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InternalError, SllmError
 from tests.fixtures.waiting import GIVE_UP_S
@@ -31,15 +31,18 @@ class GatedSource:
 
     def __init__(self, path: str = "disk") -> None:
         self.path = path
+        self.mode = ""
+        self.content = content
         self.gate = threading.Event()
         self.began: queue.Queue[int] = queue.Queue()
 
-    def read(self, view: memoryview, offset: int) -> None:
+    def read(self, view: memoryview, offset: int) -> str:
         self.began.put(offset // SIZE)
         assert self.gate.wait(WAIT)
         if offset >= 900 * SIZE:
             raise RuntimeError("a bug")
-        view[:] = content(offset // SIZE)
+        view[:] = self.content(offset // SIZE)[: len(view)]
+        return self.mode
 
     def close(self) -> None:
         pass
@@ -162,7 +165,7 @@ def test_a_chunk_used_before_shows_nothing_of_its_last_content(bench: Bench) -> 
     short = bench.task(0, digest=chunk_digest(bytes(100)))
     assert short.chunk is task.chunk
     short.nbytes = 100
-    bench.source.read = lambda view, offset: view.__setitem__(slice(None), bytes(len(view)))  # type: ignore[method-assign]
+    bench.source.content = lambda number: bytes(SIZE)
     bench.paths.put([short], 0)
     assert bench.ended.get(timeout=WAIT) == (0, None)
     assert bytes(task.chunk.view) == bytes(SIZE)
@@ -183,10 +186,26 @@ def test_an_idle_path_takes_the_last_chunks_of_another_one(bench: Bench) -> None
     assert (tasks[0].path, tasks[0].remote) == ("disk", False)
 
 
+def test_what_the_page_cache_had_says_nothing_of_its_path(bench: Bench) -> None:
+    bench.source.gate.set()
+    bench.source.mode = CACHED
+    bench.paths.put([bench.task(number) for number in range(3)], 0)
+    assert bench.finish(3) == [0, 1, 2]
+    (disk,) = bench.paths.status()
+    assert (disk.bandwidth, disk.mode) == (0.0, "")
+    bench.source.mode = "direct"
+    bench.paths.put([bench.task(3)], 0)
+    assert bench.finish(1) == [3]
+    (disk,) = bench.paths.status()
+    assert disk.bandwidth > 0
+    assert disk.mode == "direct"
+
+
 def test_a_task_that_failed_runs_again_on_its_next_source(bench: Bench) -> None:
     bench.other.gate.set()
     task = bench.task(2, sources=(bench.source, bench.other))
-    bench.source.read = lambda view, offset: view.__setitem__(slice(None), bytes(len(view)))  # type: ignore[method-assign]
+    bench.source.gate.set()
+    bench.source.content = lambda number: bytes(SIZE)
     bench.paths.put([task], 0)
     _, error = bench.ended.get(timeout=WAIT)
     assert isinstance(error, CorruptCheckpoint)

@@ -19,7 +19,7 @@ from sllm_loaderd.pipeline import Pipeline
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 from sllm_runtime.protocol.limits import CHUNK_BYTES
-from tests.fixtures.loaderd import SMALL_CHUNK, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, drop, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
@@ -72,6 +72,7 @@ async def test_the_same_bytes_come_whatever_is_off_and_in_whatever_order(tmp_pat
     for name, settings in ways.items():
         async with loaderd(tmp_path / name, fake_devices="1x4MiB@8GB/s", **settings) as daemon:
             info = await daemon.control.register(str(checkpoint))
+            drop(daemon.model_directory(info.model) / partition_name(0))
             session = await asyncio.to_thread(LoaderSession, await daemon.control.grant("w", info.model))
             try:
                 for device in ("cpu", "fake:0"):

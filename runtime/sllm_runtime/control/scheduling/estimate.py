@@ -26,11 +26,6 @@ def estimate(server: Server, key: Key, model: ModelRecord | None, learned: Learn
     )
 
 
-def largest(model: ModelRecord) -> int:
-    """n: bytes of its largest partition. Ranks are read side by side; the last one decides."""
-    return max(model.partitions, default=model.nbytes)
-
-
 def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, float]:
     """Where the weights are, and seconds of waiting and of reading."""
     if model is None:
@@ -40,4 +35,4 @@ def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, fl
         return "dram", 0.0, 0.0
     near = model.digest in server.stored.ssd
     bandwidth = path.bandwidth or (SSD_BANDWIDTH if near else REMOTE_BANDWIDTH)
-    return "ssd" if near else "remote", (path.queued + server.coming) / bandwidth, largest(model) / bandwidth
+    return "ssd" if near else "remote", (path.queued + server.coming) / bandwidth, model.largest / bandwidth

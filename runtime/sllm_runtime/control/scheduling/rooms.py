@@ -10,7 +10,7 @@ from math import inf
 from typing import Final, TypeAlias
 
 from sllm_runtime.control.fits import Need
-from sllm_runtime.control.scheduling.estimate import estimate, largest
+from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import May, Servers
 from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate, Tier
@@ -168,5 +168,5 @@ def _weightless(servers: Servers, kind: str) -> Iterator[tuple[float, Server]]:
 
 def _waits(servers: Servers, path: str, model: ModelRecord, kind: str) -> Iterator[tuple[float, Server]]:
     waits, fastest = servers.by_wait(path, kind)
-    read = largest(model) / fastest if fastest else 0.0
+    read = model.largest / fastest if fastest else 0.0
     return ((wait + read, server) for wait, server in waits)

@@ -60,7 +60,8 @@ class Server:
     working: tuple[Instance, ...]
     """Its instances that are at work on calls which could go on elsewhere."""
     coming: int
-    """Bytes of weights that were sent for since its report, by ``path`` not told apart: its queues do not show them."""
+    """Bytes of weights that its queues do not show: of what was sent for since its report, and what it says itself. By
+    ``path`` not told apart."""
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -138,7 +139,7 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
         spare=_by_kind(capacity.gpus),
         yielding=yielding,
         working=tuple(working),
-        coming=_coming(view, starting, status, stored) if starting else 0,
+        coming=status.coming + (_coming(view, starting, status, stored) if starting else 0),
     )
 
 
@@ -167,7 +168,7 @@ def _sorted_out(there: Mapping[str, Instance]) -> tuple[bool, list[Instance], li
 def _coming(view: View, starting: Sequence[Instance], status: NodeStatus, stored: Stored) -> int:
     reported = {instance.instance for instance in status.instances}
     models = (view.model_of(i.key) for i in starting if i.record.instance not in reported)
-    return sum(max(m.partitions, default=0) for m in models if m is not None and m.digest not in stored.dram)
+    return sum(model.largest for model in models if model is not None and model.digest not in stored.dram)
 
 
 def _by_kind(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:

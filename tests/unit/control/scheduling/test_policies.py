@@ -36,6 +36,14 @@ def test_a_long_queue_on_the_disk_sends_it_elsewhere() -> None:
         assert decision.node == winner
 
 
+def test_what_starts_have_yet_to_ask_for_counts_as_queued() -> None:
+    near = node("near", models=(M.digest,), coming=30 * GB)
+    view, _ = function(cluster(near, node("far"), models=(M,)), "chat", M)
+    decision = place(StartupTime(), view, "chat")
+    assert isinstance(decision, Place)
+    assert decision.node == "far"
+
+
 def test_what_was_sent_for_since_the_report_counts_as_queued() -> None:
     other = model("other", 5 * GB)
     nodes = [node(name, gpus=4, models=(M.digest, other.digest)) for name in ("a", "b")]
