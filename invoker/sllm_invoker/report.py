@@ -14,6 +14,8 @@ from sllm_runtime.protocol.node import NodeStatus
 log = logging.getLogger(__name__)
 
 COALESCE_S: Final = 0.02
+REST: Final = 4.0
+"""Times as long as a report took none is sent: it has all instances, and a node may end a thousand at once."""
 COUNTS_S: Final = 0.2
 """How late the report may say that a call began or ended: nothing waits for it."""
 
@@ -46,12 +48,16 @@ class Reporter:
     async def run(self) -> None:
         """A change that follows a quiet time is reported at once, those after it in COALESCE_S together, with the next
         instance that has moved if that is sooner: a start is as long as its last report is late."""
+        clock = asyncio.get_running_loop().time
         while True:
             self._changed.clear()
             self._moved.clear()
+            began = clock()
             await self.send()
+            sent = clock()
+            await asyncio.sleep(min(REST * (sent - began), COALESCE_S))
             try:
-                async with asyncio.timeout(COALESCE_S):
+                async with asyncio.timeout_at(sent + COALESCE_S):
                     await self._moved.wait()
             except TimeoutError:
                 pass

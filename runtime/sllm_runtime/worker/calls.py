@@ -7,12 +7,13 @@ import contextlib
 import contextvars
 import inspect
 import logging
+import math
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import (
@@ -38,6 +39,9 @@ _MESSAGE_CHARS = 2000
 _TRACE_CHARS = 64 * 1024
 _CANCEL_S = 2.0
 """A stopping worker waits this long for what it cancelled."""
+_STAND_BY_S: Final = 0.03
+"""And this long after a call has moved away: to give its memory back takes a core, and so does the first step of who
+has the call now, which the caller waits for."""
 
 
 class Calls:
@@ -67,6 +71,8 @@ class Calls:
         self._openai: Callable[[Call], Any] | None = None
         self._draining = False
         self._abandoned = False
+        self._moved_at = -math.inf
+        """When a call last moved away."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -136,6 +142,8 @@ class Calls:
         if call is None:
             return
         error = ErrorBody(code=message.code, message=message.reason or "the call was cancelled").to_error()
+        if call.fed.held:
+            self._moved_at = asyncio.get_running_loop().time()
         call.cancel(error.body())
         if call.task is None:
             self._finish(call, error.body())
@@ -148,6 +156,7 @@ class Calls:
                 await self._idle.wait()
         except TimeoutError:
             await self._give_up()
+        await asyncio.sleep(self._moved_at + _STAND_BY_S - asyncio.get_running_loop().time())
 
     async def _give_up(self) -> None:
         for call in list(self._running.values()):

@@ -44,6 +44,12 @@ class Fed:
         with self._lock:
             return tuple(self._known.get(generation, ()))
 
+    @property
+    def held(self) -> bool:
+        """Whether it draws nothing: it is on its way here, or away."""
+        with self._lock:
+            return self._held
+
     def holds(self, generation: int, *, beside: bool) -> bool:
         """Whether ``generation`` draws nothing yet. One that another has followed is over where it comes from: how it
         ended is to be drawn, unless they run ``beside`` each other."""

@@ -1,0 +1,69 @@
+"""A worker that stops, and what it still waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from sllm_runtime.platform.owned import end
+from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol.frames import CallHead
+from sllm_runtime.protocol.worker import CancelCall, Heartbeat, HoldCall, StartCall
+from sllm_runtime.worker import calls
+from sllm_runtime.worker.call import Call
+from sllm_runtime.worker.calls import Calls
+from sllm_runtime.worker.console import Console
+from sllm_runtime.worker.sender import Sender
+from tests.fixtures.waiting import GIVE_UP_S, until
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    ours, theirs = socket.socketpair()
+    made = Sender(BlockingWire(ours), lambda: Heartbeat(running=0))
+    made.start()
+    yield made
+    made.close(GIVE_UP_S)
+    ours.close()
+    theirs.close()
+
+
+def running(sender: Sender) -> Calls:
+    """One call, number 1, that ends when it is cancelled."""
+
+    async def run(call: Call) -> None:
+        await asyncio.Event().wait()
+
+    sender.watch(asyncio.get_running_loop())
+    made = Calls(sender, Console(lambda *said: None, lambda: None), run, on_loop=True)
+    head = CallHead(
+        call="c", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True, body_bytes=2,
+        timeout_s=GIVE_UP_S, idle_timeout_s=GIVE_UP_S, seed=0,
+    )  # fmt: skip
+    made.start(StartCall(number=1, head=head, body=b"{}"))
+    return made
+
+
+@pytest.mark.parametrize("moves", [True, False])
+async def test_it_ends_a_moment_after_its_last_call_has_moved_away(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    monkeypatch.setattr(calls, "_STAND_BY_S", 10 * GIVE_UP_S)
+    made = running(sender)
+    if moves:
+        made.hold(HoldCall(1))
+    stopping = asyncio.create_task(made.drain(GIVE_UP_S))
+    try:
+        made.cancel(CancelCall(1))
+        await until(lambda: not made.count(), what="the call has ended")
+        if moves:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not stopping.done()
+        else:
+            await until(stopping.done, what="nothing is waited for")
+    finally:
+        await end([stopping])
