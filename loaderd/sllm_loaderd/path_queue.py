@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from sllm_loaderd.reader import CACHED
-from sllm_loaderd.task import Task, TaskState
+from sllm_loaderd.task import Order, Task, TaskState
 from sllm_runtime.protocol.errors import InternalError, SllmError
 from sllm_runtime.protocol.loader import PRIORITIES, PathStatus
 
@@ -73,7 +73,7 @@ class PathQueue:
         self._clock = clock
         self._steal = steal
         self._changed = threading.Condition(lock or threading.RLock())
-        self._heap: list[tuple[int, int, int, Task]] = []
+        self._heap: list[tuple[int, Order, int, Task]] = []
         self._threads: list[threading.Thread] = []
         self._mode = ""
         self._measured_at = 0.0
@@ -102,7 +102,7 @@ class PathQueue:
                 thread.start()
             self._changed.notify_all()
 
-    def move(self, task: Task, priority: int, order: int) -> None:
+    def move(self, task: Task, priority: int, order: Order) -> None:
         """Another place for a task that waits here."""
         with self._changed:
             task.priority, task.order = priority, order

@@ -35,16 +35,22 @@ class Paths:
         self._clock = clock
         self._lock = threading.RLock()
         self._queues: dict[str, PathQueue] = {}
-        self._orders = itertools.count()
+        self._turns = itertools.count()
         self._closing = False
 
-    def put(self, tasks: Sequence[Task], priority: int) -> None:
-        """Queue ``tasks`` in this order, in the class ``PRIORITIES[priority]``, each on the first of its paths."""
+    def turn(self) -> int:
+        """A turn for tasks that are put later: they go before all that take theirs after this."""
+        return next(self._turns)
+
+    def put(self, tasks: Sequence[Task], priority: int, turn: int | None = None) -> None:
+        """Queue ``tasks`` in this order, in the class ``PRIORITIES[priority]``, each on the first of its paths. Without
+        a ``turn`` they take the next one."""
         with self._lock:
             if self._closing:
                 return
-            for task in tasks:
-                task.priority, task.order = priority, next(self._orders)
+            turn = self.turn() if turn is None else turn
+            for place, task in enumerate(tasks):
+                task.priority, task.order = priority, (turn, place)
             self._put(tasks)
 
     def again(self, task: Task) -> None:
@@ -57,7 +63,7 @@ class Paths:
         """Somebody of a higher class waits for ``task`` now."""
         with self._lock:
             if task.state is TaskState.QUEUED and priority < task.priority:
-                self._queues[task.path].move(task, priority, next(self._orders))
+                self._queues[task.path].move(task, priority, (self.turn(), 0))
 
     def reorder(self, tasks: Sequence[Task]) -> None:
         """Serve ``tasks`` in this order. They take each other's places, so nobody else waits longer for it."""

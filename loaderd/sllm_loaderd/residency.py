@@ -58,11 +58,18 @@ class Residency(Residents):
         there = resident.chunks if resident is not None else {}
         return (resident is None or not resident.sources) and any(number not in there for number in chunks)
 
-    def load(self, model: StoredModel, rank: int, job: LoadJob, sources: Sequence[ChunkSource] = ()) -> Resident:
+    def load(
+        self,
+        model: StoredModel,
+        rank: int,
+        job: LoadJob,
+        sources: Sequence[ChunkSource] = (),
+        turn: int | None = None,
+    ) -> Resident:
         """Start or join the load of a partition. ``chunks`` of what is returned has all that ``job`` needs.
 
-        ``sources`` (best first) are this method's own from here on. Raises ``PoolExhausted`` (nothing was evicted then)
-        or ``InvalidCheckpoint``.
+        ``sources`` (best first) are this method's own from here on. ``turn``: as ``Paths.put`` has it. Raises
+        ``PoolExhausted`` (nothing was evicted then) or ``InvalidCheckpoint``.
         """
         digest = model.checkpoint.digest
         resident = self._residents.get((digest, rank)) or Resident((digest, rank), model, self._clock())
@@ -82,7 +89,7 @@ class Residency(Residents):
         self._residents[resident.key] = resident
         resident.used_at = self._clock()
         self.promote(resident, job.chunks, job.priority)
-        self._read(resident, dict(zip(missing, fresh, strict=True)), job.priority)
+        self._read(resident, dict(zip(missing, fresh, strict=True)), job.priority, turn)
         return resident
 
     def start(self, resident: Resident, job: LoadJob) -> None:
@@ -132,7 +139,7 @@ class Residency(Residents):
                 field="chunk_bytes",
             )
 
-    def _read(self, resident: Resident, fresh: dict[int, Chunk], priority: int) -> None:
+    def _read(self, resident: Resident, fresh: dict[int, Chunk], priority: int, turn: int | None) -> None:
         stated = resident.model.index.partitions[resident.key[1]].digests
         chunk_bytes = resident.model.index.chunk_bytes
 
@@ -146,7 +153,7 @@ class Residency(Residents):
             for digest in (stated[n] if self._integrity else None,)
         ]
         resident.tasks.update((task.number, task) for task in tasks)
-        self._paths.put(tasks, priority)
+        self._paths.put(tasks, priority, turn)
 
     def _finished(self, resident: Resident, number: int, error: SllmError | None) -> None:
         task = resident.tasks[number]

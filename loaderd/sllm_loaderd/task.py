@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeAlias
 
 from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.files import chunk_digest
@@ -35,6 +35,10 @@ TASK: Final[dict[TaskState, frozenset[TaskState]]] = {
 }
 
 
+Order: TypeAlias = tuple[int, int]
+"""The turn that a task was given with others, and its place among them."""
+
+
 class Task(ABC):
     """``nbytes`` of chunk ``number`` over one of ``paths`` (preferred first).
 
@@ -52,7 +56,7 @@ class Task(ABC):
         self.path = ""
         self.mode = ""
         self.priority = 0
-        self.order = 0
+        self.order: Order = (0, 0)
         self.state = TaskState.NEW
 
     @abstractmethod

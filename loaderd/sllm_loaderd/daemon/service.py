@@ -236,6 +236,7 @@ class LoaderService:
 
         Raises typed errors if it cannot begin.
         """
+        turn = self.paths.turn()  # in which it was asked for, not in which its files were open
         device = None if request.device == CPU else self.devices.get(request.device)
         model = await self.model(request.model)
         job = plan_job(
@@ -255,7 +256,7 @@ class LoaderService:
             sources = await _in_thread(self.settings.pipeline.open_sources, model, rank)
         if device is not None:
             return DeviceLoad(model, rank, job, self.stage, self.stage.load(model, rank, device, holder, sources))
-        load = MemoryLoad(model, rank, job, self.residency, self.residency.load(model, rank, job, sources))
+        load = MemoryLoad(model, rank, job, self.residency, self.residency.load(model, rank, job, sources, turn))
         self._prepare()
         return load
 

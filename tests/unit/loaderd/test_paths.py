@@ -115,6 +115,15 @@ def test_classes_go_before_arrival_and_arrival_orders_a_class(bench: Bench) -> N
     assert set(status.queued.values()) == {0}
 
 
+def test_who_came_first_is_served_first_whoever_was_ready_first(bench: Bench) -> None:
+    first, second = bench.paths.turn(), bench.paths.turn()
+    bench.begin()
+    bench.paths.put(bench.tasks(3, 4), 0, second)
+    bench.paths.put(bench.tasks(5), 0)
+    bench.paths.put(bench.tasks(1, 2), 0, first)
+    assert bench.finish(6) == [0, 1, 2, 3, 4, 5]
+
+
 def test_what_somebody_begins_to_wait_for_is_promoted_and_runs_once(bench: Bench) -> None:
     bench.begin()
     later = bench.tasks(1, 2)
