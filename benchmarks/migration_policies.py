@@ -81,8 +81,10 @@ def _models(directory: Path, nbytes: int) -> Iterator[Models]:
     made = synthetic.write(directory / "plain", nbytes, cold_gigabyte.STEP)
     convert_directory(made.directory, directory / "store" / "b")
     shutil.rmtree(made.directory)
+    code = directory / "code"  # alone there: what lies beside a function goes with it
+    code.mkdir()
     # One module of a name for an interpreter.
-    function = Path(shutil.copy(cold_gigabyte.FUNCTION, directory / "started.py"))
+    function = Path(shutil.copy(cold_gigabyte.FUNCTION, code / "started.py"))
     argv = [sys.executable, "-m", "benchmarks.slow_store", str(directory / "store"), str(nbytes / STORE_S)]
     with Program(argv, directory / "store.log", cwd=ROOT) as store:
         yield Models(f"http://127.0.0.1:{store.hear(WAIT_S)['port']}/b", str(made.sampled), function)
