@@ -37,6 +37,8 @@ from benchmarks.runner import Run
 STREAMS: Final = ("worker", "node", "gateway", "jetstream")
 ASK: Final = {"prompt": "class Parser", "max_tokens": 500, "temperature": 0.8, "seed": 7}
 AT: Final = 50
+TRIES: Final = 3
+"""Faults until one meets a stream."""
 KEPT: Final = ("gateway", "jetstream")
 SETTINGS: Final = {"SLLM_PRELOAD": "engine", "SLLM_CONTROLLERS": "2"}
 
@@ -113,17 +115,24 @@ def _case(
     gateways = gateways_of(place.platform)
     for number in range(run.rounds if run.quick else 20):
         first = gateways[number % len(gateways) :] + gateways[: number % len(gateways)]
-        found.samples.append(round(_gap(place, case, first, aim(first[0]), sums) * 1e3, 1))
+        for _ in range(TRIES):
+            gap = _gap(place, case, first, aim(first[0]), sums)
+            if mend is not None:
+                mend()
+            place.field.until_back(place.processes)
+            if gap is not None:
+                break
+        else:
+            raise ProgramFailed(f"{case}: the stream had ended before the fault, {TRIES} times")
+        found.samples.append(round(gap * 1e3, 1))
         run.note(f"{case}: {found.samples[-1]:g} ms")
-        if mend is not None:
-            mend()
-        place.field.until_back(place.processes)
     found.extra = {"p99": percentile(found.samples, 99), "tokens": sums.events, "wrong": sums.wrong}
     run.aims.append(Aim(f"{case}: tokens lost, repeated or changed", float(sums.wrong), at_most=0.0))
 
 
-def _gap(place: Place, case: str, gateways: Sequence[str], strike: Callable[[], None], sums: Sums) -> float:
-    """The longest time without an event from the fault on, in seconds; read from the first of ``gateways``."""
+def _gap(place: Place, case: str, gateways: Sequence[str], strike: Callable[[], None], sums: Sums) -> float | None:
+    """The longest time without an event from the fault on, in seconds; read from the first of ``gateways``. None: the
+    stream had ended before it, as one whose first events were all late may."""
     told = Told(Heard(0), kept=case in KEPT)
     reader = Reader(gateways, place.platform.token, place.function, ASK, told, first=0)
     with ThreadPoolExecutor(1) as pool:
@@ -135,7 +144,4 @@ def _gap(place: Place, case: str, gateways: Sequence[str], strike: Callable[[], 
     if told.heard.error:
         raise ProgramFailed(f"the stream was lost: {told.heard.error}")
     sums.add(told.heard, place.right)
-    gap = told.gap(at, math.inf)
-    if gap is None:
-        raise ProgramFailed("the stream had ended before the fault")
-    return gap
+    return told.gap(at, math.inf)
