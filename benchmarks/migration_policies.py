@@ -41,7 +41,7 @@ STORE_S: Final = 5.0
 """That the store takes for B: what a server's disk takes for a large model."""
 MIB: Final = 2**20
 ASK: Final = {"prompt": "class Parser", "temperature": 0.8, "seed": 7}
-AT: Final = 100
+AT: Final = 300
 """Events of A that are here when B is called."""
 WAIT_S: Final = 60.0
 KEEP_S: Final = 600.0
