@@ -47,12 +47,8 @@ class Loader:
         """Sandboxes that were given a session and live."""
         self._ended: set[str] = set()
         """Those of them that ended while loaderd was away; if it is the same one, it has to be told."""
-        self._sent: dict[str, int] = {}
-        """By sandbox: its loads that loaderd has not begun yet."""
-        self._begun: set[str] = set()
-        """Sandboxes whose loads loaderd has begun since it was last asked for its status."""
-        self.shown: set[str] = set()
-        """Living sandboxes whose loads ``status`` has, waiting, under way or done."""
+        self._unseen: dict[tuple[str, int], bool] = {}
+        """Loads that ``status`` does not have, by sandbox and rank; whether loaderd has begun them since."""
         self._looked = -inf
         self._kept = KeptChunks()
         self.status: Status | None = None
@@ -121,14 +117,11 @@ class Loader:
                 continue
 
     async def _refresh(self, control: LoaderControl) -> None:
-        begun, self._begun = self._begun, set()
+        begun = [load for load, is_so in self._unseen.items() if is_so]
         self._looked = asyncio.get_running_loop().time()
-        try:
-            status = await control.status()
-        except BaseException:
-            self._begun |= begun
-            raise
-        self.shown |= begun & self._held
+        status = await control.status()
+        for load in begun:
+            self._unseen.pop(load, None)
         before, self.status = self.status, status
         if before is None or _shown(status) != _shown(before):
             self._on_change()
@@ -139,6 +132,11 @@ class Loader:
             await self._refresh(control)
         except SllmError as error:
             log.debug("loaderd's status: %s", error.message)  # ``run`` hears of it too
+
+    @property
+    def shown(self) -> set[str]:
+        """Living sandboxes whose loads ``status`` has, waiting, under way or done."""
+        return self._held - {holder for holder, _ in self._unseen}
 
     async def _there(self) -> LoaderControl:
         try:
@@ -181,40 +179,32 @@ class Loader:
                 await self._fetch(control, lacking, report)
             fd = await grant()
         self._held.add(holder)
-        self._sent[holder] = len(ranks)
         for rank in ranks:
+            self._unseen[holder, rank] = False
             load = self._load(control, holder, model.digest, rank, place_of(rank, devices))
             self._tasks.start(load, f"load {model.digest}")
         return fd
 
     async def _load(self, control: LoaderControl, holder: str, digest: str, rank: int, device: str) -> None:
         """Begin a load that the sandbox will join; what fails here fails there, and is told there."""
-        begun = False
+        load = holder, rank
 
         def on_progress(stage: str, done: int, total: int) -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
-                self._has_begun(holder)
-            elif asyncio.get_running_loop().time() < self._looked + BUSY_S:
-                return
-            self._looked = asyncio.get_running_loop().time()
-            self._tasks.start(self._look(control), "status")
+            begins = self._unseen.get(load) is False
+            if begins:
+                self._unseen[load] = True
+            now = asyncio.get_running_loop().time()
+            if done < total and (begins or now >= self._looked + BUSY_S):  # of its end is told below
+                self._looked = now
+                self._tasks.start(self._look(control), "status")
 
         try:
             await control.prefetch(digest, rank, device=device, priority=START, report=on_progress)
         except SllmError as error:
             log.info("loading %s ahead of its sandbox: %s", digest, error.message)
-        if not begun:
-            self._has_begun(holder)
+        if load in self._unseen:  # one that failed has told nothing
+            self._unseen[load] = True
         await self._look(control)
-
-    def _has_begun(self, holder: str) -> None:
-        """One more of its loads is in loaderd's queues, or never will be."""
-        self._sent[holder] = self._sent.get(holder, 1) - 1
-        if self._sent[holder] <= 0:
-            del self._sent[holder]
-            self._begun.add(holder)
 
     async def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
         """What an instance with these GPUs may load to: memory, and those of them that loaderd serves, as themselves or
@@ -245,7 +235,6 @@ class Loader:
         if holder not in self._held:
             return
         self._held.discard(holder)
-        self.shown.discard(holder)
         self._kept.gone(holder)
         if self._control is None:
             self._ended.add(holder)
