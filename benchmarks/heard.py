@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from sllm.sse import Parser
 from sllm_runtime.protocol import timeline
 
 
@@ -19,11 +21,19 @@ class Window:
     end: float
 
 
+class Piece(NamedTuple):
+    """Bytes of a stream and when they came, by ``time.monotonic``."""
+
+    at: float
+    data: bytes
+
+
 @dataclass
 class Heard:
-    """One stream as its caller saw it."""
+    """One stream as its caller saw it. ``arrived``: what is not yet understood."""
 
     ask: int
+    arrived: list[Piece] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -60,6 +70,24 @@ class Sums:
         self.repeated += len(heard.ids) - len(seen)
         pairs = zip(heard.ids, heard.values, strict=True)
         self.different += sum(at >= len(right) or right[at] != value for at, value in pairs)
+
+
+def understand(heard: Heard) -> None:
+    """The events of what arrived."""
+    parser, comment = Parser(), ""
+    for at, data in heard.arrived:
+        for event in parser.feed(data):
+            if event.event == "error":
+                heard.error = event.data[:300]
+            elif event.comment is not None:
+                comment = event.comment if event.comment.startswith("timeline ") else comment
+            elif event.event == "message" and not event.done:
+                heard.ids.append(int(event.id or 0))
+                heard.values.append(json.loads(event.data))
+                heard.times.append(at)
+    heard.arrived.clear()
+    if comment and heard.times:
+        heard.moves = moves(heard, comment)
 
 
 def longest(heard: Heard, windows: Sequence[Window]) -> list[float]:

@@ -12,18 +12,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final
 
 import httpx
 
-from benchmarks.heard import Heard, Sums, Window, moves
+from benchmarks.heard import Heard, Piece, Sums, Window, understand
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
-from sllm.sse import Parser
 from sllm_runtime.protocol.http import API
 
 CALLERS: Final = 4
 WAIT_S: Final = 60.0
+PIECE: Final = 2**16
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class Called:
         """The answer of each ask where nothing happens."""
         heard = [Heard(ask) for ask in range(len(self.asks))]
         with ThreadPoolExecutor(CALLERS) as pool:
-            for future in [pool.submit(read, self, each) for each in heard]:
+            for future in [pool.submit(receive, self, each) for each in heard]:
                 future.result()
+        for each in heard:
+            understand(each)
         if wrong := next((each.error for each in heard if each.error), ""):
             raise ProgramFailed(f"a stream to which nothing happened ended with {wrong}")
         return [each.values for each in heard]
@@ -65,17 +68,19 @@ class Load:
                 self._stop.set()
             for caller in callers:
                 caller.result()
+            for heard in self.heard:
+                understand(heard)
 
     def _call_on(self, caller: int) -> None:
         while not self._stop.is_set():
             heard = self._now[caller] = Heard(next(self._numbers) % len(self._called.asks))
-            read(self._called, heard)
+            receive(self._called, heard)
             self.heard.append(heard)
 
     def until_all_hear(self) -> None:
         """Until each caller has had something since now: nothing strikes a call twice before it has said a word."""
         begin, until = time.monotonic(), time.monotonic() + WAIT_S
-        while not all(heard.times and heard.times[-1] > begin for heard in list(self._now.values())):
+        while not all(heard.arrived and heard.arrived[-1].at > begin for heard in list(self._now.values())):
             if time.monotonic() > until:
                 raise ProgramFailed(f"a caller heard nothing for {WAIT_S:g} s")
             time.sleep(0.005)
@@ -105,24 +110,21 @@ def sums(heard: Sequence[Heard], right: Sequence[Sequence[Any]]) -> Sums:
     return found
 
 
-def read(called: Called, heard: Heard) -> Heard:
-    """One stream to its end."""
-    parser, platform = Parser(), called.platform
-    headers = {"Authorization": f"Bearer {platform.token}", "Accept": "text/event-stream"}
-    url, body = f"{platform.url}/fn/{called.function}", called.asks[heard.ask]
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=WAIT_S) as response:
-        for data in response.iter_bytes():
-            now = time.monotonic()
-            for event in parser.feed(data):
-                if event.event == "error":
-                    heard.error = event.data[:300]
-                elif event.comment is not None and event.comment.startswith("timeline ") and heard.times:
-                    heard.moves = moves(heard, event.comment)
-                elif event.comment is None and event.event == "message" and not event.done:
-                    heard.ids.append(int(event.id or 0))
-                    heard.values.append(json.loads(event.data))
-                    heard.times.append(now)
-    return heard
+def receive(called: Called, heard: Heard) -> None:
+    """One stream to its end, as it arrived. It is understood when the measuring is over: who parses takes the cores
+    that the instances want."""
+    connection = called.platform.connect()
+    headers = {"Authorization": f"Bearer {called.platform.token}", "Accept": "text/event-stream"}
+    body = json.dumps(called.asks[heard.ask])
+    try:
+        connection.request("POST", f"/fn/{called.function}", body, {**headers, "Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != HTTPStatus.OK:
+            raise ProgramFailed(f"{called.function} answers {response.status}: {response.read()[:300]!r}")
+        while data := response.read1(PIECE):
+            heard.arrived.append(Piece(time.monotonic(), data))
+    finally:
+        connection.close()
 
 
 def ready(called: Called) -> dict[str, Any]:

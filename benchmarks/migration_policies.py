@@ -26,8 +26,8 @@ from typing import Any, Final
 
 from benchmarks import cold_gigabyte, synthetic
 from benchmarks.cold_cases import CODER
-from benchmarks.heard import Heard
-from benchmarks.migration_load import Called, counted, read, sums
+from benchmarks.heard import Heard, understand
+from benchmarks.migration_load import Called, counted, receive, sums
 from benchmarks.platform import Platform
 from benchmarks.programs import ROOT, Program, ProgramFailed
 from benchmarks.record import Aim
@@ -42,7 +42,7 @@ STORE_S: Final = 5.0
 MIB: Final = 2**20
 ASK: Final = {"prompt": "class Parser", "temperature": 0.8, "seed": 7}
 AT: Final = 300
-"""Events of A that are here when B is called."""
+"""Pieces of A's stream, of an event or more, that are here when B is called."""
 WAIT_S: Final = 60.0
 KEEP_S: Final = 600.0
 ONE_EACH: Final = {"SLLM_CPU": "1", "SLLM_CPU_OVERCOMMIT": "1", "SLLM_SSD_BYTES": "0", "SLLM_PRELOAD": "engine"}
@@ -130,14 +130,15 @@ def _strike(run: Run, case: str, policy: str, scene: Scene) -> int:
     time.sleep(max(0.0, scene.settled - time.monotonic()))
     heard, platform = Heard(0), scene.running.platform
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read, scene.running, heard)
-        while len(heard.times) < AT:
+        reading = pool.submit(receive, scene.running, heard)
+        while len(heard.arrived) < AT:
             if reading.done():
-                raise ProgramFailed(f"the running call has ended after {len(heard.times)} events: {heard.error}")
+                raise ProgramFailed(f"the running call has ended after {len(heard.arrived)} pieces")
             time.sleep(0.005)
         struck = time.monotonic()
         answer = platform.stream(scene.started, {})
         reading.result()
+    understand(heard)
     if answer.text != scene.models.digest:
         raise ProgramFailed(f"{scene.started} says {answer.text}, of what was written it is {scene.models.digest}")
     gaps = [after - before for before, after in itertools.pairwise(heard.times) if after > struck]

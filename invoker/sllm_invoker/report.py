@@ -17,7 +17,7 @@ COALESCE_S: Final = 0.02
 REST: Final = 4.0
 """Times as long as a report took none is sent: it has all instances, and a node may end a thousand at once."""
 COUNTS_S: Final = 0.2
-"""How late the report may say that a call began or ended: nothing waits for it."""
+"""Calls begin and end far more often than anybody plans with them: their number is told at once, and again after this."""
 
 
 class Reporter:
@@ -29,6 +29,7 @@ class Reporter:
         self._changed = asyncio.Event()
         self._moved = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        self._counts_due = 0.0
         self._sequence = 0
 
     def moved(self) -> None:
@@ -41,9 +42,10 @@ class Reporter:
         self._changed.set()
 
     def counted(self) -> None:
-        """A number of running calls is different now."""
+        """A number of running calls is different now. That an instance has its first one is told at once: a start
+        elsewhere may want its place, and can neither move nor stop a call that nobody told it of."""
         if self._timer is None and not self._changed.is_set():
-            self._timer = asyncio.get_running_loop().call_later(COUNTS_S, self._changed.set)
+            self._timer = asyncio.get_running_loop().call_at(self._counts_due, self._changed.set)
 
     async def run(self) -> None:
         """A change that follows a quiet time is reported at once, those after it in COALESCE_S together, with the next
@@ -72,6 +74,7 @@ class Reporter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._counts_due = asyncio.get_running_loop().time() + COUNTS_S
         self._sequence += 1
         try:
             await self._publish(self._compose(self._sequence))

@@ -55,3 +55,18 @@ async def test_changes_come_together(sent: list[int], reporter: report.Reporter)
     for _ in range(3):
         reporter.changed()
     await until(lambda: sent == [1, 2], what="one for all of them")
+
+
+async def test_the_first_call_after_a_quiet_time_is_told_at_once_the_next_ones_together(
+    monkeypatch: pytest.MonkeyPatch, sent: list[int], reporter: report.Reporter
+) -> None:
+    await until(lambda: sent == [1], what="the first report")
+    monkeypatch.setattr(report, "COUNTS_S", 10 * GIVE_UP_S)
+    reporter.counted()
+    await until(lambda: sent == [1, 2], what="the first call")
+    for _ in range(3):
+        reporter.counted()
+    await asyncio.sleep(3 * report.COALESCE_S)
+    assert sent == [1, 2], "calls that begin and end all the time are not each a report"
+    reporter.moved()
+    await until(lambda: sent == [1, 2, 3], what="one that is sent for something else says their number too")
