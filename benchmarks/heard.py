@@ -33,13 +33,13 @@ class Heard:
     """One stream as its caller saw it. ``arrived``: what is not yet understood."""
 
     ask: int
-    arrived: list[Piece] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     error: str = ""
     moves: list[float] = field(default_factory=list)
     """When it went over to another instance."""
+    arrived: list[Piece] = field(default_factory=list)
 
     @property
     def usual(self) -> float:

@@ -70,7 +70,7 @@ class Program:
                 stderr=errors,
                 env={**os.environ, **(env or {})},
                 cwd=cwd,
-                start_new_session=True,
+                process_group=0,
                 preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent),
             )
         self._rest = b""

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from sllm_runtime.platform.framing import make_room
-from sllm_runtime.platform.process import become_subreaper, children, die_with_parent, end_orphans, set_title
+from sllm_runtime.platform.process import (
+    become_subreaper,
+    children,
+    die_with_parent,
+    end_orphans,
+    lead_group,
+    set_title,
+)
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.worker import (
@@ -192,7 +199,7 @@ def become_worker(fds: list[int], parent: int, importing: Callable[[], float]) -
     seconds that all took. Ends by ``os._exit`` whatever happens."""
     status = 70
     try:
-        os.setsid()
+        lead_group()
         die_with_parent(signal.SIGKILL, parent)
         become_subreaper()
         signal.set_wakeup_fd(-1)

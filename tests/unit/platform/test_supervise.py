@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pty
 import signal
 import sys
 from pathlib import Path
@@ -231,9 +232,36 @@ def test_the_table_names_every_state() -> None:
     assert not CHILD[ChildState.ENDED]
 
 
-async def test_a_child_leads_a_session_of_its_own() -> None:
+async def test_a_child_leads_a_group_in_the_session_of_its_parent() -> None:
     child = Child(name="x", argv=[sys.executable, "-S", "-c", "import time; time.sleep(600)"], env=dict(os.environ))
     await child.start()
-    session = os.getsid(child.pid)
+    group, session = os.getpgid(child.pid), os.getsid(child.pid)
     assert await child.stop(5) == -signal.SIGTERM
-    assert session == child.pid
+    assert (group, session) == (child.pid, os.getsid(0))
+
+
+STARTS = r"""
+import asyncio, os, sys
+from pathlib import Path
+from sllm_runtime.platform.process import Child
+LOOK = "import os\ntry:\n    os.open('/dev/tty', os.O_RDWR)\nexcept OSError:\n    print('none')"
+async def main():
+    child = Child(name="x", argv=[sys.executable, "-S", "-c", LOOK], env=dict(os.environ), output=Path(sys.argv[1]))
+    await child.start()
+    await child.wait()
+asyncio.run(main())
+os.close(os.open("/dev/tty", os.O_RDWR))
+"""
+
+
+def test_a_child_has_no_terminal(tmp_path: Path) -> None:
+    """What could be typed into it would be what the person who started the platform types."""
+    said = tmp_path / "said"
+    pid, terminal = pty.fork()  # its child leads a session with a terminal
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", STARTS, str(said)])
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "who starts it keeps the terminal"
+    finally:
+        os.close(terminal)
+    assert said.read_text() == "none\n"

@@ -40,7 +40,7 @@ def fn():
     return {
         "room": next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("FDSize")),
         "fds": sorted(int(n) for n in os.listdir("/proc/self/fd")),
-        "sid": os.getsid(0) == os.getpid(),
+        "leads": os.getpgid(0) == os.getpid(),
         "cwd": os.getcwd(),
         "stdin": os.read(0, 1).decode(),
         "env": os.environ["MINE"] + os.environ["OMP_NUM_THREADS"],
@@ -67,7 +67,7 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
     # 0 - 2, the socket, uvloop's own ten, and the listing itself.
     assert len(seen["fds"]) <= 15, seen
     assert seen["room"] >= 2 * MAX_FDS  # made while there was one thread: later each doubling waits for the kernel
-    assert (seen["sid"], seen["stdin"], seen["env"], seen["torch"]) == (True, "", "n2", True)
+    assert (seen["leads"], seen["stdin"], seen["env"], seen["torch"]) == (True, "", "n2", True)
     assert not seen["preload"]  # that is between the invoker and its fork server
     assert seen["collector"] == [True, True]  # it runs, and leaves alone what all workers share
     assert seen["cwd"] == str(tmp_path / "code")
