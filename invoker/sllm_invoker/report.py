@@ -17,7 +17,7 @@ COALESCE_S: Final = 0.02
 REST: Final = 4.0
 """Times as long as a report took none is sent: it has all instances, and a node may end a thousand at once."""
 COUNTS_S: Final = 0.2
-"""Calls begin and end far more often than anybody plans with them: how many run is told at once, and again after this."""
+"""Calls begin and end far more often than anybody plans with them: their number is told at once, then after so long."""
 
 
 class Reporter:
