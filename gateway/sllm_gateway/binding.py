@@ -137,10 +137,11 @@ class Binding:
         """It does as it was told."""
         self._insisted, self._let_at = [], None
 
-    def hold(self) -> list[Outgoing]:
-        """It is to draw no more there. Said once: that costs only tokens, and what it drew is told."""
+    def hold(self, interval_s: float = 0.0) -> list[Outgoing]:
+        """It is to draw no more there, or only a token each ``interval_s``. Said once: that costs only tokens, and what
+        it drew is told."""
         self.heeded()
-        return [Hold(self.call, self.epoch)]
+        return [Hold(self.call, self.epoch, interval_s)]
 
     def let_draw(self, now: float) -> list[Outgoing]:
         """It is held no longer, it stays there: said until it tells something."""

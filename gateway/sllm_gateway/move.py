@@ -24,12 +24,21 @@ from sllm_runtime.protocol.states import check
 
 NEAR: Final = 2
 """Tokens (or outputs) that the destination may be behind when its source is told to stop."""
+OF_LATE: Final = 0.25
+"""Share of the last gap in ``interval``."""
 IN_STEP: Final = 2
 """Rounds of NEAR tokens at most after which it keeps up: the first steps of an instance take longer."""
 ROUNDS: Final = 12
 """Times a destination is fed; then its source stops, however far ahead it is: it is the faster one."""
 TOGETHER_S: Final = 5.0
 """A call that could go over waits so long for those that are on their way to the same instance."""
+QUICK: Final = 1.5
+"""A destination whose round takes no more of its source's intervals is fed a last time when that has stopped: so long
+is the pause. Where messages are slower than tokens it draws beside its source instead, until it is ahead."""
+SLOWER: Final = 1.3
+"""Intervals that a source takes for one while it is overtaken."""
+OVERTAKES: Final = 32
+"""Tokens that a source draws at most until it is; then it stops."""
 STOP_S: Final = 0.05
 """So long a source has at least to end its step; twice its longest pause otherwise."""
 QUIET_S: Final = 1.0
@@ -43,6 +52,8 @@ class Stage(StrEnum):
     """The destination computes what it was told at its opening; the source draws."""
     FOLLOWS = "follows"
     """It has computed that, and is fed what the source draws."""
+    BESIDE = "beside"
+    """Both draw, the source slower than it could, until the destination is ahead."""
     HANDED = "handed"
     """The source ends its step and draws no more; a destination that draws along comes level with it."""
     OVER = "over"
@@ -51,7 +62,8 @@ class Stage(StrEnum):
 
 STAGES: Final[dict[Stage, frozenset[Stage]]] = {
     Stage.OPENED: frozenset({Stage.FOLLOWS, Stage.OVER}),
-    Stage.FOLLOWS: frozenset({Stage.HANDED, Stage.OVER}),
+    Stage.FOLLOWS: frozenset({Stage.BESIDE, Stage.HANDED, Stage.OVER}),
+    Stage.BESIDE: frozenset({Stage.HANDED, Stage.OVER}),
     Stage.HANDED: frozenset({Stage.OVER}),
     Stage.OVER: frozenset(),
 }
@@ -103,8 +115,16 @@ class Move:
         """When the destination was last heard, or told something; since when the stage is what it is."""
         self._source_at = self._output_at = binding.inbox.heard
         """When the source was last heard, and when it last gave out a whole output."""
+        self.interval = 0.0
+        """Seconds from one output of the source to the next, of late."""
+        self._round = 0.0
+        """Seconds that the destination took for the last round, with its messages."""
+        self._fed_at: float | None = None
+        """Since when it computes one."""
         self.outputs = 0
         """Whole outputs of the source since a step of it was last looked at."""
+        self._drawn_beside = 0
+        """Whole outputs of the source since the destination draws beside it."""
         self._source_rests = False
         """Whether it has said so since it was told to draw no more: with the last id of any of its generations."""
         self._pace = 0.0
@@ -171,9 +191,20 @@ class Move:
             return False
         return now - self._said_at >= (QUIET_S if self._has_ids else TOGETHER_S)
 
+    @property
+    def overtakes(self) -> bool:
+        """Whether messages take so long beside a token that the destination had better draw beside the source."""
+        return self.resting and 0.0 < QUICK * self.interval < self._round
+
+    def hopeless(self, now: float) -> bool:
+        """Whether it does not overtake its source, which stops now."""
+        return self.stage is Stage.BESIDE and (self._drawn_beside >= OVERTAKES or now - self._since >= QUIET_S)
+
     def goes_over(self, now: float) -> bool:
-        """Whether the source has told all that it drew, or has had long enough. A destination that draws along has to
-        come level with it."""
+        """Whether the destination is ahead; or the source has told all that it drew, or has had long enough. A
+        destination that draws has to come level with one that stops."""
+        if self.stage is Stage.BESIDE and not self.half:
+            return self._outputs > self._kept.delivered or self._ended
         if self.stage is not Stage.HANDED or self.half:
             return False
         there = self._source_rests if self.resting else not self.gap
@@ -198,7 +229,10 @@ class Move:
         """The source has told more."""
         self._pace, self._source_at = max(self._pace, now - self._source_at), now
         if whole := sum(frame.kind in VALUES and not frame.more for frame in frames):
+            gap = (now - self._output_at) / whole
+            self.interval += (gap - self.interval) * (OF_LATE if self.interval else 1.0)
             self.outputs, self._output_at = self.outputs + whole, now
+            self._drawn_beside += whole * (self.stage is Stage.BESIDE)
         if self.stage is Stage.HANDED:
             told = (codec.unpack(Ids, frame.data) for frame in frames if frame.kind is FrameKind.IDS)
             self._source_rests = self._source_rests or any(not ids.ids for ids in told)
@@ -218,6 +252,7 @@ class Move:
         self.rounds += 1
         self._in_step = self._in_step + 1 if self.gap <= NEAR else 0
         self._told, self._told_outputs, self._said_at = self._kept.counts, self._kept.delivered, now
+        self._fed_at = now
         return self.lacking()
 
     def lacking(self) -> list[Feed]:
@@ -234,6 +269,16 @@ class Move:
     def hand(self, now: float) -> None:
         """The source is told to draw no more (``going``)."""
         self._go(Stage.HANDED, now)
+
+    def beside(self, now: float) -> float:
+        """The destination is let draw, and the source draws on: seconds that it takes for a token at least."""
+        self._go(Stage.BESIDE, now)
+        return SLOWER * self.interval
+
+    @property
+    def let(self) -> bool:
+        """Whether the destination was let draw."""
+        return self._let
 
     def let_draw(self) -> list[Feed]:
         """``lacking``; and a destination that rests, or may, draws from the last of these messages on."""
@@ -277,6 +322,8 @@ class Move:
                 dropped += self._early(frame)
         if self.switched:
             return new, dropped
+        if self._fed_at is not None and self.computed:
+            self._round, self._fed_at = now - self._fed_at, None
         self._look(now)
         self._ahead += [(0, frame) for frame in new]
         return [], dropped

@@ -176,15 +176,26 @@ class Moves:
             instance = self._changed.pop()
             for move in going([move for _, move in self._moving.towards(instance)], now):
                 self._switch(self._moving.call(move), move, now)
-            for _, move in self._moving.towards(instance):
+            for call, move in self._moving.towards(instance):
                 if move.stuck(now):
                     self._let_draw(move)
+                if move.hopeless(now):
+                    self._hand(call, move, now)
             what, which = together([move for _, move in self._moving.towards(instance)], now)
             for move in which:
-                if what is Next.FEED:
-                    self._link.send_all(move.binding.node, move.feed(now))
-                else:
-                    self._hand(self._moving.call(move), move, now)
+                match what:
+                    case Next.FEED:
+                        self._link.send_all(move.binding.node, move.feed(now))
+                    case Next.BESIDE:
+                        self._draw_beside(self._moving.call(move), move, now)
+                    case Next.HAND:
+                        self._hand(self._moving.call(move), move, now)
+
+    def _draw_beside(self, call: Call, move: Move, now: float) -> None:
+        """The destination draws, and the source slower than it could, until the destination is ahead."""
+        assert call.binding is not None
+        self._let_draw(move)
+        self._link.send_all(call.binding.node, call.binding.hold(move.beside(now)))
 
     def _hand(self, call: Call, move: Move, now: float) -> None:
         """The source ends the step that it is in, and draws no more."""
@@ -215,7 +226,8 @@ class Moves:
             call.stays = True
             self.drop(call, error.message)
             return
-        self._let_draw(move)
+        if not move.let:
+            self._let_draw(move)
         self._link.send(source.node, Cancel(call.id, source.epoch, reason=f"it goes on at {move.binding.instance}"))
         self._dispatcher.release(call, source.instance)
         self._metrics.resent.inc(source.resends)
@@ -287,7 +299,7 @@ class Moves:
         log.info("call does not move to %s: %s", move.binding.instance, why, extra={"call": call.id})
         self._let_go(call, move, why, gone=gone)
         now, source = self._clock(), call.binding
-        if move.stage is Stage.HANDED and source is not None and not (call.over or source.cancelled):
+        if move.stage in (Stage.BESIDE, Stage.HANDED) and source is not None and not (call.over or source.cancelled):
             self._link.send_all(source.node, source.let_draw(now))
             call.due = min(call.due, source.due)
         call.move_after = now + (BUSY_S if busy else AGAIN_S)

@@ -15,6 +15,8 @@ class Next(Enum):
     WAIT = auto()
     FEED = auto()
     """The destination is told what it lacks of each (``Move.feed``)."""
+    BESIDE = auto()
+    """The destination draws, and their source slower than it could (``Move.beside``)."""
     HAND = auto()
     """Their source is to draw no more (``Move.hand``)."""
 
@@ -37,6 +39,8 @@ def together(moves: Sequence[Move], now: float) -> tuple[Next, list[Move]]:
     resting = [move for move in ready if move.resting]
     if not all(move.near(now) for move in resting):
         return Next.FEED, resting
+    if any(move.overtakes for move in resting):
+        return Next.BESIDE, resting
     return Next.HAND, [move for move in ready if move.near(now)]  # for those that draw along nobody waits
 
 

@@ -73,8 +73,8 @@ class Host(Protocol):
     def tell_ids(self, call: Call, item: Feed) -> None:
         """Ids that the call has where it comes from. Repeatable."""
 
-    def hold(self, call: Call) -> None:
-        """The call is to draw no more. Repeatable."""
+    def hold(self, call: Call, interval_s: float) -> None:
+        """The call is to draw no more, or only a token each ``interval_s``. Repeatable."""
 
     def cancel(self, call: Call, code: str, reason: str) -> None:
         """Stop the call; its END follows."""
@@ -293,7 +293,7 @@ def _pass_on(call: Call, host: Host, item: Feed | Hold | Cancel) -> None:
                 host.tell_ids(call, item)
         case Hold() if host.holds:
             call.held = True
-            host.hold(call)
+            host.hold(call, item.interval_s)
         case Cancel():
             host.cancel(call, item.code, item.reason)
 

@@ -170,9 +170,10 @@ class Work:
         worker's engine computes them in one step."""
         self._tell_soon(FeedCall(call.number, item.generation, item.first, item.ids, item.held))
 
-    def hold(self, call: Call) -> None:
-        """The call is to draw no more. Repeatable. Calls that move together stop in one step."""
-        self._tell_soon(HoldCall(call.number))
+    def hold(self, call: Call, interval_s: float) -> None:
+        """The call is to draw no more, or only a token each ``interval_s``. Repeatable. Those that move together are
+        told in one message."""
+        self._tell_soon(HoldCall(call.number, interval_s))
 
     def _tell_soon(self, item: FeedCall | HoldCall) -> None:
         if not self._ids:

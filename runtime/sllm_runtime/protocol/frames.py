@@ -206,11 +206,13 @@ class Feed(msgspec.Struct, frozen=True, array_like=True, tag="feed"):
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
-    """Migration: the call draws no more here until a ``Feed`` lets it; what is being drawn is told. One that is lost,
-    or comes to an instance that cannot (``Opened.holds``), costs tokens that nobody needs."""
+    """Migration: the call draws no more here, or slower, until a ``Feed`` lets it; what is being drawn is told. One
+    that is lost, or comes to an instance that cannot (``Opened.holds``), costs tokens that nobody needs."""
 
     call: str
     epoch: int
+    interval_s: float = 0.0
+    """Seconds from one token to the next at least; 0: it draws none."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

@@ -122,6 +122,7 @@ class HoldCall(msgspec.Struct, frozen=True, tag="hold"):
     """See ``frames.Hold``."""
 
     number: int
+    interval_s: float = 0.0
 
 
 class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):

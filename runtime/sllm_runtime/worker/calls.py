@@ -131,9 +131,13 @@ class Calls:
             call.cancel(error.body())
 
     def hold(self, message: HoldCall) -> None:
-        """The call moves away: no more of it is drawn here, unless it is let again."""
+        """The call moves away: it is drawn slower here, or no more, unless it is let again."""
         call = self._running.get(message.number)
-        if call is not None:
+        if call is None:
+            return
+        if message.interval_s > 0.0:
+            call.fed.slow(message.interval_s)
+        else:
             call.fed.hold()
 
     def cancel(self, message: CancelCall) -> None:
@@ -142,7 +146,7 @@ class Calls:
         if call is None:
             return
         error = ErrorBody(code=message.code, message=message.reason or "the call was cancelled").to_error()
-        if call.fed.held:
+        if call.fed.leaves:
             self._moved_at = asyncio.get_running_loop().time()
         call.cancel(error.body())
         if call.task is None:

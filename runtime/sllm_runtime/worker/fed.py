@@ -20,6 +20,7 @@ class Take(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Running:
     take: Take
+    slow: Callable[[float], None]
     beside: bool
 
 
@@ -27,7 +28,7 @@ class Fed:
     """Of one call. From any thread. What a generation that runs is told goes to it, what comes before waits for it.
 
     ``held``: the call is on its way here and draws nothing before it may (``CallHead.held``); one that runs draws
-    no more from ``hold`` on, before it may again.
+    no more from ``hold`` on, and slower from ``slow`` on, before it is let again.
     """
 
     def __init__(self, recorded: Sequence[tuple[int, ...]], *, held: bool = False) -> None:
@@ -36,6 +37,7 @@ class Fed:
         """The latest generation that any ids are known of."""
         self._count = sum(map(len, recorded))
         self._held = self._was_held = held
+        self._slow = False
         self._running: dict[int, _Running] = {}
         self._lock = threading.Lock()
 
@@ -45,10 +47,10 @@ class Fed:
             return tuple(self._known.get(generation, ()))
 
     @property
-    def held(self) -> bool:
-        """Whether it draws nothing: it is on its way here, or away."""
+    def leaves(self) -> bool:
+        """Whether it draws nothing, or slower than it could: it is on its way here, or away."""
         with self._lock:
-            return self._held
+            return self._held or self._slow
 
     def holds(self, generation: int, *, beside: bool) -> bool:
         """Whether ``generation`` draws nothing yet. One that another has followed is over where it comes from: how it
@@ -80,6 +82,14 @@ class Fed:
             if each is not running:
                 each.take(0, (), held=False)
 
+    def slow(self, interval_s: float) -> None:
+        """Every generation that runs draws slower before the call is let (``EngineLoop.slow``). Repeatable."""
+        with self._lock:
+            self._slow = True
+            running = list(self._running.values())
+        for each in running:
+            each.slow(interval_s)
+
     def hold(self) -> None:
         """No generation draws any more before the call is let. Repeatable."""
         with self._lock:
@@ -90,15 +100,21 @@ class Fed:
 
     def _advance(self, generation: int, held: bool) -> list[_Running]:
         """Ids of ``generation`` are known. Those that are held no longer."""
-        before = [number for number, each in self._running.items() if self._holds(number, each.beside)]
-        self._held = self._held and held
+        before = [number for number, each in self._running.items() if self._slow or self._holds(number, each.beside)]
+        self._held, self._slow = self._held and held, self._slow and held
         self._last = max(self._last, generation)
-        return [self._running[number] for number in before if not self._holds(number, self._running[number].beside)]
+        free = (
+            [] if self._slow else [number for number in before if not self._holds(number, self._running[number].beside)]
+        )
+        return [self._running[number] for number in free]
 
-    def join(self, generation: int, take: Take, *, beside: bool = False) -> Callable[[], None]:
-        """``generation`` runs: it takes what it was told since ``known``, and what comes. Returns what ends that."""
+    def join(
+        self, generation: int, take: Take, slow: Callable[[float], None], *, beside: bool = False
+    ) -> Callable[[], None]:
+        """``generation`` runs: it takes what it was told since ``known``, and what comes, and is slowed by ``slow``.
+        Returns what ends that."""
         with self._lock:
-            self._running[generation] = _Running(take, beside)
+            self._running[generation] = _Running(take, slow, beside)
             known = tuple(self._known.get(generation, ()))
             held = self._holds(generation, beside)
         if known or self._was_held:  # it may have been held or let go since it was made

@@ -78,7 +78,9 @@ class Generation:
         def take(first: int, ids: tuple[int, ...], *, held: bool) -> None:
             self._loop.feed(number, first, ids, held=held)
 
-        return self._call.fed.join(self._number, take, beside=self._beside)
+        return self._call.fed.join(
+            self._number, take, lambda interval_s: self._loop.slow(number, interval_s), beside=self._beside
+        )
 
     def heard(self, piece: Piece) -> None:
         """Keep account of one piece. Raises ``CallEnded`` if the call was cancelled."""

@@ -79,6 +79,8 @@ class Run:
     fed: list[Feed] = field(default_factory=list)
     held: bool = False
     """Whether it was told to draw no more."""
+    slowed: float = 0.0
+    """Seconds from a token to the next at least, as it was told."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     cancel: Cancel | None = None
     has_body: asyncio.Event = field(default_factory=asyncio.Event)
@@ -197,9 +199,10 @@ class ScriptedNode:
             elif isinstance(item, Feed):
                 run.fed.append(item)
                 run.held = run.held and item.held
+                run.slowed = run.slowed if item.held else 0.0
                 run.moved.set()
             elif isinstance(item, Hold):
-                run.held = True
+                run.held, run.slowed = not item.interval_s, item.interval_s
             elif not run.cancelled.is_set():
                 run.cancel = item
                 run.cancelled.set()

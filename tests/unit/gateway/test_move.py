@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sllm_gateway import move as moving
 from sllm_gateway.binding import Binding
-from sllm_gateway.move import IN_STEP, NEAR, QUIET_S, ROUNDS, STOP_S, TOGETHER_S, Move, Stage
+from sllm_gateway.move import IN_STEP, NEAR, OVERTAKES, QUIET_S, ROUNDS, SLOWER, STOP_S, TOGETHER_S, Move, Stage
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.under_way import Next, going, together
 from sllm_runtime.protocol import codec, limits
@@ -33,6 +33,7 @@ from tests.unit.gateway.test_resumption import engine
 
 # --- what is new to the caller ----------------------------------------------------------------------
 NOW = 16.0
+NEVER: Final = 1e9
 Step = tuple[int, tuple[int, ...], list[bytes]]
 """A generation, ids that it drew, and the parts of the output that follows (none: no output yet)."""
 steps = st.lists(
@@ -134,11 +135,16 @@ class Resting:
         return self.let or frame.kind is not FrameKind.END
 
 
-@given(steps, st.integers(0, 2**32))
-def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int) -> None:
-    """Whenever it is told what: it goes over, and before that it says nothing that its source has not."""
-    chance, now = random.Random(seed), NOW
-    kept, caller = Resumption(), list[Frame]()
+@given(steps, st.integers(0, 2**32), st.booleans())
+def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int, beside: bool) -> None:
+    """Whenever it is told what: it goes over, and before that its caller has nothing of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moving, "QUICK", 1e-9 if beside else NEVER)
+        _goes_on_with_the_same(answer, random.Random(seed))
+
+
+def _goes_on_with_the_same(answer: list[Step], chance: random.Random) -> None:
+    now, kept, caller = NOW, Resumption(), list[Frame]()
     source = frames_of(answer)
 
     def arrive(frames: list[Frame]) -> None:
@@ -162,13 +168,7 @@ def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int) -> 
             arrive(move.switch(now)[0])
             there.hear(move.let_draw())
             break
-        if move.stuck(now):
-            there.hear(move.let_draw())
-        match together([move], now):
-            case Next.FEED, [_]:
-                there.hear(move.feed(now))
-            case Next.HAND, [_]:
-                move.hand(now)
+        do_next(move, there, now)
     assert move.switched
     assert there.let
     while frames := there.say(chance.randint(1, 3)):
@@ -177,6 +177,21 @@ def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int) -> 
     assert given_out(caller) == given_out(source)
     assert caller[-1].kind is FrameKind.END
     assert kept.recorded == recorded(source)
+
+
+def do_next(move: Move, there: Resting, now: float) -> None:
+    if move.stuck(now):
+        there.hear(move.let_draw())
+    if move.hopeless(now):
+        move.hand(now)
+    match together([move], now):
+        case Next.FEED, [_]:
+            there.hear(move.feed(now))
+        case Next.BESIDE, [_]:
+            there.hear(move.let_draw())
+            assert move.beside(now) > 0.0
+        case Next.HAND, [_]:
+            move.hand(now)
 
 
 def recorded(frames: list[Frame]) -> tuple[tuple[int, ...], ...]:
@@ -194,6 +209,7 @@ class Pair:
 
     def __init__(self, answer: list[Step] = SINGLE, upto: int = 4, *, rests: bool = True) -> None:
         self.answer, self.drawn, self.said, self.opened_with = answer, upto, 0, upto
+        self.now = NOW
         self.kept = Resumption()
         self.kept.take(frames_of(answer, upto=upto))
         self.kept.watch()
@@ -306,6 +322,72 @@ def test_one_that_is_slower_is_let_draw_in_the_end() -> None:
         pair.say(pair.drawn)
     pair.draw(NEAR + 1)
     assert pair.next() is Next.HAND
+
+
+def beside(interval: float = 0.25, takes: float = 0.5) -> Pair:
+    """The source draws a token each ``interval``, the destination has one ``takes`` after it is fed."""
+    pair, now = Pair(), NOW
+    pair.say(pair.drawn)
+    for _ in range(IN_STEP):
+        now += interval
+        pair.draw(now=now)
+        assert pair.next(now) is Next.FEED
+        pair.move.feed(now)
+        pair.say(pair.drawn, now + takes)
+    pair.draw(now=now + interval)
+    pair.now = now + interval
+    return pair
+
+
+@pytest.mark.parametrize(("takes", "does"), [(0.25, Next.HAND), (0.5, Next.BESIDE)])
+def test_where_messages_are_slow_beside_tokens_the_destination_draws_beside_its_source(
+    takes: float, does: Next
+) -> None:
+    assert beside(takes=takes).next(NOW + 1.0) is does
+
+
+def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead() -> None:
+    pair = beside()
+    assert pair.next(pair.now) is Next.BESIDE
+    assert pair.move.let_draw() == [Feed("call", 2, 0, 6, (6,))]
+    assert pair.move.beside(pair.now) == pytest.approx(SLOWER * 0.25)
+    assert (pair.move.stage, pair.move.resting) == (Stage.BESIDE, False)
+    pair.draw(now=pair.now)
+    pair.say(pair.drawn - 1)
+    assert going([pair.move], pair.now) == []
+    pair.say(pair.drawn)
+    assert going([pair.move], pair.now) == [], "the source may be the next to say something"
+    pair.say(pair.drawn + 1)
+    assert going([pair.move], pair.now) == [pair.move]
+    new, _ = pair.move.switch(pair.now)
+    assert {frame.kind for frame in new} == {FrameKind.IDS, FrameKind.OUTPUT}
+    assert (pair.move.over, pair.move.let) == (True, True), "it need not be told again"
+
+
+def test_a_token_of_one_that_draws_beside_is_compared() -> None:
+    pair = beside()
+    pair.move.let_draw()
+    pair.move.beside(pair.now)
+    pair.draw(now=pair.now)
+    with pytest.raises(NotDeterministic):
+        pair.move.take([Frame(0, FrameKind.IDS, codec.pack(Ids(0, pair.drawn - 1, (999,))))], pair.now)
+
+
+@pytest.mark.parametrize(("drawn", "later"), [(OVERTAKES, 0.0), (1, QUIET_S)])
+def test_one_that_does_not_overtake_comes_level_with_a_source_that_stops(drawn: int, later: float) -> None:
+    pair = beside()
+    pair.move.let_draw()
+    pair.move.beside(pair.now)
+    pair.draw(drawn - 1, now=pair.now)
+    assert not pair.move.hopeless(pair.now)
+    pair.draw(now=pair.now)
+    assert pair.move.hopeless(pair.now + later)
+    pair.move.hand(pair.now)
+    assert (going([pair.move], pair.now), pair.move.hopeless(pair.now)) == ([], False)
+    pair.say(pair.drawn, pair.now)
+    assert going([pair.move], pair.now) == [pair.move]
+    pair.move.switch(pair.now)
+    assert pair.move.level
 
 
 def drawing() -> Pair:
@@ -718,17 +800,17 @@ TAKES: Final = Opened(status="accepted", holds=True)
 
 
 @asynccontextmanager
-async def scene(nats: Nats, *, quiet_s: float = 0.1, stop_s: float = STOP_S) -> AsyncIterator[Scene]:
-    """``quiet_s``, ``stop_s``: the bounds of the same names."""
+async def scene(
+    nats: Nats, *, quiet_s: float = 0.1, stop_s: float = STOP_S, quick: float = NEVER
+) -> AsyncIterator[Scene]:
+    """``quiet_s``, ``stop_s``, ``quick``: the bounds of the same names; no destination draws beside its source."""
     async with world(nats) as w:
         w.node.judge = lambda _: TAKES
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(moving, "QUIET_S", quiet_s)
             patch.setattr(moving, "STOP_S", stop_s)
+            patch.setattr(moving, "QUICK", quick)
             yield Scene(w)
-
-
-NEVER: Final = 1e9
 
 
 async def test_a_running_call_goes_on_at_the_destination(nats: Nats) -> None:
@@ -836,6 +918,71 @@ async def test_the_destination_dies_when_the_source_has_stopped(nats: Nats) -> N
         assert not first.held
         assert [(item.ids, item.held) for item in first.fed] == [((), False)] * len(first.fed)
         assert await s.moved() == 0
+
+
+BESIDE: Final = 1e-9
+"""For ``scene``: each destination draws beside its source."""
+
+
+async def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead_in_a_call(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
+        second = await s.to_one_that_keeps_up()
+        s.pace["i2"] = 11 + IN_STEP
+        (first,) = s.runs("i1")
+        s.pace["i1"] = 11 + IN_STEP
+        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        assert not first.held
+        s.pace["i1"] = 16
+        await until(lambda: first.outbox.acked == 2 * 16)
+        assert not first.cancelled.is_set()
+        s.pace["i2"] = TOTAL
+        await until(first.cancelled.is_set)
+        assert values((await call).text) == list(range(TOTAL))
+        assert second.outbox.next_index == 10 + 2 * 10 + 1, "no output twice"
+        assert not first.held
+        assert await s.moved() == 1
+
+
+async def test_a_source_that_is_not_overtaken_stops(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "OVERTAKES", 2)
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
+        second = await s.to_one_that_keeps_up()
+        (first,) = s.runs("i1")
+        s.pace["i2"] = s.pace["i1"] = 11 + IN_STEP
+        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        s.last = s.pace["i1"] = 14 + IN_STEP
+        await until(lambda: first.held)
+        assert not first.cancelled.is_set()
+        s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 1
+
+
+async def test_one_that_draws_beside_its_source_dies(nats: Nats) -> None:
+    """The source draws as it did."""
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
+        second = await s.to_one_that_keeps_up()
+        (first,) = s.runs("i1")
+        s.pace["i2"] = s.pace["i1"] = 11 + IN_STEP
+        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        await s.deploy()
+        second.end(InstanceLost("i2 died"))
+        await until(lambda: not first.slowed)
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 0
+
+
+async def test_the_source_dies_beside_one_that_draws(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
+        second = await s.to_one_that_keeps_up()
+        (first,) = s.runs("i1")
+        s.pace["i2"] = s.pace["i1"] = 11 + IN_STEP
+        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        first.end(InstanceLost("i1 died"))
+        s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(s.runs("i2")) == 1
 
 
 async def test_a_call_that_has_just_begun_is_opened_with_its_first_id(nats: Nats) -> None:

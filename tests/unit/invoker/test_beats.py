@@ -50,7 +50,7 @@ class Instance:
     def tell_ids(self, call: Call, item: Feed) -> None:
         self.told.append(item)
 
-    def hold(self, call: Call) -> None:
+    def hold(self, call: Call, interval_s: float) -> None:
         self.stopped.append(call)
 
     def cancel(self, call: Call, code: str, reason: str) -> None: ...

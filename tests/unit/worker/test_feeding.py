@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from sllm_runtime.protocol.errors import NotDeterministic
 from sllm_runtime.protocol.limits import MOST_GENERATIONS, MOST_IDS
+from sllm_runtime.worker.engine import loop as engine_loop
 from sllm_runtime.worker.engine.base import Request, Sampling
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
@@ -140,7 +142,53 @@ def test_one_that_is_held_while_it_draws_tells_what_is_being_drawn_and_no_more(l
     assert [piece.ids for piece in pieces] == [(11 + at,) for at in range(4, 12)]
 
 
+@pytest.fixture
+def slowest(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Longer than any test."""
+    monkeypatch.setattr(engine_loop, "_SLOWEST_S", 100 * GIVE_UP_S)
+    return 100 * GIVE_UP_S
+
+
+@pytest.mark.parametrize("let", [lambda loop, number: loop.feed(number, 0, ()), EngineLoop.cancel])
+def test_one_that_is_slowed_draws_a_token_in_so_long_and_is_let_again(
+    loop: EngineLoop, held: Held, slowest: float, let: Callable[[EngineLoop, int], None]
+) -> None:
+    number, sink = begun(loop, held)
+    loop.slow(number, slowest)
+    other = ThreadSink()
+    loop.submit(Request(id=-1, prompt=(50,), sampling=Sampling(max_tokens=4)), other)
+    held.go.set()
+    pieces = iter(sink)
+    assert [next(pieces).ids for _ in range(4)] == [(11,), (12,), (13,), (14,)]
+    time.sleep(0.05)
+    assert held.drawn == [11, 12, 13, 14], "the next step rests, with all that are in it"
+    let(loop, number)
+    assert [piece.ids for piece in said(other)] == [(51,), (52,), (53,), (54,)]
+
+
+def test_one_that_is_slowed_draws_on(loop: EngineLoop, held: Held) -> None:
+    number, sink = begun(loop, held)
+    loop.slow(number, 0.005)
+    held.go.set()
+    assert [piece.ids for piece in said(sink)] == [(11 + at,) for at in range(12)]
+
+
+def test_one_that_is_held_or_has_ended_slows_nobody(loop: EngineLoop, held: Held, slowest: float) -> None:
+    number, _ = begun(loop, held)
+    loop.slow(number, slowest)
+    loop.feed(number, 0, (), held=True)
+    loop.slow(number + 1, slowest)  # there is none
+    held.go.set()
+    other = ThreadSink()
+    loop.submit(Request(id=-1, prompt=(50,), sampling=Sampling(max_tokens=4)), other)
+    assert len(said(other)) == 4
+
+
 Told = tuple[int, tuple[int, ...], bool]
+
+
+def never(_: float) -> None:
+    raise AssertionError
 
 
 def test_a_call_draws_when_all_of_it_may() -> None:
@@ -151,36 +199,55 @@ def test_a_call_draws_when_all_of_it_may() -> None:
 
     assert [fed.holds(number, beside=True) for number in range(3)] == [True] * 3
     for number in range(2):
-        fed.join(number, take(number), beside=True)
+        fed.join(number, take(number), never, beside=True)
     fed.tell(0, 2, (3,), held=True)
     fed.tell(1, 1, (4,))
     assert taken == [[(0, (1, 2), True), (2, (3,), True), (0, (), False)], [(0, (3,), True), (1, (4,), False)]]
     assert not fed.holds(2, beside=True)
-    fed.join(2, take(0), beside=True)
+    fed.join(2, take(0), never, beside=True)
     assert taken[0][3:] == [(0, (), False)], "it may have been made before"
 
 
 def test_a_call_that_runs_is_held_and_let_again() -> None:
     """Also a generation that was made before, and runs later, and one to come."""
-    fed, taken = Fed(()), list[Told]()
+    fed, taken, slowed = Fed(()), list[Told](), list[float]()
 
     def take(first: int, ids: tuple[int, ...], *, held: bool) -> None:
         taken.append((first, ids, held))
 
-    leave = fed.join(0, take)
+    leave = fed.join(0, take, slowed.append)
     assert (taken, fed.holds(0, beside=False)) == ([], False)
     fed.hold()
     assert (taken, fed.holds(1, beside=False)) == ([(0, (), True)], True)
     leave()
-    fed.join(1, take)
+    fed.join(1, take, slowed.append)
     assert taken[1:] == [(0, (), True)]
     fed.tell(0, 0, ())
     assert (taken[2:], fed.holds(2, beside=False)) == ([(0, (), False)], False)
 
 
+def test_a_call_that_runs_is_slowed_and_let_again() -> None:
+    fed, taken, slowed = Fed(()), list[Told](), list[float]()
+
+    def take(first: int, ids: tuple[int, ...], *, held: bool) -> None:
+        taken.append((first, ids, held))
+
+    leave = fed.join(0, take, slowed.append)
+    assert not fed.leaves
+    fed.slow(0.5)
+    assert (slowed, taken, fed.leaves) == ([0.5], [], True)
+    fed.tell(1, 0, (7,), held=True)
+    assert (taken, fed.leaves) == ([], True), "what it is told of another generation lets it not"
+    fed.tell(0, 0, ())
+    assert (taken, fed.leaves) == ([(0, (), False)], False)
+    leave()
+    fed.slow(0.5)
+    assert slowed == [0.5], "nothing of it runs"
+
+
 def test_a_generation_that_another_follows_draws_how_it_ended() -> None:
     fed, taken = Fed(((1, 2),), held=True), list[Told]()
-    fed.join(0, lambda first, ids, held: taken.append((first, ids, held)))
+    fed.join(0, lambda first, ids, held: taken.append((first, ids, held)), never)
     fed.tell(1, 0, (), held=True)
     assert (fed.holds(0, beside=False), taken) == (True, [(0, (1, 2), True)])
     fed.tell(1, 0, (5,), held=True)
@@ -196,7 +263,7 @@ def test_what_comes_before_its_generation_waits_for_it() -> None:
     fed.tell(1, 0, (6,))
     assert (fed.known(0), fed.known(1), fed.known(2)) == ((1, 2, 3), (6,), ())
     fed.tell(1, 1, (7,))
-    leave = fed.join(1, lambda first, ids, held: taken.append((first, ids)))
+    leave = fed.join(1, lambda first, ids, held: taken.append((first, ids)), never)
     fed.tell(1, 2, (8, 9))
     assert taken == [(0, (6, 7)), (2, (8, 9))]
     leave()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from sllm_runtime.worker.engine.text import Decoder, Detokenizer, StopMatcher
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+_SLOWEST_S = 1.0
 
 
 @dataclass(slots=True)
@@ -43,7 +46,12 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: Engine, decoder: Decoder, *, proof: str = "", release: Callable[[], None] | None = None
+        self,
+        engine: Engine,
+        decoder: Decoder,
+        *,
+        proof: str = "",
+        release: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
         self.proof = proof
@@ -58,6 +66,10 @@ class EngineLoop:
         self._closing = False
         self._numbers = itertools.count()
         self._touched: set[Mailbox] = set()
+        self._slow: dict[int, float] = {}
+        """Requests that move away, and seconds from the beginning of a step to the next one while they run."""
+        self._began = -math.inf
+        """When the last step did."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -99,6 +111,14 @@ class EngineLoop:
         except Unavailable:
             return  # closed: everything was cancelled
 
+    def slow(self, number: int, interval_s: float) -> None:
+        """While this request runs, and is not held or let draw (``feed``), a step begins so long after the one before,
+        a second at most."""
+        try:
+            self._command(lambda: self._slow_down(number, min(interval_s, _SLOWEST_S)))
+        except Unavailable:
+            return  # closed: everything was cancelled
+
     def close(self) -> None:
         """End the thread after its current step; whoever waits gets ``Unavailable``. Repeatable."""
         with self._changed:
@@ -116,11 +136,9 @@ class EngineLoop:
 
     def _run(self) -> None:
         while self._next():
-            for event in self._step():
-                self._deliver(event)
-            for mailbox in self._touched:
-                mailbox.flush()
-            self._touched.clear()
+            if self.engine.busy and not self._rest():
+                self._began = time.monotonic()
+                self._advance()
         if not self._lost:
             for number in list(self._outputs):
                 self._cancel(number, Unavailable("the engine of this instance has stopped"))
@@ -129,11 +147,27 @@ class EngineLoop:
         if self._release is not None:
             self._release()
 
+    def _advance(self) -> None:
+        for event in self._step():
+            self._deliver(event)
+        for mailbox in self._touched:
+            mailbox.flush()
+        self._touched.clear()
+
+    def _rest(self) -> float:
+        """Seconds until the next step may begin."""
+        interval_s = max(self._slow.values(), default=0.0)
+        return max(0.0, self._began + interval_s - time.monotonic()) if interval_s else 0.0
+
     def _next(self) -> bool:
         """Carry out commands; wait while there is nothing to step. False: closing."""
         with self._changed:
-            # No deadline: an idle engine waits for its next request as long as its instance lives.
-            self._changed.wait_for(lambda: self._commands or self._closing or self.engine.busy)
+            while not (self._commands or self._closing):
+                # No deadline: an idle engine waits for its next request as long as its instance lives.
+                rest = self._rest() if self.engine.busy else None
+                if rest == 0.0:
+                    break
+                self._changed.wait(rest)
             commands = list(self._commands)
             self._commands.clear()
             closing = self._closing
@@ -144,8 +178,6 @@ class EngineLoop:
         return not closing
 
     def _step(self) -> list[Event]:
-        if not self.engine.busy:
-            return []
         try:
             return self.engine.step()
         except Exception as error:  # weights that do not come, or a bug of the engine: nobody may wait for ever
@@ -180,11 +212,20 @@ class EngineLoop:
         except SllmError as error:
             self._cancel(number, error)
             return
+        self._slow.pop(number, None)
         if held:
             self.engine.hold(number)
         else:
             self.engine.release(number)
         self._drawn_elsewhere(number, new)
+
+    def _slow_down(self, number: int, interval_s: float) -> None:
+        if number in self._outputs:
+            self._slow[number] = interval_s
+
+    def _forget(self, number: int) -> _Output | None:
+        self._slow.pop(number, None)
+        return self._outputs.pop(number, None)
 
     def _drawn_elsewhere(self, number: int, ids: tuple[int, ...]) -> None:
         """The output goes on with ``ids``, which the engine has. They are told one by one, as they came the first time:
@@ -198,7 +239,7 @@ class EngineLoop:
         output.last = ids[-1:]
 
     def _cancel(self, number: int, error: SllmError | None) -> None:
-        output = self._outputs.pop(number, None)
+        output = self._forget(number)
         if output is None:
             return
         self.engine.cancel(number)
@@ -223,18 +264,18 @@ class EngineLoop:
             self._put(output.sink, Piece(rests=True))
             return
         if event.error is not None:
-            del self._outputs[event.request]
+            self._forget(event.request)
             self._put(output.sink, Piece(error=event.error))
             return
         try:
             piece = self._piece(output, event)
         except Exception as error:  # a tokenizer that cannot decode what its model says
-            del self._outputs[event.request]
+            self._forget(event.request)
             self.engine.cancel(event.request)
             self._refuse(output.sink, error)
             return
         if piece.finish is not None:
-            del self._outputs[event.request]
+            self._forget(event.request)
         self._put(output.sink, piece)
 
     def _piece(self, output: _Output, event: Event) -> Piece:
