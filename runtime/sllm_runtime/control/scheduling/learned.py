@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median_low
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -31,7 +31,8 @@ _MOST: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """The last measurements, in seconds, and their median."""
+    """The last measurements, in seconds, and their median; of two in the middle the lesser: the first start of anything
+    finds no cache warm, so of two starts the second one tells more of the third."""
 
     seconds: tuple[float, ...]
     middle: float
@@ -39,7 +40,7 @@ class Recent:
     @classmethod
     def of(cls, seconds: tuple[float, ...]) -> Recent:
         """Of these, of which there is one at least; the newest is the last one."""
-        return cls(seconds, median(seconds))
+        return cls(seconds, median_low(seconds))
 
     def after(self, seconds: float) -> Recent:
         """With one more."""
