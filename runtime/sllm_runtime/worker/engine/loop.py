@@ -138,18 +138,17 @@ class EngineLoop:
         while self._next():
             if self.engine.busy and not self._rest():
                 self._began = time.monotonic()
-                self._advance()
+                for event in self._step():
+                    self._deliver(event)
+            self._flush()  # of commands too: a refusal needs no step
         if not self._lost:
             for number in list(self._outputs):
                 self._cancel(number, Unavailable("the engine of this instance has stopped"))
-            for mailbox in self._touched:
-                mailbox.flush()
+            self._flush()
         if self._release is not None:
             self._release()
 
-    def _advance(self) -> None:
-        for event in self._step():
-            self._deliver(event)
+    def _flush(self) -> None:
         for mailbox in self._touched:
             mailbox.flush()
         self._touched.clear()
