@@ -32,13 +32,16 @@ ROUNDS: Final = 12
 """Times a destination is fed; then its source stops, however far ahead it is: it is the faster one."""
 TOGETHER_S: Final = 5.0
 """A call that could go over waits so long for those that are on their way to the same instance."""
-QUICK: Final = 1.5
+QUICK: Final = 1.2
 """A destination whose round takes no more of its source's intervals is fed a last time when that has stopped: so long
 is the pause. Where messages are slower than tokens it draws beside its source instead, until it is ahead."""
-SLOWER: Final = 1.3
-"""Intervals that a source takes for one while it is overtaken."""
+BEHIND: Final = 8
+"""Tokens that it may lack then: it computes them in one step."""
+SLOWER: Final = 1.25
+"""Intervals that a source takes for one while it is overtaken; once more so for each PATIENCE tokens without that."""
+PATIENCE: Final = 8
 OVERTAKES: Final = 32
-"""Tokens that a source draws at most until it is; then it stops."""
+"""Tokens that a source draws at most until it is overtaken; then it stops."""
 STOP_S: Final = 0.05
 """So long a source has at least to end its step; twice its longest pause otherwise."""
 QUIET_S: Final = 1.0
@@ -117,6 +120,8 @@ class Move:
         """When the source was last heard, and when it last gave out a whole output."""
         self.interval = 0.0
         """Seconds from one output of the source to the next, of late."""
+        self._usual = 0.0
+        """That, before the source was told to draw slower."""
         self._round = 0.0
         """Seconds that the destination took for the last round, with its messages."""
         self._fed_at: float | None = None
@@ -125,6 +130,8 @@ class Move:
         """Whole outputs of the source since a step of it was last looked at."""
         self._drawn_beside = 0
         """Whole outputs of the source since the destination draws beside it."""
+        self._slowed = 0
+        """Times that the source was told since then to draw slower."""
         self._source_rests = False
         """Whether it has said so since it was told to draw no more: with the last id of any of its generations."""
         self._pace = 0.0
@@ -177,6 +184,8 @@ class Move:
         """Whether its source may stop: little is missing, or no further round would help."""
         if self._ended or self.rounds >= ROUNDS:
             return True
+        if self.overtakes:
+            return self.gap <= BEHIND and self.rounds >= IN_STEP
         if self.resting:
             return self.gap <= NEAR and self._in_step >= IN_STEP
         return self.gap <= NEAR or self.impatient(now)
@@ -270,10 +279,17 @@ class Move:
         """The source is told to draw no more (``going``)."""
         self._go(Stage.HANDED, now)
 
-    def beside(self, now: float) -> float:
-        """The destination is let draw, and the source draws on: seconds that it takes for a token at least."""
+    def beside(self, now: float) -> None:
+        """The destination is let draw, and the source draws on, slower."""
         self._go(Stage.BESIDE, now)
-        return SLOWER * self.interval
+        self._usual = self.interval
+
+    def slower(self) -> float:
+        """Seconds that the source is to take for a token from now on; 0: as it was told."""
+        if self.stage is not Stage.BESIDE or self._drawn_beside < PATIENCE * self._slowed:
+            return 0.0
+        self._slowed += 1
+        return self._usual * SLOWER**self._slowed
 
     @property
     def let(self) -> bool:

@@ -181,6 +181,7 @@ class Moves:
                     self._let_draw(move)
                 if move.hopeless(now):
                     self._hand(call, move, now)
+                self._slow_down(call, move)
             what, which = together([move for _, move in self._moving.towards(instance)], now)
             for move in which:
                 match what:
@@ -193,9 +194,14 @@ class Moves:
 
     def _draw_beside(self, call: Call, move: Move, now: float) -> None:
         """The destination draws, and the source slower than it could, until the destination is ahead."""
-        assert call.binding is not None
         self._let_draw(move)
-        self._link.send_all(call.binding.node, call.binding.hold(move.beside(now)))
+        move.beside(now)
+        self._slow_down(call, move)
+
+    def _slow_down(self, call: Call, move: Move) -> None:
+        if interval_s := move.slower():
+            assert call.binding is not None
+            self._link.send_all(call.binding.node, call.binding.hold(interval_s))
 
     def _hand(self, call: Call, move: Move, now: float) -> None:
         """The source ends the step that it is in, and draws no more."""

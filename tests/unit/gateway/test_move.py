@@ -17,7 +17,20 @@ from hypothesis import strategies as st
 
 from sllm_gateway import move as moving
 from sllm_gateway.binding import Binding
-from sllm_gateway.move import IN_STEP, NEAR, OVERTAKES, QUIET_S, ROUNDS, SLOWER, STOP_S, TOGETHER_S, Move, Stage
+from sllm_gateway.move import (
+    BEHIND,
+    IN_STEP,
+    NEAR,
+    OVERTAKES,
+    PATIENCE,
+    QUIET_S,
+    ROUNDS,
+    SLOWER,
+    STOP_S,
+    TOGETHER_S,
+    Move,
+    Stage,
+)
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.under_way import Next, going, together
 from sllm_runtime.protocol import codec, limits
@@ -189,7 +202,8 @@ def do_next(move: Move, there: Resting, now: float) -> None:
             there.hear(move.feed(now))
         case Next.BESIDE, [_]:
             there.hear(move.let_draw())
-            assert move.beside(now) > 0.0
+            move.beside(now)
+            assert move.slower() > 0.0
         case Next.HAND, [_]:
             move.hand(now)
 
@@ -350,9 +364,11 @@ def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead() -> None:
     pair = beside()
     assert pair.next(pair.now) is Next.BESIDE
     assert pair.move.let_draw() == [Feed("call", 2, 0, 6, (6,))]
-    assert pair.move.beside(pair.now) == pytest.approx(SLOWER * 0.25)
+    assert pair.move.slower() == 0.0
+    pair.move.beside(pair.now)
+    assert [pair.move.slower() for _ in range(2)] == [pytest.approx(SLOWER * 0.25), 0.0]
     assert (pair.move.stage, pair.move.resting) == (Stage.BESIDE, False)
-    pair.draw(now=pair.now)
+    pair.draw(now=pair.now + 9.0)
     pair.say(pair.drawn - 1)
     assert going([pair.move], pair.now) == []
     pair.say(pair.drawn)
@@ -362,6 +378,34 @@ def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead() -> None:
     new, _ = pair.move.switch(pair.now)
     assert {frame.kind for frame in new} == {FrameKind.IDS, FrameKind.OUTPUT}
     assert (pair.move.over, pair.move.let) == (True, True), "it need not be told again"
+
+
+def test_a_source_that_is_not_overtaken_draws_slower_and_slower() -> None:
+    pair = beside()
+    pair.move.beside(pair.now)
+    told = [pair.move.slower()]
+    for drawn in range(1, 2 * PATIENCE):
+        pair.draw(now=pair.now + drawn)
+        told.append(pair.move.slower())
+    assert [at for at, interval in enumerate(told) if interval] == [0, PATIENCE]
+    assert told[PATIENCE] == pytest.approx(SLOWER * SLOWER * 0.25), "by what it took before it was slowed"
+    pair.draw(now=pair.now + 20.0)
+    assert pair.move.slower() == pytest.approx(SLOWER**3 * 0.25)
+    pair.move.hand(pair.now)
+    assert pair.move.slower() == 0.0
+
+
+@pytest.mark.parametrize(("missing", "does"), [(BEHIND, Next.BESIDE), (BEHIND + 1, Next.FEED)])
+def test_one_that_will_overtake_need_not_be_near(missing: int, does: Next) -> None:
+    pair = Pair()
+    pair.say(pair.drawn)
+    for now in (NOW + 1.0, NOW + 10.0):
+        pair.draw(missing, now=now)
+        pair.move.outputs = 1
+        pair.move.feed(now)
+        pair.say(pair.drawn, now + 8.0)
+    pair.draw(missing, now=NOW + 20.0)
+    assert pair.next(NOW + 20.0) is does
 
 
 def test_a_token_of_one_that_draws_beside_is_compared() -> None:
