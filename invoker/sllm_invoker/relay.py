@@ -292,7 +292,7 @@ def _pass_on(call: Call, host: Host, item: Feed | Hold | Cancel) -> None:
             if host.holds:
                 host.tell_ids(call, item)
         case Hold() if host.holds:
-            call.held = True
+            call.held = not item.interval_s
             host.hold(call, item.interval_s)
         case Cancel():
             host.cancel(call, item.code, item.reason)

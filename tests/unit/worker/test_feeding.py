@@ -145,7 +145,7 @@ def test_one_that_is_held_while_it_draws_tells_what_is_being_drawn_and_no_more(l
 @pytest.fixture
 def slowest(monkeypatch: pytest.MonkeyPatch) -> float:
     """Longer than any test."""
-    monkeypatch.setattr(engine_loop, "_SLOWEST_S", 100 * GIVE_UP_S)
+    monkeypatch.setattr(engine_loop, "_SLOW_FOR_S", 100 * GIVE_UP_S)
     return 100 * GIVE_UP_S
 
 
@@ -166,9 +166,14 @@ def test_one_that_is_slowed_draws_a_token_in_so_long_and_is_let_again(
     assert [piece.ids for piece in said(other)] == [(51,), (52,), (53,), (54,)]
 
 
-def test_one_that_is_slowed_draws_on(loop: EngineLoop, held: Held) -> None:
+@pytest.mark.parametrize(("interval_s", "for_s"), [(0.005, 100 * GIVE_UP_S), (100 * GIVE_UP_S, 0.005)])
+def test_one_that_is_slowed_draws_on(
+    monkeypatch: pytest.MonkeyPatch, loop: EngineLoop, held: Held, interval_s: float, for_s: float
+) -> None:
+    """And as before when nobody has said it again: whoever did may be gone."""
+    monkeypatch.setattr(engine_loop, "_SLOW_FOR_S", for_s)
     number, sink = begun(loop, held)
-    loop.slow(number, 0.005)
+    loop.slow(number, interval_s)
     held.go.set()
     assert [piece.ids for piece in said(sink)] == [(11 + at,) for at in range(12)]
 

@@ -22,7 +22,8 @@ from sllm_runtime.worker.engine.text import Decoder, Detokenizer, StopMatcher
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
-_SLOWEST_S = 1.0
+_SLOW_FOR_S = 2.0
+"""A request that is to be slower has gone after so long, or who said so has: it draws as before."""
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class EngineLoop:
         self._touched: set[Mailbox] = set()
         self._slow: dict[int, float] = {}
         """Requests that move away, and seconds from the beginning of a step to the next one while they run."""
+        self._slow_until = -math.inf
         self._began = -math.inf
         """When the last step did."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -112,10 +114,10 @@ class EngineLoop:
             return  # closed: everything was cancelled
 
     def slow(self, number: int, interval_s: float) -> None:
-        """While this request runs, and is not held or let draw (``feed``), a step begins so long after the one before,
-        a second at most."""
+        """While this request runs, and is not held or let draw (``feed``), a step begins so long after the one before:
+        for two seconds, unless it is said again."""
         try:
-            self._command(lambda: self._slow_down(number, min(interval_s, _SLOWEST_S)))
+            self._command(lambda: self._slow_down(number, interval_s))
         except Unavailable:
             return  # closed: everything was cancelled
 
@@ -155,8 +157,10 @@ class EngineLoop:
 
     def _rest(self) -> float:
         """Seconds until the next step may begin."""
-        interval_s = max(self._slow.values(), default=0.0)
-        return max(0.0, self._began + interval_s - time.monotonic()) if interval_s else 0.0
+        if not self._slow:
+            return 0.0
+        begin = min(self._began + max(self._slow.values()), self._slow_until)
+        return max(0.0, begin - time.monotonic())
 
     def _next(self) -> bool:
         """Carry out commands; wait while there is nothing to step. False: closing."""
@@ -221,6 +225,7 @@ class EngineLoop:
     def _slow_down(self, number: int, interval_s: float) -> None:
         if number in self._outputs:
             self._slow[number] = interval_s
+            self._slow_until = time.monotonic() + _SLOW_FOR_S
 
     def _forget(self, number: int) -> _Output | None:
         self._slow.pop(number, None)
