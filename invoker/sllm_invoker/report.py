@@ -16,8 +16,6 @@ log = logging.getLogger(__name__)
 COALESCE_S: Final = 0.02
 REST: Final = 4.0
 """Times as long as a report took none is sent: it has all instances, and a node may end a thousand at once."""
-COUNTS_S: Final = 0.2
-"""Calls begin and end far more often than anybody plans with them: their number is told at once, then after so long."""
 
 
 class Reporter:
@@ -74,7 +72,7 @@ class Reporter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._counts_due = asyncio.get_running_loop().time() + COUNTS_S
+            self._counts_due = asyncio.get_running_loop().time() + limits.COUNTS_S
         self._sequence += 1
         try:
             await self._publish(self._compose(self._sequence))

@@ -3,14 +3,19 @@ there leaves. Pure."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from sllm_runtime.control import instances, migration
 from sllm_runtime.control.view import Instance, Node, View
+from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import NodeNotFound
 from sllm_runtime.protocol.states import MIGRATION, final
 
 WHY = "its node is drained"
+SURE_S: Final = 2.5 * limits.COUNTS_S
+"""An instance of which no call was told for so long has none."""
 
 
 def cordon(view: View, name: str, *, cordoned: bool, drain: bool) -> View:
@@ -36,6 +41,8 @@ def _leave(view: View, instance: Instance, now: float) -> View:
     if not instance.ready:
         return instances.stop(view, instance, WHY, 0.0)
     needed = bool(instance.running) or instance.manifest.min_instances > 0
+    if not needed and instance.carries and instance.idle_s(now) < SURE_S:
+        return view  # it may have a call that could move: of one that is ended it would be waited for where it is
     if not (needed and instance.carries):
         return instances.stop(view, instance, WHY, instance.manifest.timeout, resume=instance.carries)
     known = view.migrations.get(instance.record.instance)

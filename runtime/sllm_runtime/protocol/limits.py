@@ -30,6 +30,9 @@ ACK_FRAMES: Final = 64
 ACK_AFTER_S: Final = 0.25
 HEARTBEAT_S: Final = 1.0
 """Longest silence of a call's sender, of a worker and of a node."""
+COUNTS_S: Final = 0.2
+"""Calls begin and end far more often than anybody plans with them: a node tells their number at once, then after so
+long."""
 RESEND_AFTER_S: Final = 0.3
 """A gap or an unanswered request is asked for again after this long (doubling up to 2 s)."""
 LOST_AFTER_S: Final = 5.0

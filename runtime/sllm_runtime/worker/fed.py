@@ -103,10 +103,9 @@ class Fed:
         before = [number for number, each in self._running.items() if self._slow or self._holds(number, each.beside)]
         self._held, self._slow = self._held and held, self._slow and held
         self._last = max(self._last, generation)
-        free = (
-            [] if self._slow else [number for number in before if not self._holds(number, self._running[number].beside)]
-        )
-        return [self._running[number] for number in free]
+        if self._slow:
+            return []
+        return [self._running[number] for number in before if not self._holds(number, self._running[number].beside)]
 
     def join(
         self, generation: int, take: Take, slow: Callable[[float], None], *, beside: bool = False

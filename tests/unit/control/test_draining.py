@@ -47,14 +47,27 @@ def test_calls_of_a_drained_node_move() -> None:
     assert not [name for name in world.view.on("n1")]
 
 
-def test_an_idle_instance_ends_at_once_and_one_that_must_be_there_moves() -> None:
+def test_an_idle_instance_ends_and_one_that_must_be_there_moves() -> None:
     for least, moves in ((0, False), (1, True)):
         world, source = running(min_instances=least)
         works(world, source, 0)
+        world.now += draining.SURE_S
         cordon(world, "n1", drain=True)
         stops = [action for action in world.plan() if isinstance(action, SendStop)]
         assert bool(stops) is not moves
         assert (source in world.view.migrations) is moves
+
+
+def test_one_that_may_have_a_call_nobody_told_of_is_not_taken_for_idle() -> None:
+    """It would be waited for where it is, which it need not be."""
+    world, source = running()
+    works(world, source, 0)
+    cordon(world, "n1", drain=True)
+    assert not [action for action in world.plan() if isinstance(action, SendStop)]
+    world.now += draining.SURE_S / 2
+    works(world, source, 1)
+    world.plan()
+    assert source in world.view.migrations
 
 
 def test_calls_that_cannot_be_carried_end_where_they_are() -> None:
@@ -70,10 +83,9 @@ def test_a_call_that_outlives_the_grace_goes_on_elsewhere_if_it_can(why: str, ca
     """It may have been on its way when its instance was thought idle."""
     world, source = running(resumable=carries, keep_alive=2)
     works(world, source, 0)
+    world.now += 3.0 if why == "idle" else draining.SURE_S
     if why == "drained":
         cordon(world, "n1", drain=True)
-    else:
-        world.now += 3.0
     (stop,) = [action for action in world.plan() if isinstance(action, SendStop)]
     assert (stop.instance, stop.resume) == (source, carries)
 

@@ -61,7 +61,7 @@ async def test_the_first_call_after_a_quiet_time_is_told_at_once_the_next_ones_t
     monkeypatch: pytest.MonkeyPatch, sent: list[int], reporter: report.Reporter
 ) -> None:
     await until(lambda: sent == [1], what="the first report")
-    monkeypatch.setattr(report, "COUNTS_S", 10 * GIVE_UP_S)
+    monkeypatch.setattr(limits, "COUNTS_S", 10 * GIVE_UP_S)
     reporter.counted()
     await until(lambda: sent == [1, 2], what="the first call")
     for _ in range(3):
