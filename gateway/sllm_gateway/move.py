@@ -32,9 +32,11 @@ ROUNDS: Final = 12
 """Times a destination is fed; then its source stops, however far ahead it is: it is the faster one."""
 TOGETHER_S: Final = 5.0
 """A call that could go over waits so long for those that are on their way to the same instance."""
-QUICK: Final = 1.2
-"""A destination whose round takes no more of its source's intervals is fed a last time when that has stopped: so long
-is the pause. Where messages are slower than tokens it draws beside its source instead, until it is ahead."""
+QUICK: Final = 2.0
+"""A destination that would be there within so many of its source's intervals is fed a last time when that has stopped.
+Where messages are slower than tokens it draws beside its source instead, until it is ahead."""
+MESSAGES_S: Final = 0.004
+"""The pause of one that is fed a last time beside what a round takes: that its source is to stop, and has."""
 BEHIND: Final = 8
 """Tokens that it may lack then: it computes them in one step."""
 SLOWER: Final = 1.25
@@ -203,21 +205,22 @@ class Move:
     @property
     def overtakes(self) -> bool:
         """Whether messages take so long beside a token that the destination had better draw beside the source."""
-        return self.resting and 0.0 < QUICK * self.interval < self._round
+        return self.resting and 0.0 < QUICK * self.interval < self._round + MESSAGES_S
 
     def hopeless(self, now: float) -> bool:
         """Whether it does not overtake its source, which stops now."""
         return self.stage is Stage.BESIDE and (self._drawn_beside >= OVERTAKES or now - self._since >= QUIET_S)
 
     def goes_over(self, now: float) -> bool:
-        """Whether the destination is ahead; or the source has told all that it drew, or has had long enough. A
-        destination that draws has to come level with one that stops."""
+        """Whether the destination is ahead; or the source, which stops, has told all that it drew, or has had long
+        enough. One that draws along has to come level with it, one that did not overtake is fed what it lacks."""
         if self.stage is Stage.BESIDE and not self.half:
             return self._outputs > self._kept.delivered or self._ended
         if self.stage is not Stage.HANDED or self.half:
             return False
-        there = self._source_rests if self.resting else not self.gap
-        return there or self._ended or self.late(now)
+        told = self._source_rests and (self.resting or self._slowed > 0)
+        level = not self.resting and not self.gap
+        return told or level or self._ended or self.late(now)
 
     def late(self, now: float) -> bool:
         """Whether no more is waited for before it goes over, but for the rest of an output."""
@@ -265,8 +268,8 @@ class Move:
         return self.lacking()
 
     def lacking(self) -> list[Feed]:
-        """Ids that the source has and the destination, which rests, has not said."""
-        if not self.resting:
+        """Ids that the source has and the destination has not said: it rests, or does not overtake."""
+        if not self.rests:
             return []
         call, epoch = self.binding.call, self.binding.epoch
         return [

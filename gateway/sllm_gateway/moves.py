@@ -232,7 +232,7 @@ class Moves:
             call.stays = True
             self.drop(call, error.message)
             return
-        if not move.let:
+        if missing or not move.let:
             self._let_draw(move)
         self._link.send(source.node, Cancel(call.id, source.epoch, reason=f"it goes on at {move.binding.instance}"))
         self._dispatcher.release(call, source.instance)

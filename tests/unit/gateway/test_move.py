@@ -338,7 +338,7 @@ def test_one_that_is_slower_is_let_draw_in_the_end() -> None:
     assert pair.next() is Next.HAND
 
 
-def beside(interval: float = 0.25, takes: float = 0.5) -> Pair:
+def beside(interval: float = 0.25, takes: float = 0.75) -> Pair:
     """The source draws a token each ``interval``, the destination has one ``takes`` after it is fed."""
     pair, now = Pair(), NOW
     pair.say(pair.drawn)
@@ -353,7 +353,7 @@ def beside(interval: float = 0.25, takes: float = 0.5) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize(("takes", "does"), [(0.25, Next.HAND), (0.5, Next.BESIDE)])
+@pytest.mark.parametrize(("takes", "does"), [(0.25, Next.HAND), (0.495, Next.HAND), (0.497, Next.BESIDE)])
 def test_where_messages_are_slow_beside_tokens_the_destination_draws_beside_its_source(
     takes: float, does: Next
 ) -> None:
@@ -422,14 +422,29 @@ def test_one_that_does_not_overtake_comes_level_with_a_source_that_stops(drawn: 
     pair = beside()
     pair.move.let_draw()
     pair.move.beside(pair.now)
+    assert pair.move.slower()
     pair.draw(drawn - 1, now=pair.now)
     assert not pair.move.hopeless(pair.now)
     pair.draw(now=pair.now)
     assert pair.move.hopeless(pair.now + later)
     pair.move.hand(pair.now)
     assert (going([pair.move], pair.now), pair.move.hopeless(pair.now)) == ([], False)
+    pair.draw(now=pair.now)
+    pair.say(pair.drawn - 1, pair.now)
+    pair.rest(pair.now)
+    assert pair.go_over(pair.now) == [Feed("call", 2, 0, pair.drawn - 1, (pair.drawn - 1,))], "what it lacks"
+    assert not pair.move.level
+
+
+def test_one_that_is_level_with_a_source_that_stops_is_fed_nothing() -> None:
+    pair = beside()
+    pair.move.let_draw()
+    pair.move.beside(pair.now)
+    pair.move.slower()
+    pair.draw(OVERTAKES, now=pair.now)
+    pair.move.hand(pair.now)
     pair.say(pair.drawn, pair.now)
-    assert going([pair.move], pair.now) == [pair.move]
+    assert going([pair.move], pair.now) == [pair.move], "whatever the source has to say"
     pair.move.switch(pair.now)
     assert pair.move.level
 
