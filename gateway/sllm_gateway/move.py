@@ -122,6 +122,8 @@ class Move:
         """When the source was last heard, and when it last gave out a whole output."""
         self.interval = 0.0
         """Seconds from one output of the source to the next, of late."""
+        self._gives_out = False
+        """Whether it has given out one since the move began."""
         self._usual = 0.0
         """That, before the source was told to draw slower."""
         self._round = 0.0
@@ -241,8 +243,10 @@ class Move:
         """The source has told more."""
         self._pace, self._source_at = max(self._pace, now - self._source_at), now
         if whole := sum(frame.kind in VALUES and not frame.more for frame in frames):
-            gap = (now - self._output_at) / whole
-            self.interval += (gap - self.interval) * (OF_LATE if self.interval else 1.0)
+            if self._gives_out:  # before the first one nobody knows since when it was made
+                gap = (now - self._output_at) / whole
+                self.interval += (gap - self.interval) * (OF_LATE if self.interval else 1.0)
+            self._gives_out = True
             self.outputs, self._output_at = self.outputs + whole, now
             self._drawn_beside += whole * (self.stage is Stage.BESIDE)
         if self.stage is Stage.HANDED:

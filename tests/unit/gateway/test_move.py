@@ -360,6 +360,14 @@ def test_where_messages_are_slow_beside_tokens_the_destination_draws_beside_its_
     assert beside(takes=takes).next(NOW + 1.0) is does
 
 
+def test_when_the_first_output_of_a_source_was_begun_is_not_known() -> None:
+    pair = Pair()
+    pair.draw(now=NOW + 0.001)
+    assert pair.move.interval == 0.0
+    pair.draw(now=NOW + 0.501)
+    assert pair.move.interval == pytest.approx(0.5)
+
+
 def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead() -> None:
     pair = beside()
     assert pair.next(pair.now) is Next.BESIDE
