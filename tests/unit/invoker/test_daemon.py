@@ -118,8 +118,8 @@ async def test_nothing_survives_its_sudden_death(daemon: Daemon) -> None:
     if not await namespace_command():
         pytest.skip("this kernel permits no PID namespace to this user; `sllm up` ends what is left there")
     await daemon.start("daemon fork")
+    await until(lambda: "sleep" in [process.name() for process in daemon.family()], what="a detached grandchild")
     family = daemon.family()
-    assert any(process.name() == "sleep" for process in family), "a grandchild that has detached itself"
     daemon.process.kill()
     await dead(family)
 
