@@ -847,6 +847,14 @@ class Scene:
         await self.keep_up([second])
         return second
 
+    async def to_one_that_draws_beside(self) -> tuple[Run, Run]:
+        """And then it is let draw, and its source is slowed: both, at the same token."""
+        second = await self.to_one_that_keeps_up()
+        (first,) = self.runs("i1")
+        self.pace["i2"] = self.pace["i1"] = 11 + IN_STEP
+        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        return first, second
+
     async def keep_up(self, runs: list[Run]) -> None:
         for number in range(11, 11 + IN_STEP):
             self.pace["i1"] = number
@@ -993,11 +1001,7 @@ BESIDE: Final = 1e-9
 
 async def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead_in_a_call(nats: Nats) -> None:
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
-        second = await s.to_one_that_keeps_up()
-        s.pace["i2"] = 11 + IN_STEP
-        (first,) = s.runs("i1")
-        s.pace["i1"] = 11 + IN_STEP
-        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        first, second = await s.to_one_that_draws_beside()
         assert not first.held
         s.pace["i1"] = 16
         await until(lambda: first.outbox.acked == 2 * 16)
@@ -1013,10 +1017,7 @@ async def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead_in_a_
 async def test_a_source_that_is_not_overtaken_stops(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "OVERTAKES", 2)
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
-        second = await s.to_one_that_keeps_up()
-        (first,) = s.runs("i1")
-        s.pace["i2"] = s.pace["i1"] = 11 + IN_STEP
-        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        first, _ = await s.to_one_that_draws_beside()
         s.last = s.pace["i1"] = 14 + IN_STEP
         await until(lambda: first.held)
         assert not first.cancelled.is_set()
@@ -1028,10 +1029,7 @@ async def test_a_source_that_is_not_overtaken_stops(nats: Nats, monkeypatch: pyt
 async def test_one_that_draws_beside_its_source_dies(nats: Nats) -> None:
     """The source draws as it did."""
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
-        second = await s.to_one_that_keeps_up()
-        (first,) = s.runs("i1")
-        s.pace["i2"] = s.pace["i1"] = 11 + IN_STEP
-        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        first, second = await s.to_one_that_draws_beside()
         await s.deploy()
         second.end(InstanceLost("i2 died"))
         await until(lambda: not first.slowed)
@@ -1042,10 +1040,7 @@ async def test_one_that_draws_beside_its_source_dies(nats: Nats) -> None:
 
 async def test_the_source_dies_beside_one_that_draws(nats: Nats) -> None:
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
-        second = await s.to_one_that_keeps_up()
-        (first,) = s.runs("i1")
-        s.pace["i2"] = s.pace["i1"] = 11 + IN_STEP
-        await until(lambda: first.slowed and any(not item.held for item in second.fed))
+        first, _ = await s.to_one_that_draws_beside()
         first.end(InstanceLost("i1 died"))
         s.pace["i2"] = TOTAL
         assert values((await call).text) == list(range(TOTAL))
