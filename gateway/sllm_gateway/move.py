@@ -15,6 +15,7 @@ import msgspec
 
 from sllm_gateway.binding import Binding
 from sllm_gateway.resumption import VALUES, Resumption
+from sllm_gateway.tempo import QUIET_S, Slowing, Tempo
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids
@@ -24,30 +25,14 @@ from sllm_runtime.protocol.states import check
 
 NEAR: Final = 2
 """Tokens (or outputs) that the destination may be behind when its source is told to stop."""
-OF_LATE: Final = 0.25
-"""Share of the last gap in ``interval``."""
 IN_STEP: Final = 2
 """Rounds of NEAR tokens at most after which it keeps up: the first steps of an instance take longer."""
 ROUNDS: Final = 12
 """Times a destination is fed; then its source stops, however far ahead it is: it is the faster one."""
 TOGETHER_S: Final = 5.0
 """A call that could go over waits so long for those that are on their way to the same instance."""
-QUICK: Final = 2.0
-"""A destination that would be there within so many of its source's intervals is fed a last time when that has stopped.
-Where messages are slower than tokens it draws beside its source instead, until it is ahead."""
-MESSAGES_S: Final = 0.004
-"""The pause of one that is fed a last time beside what a round takes: that its source is to stop, and has."""
 BEHIND: Final = 8
 """Tokens that it may lack then: it computes them in one step."""
-SLOWER: Final = 1.25
-"""Intervals that a source takes for one while it is overtaken; once more so for each PATIENCE tokens without that."""
-PATIENCE: Final = 8
-OVERTAKES: Final = 32
-"""Tokens that a source draws at most until it is overtaken; then it stops."""
-STOP_S: Final = 0.05
-"""So long a source has at least to end its step; twice its longest pause otherwise."""
-QUIET_S: Final = 1.0
-"""Who has told nothing for so long is not waited for."""
 
 
 class Stage(StrEnum):
@@ -118,28 +103,13 @@ class Move:
         self._ended = False
         self._said_at = self._since = binding.inbox.heard
         """When the destination was last heard, or told something; since when the stage is what it is."""
-        self._source_at = self._output_at = binding.inbox.heard
-        """When the source was last heard, and when it last gave out a whole output."""
-        self.interval = 0.0
-        """Seconds from one output of the source to the next, of late."""
-        self._gives_out = False
-        """Whether it has given out one since the move began."""
-        self._usual = 0.0
-        """That, before the source was told to draw slower."""
-        self._round = 0.0
-        """Seconds that the destination took for the last round, with its messages."""
-        self._fed_at: float | None = None
-        """Since when it computes one."""
+        self._tempo = Tempo(binding.inbox.heard)
+        self._slowing: Slowing | None = None
+        """Of the source, since the destination draws beside it."""
         self.outputs = 0
         """Whole outputs of the source since a step of it was last looked at."""
-        self._drawn_beside = 0
-        """Whole outputs of the source since the destination draws beside it."""
-        self._slowed = 0
-        """Times that the source was told since then to draw slower."""
         self._source_rests = False
         """Whether it has said so since it was told to draw no more: with the last id of any of its generations."""
-        self._pace = 0.0
-        """The longest time in which the source has told nothing."""
 
     # --- how far it is ------------------------------------------------------------------------------
     @property
@@ -207,11 +177,11 @@ class Move:
     @property
     def overtakes(self) -> bool:
         """Whether messages take so long beside a token that the destination had better draw beside the source."""
-        return self.resting and 0.0 < QUICK * self.interval < self._round + MESSAGES_S
+        return self.resting and self._tempo.messages_slow
 
     def hopeless(self, now: float) -> bool:
         """Whether it does not overtake its source, which stops now."""
-        return self.stage is Stage.BESIDE and (self._drawn_beside >= OVERTAKES or now - self._since >= QUIET_S)
+        return self.stage is Stage.BESIDE and self._slowing is not None and self._slowing.hopeless(now)
 
     def goes_over(self, now: float) -> bool:
         """Whether the destination is ahead; or the source, which stops, has told all that it drew, or has had long
@@ -220,13 +190,13 @@ class Move:
             return self._outputs > self._kept.delivered or self._ended
         if self.stage is not Stage.HANDED or self.half:
             return False
-        told = self._source_rests and (self.resting or self._slowed > 0)
+        told = self._source_rests and (self.resting or self._slowing is not None)
         level = not self.resting and not self.gap
         return told or level or self._ended or self.late(now)
 
     def late(self, now: float) -> bool:
         """Whether no more is waited for before it goes over, but for the rest of an output."""
-        return self.stage is Stage.HANDED and now - self._since >= min(QUIET_S, max(STOP_S, 2 * self._pace))
+        return self.stage is Stage.HANDED and now - self._since >= self._tempo.stop_s
 
     @property
     def level(self) -> bool:
@@ -241,21 +211,18 @@ class Move:
     # --- the source -----------------------------------------------------------------------------------
     def heard(self, frames: Sequence[Frame], now: float) -> None:
         """The source has told more."""
-        self._pace, self._source_at = max(self._pace, now - self._source_at), now
-        if whole := sum(frame.kind in VALUES and not frame.more for frame in frames):
-            if self._gives_out:  # before the first one nobody knows since when it was made
-                gap = (now - self._output_at) / whole
-                self.interval += (gap - self.interval) * (OF_LATE if self.interval else 1.0)
-            self._gives_out = True
-            self.outputs, self._output_at = self.outputs + whole, now
-            self._drawn_beside += whole * (self.stage is Stage.BESIDE)
+        whole = sum(frame.kind in VALUES and not frame.more for frame in frames)
+        self._tempo.source(whole, now)
+        self.outputs += whole
+        if self._slowing is not None:
+            self._slowing.drew(whole)
         if self.stage is Stage.HANDED:
             told = (codec.unpack(Ids, frame.data) for frame in frames if frame.kind is FrameKind.IDS)
             self._source_rests = self._source_rests or any(not ids.ids for ids in told)
 
     def quiet(self, now: float) -> bool:
         """Whether no output of the source is waited for."""
-        return now - self._output_at >= QUIET_S
+        return self._tempo.quiet(now)
 
     # --- what the destination is told -----------------------------------------------------------------
     def opened(self, rests: bool, now: float) -> None:
@@ -268,7 +235,7 @@ class Move:
         self.rounds += 1
         self._in_step = self._in_step + 1 if self.gap <= NEAR else 0
         self._told, self._told_outputs, self._said_at = self._kept.counts, self._kept.delivered, now
-        self._fed_at = now
+        self._tempo.fed(now)
         return self.lacking()
 
     def lacking(self) -> list[Feed]:
@@ -289,14 +256,13 @@ class Move:
     def beside(self, now: float) -> None:
         """The destination is let draw, and the source draws on, slower."""
         self._go(Stage.BESIDE, now)
-        self._usual = self.interval
+        self._slowing = Slowing(self._tempo.interval, now)
 
     def slower(self) -> float:
         """Seconds that the source is to take for a token from now on; 0: as it was told."""
-        if self.stage is not Stage.BESIDE or self._drawn_beside < PATIENCE * self._slowed:
+        if self.stage is not Stage.BESIDE or self._slowing is None:
             return 0.0
-        self._slowed += 1
-        return self._usual * SLOWER**self._slowed
+        return self._slowing.say()
 
     @property
     def let(self) -> bool:
@@ -345,8 +311,8 @@ class Move:
                 dropped += self._early(frame)
         if self.switched:
             return new, dropped
-        if self._fed_at is not None and self.computed:
-            self._round, self._fed_at = now - self._fed_at, None
+        if self.computed:
+            self._tempo.computed(now)
         self._look(now)
         self._ahead += [(0, frame) for frame in new]
         return [], dropped

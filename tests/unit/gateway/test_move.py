@@ -16,22 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_gateway import move as moving
+from sllm_gateway import tempo
 from sllm_gateway.binding import Binding
-from sllm_gateway.move import (
-    BEHIND,
-    IN_STEP,
-    NEAR,
-    OVERTAKES,
-    PATIENCE,
-    QUIET_S,
-    ROUNDS,
-    SLOWER,
-    STOP_S,
-    TOGETHER_S,
-    Move,
-    Stage,
-)
+from sllm_gateway.move import BEHIND, IN_STEP, NEAR, ROUNDS, TOGETHER_S, Move, Stage
 from sllm_gateway.resumption import Resumption
+from sllm_gateway.tempo import OVERTAKES, PATIENCE, QUIET_S, SLOWER, STOP_S
 from sllm_gateway.under_way import Next, going, together
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
@@ -152,7 +141,7 @@ class Resting:
 def test_one_that_rests_goes_on_with_the_same(answer: list[Step], seed: int, beside: bool) -> None:
     """Whenever it is told what: it goes over, and before that its caller has nothing of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moving, "QUICK", 1e-9 if beside else NEVER)
+        patch.setattr(tempo, "QUICK", 1e-9 if beside else NEVER)
         _goes_on_with_the_same(answer, random.Random(seed))
 
 
@@ -358,14 +347,6 @@ def test_where_messages_are_slow_beside_tokens_the_destination_draws_beside_its_
     takes: float, does: Next
 ) -> None:
     assert beside(takes=takes).next(NOW + 1.0) is does
-
-
-def test_when_the_first_output_of_a_source_was_begun_is_not_known() -> None:
-    pair = Pair()
-    pair.draw(now=NOW + 0.001)
-    assert pair.move.interval == 0.0
-    pair.draw(now=NOW + 0.501)
-    assert pair.move.interval == pytest.approx(0.5)
 
 
 def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead() -> None:
@@ -882,9 +863,10 @@ async def scene(
     async with world(nats) as w:
         w.node.judge = lambda _: TAKES
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moving, "QUIET_S", quiet_s)
-            patch.setattr(moving, "STOP_S", stop_s)
-            patch.setattr(moving, "QUICK", quick)
+            for module in (moving, tempo):
+                patch.setattr(module, "QUIET_S", quiet_s)
+            patch.setattr(tempo, "STOP_S", stop_s)
+            patch.setattr(tempo, "QUICK", quick)
             yield Scene(w)
 
 
@@ -1015,7 +997,7 @@ async def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead_in_a_
 
 
 async def test_a_source_that_is_not_overtaken_stops(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "OVERTAKES", 2)
+    monkeypatch.setattr(tempo, "OVERTAKES", 2)
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
         first, _ = await s.to_one_that_draws_beside()
         s.last = s.pace["i1"] = 14 + IN_STEP
