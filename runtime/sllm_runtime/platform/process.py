@@ -28,6 +28,8 @@ PARENT = "SLLM_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True) if ON_LINUX else None
+_TELLS_CHILDREN: Final = os.path.exists("/proc/thread-self/children")
+"""Whether the kernel tells the children of a thread (CONFIG_PROC_CHILDREN)."""
 
 
 def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -82,7 +84,18 @@ def start_time(pid: int) -> int | None:
 
 
 def children() -> set[int]:
-    """Direct children of this process, zombies too."""
+    """Direct children of this process, zombies too. One that comes to us while others end may be seen the next time."""
+    if not _TELLS_CHILDREN:
+        return _children_of_all()
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            found.update(map(int, Path(f"/proc/self/task/{thread}/children").read_bytes().split()))
+    return found
+
+
+def _children_of_all() -> set[int]:
+    """By a look at each process of the machine: half a millisecond for 60 of them."""
     mine = os.getpid()
     found: set[int] = set()
     for name in os.listdir("/proc"):

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +18,30 @@ from tests.fixtures.waiting import until
 
 SLEEPS = "import time; time.sleep(600)"
 ABANDONS = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {SLEEPS!r}])"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_child_of_any_thread_is_found(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_TELLS_CHILDREN", told and process._TELLS_CHILDREN)
+    born: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+    ended = threading.Event()
+
+    def bear() -> None:
+        born.put(subprocess.Popen([sys.executable, "-S", "-c", SLEEPS]))
+        ended.wait(60)
+
+    mother = threading.Thread(target=bear)
+    mother.start()
+    try:
+        with born.get(timeout=60) as child:
+            assert child.pid in children()
+            ended.set()
+            mother.join()
+            assert child.pid in children(), "another thread has it now"
+            child.kill()
+        assert child.pid not in children()
+    finally:
+        ended.set()
 
 
 def test_the_start_time_of_nobody_and_of_a_zombie_is_none() -> None:
