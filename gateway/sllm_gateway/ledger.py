@@ -62,9 +62,9 @@ class Ledger:
         if line is not None and line.whole is not None:
             self._gone.append(call)
 
-    def written(self) -> list[Call]:
-        """Those of which anything may have been written: another gateway may know of them."""
-        return [line.call for line in self._lines.values() if line.whole is not None]
+    def written(self) -> list[tuple[Call, Whole]]:
+        """Those of which anything may have been written, so that another gateway may know of them, with all of it."""
+        return [(line.call, _whole(line)) for line in self._lines.values() if line.whole is not None]
 
     def anew(self) -> None:
         """Nothing that was written counts any more."""
@@ -104,14 +104,7 @@ def _entry(line: _Line, now: float) -> Whole | More | None:
     assert known is not None
     if line.whole is None or now - line.whole > WHOLE_S or line.resumption is not known:
         line.whole, line.resumption, line.counts, line.epoch = now, known, known.counts, call.epoch
-        return Whole(
-            order=line.asked,
-            body=call.order.body,
-            epoch=call.epoch,
-            numerics=call.numerics,
-            exact=call.exact,
-            ids=known.recorded,
-        )
+        return _whole(line)
     counts = known.counts
     if counts == line.counts and call.epoch == line.epoch:
         return None
@@ -123,6 +116,18 @@ def _entry(line: _Line, now: float) -> Whole | More | None:
     ]
     line.counts, line.epoch = counts, call.epoch
     return More(call=call.id, epoch=call.epoch, numerics=call.numerics, exact=call.exact, ids=tuple(ids))
+
+
+def _whole(line: _Line) -> Whole:
+    call, known = line.call, line.call.resumption
+    return Whole(
+        order=line.asked,
+        body=call.order.body,
+        epoch=call.epoch,
+        numerics=call.numerics,
+        exact=call.exact,
+        ids=known.recorded if known is not None else (),
+    )
 
 
 def _size(entry: Whole | More) -> int:

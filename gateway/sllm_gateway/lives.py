@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -15,10 +16,13 @@ from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.watch import Watch, snapshot
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.lives import LIVES_AGE_S, Life, Log
+from sllm_runtime.protocol.lives import BEAT_S, LIVES_AGE_S, SILENT_BEATS, Life, Log
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat, life_log, life_told
 
 _logger = logging.getLogger(__name__)
+
+STILL_S: Final = BEAT_S * SILENT_BEATS / 2
+"""A process that has not run for so long may have been declared dead by the time that it does."""
 
 
 class Over(Exception):
@@ -40,6 +44,8 @@ class Lives:
         self._random, self._clock = random, clock
         self._recorded = asyncio.Event()
         """Set while others can know of this life."""
+        self._turned = clock()
+        """When this process is known to have run."""
         self.begin()
 
     def begin(self) -> None:
@@ -71,8 +77,17 @@ class Lives:
         self._beaten = self._clock()
         self._recorded.set()
 
+    def turn(self) -> None:
+        """This process runs. If it has not for a while this life may be over: ``recorded`` waits for a beat then."""
+        now = self._clock()
+        if now - self._turned > STILL_S:
+            self._recorded.clear()
+        self._turned = now
+
     async def recorded(self) -> None:
-        """Wait until others can know of this life: a call of one that they do not know seems to have no gateway."""
+        """Wait until others can know of this life: a call of one that they do not know, or that is over, seems to have
+        no gateway."""
+        self.turn()
         if self._recorded.is_set():
             return
         try:

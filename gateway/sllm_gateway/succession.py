@@ -102,6 +102,7 @@ class Succession:
     # --- this life --------------------------------------------------------------------------------
     async def _tell(self) -> None:
         while True:
+            self._lives.turn()
             self._tell_news()
             await self._pause(ORDERS_S)
             await _until(self._ledger.news, IDS_S)
@@ -135,14 +136,22 @@ class Succession:
                 self._ledger.anew()
                 await self._pause(ORDERS_S)
             except Over:
-                self._end_life()
+                try:
+                    await self._end_life()
+                except Unavailable as error:  # until then they run here
+                    log.info("the streams of this gateway's last life wait to be handed on: %s", error.message)
+                    await self._pause(ORDERS_S)
 
-    def _end_life(self) -> None:
-        """It has not run for so long that another gateway has its streams; they end here, and a new life begins."""
-        calls = self._ledger.written()
-        log.warning("this gateway was silent: another one has its %d stream(s)", len(calls))
-        for call in calls:
+    async def _end_life(self) -> None:
+        """It has not run for so long that another gateway has its streams; they end here, and a new life begins. What
+        was told of them since is known to nobody who takes them up: it is written before their callers are sent on."""
+        streams_left = self._ledger.written()
+        log.warning("this gateway was silent: another one has its %d stream(s)", len(streams_left))
+        for _, left in streams_left:
+            await self._keep(left)
+        for call, _ in streams_left:
             self._fail(call, moved(call.id))
+        self._taking_up.look(left.order for _, left in streams_left)
         self._lives.begin()
         self._ledger.anew()
         self._due = 0.0

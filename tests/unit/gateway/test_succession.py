@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from sllm_gateway.call import Call, Marks, Order
 from sllm_gateway.journal import Journal
 from sllm_gateway.ledger import Ledger, streams
-from sllm_gateway.lives import Lives, Lost, Over
+from sllm_gateway.lives import STILL_S, Lives, Lost, Over
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.roll import MOST, Roll
 from sllm_gateway.stored import Stored
@@ -514,6 +514,65 @@ async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_n
         await until(stop.is_set, what="its instance was told")
         async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
             assert await _life_of(other, stream.headers["sllm-call-id"]) != life
+
+
+async def test_what_its_heir_does_not_know_is_written_before_its_caller_is_sent_on(nats: Nats) -> None:
+    """It was told of only when the life was over and done with: begun just before its gateway stood still."""
+    async with world(nats) as w:
+        waiting = asyncio.Event()
+
+        async def tokens(run: Run) -> None:
+            if not run.head.recorded:
+                run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (0,))))
+                run.out(0)
+                waiting.set()
+                await run.cancelled.wait()
+                run.end()
+            else:
+                await six(run)
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=tokens)
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            call = stream.headers["sllm-call-id"]
+            bus = await nats.bus(GATEWAY_2)
+            other = Lives(bus, Stored(bus), GATEWAY_2, repeating(b"o"), time.monotonic)
+            life = await _life_of(other, call)
+            await until(waiting.is_set)
+
+            async def done_with() -> bool:
+                found = await other.find(life)
+                claimed = await other.claim(found) if found is not None else None
+                return claimed is not None and await other.settle(claimed) is not None
+
+            await until(done_with, what="it is declared over between two beats, and nothing of it gone on with")
+            text = "".join([part async for part in stream.aiter_text()])
+        assert '"code":"call_moved"' in text
+        answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": "0"})
+        assert answer.status_code == 200, answer.text
+        assert [line for line in answer.text.splitlines() if line.startswith("data:")] == [
+            *(f"data: {number}" for number in range(1, 6)),
+            "data: [DONE]",
+        ]
+
+
+async def test_a_gateway_that_stood_still_takes_no_call_before_it_knows_that_it_lives(nats: Nats) -> None:
+    """One of a life that is over would be gone on with by nobody."""
+    w, now = await two(nats), [100.0]
+    lives = Lives(w.a._bus, w.a._stored, GATEWAY, os.urandom, lambda: now[0])
+    await lives.beat()
+    await lives.recorded()
+    assert await w.b.claim(lives.me) is not None
+    now[0] += STILL_S + 0.1
+    taking = asyncio.create_task(lives.recorded())
+    with pytest.raises(Over):
+        await lives.beat()
+    assert not taking.done()
+    lives.begin()
+    await lives.beat()
+    await taking
+    now[0] += STILL_S - 0.1
+    lives.turn()
+    await asyncio.wait_for(lives.recorded(), 1.0)
 
 
 async def test_a_new_life_takes_no_call_before_others_can_know_of_it(nats: Nats) -> None:
