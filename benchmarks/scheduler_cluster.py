@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
 import msgspec
 
 from sllm_runtime.control.placement import Place, Request
+from sllm_runtime.control.scheduling.learned import Learned, Recent
 from sllm_runtime.control.view import CARRIES, Instance, Key, Node, View
 from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.manifest import Manifest
@@ -20,6 +22,8 @@ NOW: Final = 1000.0
 GPUS: Final = 8
 COPIES: Final = 4
 """Nodes whose SSD has a model; one of them has it in DRAM as well."""
+CALL_S: Final = 60.0
+"""That calls take at most."""
 SEED: Final = 1
 """Of the cluster that two processes make each for itself."""
 _GB: Final = 10**9
@@ -45,9 +49,15 @@ def cluster(nodes: int, models: int, rng: random.Random, keep_alive: float = 60.
         versions=versions,
         models={record.digest: record for record in records},
         nodes={node.record.node: node for node in there},
+        learned=_learned(versions, rng),
         listening_since=NOW,
     )
     return view, list(versions)
+
+
+def _learned(keys: Iterable[Key], rng: random.Random) -> Learned:
+    """How long calls of each version take is known."""
+    return Learned(calls={key: Recent.of((rng.uniform(1.0, CALL_S),)) for key in keys})
 
 
 def _model(number: int, rng: random.Random) -> ModelRecord:
@@ -122,6 +132,7 @@ def started(
         seen=seen,
         seen_at=NOW,
         busy_since=NOW - 10.0 if running else None,
+        turn_since=NOW if running else None,
         ready_at=0.0,
     )
     known = view.nodes[place.node]

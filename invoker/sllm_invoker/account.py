@@ -67,6 +67,8 @@ class Account:
             capabilities=self._capabilities,
             spans=self._spans,
             running=work.running if work is not None else 0,
+            served=work.served if work is not None else 0,
+            worked_s=work.worked_s if work is not None else 0.0,
             idle_s=work.idle_s(now) if work is not None else 0.0,
             context=self.context if work is not None and work.running else 0,
             release_s=self.release_s,

@@ -59,6 +59,10 @@ class Work:
         self.holds = False
         """Whether they may be held, and take ids."""
         self._idle_since = clock()
+        self.served = 0
+        """Calls that ended, but for those that were cancelled."""
+        self.worked_s = 0.0
+        """Seconds that these took together."""
         self._ids: list[FeedCall | HoldCall] = []
         """To be told at the end of this loop tick."""
         self._fed: list[tuple[Call, int]] = []
@@ -217,8 +221,11 @@ class Work:
 
     def _done(self, call: Call) -> None:
         del self._calls[call.number]
+        now = self._clock()
+        if call.cancel is None:
+            self.served, self.worked_s = self.served + 1, self.worked_s + (now - call.began)
         if not self._calls:
-            self._idle_since = self._clock()
+            self._idle_since = now
 
     def end(self, error: SllmError, *, stopped: bool) -> None:
         """The worker is gone: every running call ends with ``error``, one that was cancelled with its own code.

@@ -10,8 +10,15 @@ from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.quantities import LOAD_TIME
 
 HANDOVER_S: Final = 1.0
-"""An instance is never stopped sooner after READY or its last call, whatever ``keep_alive`` says: the call it was
-started for is on its way."""
+"""An instance is never stopped sooner after READY, whatever ``keep_alive`` says: the call it was started for is on its
+way. Nor for its age sooner after its last call."""
+BETWEEN_S: Final = 0.25
+"""One that has served a call may be ended to make room so soon after its last: who calls again at once finds it."""
+
+
+def lent_s(instance: Instance) -> float:
+    """Seconds without a call after which it may be ended to make room."""
+    return BETWEEN_S if instance.seen is not None and instance.seen.served else HANDOVER_S
 
 
 def floor(view: View, key: Key, manifest: Manifest) -> int:

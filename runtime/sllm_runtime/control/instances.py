@@ -64,8 +64,20 @@ def report(view: View, instance: Instance, status: InstanceStatus, now: float) -
         if not instance.adopted:
             view = replace(view, learned=view.learned.started(moved.key))
     busy = (instance.busy_since if instance.busy_since is not None else now) if status.running else None
-    moved = replace(moved, seen=status, seen_at=now, busy_since=busy)
+    ended, took_s = _ended(instance, status)
+    turn = now if ended or instance.turn_since is None else instance.turn_since
+    moved = replace(moved, seen=status, seen_at=now, busy_since=busy, turn_since=turn if status.running else None)
+    if ended:
+        view = replace(view, learned=view.learned.called(moved.key, took_s / ended))
     return settle(view.put_instance(moved), instance, moved, now)
+
+
+def _ended(instance: Instance, status: InstanceStatus) -> tuple[int, float]:
+    """Calls that have ended since its last report, and the seconds that they took together."""
+    seen = instance.seen
+    if seen is None:
+        return (0, 0.0) if instance.adopted else (status.served, status.worked_s)
+    return max(0, status.served - seen.served), max(0.0, status.worked_s - seen.worked_s)
 
 
 def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:

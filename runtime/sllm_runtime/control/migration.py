@@ -170,7 +170,7 @@ def _idle(view: View, source: Instance, node: str) -> Instance | None:
 
 def _choice(view: View, source: Instance, node: str, now: float, choose: Choose) -> Place | Words:
     """Where a new one goes; or what is short, in words."""
-    request = Request(source.key, source.manifest, view.versions[source.key].model)
+    request = Request(source.key, source.manifest, view.versions[source.key].model, patient=False)
     if not node:
         # The policy looks everywhere but where it runs now.
         elsewhere = with_item(view.refused, (source.key, source.record.node), Refusal(now + 1, "it moves away"))

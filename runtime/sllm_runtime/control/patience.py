@@ -7,12 +7,13 @@ within that time again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sllm_runtime.control import instances
 from sllm_runtime.control.fits import free, short
 from sllm_runtime.control.placement import Request, evictable
-from sllm_runtime.control.view import Instance, View, without
+from sllm_runtime.control.view import Instance, Key, View, without
 
 
 def put_off(view: View, request: Request, now: float) -> View:
@@ -38,11 +39,15 @@ def put_off(view: View, request: Request, now: float) -> View:
 
 def settled(view: View) -> View:
     """What was placed, or is no longer wanted, has nothing kept for it."""
-    served = [key for key in view.put_off if key not in view.pending]
-    if not served:
+    return served(view, [key for key in view.put_off if key not in view.pending])
+
+
+def served(view: View, keys: Sequence[Key]) -> View:
+    """What these versions wait for is not a place, or no longer."""
+    if not any(key in view.put_off for key in keys):
         return view
-    kept = {node: key for node, key in view.kept.items() if key not in served}
-    return replace(view, put_off=without(view.put_off, served), kept=kept)
+    kept = {node: key for node, key in view.kept.items() if key not in keys}
+    return replace(view, put_off=without(view.put_off, keys), kept=kept)
 
 
 def _longest(view: View) -> float:

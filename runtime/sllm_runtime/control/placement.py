@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
-from sllm_runtime.control.autoscale import HANDOVER_S, floor
+from sllm_runtime.control.autoscale import floor, lent_s
 from sllm_runtime.control.fits import Need, free, need_in, short, total
 from sllm_runtime.control.providing.awaiting import could_come
 from sllm_runtime.control.reason import Reason, Words
@@ -25,6 +25,8 @@ class Request:
     key: Key
     manifest: Manifest
     model: str | None = None
+    patient: bool = True
+    """Whether it may wait for calls to end though there is room: nobody computes for its callers meanwhile."""
 
     def need(self, view: View) -> Need:
         return need_in(view, self.key, self.manifest)
@@ -37,6 +39,11 @@ class Place:
     estimate: Estimate | None = None
     """What the start is expected to take; None of a policy that does not ask."""
 
+    @property
+    def seconds(self) -> float | None:
+        """From now to READY."""
+        return self.estimate.seconds if self.estimate is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class Evict:
@@ -45,6 +52,8 @@ class Evict:
     instances: tuple[str, ...]
     reason: str
     at_once: bool = False
+    seconds: float | None = None
+    """From now until it is ready there; None of a policy that does not ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,11 @@ class Migrate:
     estimate: Estimate
 
     @property
+    def seconds(self) -> float | None:
+        """From now until it is ready there."""
+        return self.estimate.seconds
+
+    @property
     def reason(self) -> str:
         """For people."""
         where = ", ".join(f"{move.instance} to {move.node}" for move in self.moves)
@@ -65,9 +79,15 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """It fits a known node, but not now."""
+    """It fits a known node, but not now; or it had better wait."""
 
     reason: Words
+    seconds: float | None = None
+    """From now until it is expected to be ready, where that is known."""
+    room: bool = False
+    """Whether there is room now, where it would take longer."""
+    claims: tuple[str, ...] = ()
+    """Instances whose places it waits for: no other start of the same plan counts on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +95,7 @@ class Refuse:
     """No known node could ever run it."""
 
     reason: str
+    seconds: ClassVar[None] = None
 
 
 Decision: TypeAlias = Place | Evict | Migrate | Wait | Refuse
@@ -107,7 +128,7 @@ def unsatisfiable(need: Need, view: View) -> str:
 
 def evictable(request: Request, view: View, instance: Instance, now: float) -> bool:
     """Idle, and not needed: above its version's minimum, or an older version of the very function that is deployed."""
-    if not instance.ready or instance.idle_s(now) < HANDOVER_S or view.demand(instance.key):
+    if not instance.ready or instance.idle_s(now) < lent_s(instance) or view.demand(instance.key):
         return False
     if instance.key[0] == request.key[0] and instance.key != request.key and request.key in view.trials:
         return True
@@ -122,11 +143,11 @@ def room_made(request: Request, need: Need, view: View, node: Node, now: float) 
     enough; None if nothing helps."""
     there = [i for i in view.on(node.record.node).values() if i.seen and not i.ended]
     leaving = [i for i in there if i.stop is not None]
-    if _fits(need, view, node, leaving):
+    if fits(need, view, node, leaving):
         return ()
     idle = sorted((i for i in there if evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
     for count in range(1, len(idle) + 1):
-        if _spares(view, idle[:count]) and _fits(need, view, node, [*leaving, *idle[:count]]):
+        if _spares(view, idle[:count]) and fits(need, view, node, [*leaving, *idle[:count]]):
             return tuple(idle[:count])
     return None
 
@@ -141,7 +162,8 @@ def _spares(view: View, chosen: list[Instance]) -> bool:
     )
 
 
-def _fits(need: Need, view: View, node: Node, leaving: list[Instance]) -> bool:
+def fits(need: Need, view: View, node: Node, leaving: list[Instance]) -> bool:
+    """Whether it has room on ``node`` once ``leaving`` have gone."""
     capacity = free(view, node, leaving)
     return bool(leaving) and capacity is not None and not short(need, capacity)
 

@@ -12,6 +12,7 @@ from sllm_runtime.control import autoscale, backoff, draining, instances, migrat
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
 from sllm_runtime.control.providing import awaiting
 from sllm_runtime.control.reason import Words
+from sllm_runtime.control.scheduling.serving import last_begins_s
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
@@ -69,7 +70,7 @@ def plan(view: View, context: Context) -> Plan:
     view = moved.taught(view, context.now)
     view = warmup.lapsed(_forget(view, context.now), context.now)
     view = _bury(view, context.now)
-    view = replace(view, pending=EMPTY, awaiting=EMPTY)
+    view = replace(view, pending=EMPTY, claims=frozenset(), awaiting=EMPTY)
     groups: dict[Key, list[Instance]] = {}
     for instance in view.instances.values():
         groups.setdefault(instance.key, []).append(instance)
@@ -146,8 +147,8 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     asked = bool(waiting) or key in view.warm or key in view.trials
     held = backoff.active(view.failures.get(key), context.now, asked=asked)
     if len(live) < wanted and not held:
-        for _ in range(wanted - len(live)):
-            view, placed = _place(view, version, context)
+        for number in range(len(live), wanted):
+            view, placed = _place(view, version, context, for_calls=number >= least)
             if not placed:
                 break
     awaited = migration.destinations(view)
@@ -160,10 +161,17 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     return view
 
 
-def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, bool]:
+def _place(view: View, version: VersionRecord, context: Context, *, for_calls: bool) -> tuple[View, bool]:
+    """One more instance. ``for_calls``: none is wanted but for calls that wait."""
     key = (version.function, version.version)
     request = Request(key, version.manifest, version.model)
     decision = context.policy.place(request, view, context.now, context.rng)
+    if for_calls and decision.seconds is not None:
+        begin_s = last_begins_s(view, key, context.now)
+        if begin_s <= decision.seconds:
+            why = f"all its calls are expected to begin at instances that it has, after {begin_s:.2f} s; another one "
+            why += f"would be ready after {decision.seconds:.2f} s"
+            return replace(patience.served(view, [key]), pending={**view.pending, key: why}), False
     if isinstance(decision, Place):
         return view.put_instance(_new(version, decision, context)), True
     if isinstance(decision, Evict):
@@ -176,7 +184,9 @@ def _place(view: View, version: VersionRecord, context: Context) -> tuple[View, 
         view = replace(view, moves={**view.moves, **{move.instance: move for move in decision.moves}})
     reason: Words = decision.reason
     if isinstance(decision, Wait):
-        view, reason = awaiting.told(view, key, request.need(view), reason, context.now)
+        view = replace(view, claims=view.claims.union(decision.claims))
+        if not decision.room:
+            view, reason = awaiting.told(view, key, request.need(view), reason, context.now)
     if not isinstance(decision, Refuse):
         view = patience.put_off(view, request, context.now)
     return replace(view, pending={**view.pending, key: reason}), False

@@ -85,6 +85,8 @@ class Instance:
     seen_at: float = 0.0
     busy_since: float | None = None
     """Since when reports show it at work without a break."""
+    turn_since: float | None = None
+    """Since when they show it at work without a call of it having ended."""
     ready_at: float | None = None
     spans: tuple[Span, ...] = ()
     commanded: float | None = None
@@ -220,6 +222,8 @@ class View:
     """By source. Stored is only which instance a source's calls go to (``InstanceRecord.moves_to``)."""
     pending: Mapping[Key, Words] = field(default_factory=dict)
     """Why a wanted instance cannot be placed now; ``why`` says it."""
+    claims: frozenset[str] = frozenset()
+    """Instances whose places starts of this plan wait for."""
     awaiting: Mapping[Key, Progress] = field(default_factory=dict)
     """Those of them for which a node is to come, and how far that is."""
     pool: Pool | None = None

@@ -54,6 +54,10 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...] = ()
     running: int = 0
     """Calls it works on."""
+    served: int = 0
+    """Calls that ended there, but for those that were cancelled; 0: also of a node of before."""
+    worked_s: float = 0.0
+    """Seconds that these took together."""
     idle_s: float = 0.0
     """Seconds since its last call ended (since READY if there was none); 0 while it works."""
     context: int = 0

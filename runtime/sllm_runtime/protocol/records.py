@@ -193,6 +193,7 @@ class LearnedRecord(Record, frozen=True, kw_only=True):
     """By version, and of all; kind: where the weights were."""
     release: tuple[Measured, ...] = ()
     """By version, and of all."""
+    calls: tuple[Measured, ...] = ()
     moves: tuple[Fitted, ...] = ()
 
 

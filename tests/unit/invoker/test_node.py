@@ -41,7 +41,11 @@ async def test_a_call_goes_through_a_warm_sandbox_and_its_frames_come_back(node:
     assert opened.status == "accepted"
     assert (await node.gateway.ended(call)).error is None
     assert call.values == [b"%d" % number for number in range(500)]
-    await until(lambda: (now := node.instance(instance)) and now.running == 0, what="its slot is free")
+    await until(lambda: (now := node.instance(instance)) and now.served == 1, what="it has ended")
+    status = node.instance(instance)
+    assert status is not None
+    assert status.running == 0
+    assert 0.0 < status.worked_s < GIVE_UP_S
 
 
 async def test_who_leads_is_obeyed_before_its_first_command(node: NodeUnderTest) -> None:
@@ -219,6 +223,9 @@ async def test_a_gateway_that_acknowledges_nothing_loses_its_call(
     await node.gateway.open(instance, credit=4096)
     await until(lambda: (now := node.instance(instance)) and now.running == 1, what="it runs")
     await until(lambda: (now := node.instance(instance)) and now.running == 0, what="it was cancelled")
+    status = node.instance(instance)
+    assert status is not None
+    assert (status.served, status.worked_s) == (0, 0.0), "how long it would have taken nobody knows"
 
 
 @pytest.mark.parametrize(

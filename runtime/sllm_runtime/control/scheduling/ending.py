@@ -28,10 +28,10 @@ def quickest_ending(
         idle = room_made(request, start.need, view, server.node, now)
         if idle is None or (best != inf and not idle and _ends_late(server)):
             continue
-        seconds = replace(guess, release=release_s(view, idle or _leaving(server))).seconds
-        seconds += sum(_again(view, server, instance) for instance in idle)
+        ready = replace(guess, release=release_s(view, idle or _leaving(server))).seconds
+        seconds = ready + sum(again_s(view, server, instance) for instance in idle)
         if seconds < limit:
-            limit, found = seconds, (seconds, server.name, ending(server.name, idle))
+            limit, found = seconds, (seconds, server.name, ending(server.name, idle, ready))
     return (found[0], found[2]) if found is not None else None
 
 
@@ -51,7 +51,7 @@ def _ends_late(server: Server) -> bool:
     return any(stop is not None and stop.grace_s > 0 for stop in stops)
 
 
-def _again(view: View, server: Server, instance: Instance) -> float:
+def again_s(view: View, server: Server, instance: Instance) -> float:
     """What ending an idle instance costs whoever calls it next."""
     return estimate(server, instance.key, view.model_of(instance.key), view.learned).seconds
 
@@ -69,9 +69,10 @@ def make_room(request: Request, need: Need, view: View, servers: Sequence[Server
     return ending(name, idle)
 
 
-def ending(name: str, idle: tuple[Instance, ...]) -> Decision:
-    """The decision to end ``idle`` on server ``name``; there are none: to wait for those that end already."""
+def ending(name: str, idle: tuple[Instance, ...], seconds: float | None = None) -> Decision:
+    """The decision to end ``idle`` on server ``name``, for an instance that is ready there after ``seconds``; there are
+    none: to wait for those that end already."""
     if not idle:
         return Wait(f"waits for instances to end on {name}")
     names = tuple(instance.record.instance for instance in idle)
-    return Evict(names, f"makes room on {name} by ending {len(names)} idle instance(s)")
+    return Evict(names, f"makes room on {name} by ending {len(names)} idle instance(s)", seconds=seconds)

@@ -59,6 +59,8 @@ class Learned:
     """By version and where its weights were: what starts took beyond all that is told apart; None: of any version."""
     release: Mapping[Version | None, Recent] = field(default_factory=lambda: _NOTHING)
     """By version: from when an instance had only to end until its node had all that it held; None: of any version."""
+    calls: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
+    """By version: how long its calls take, in the mean of those between two reports."""
     moves: Mapping[str, Line] = field(default_factory=lambda: _NOTHING)
     """By model: how long calls take to go on elsewhere, by their tokens."""
     starts: Mapping[Version, int] = field(default_factory=lambda: _NOTHING)
@@ -89,6 +91,15 @@ class Learned:
         """Of a version of which no instance ever ended: as others do."""
         known = self.release.get(key) or self.release.get(None)
         return known.middle if known is not None else RELEASE_S
+
+    def call_s(self, key: Version) -> float | None:
+        """Of a version of which no call has ended: nobody knows."""
+        known = self.calls.get(key)
+        return known.middle if known is not None else None
+
+    def called(self, key: Version, seconds: float) -> Learned:
+        """With more calls of version ``key``, which took so long in the mean."""
+        return replace(self, calls=_with(self.calls, key, seconds))
 
     def started(self, key: Version) -> Learned:
         """With one more start of version ``key``, whatever it took."""

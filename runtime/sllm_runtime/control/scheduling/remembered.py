@@ -30,6 +30,7 @@ def record(learned: Learned) -> LearnedRecord:
             Measured(_digits(recent), *(key or ("", 0)), kind=tier) for (key, tier), recent in _last(learned.rest)
         ),
         release=tuple(Measured(_digits(recent), *(key or ("", 0))) for key, recent in _last(learned.release)),
+        calls=_by_version(learned.calls),
         moves=tuple(
             Fitted(model, line.slope, line.base, line.n, line.x, line.y, line.xx, line.xy)
             for model, line in _last(learned.moves)
@@ -49,6 +50,7 @@ def learned(stored: LearnedRecord) -> Learned:
         setup={(each.function, each.version): Recent.of(each.seconds) for each in stored.setup if each.seconds},
         rest={(_version(each), each.kind): Recent.of(each.seconds) for each in stored.rest if each.seconds},
         release=release,
+        calls={(each.function, each.version): Recent.of(each.seconds) for each in stored.calls if each.seconds},
         moves={
             each.model: Line(each.slope, each.base, each.n, each.x, each.y, each.xx, each.xy) for each in stored.moves
         },

@@ -12,6 +12,7 @@ from sllm_runtime.control.scheduling.ending import quickest_ending, release_s
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moving import Moving, fewest_removed, quickest_move, under_way
 from sllm_runtime.control.scheduling.rooms import Room, Start, by_time, quickest
+from sllm_runtime.control.scheduling.waiting import quickest_wait
 from sllm_runtime.control.view import Node, View
 
 OVERDUE_S: Final = 5.0
@@ -21,7 +22,8 @@ OVERDUE_S: Final = 5.0
 class StartupTime:
     """Least estimated startup: queueing behind a busy disk counts as much as the distance of the weights. An idle
     instance is ended for it where that is quicker, its own next start counted against it; unless ``moves`` is False,
-    running calls go on elsewhere where that is quicker."""
+    running calls go on elsewhere where that is quicker; and where calls are expected to end soon beside the weights, it
+    waits for that."""
 
     def __init__(self, moves: bool = True) -> None:
         self._servers = Servers()
@@ -42,6 +44,10 @@ class StartupTime:
         if self._moves:
             moving = Moving.of(request, view, self._servers, now)
             made = quickest_move(moving, start, made[0] if made is not None else best) or made
+        if request.patient:
+            ends = quickest_wait(request, start, view, self._servers, now, made[0] if made is not None else best)
+            if ends is not None:
+                return replace(ends[1], room=best != inf)
         if made is not None:
             return made[1]
         return _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
@@ -74,7 +80,7 @@ class Preemption:
             release = release_s(view, (view.instances[name] for name in names))
             if names and (seconds := replace(guess, release=release).seconds) < limit:
                 why = f"makes room on {server.name} by stopping {len(names)} at work"
-                limit, found = seconds, Evict(names, why, at_once=True)
+                limit, found = seconds, Evict(names, why, at_once=True, seconds=seconds)
         return found
 
 

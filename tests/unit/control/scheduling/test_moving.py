@@ -196,7 +196,8 @@ def test_the_policy_finds_what_trying_everything_finds(seed: int, nodes: int, wi
         gpu = next(g.index for g in there.status.gpus if g.used_by is None)
         view = started(view, key, Place(name, (gpu,)), f"i{number}", carries=rng.random() < 0.3)
     best = brute_force(view, asked)
-    decision = StartupTime().place(request(view, asked), view, NOW, rng)
+    decision = StartupTime().place(replace(request(view, asked), patient=False), view, NOW, rng)
+    waited = StartupTime().place(request(view, asked), view, NOW, rng)
     if best is None:
         assert isinstance(decision, Wait)
         return
@@ -204,3 +205,6 @@ def test_the_policy_finds_what_trying_everything_finds(seed: int, nodes: int, wi
     assert decision.estimate is not None
     event(f"{type(decision).__name__} {len(decision.moves) if isinstance(decision, Migrate) else 0}")
     assert best - 1e-6 <= decision.estimate.seconds <= best + 2 * CLOSE_S
+    assert waited == decision or (isinstance(waited, Wait) and waited.seconds is not None), "it waits for a call's end"
+    assert waited.seconds is not None
+    assert waited.seconds <= best + 2 * CLOSE_S, "only where that is quicker"

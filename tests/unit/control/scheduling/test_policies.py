@@ -71,6 +71,20 @@ def test_an_idle_instance_ends_for_a_much_quicker_start() -> None:
     assert decision.node == "free"
 
 
+@pytest.mark.parametrize(
+    ("served", "idle_s", "ends"), [(0, 0.9, False), (0, 1.0, True), (1, 0.2, False), (1, 0.25, True)]
+)
+def test_one_that_has_served_a_call_makes_room_sooner(served: int, idle_s: float, ends: bool) -> None:
+    """The call that it was started for is not on its way any more."""
+    view, _ = function(cluster(node("full", models=(M.digest,)), models=(M,)), "chat", M)
+    view = idle(function(view, "other")[0], "other", "full", idle_s=idle_s)
+    there = view.instances["other-on-full-0"]
+    assert there.seen is not None
+    view = view.put_instance(replace(there, seen=msgspec.structs.replace(there.seen, served=served)))
+    for policy in (StartupTime(), Availability()):
+        assert isinstance(place(policy, view, "chat"), Evict) is ends
+
+
 def test_ending_it_costs_its_own_next_start_as_well() -> None:
     """What is idle would itself have to come from the object store again, for longer than is won."""
     slow = model("slow", 4 * GB)
