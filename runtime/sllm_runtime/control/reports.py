@@ -53,7 +53,7 @@ def still(view: View, status: NodeStatus, now: float) -> View | None:
         if said is None:
             if _was_there(instance):  # it is gone
                 return None
-        elif instance.seen is None or instances.path(instance.state, said.state):  # it is to move
+        elif _follows(instance, said):
             return None
         else:
             same.append(replace(instance, seen=said, seen_at=now))
@@ -61,8 +61,14 @@ def still(view: View, status: NodeStatus, now: float) -> View | None:
     return replace(view, instances=view.instances.put(*same)) if same else view
 
 
+def _follows(instance: Instance, said: InstanceStatus) -> bool:
+    """Whether it is to move, or there is something to learn."""
+    seen = instance.seen
+    return seen is None or said.served != seen.served or bool(instances.path(instance.state, said.state))
+
+
 def news(before: NodeStatus, after: NodeStatus) -> bool:
-    """Whether a report says more than that its node is still there, and its idle instances idle."""
+    """Whether a report says more than that its node is still there, its idle instances idle, and the others at work."""
     return _steady(before) != _steady(after)
 
 
@@ -78,7 +84,8 @@ def released(before: NodeStatus | None, after: NodeStatus) -> Iterator[tuple[Ins
 
 
 def _steady(status: NodeStatus) -> NodeStatus:
-    there = tuple([msgspec.structs.replace(instance, idle_s=0.0, context=0) for instance in status.instances])
+    told = {"idle_s": 0.0, "context": 0, "served": 0, "worked_s": 0.0}
+    there = tuple([msgspec.structs.replace(instance, **told) for instance in status.instances])
     return msgspec.structs.replace(status, sequence=0, instances=there)
 
 

@@ -99,6 +99,24 @@ def test_a_report_that_something_may_follow_from_is_looked_at_whole() -> None:
     assert still(replace(world.view, suspects={"i": 1}), fresh, world.now) is None, "it may clear a suspicion"
 
 
+def test_calls_that_follow_each_other_are_no_news_but_are_learned_from() -> None:
+    """As many run as before: nothing is to be decided."""
+    world, name = with_an_instance()
+    node = world.nodes["n1"]
+    node.set(name, InstanceState.READY, running=1, served=1, worked_s=2.0)
+    world.hear("n1")
+    before = node.report()
+    node.set(name, InstanceState.READY, running=1, served=3, worked_s=3.0)
+    after = node.report()
+    assert not news(before, after)
+    assert still(world.view, after, world.now) is None
+    world.now += 1.0
+    view = observe(world.view, after, world.now, 0.0)
+    assert view.learned.calls["chat", 1].seconds == (2.0, 0.5)
+    assert view.instances[name].turn_since == world.now
+    assert view.instances[name].busy_since == world.now - 1.0
+
+
 def test_an_instance_that_a_node_had_and_does_not_name_is_looked_at_whole() -> None:
     world, name = with_an_instance()
     known = world.view.instances[name]
