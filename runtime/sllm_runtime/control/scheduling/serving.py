@@ -24,13 +24,19 @@ def last_begins_s(view: View, key: Key, now: float) -> float:
     waiting, call_s = view.demand(key), view.learned.call_s(key)
     if call_s is None or not 0 < waiting <= MOST:
         return inf
-    free = [begin for instance in view.of(key) if instance.live for begin in _slots(instance, call_s, now)]
+    there = (instance for instance in view.of(key) if _takes_calls(view, instance))
+    free = [begin for instance in there for begin in _slots(instance, call_s, now)]
     if not free:
         return inf
     heapq.heapify(free)
     for _ in range(waiting - 1):
         heapq.heapreplace(free, free[0] + call_s)
     return free[0]
+
+
+def _takes_calls(view: View, instance: Instance) -> bool:
+    """Whether it does, or will: it does not end, its calls do not move away, and no gateway has found it deaf."""
+    return instance.live and not instance.record.moves_to and instance.record.instance not in view.suspects
 
 
 def _slots(instance: Instance, call_s: float, now: float) -> Iterator[float]:

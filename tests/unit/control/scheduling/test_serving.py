@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_runtime.control import instances
 from sllm_runtime.control.plan import SendStart
 from sllm_runtime.control.scheduling.learned import COLD_SANDBOX_S, INIT_S
 from sllm_runtime.control.scheduling.serving import MOST, last_begins_s
@@ -75,6 +77,21 @@ def test_nobody_knows_of_calls_of_which_none_has_ended() -> None:
     world.plan()
     world.hear_all()
     world.finish(world.live(CHAT)[0], InstanceState.READY)
+    assert begins_s(world, 1) == inf
+
+
+@pytest.mark.parametrize("why", ["suspect", "moves", "ends"])
+def test_an_instance_that_takes_no_calls_does_not_count(why: str) -> None:
+    world = at_work()
+    (name,) = world.live(CHAT)
+    instance = world.view.instances[name]
+    if why == "suspect":
+        world.view = replace(world.view, suspects={name: 1})
+    elif why == "moves":
+        record = msgspec.structs.replace(instance.record, moves_to="another")
+        world.view = world.view.put_instance(replace(instance, record=record))
+    else:
+        world.view = instances.stop(world.view, instance, "because", 1.0)
     assert begins_s(world, 1) == inf
 
 
