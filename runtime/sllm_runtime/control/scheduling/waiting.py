@@ -79,6 +79,8 @@ def _quickest(
         if not _fits(start, view, server, chosen):
             continue
         chosen = _needed(start, view, server, chosen)
+        if not any(_goes_on(instance, now) for _, _, instance in chosen):
+            continue
         seconds = ready + sum(again_s(view, server, instance) for _, _, instance in chosen)
         if seconds >= limit:
             break
@@ -130,6 +132,11 @@ def _gone_s(request: Request, view: View, instance: Instance, now: float, within
     if key == request.key or key in view.trials or view.demand(key) or not _spare(view, instance):
         return inf
     return max(0.0, after) + learned.release_s(key)
+
+
+def _goes_on(instance: Instance, now: float) -> bool:
+    """Whether there is anything to wait for: one that could be ended now is ended (``ending``), or is left alone."""
+    return instance.stop is not None or instance.running > 0 or instance.idle_s(now) < lent_s(instance)
 
 
 def _spare(view: View, instance: Instance) -> bool:

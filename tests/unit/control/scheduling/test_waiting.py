@@ -85,6 +85,17 @@ def test_one_that_has_only_just_ended_a_call_is_waited_for() -> None:
     assert decision.seconds == pytest.approx(HANDOVER_S * 0.75 + RELEASE_S + NEAR_S)
 
 
+def test_what_could_be_ended_now_is_not_waited_for() -> None:
+    """Ending who is idle longest costs too much, ending another one would not: it is started elsewhere, at once."""
+    slow = model("slow", 4 * GB)
+    view, _ = function(cluster(node("near", gpus=2, models=(M.digest,)), node("far"), models=(M, slow)), "chat", M)
+    view = idle(function(view, "other", slow)[0], "other", "near", gpu=0, idle_s=100.0)
+    view = idle(function(view, "more")[0], "more", "near", gpu=1, idle_s=50.0)
+    decision = chat(view)
+    assert isinstance(decision, Place)
+    assert decision.node == "far"
+
+
 def test_what_moves_away_does_not_wait() -> None:
     view = busy()
     asked = replace(request(view, ("chat", 1)), patient=False)
