@@ -194,6 +194,7 @@ class LearnedRecord(Record, frozen=True, kw_only=True):
     release: tuple[Measured, ...] = ()
     """By version, and of all."""
     calls: tuple[Measured, ...] = ()
+    """How long they take, by version."""
     moves: tuple[Fitted, ...] = ()
 
 

@@ -74,7 +74,7 @@ def _quickest(
         ready = start.on(server, chosen[-1][0]).seconds
         if ready >= limit:
             break
-        if count == 1 and ready + again_s(view, server, chosen[0][2]) >= limit:
+        if count == 1 and ready + again_s(view, server, chosen[0][2]) >= limit:  # cheaper to know than what fits
             continue
         if not _fits(start, view, server, chosen):
             continue
