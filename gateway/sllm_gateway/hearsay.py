@@ -55,6 +55,10 @@ class Hearsay:
             logs[number] = codec.unpack(Log, data)
         return Heard(logs=logs)
 
+    def last(self, life: str) -> int:
+        """Number of the last message that was heard of a life's log; -1: none, or none that is kept."""
+        return self._heard.last(life)
+
     async def of(self, life: str, after: int, others: Iterable[str]) -> dict[int, Log]:
         """What this gateway and those ``others`` that answer have heard of a life's log after message ``after``."""
         asked = (self._ask(gateway, life, after) for gateway in set(others) - {self._gateway})

@@ -42,3 +42,7 @@ class Overheard:
         """Those of a life behind that one, in order."""
         known = self._lives.get(life, {})
         return {each: known[each] for each in sorted(known) if each > number}
+
+    def last(self, life: str) -> int:
+        """The last of a life; -1: there is none."""
+        return max(self._lives.get(life, ()), default=-1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from sllm_gateway.call import Call
@@ -24,7 +25,7 @@ from sllm_gateway.taking_up import TakingUp
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.calls import Batch, Began, BodyPart
+from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
@@ -40,7 +41,18 @@ IDS_S: Final = 0.25
 KEPT_S: Final = 3600.0
 """What is written of a stream that another gateway is to go on with stands for so long, until one does."""
 COMING_S: Final = 30.0
+MOST_TAKEN: Final = 64
+"""Lives that were taken over are looked at for more until there are so many newer ones."""
 _ID_FRAME: Final = 4096
+
+
+@dataclass
+class _Taken:
+    """What is known of a life that was taken over."""
+
+    last: int = -1
+    """Number of the last message of its log that has been heeded."""
+    calls: set[str] = field(default_factory=set)
 
 
 class Succession:
@@ -70,6 +82,8 @@ class Succession:
         """When the next beat is."""
         self._looked = -IDS_S
         """When all streams were last looked at for ids."""
+        self._taken: dict[str, _Taken] = {}
+        """The last lives that were taken over here."""
 
     async def start(self) -> None:
         """Begin this gateway's life. Raises ``Unavailable``."""
@@ -168,26 +182,43 @@ class Succession:
                     await self._inherit(life)
                 except Unavailable as error:
                     log.info("what gateway %s left waits: %s", life.gateway, error.message)
+            for name, taken in self._taken.items():
+                try:
+                    if self._hearsay.last(name) > taken.last:  # it woke, and may die before it finds out what it is
+                        self._taking_up.look(await self._keep_left(name, taken))
+                except Unavailable as error:
+                    log.info("what was told of life %s, which is over, waits: %s", name, error.message)
 
     async def _inherit(self, life: Life) -> None:
         """Make what it left calls that are kept, of which each is taken up by one gateway."""
         claimed = life if life.heir == self._lives.me.life else await self._lives.claim(life)
         if claimed is None:
             return
-        found = streams(await self._log_of(life.life))
-        log.warning("gateway %s is gone: it left %d stream(s)", life.gateway, len(found))
-        for stream in found:
-            await self._keep(stream)
+        taken = _Taken()
+        left = await self._keep_left(life.life, taken)
+        log.warning("gateway %s is gone: it left %d stream(s)", life.gateway, len(left))
         settled = await self._lives.settle(claimed)
         self._roll.heard(settled or claimed)
-        self._taking_up.look(stream.order for stream in found)
+        self._taking_up.look(left)
+        while len(self._taken) >= MOST_TAKEN:
+            del self._taken[next(iter(self._taken))]
+        self._taken[life.life] = taken
 
-    async def _log_of(self, life: str) -> list[Log]:
-        """All that is stored of it, and what was told and is not."""
+    async def _keep_left(self, life: str, taken: _Taken) -> list[CallOrder]:
+        """Its streams that were not among those ``taken`` before."""
+        logs = await self._log_of(life)
+        found = [each for each in streams(logs[n] for n in sorted(logs)) if each.order.call not in taken.calls]
+        for stream in found:
+            await self._keep(stream)
+        taken.last = max(logs, default=taken.last)
+        taken.calls |= {stream.order.call for stream in found}
+        return [stream.order for stream in found]
+
+    async def _log_of(self, life: str) -> dict[int, Log]:
+        """All that is stored of it, and what was told and is not, by number."""
         logs = await self._lives.log_of(life)
         others = [other.gateway for other in self._roll.living(self._lives.me.life)]
-        logs |= await self._hearsay.of(life, max(logs, default=-1), others)
-        return [logs[number] for number in sorted(logs)]
+        return logs | await self._hearsay.of(life, max(logs, default=-1), others)
 
     async def _keep(self, stream: Whole) -> None:
         """Written once, whoever does it: the order last, which makes it a call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from httpx import Response
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,9 +21,9 @@ from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.lives import LIVES_AGE_S, TAG, Gone, Log, More, Whole
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import entry, world
+from tests.unit.gateway.peer import World, entry, world
 from tests.unit.gateway.test_resumption import engine
-from tests.unit.gateway.test_succession import STEPS, Gateway, asked, gone_on_with, repeating, two
+from tests.unit.gateway.test_succession import STEPS, Gateway, asked, gone_on_with, repeating, six, two
 
 
 # --- what waits, and what was heard ---------------------------------------------------------------
@@ -129,6 +130,40 @@ async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> Non
     await until(lambda: len(hearsay._heard.after(dead.me.life)) == 3, what="all is heard")
     await gone_on_with(nats, call, ended)
     await hearsay.close()
+
+
+async def test_what_is_told_of_a_life_that_is_taken_over_already_is_gone_on_with(nats: Nats) -> None:
+    """Its gateway woke, and was killed before it found out that it had been taken for dead."""
+    async with world(nats, {"tokens": six}) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+        other = await nats.bus(GATEWAY_2)
+        dead = Lives(other, Stored(other), GATEWAY_2, repeating(b"d"), time.monotonic)
+        known, new = (f"call-{dead.me.life[:TAG]}{number}" for number in (1, 2))
+        await dead.beat()
+        dead.tell(Log((begun(known, dead, (0,)),)))
+        await dead.beat(over=True)
+        assert (await w.http.get(f"/v1/calls/{known}/events")).text.count("data: ") == 7
+        dead.tell(Log((begun(new, dead, (0, 1)),)))
+        answered = await until_there(w, f"/v1/calls/{new}/events")
+        assert answered.text.count("data: ") == 7
+        assert [each.head.recorded for each in w.node.opened] == [((0,),), ((0, 1),)]
+
+
+def begun(call: str, lives: Lives, ids: tuple[int, ...]) -> Whole:
+    """A stream of that life, with what is known of its first output."""
+    return Whole(order=asked(call, lives.me.life), body=b"{}", epoch=3, numerics="f", exact=True, ids=(ids,))
+
+
+async def until_there(w: World, path: str) -> Response:
+    """Its answer, once it is no more 404."""
+    answers: list[Response] = []
+
+    async def there() -> bool:
+        answers.append(await w.http.get(path))
+        return answers[-1].status_code != 404
+
+    await until(there, what=f"{path} is known")
+    return answers[-1]
 
 
 async def test_a_log_that_was_given_up_is_begun_anew_once_it_can_be_stored(nats: Nats) -> None:
