@@ -22,7 +22,7 @@ from sllm_loaderd.client.cuda_driver import (
     unmap_allocation,
 )
 from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, InvalidRequest, Unavailable
-from sllm_runtime.protocol.loader import CUDA, CUDA_IPC, POSIX_FD
+from sllm_runtime.protocol.loader import CUDA, CUDA_IPC, POSIX_FD, link_of
 
 
 class CudaDevice:
@@ -35,7 +35,7 @@ class CudaDevice:
         self.gpu = Gpu(driver, ordinal)
         self.gpu.use()
         self.name = f"{CUDA}:{ordinal}"
-        self.path = f"link {self.name}"
+        self.path = link_of(self.name)
         self.uuid = self.gpu.uuid
         self.limit = int(call(driver.cuDeviceTotalMem, self.gpu.device))
         self.stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)

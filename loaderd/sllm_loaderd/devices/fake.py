@@ -16,7 +16,7 @@ from sllm_loaderd.client import memory
 from sllm_loaderd.devices.link import Link
 from sllm_loaderd.sealed import adopt_sealed, create_sealed, is_sealed
 from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory, InvalidRequest
-from sllm_runtime.protocol.loader import MEMFD
+from sllm_runtime.protocol.loader import MEMFD, link_of
 
 MEMFD_NAME: Final = "sllm-fake-device"
 _UNITS: Final = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -55,7 +55,7 @@ class FakeDevice:
 
     def __init__(self, ordinal: int, limit: int, link: Link) -> None:
         self.name = f"fake:{ordinal}"
-        self.path = f"link {self.name}"
+        self.path = link_of(self.name)
         self.limit = limit
         self.link = link
         self._lock = threading.Lock()

@@ -73,7 +73,8 @@ def _candidate(view: View, request: Request, node: Node, now: float) -> Candidat
     name, status = node.record.node, node.status
     if status is None or not view.alive(name, now):
         return Candidate(node=name, why="it is not heard")
-    guess = estimate(server(view, node, status), request.key, view.model_of(request.key), view.learned)
+    model, device = view.model_of(request.key), bool(request.need(view).gpus)
+    guess = estimate(server(view, node, status), request.key, model, view.learned, device=device)
     return Candidate(
         node=name, seconds=guess.seconds, expected=guess.words(), why=_why_not(view, request, node, status, now)
     )

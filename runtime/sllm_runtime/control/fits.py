@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from sllm_runtime.control.view import EMPTY, Instance, Key, Node, View
 from sllm_runtime.protocol.errors import PythonMismatch
@@ -58,8 +58,9 @@ class Capacity:
     """Models that are in use there, by digest: their bytes are set aside already."""
 
 
-def need_of(manifest: Manifest) -> Need:
-    """The needs a manifest states. ``gpu_memory`` alone asks for one accelerator of any kind."""
+def need_of(manifest: Manifest, weights: Mapping[str, int] = EMPTY) -> Need:
+    """The needs a manifest states, and those of its models. ``gpu_memory`` alone asks for one accelerator of any
+    kind."""
     gpus = tuple(parse_gpu(text) for text in manifest.gpu)
     if not gpus and manifest.gpu_memory:
         gpus = ((ANY_GPU, 1),)
@@ -68,25 +69,29 @@ def need_of(manifest: Manifest) -> Need:
         container = "requirements " + ", ".join(manifest.requirements)
     return Need(
         cpu=manifest.cpu * manifest.parallelism.processes,
-        memory=manifest.memory * manifest.parallelism.processes,
+        memory=manifest.memory * manifest.parallelism.processes + sum(weights.values()),
         gpus=gpus,
         gpu_memory=manifest.gpu_memory or 0,
         labels=manifest.labels,
         container=container,
         python=manifest.handler.python or "" if manifest.image is None else "",  # an image has its own
+        weights=weights,
     )
 
 
 def need_in(view: View, key: Key, manifest: Manifest) -> Need:
     """The needs of an instance of version ``key``, its models' bytes included."""
-    need, weights = need_of(manifest), weights_of(view, key)
-    return replace(need, memory=need.memory + sum(weights.values()), weights=weights) if weights else need
+    return need_of(manifest, weights_of(view, key))
 
 
 def weights_of(view: View, key: Key) -> Mapping[str, int]:
     """Bytes of a version's model and adapters, by digest."""
-    model, found = view.model_of(key), {each.digest: each.nbytes for each in view.adapters_of(key).values()}
-    return found if model is None else {**found, model.digest: model.nbytes}
+    version = view.versions.get(key)
+    if version is None:
+        return EMPTY
+    digests = (version.model, *version.adapters.values()) if version.adapters else (version.model,)
+    models = view.models
+    return {digest: models[digest].nbytes for digest in digests if digest in models}
 
 
 def unsupported(manifest: Manifest) -> str:

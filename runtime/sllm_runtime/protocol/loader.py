@@ -35,6 +35,17 @@ handle."""
 
 DISK: Final = "disk"
 """The path that every local file comes by."""
+_LINK: Final = "link "
+
+
+def link_of(device: str) -> str:
+    """The path that bytes come to a device by."""
+    return _LINK + device
+
+
+def is_link(path: str) -> bool:
+    """Whether it is that of a device."""
+    return path.startswith(_LINK)
 
 
 def path_of(uri: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator
@@ -47,6 +48,7 @@ def parse_keep_alive(value: Any) -> Any:
     return float(seconds)
 
 
+@lru_cache(maxsize=1024)
 def parse_gpu(value: str) -> tuple[str, int]:
     """Kind and count of ``"H100:2"``; ``"any"`` is any kind."""
     match = _GPU.match(value)

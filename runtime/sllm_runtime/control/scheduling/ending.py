@@ -53,7 +53,8 @@ def _ends_late(server: Server) -> bool:
 
 def again_s(view: View, server: Server, instance: Instance) -> float:
     """What ending an idle instance costs whoever calls it next."""
-    return estimate(server, instance.key, view.model_of(instance.key), view.learned).seconds
+    model, device = view.model_of(instance.key), instance.record.instance in server.held
+    return estimate(server, instance.key, model, view.learned, device=device).seconds
 
 
 def make_room(request: Request, need: Need, view: View, servers: Sequence[Server], now: float) -> Decision | None:

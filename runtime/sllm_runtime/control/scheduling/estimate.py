@@ -9,9 +9,14 @@ from sllm_runtime.control.view import Key
 from sllm_runtime.protocol.records import ModelRecord
 
 
-def estimate(server: Server, key: Key, model: ModelRecord | None, learned: Learned, release: float = 0.0) -> Estimate:
-    """Of a start of version ``key`` with ``model`` on ``server``, which has room or will after ``release`` seconds."""
+def estimate(
+    server: Server, key: Key, model: ModelRecord | None, learned: Learned, release: float = 0.0, *, device: bool = False
+) -> Estimate:
+    """Of a start of version ``key`` with ``model`` on ``server``, which has room or will after ``release`` seconds.
+    ``device``: its weights go on to an accelerator."""
     tier, queue, read = _weights(server, model)
+    if device and server.link and model is not None:  # chunks go on as they come: the slower way counts
+        read = max(read, model.largest / server.link)
     warm = server.status.pool_idle > 0
     return Estimate(
         tier=tier,

@@ -138,7 +138,7 @@ class Servers:
         if before is None:
             self._names = None
         self._all[after.name] = after
-        _mark(self._yielding, after, after.yielding)
+        _mark(self._yielding, after, bool(after.yielding))
         _mark(self._busy, after, bool(after.working))
         for order in self._orders.values():
             order.put(after)

@@ -37,7 +37,7 @@ class Start:
 
     def on(self, server: Server, release: float = 0.0) -> Estimate:
         """What it takes there."""
-        return estimate(server, self.key, self.model, self.learned, release)
+        return estimate(server, self.key, self.model, self.learned, release, device=bool(self.need.gpus))
 
     def least(self, tier: Tier, weights: float, release: float = 0.0) -> float:
         """Seconds that it takes at the least where the weights come from ``tier`` and are there after ``weights``:

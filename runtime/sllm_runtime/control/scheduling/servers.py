@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Final
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
-from sllm_runtime.control.view import EMPTY, STARTING, Instance, Node, View
-from sllm_runtime.protocol.loader import DISK, path_of
+from sllm_runtime.control.view import EMPTY, STARTING, Instance, Key, Node, View
+from sllm_runtime.protocol.loader import DISK, is_link, path_of
 from sllm_runtime.protocol.node import Gpu, NodeStatus, PathLoad
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.states import InstanceState
@@ -55,8 +55,8 @@ class Server:
     paths: Mapping[str, PathLoad]
     spare: Mapping[str, tuple[Gpu, ...]]
     """Free accelerators by kind in lower case; ``ANY_GPU``: all of them."""
-    yielding: bool
-    """Whether an instance of it is idle or on its way out: nothing else could make room."""
+    yielding: tuple[Instance, ...]
+    """Its instances that are idle or on their way out: no others make room by themselves now."""
     working: tuple[Instance, ...]
     """Its instances that are at work on calls which could go on elsewhere."""
     coming: int
@@ -76,6 +76,19 @@ class Server:
             if gpu.used_by is not None:
                 found[gpu.used_by] = (*found.get(gpu.used_by, ()), gpu)
         return found
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Key, float, Instance], ...]:
+        """Its instances at work that are to stay: version, and since when no call of theirs has ended."""
+        there = ((i.key, i.turn_since, i) for i in self.instances.values() if i.ready and i.running)
+        return tuple((key, since, instance) for key, since, instance in there if since is not None)
+
+    @cached_property
+    def link(self) -> float:
+        """Bytes per second from memory to an accelerator, of the slowest that was used; 0: none was. Nothing waits
+        there: who starts has its accelerators for itself."""
+        used = (path.bandwidth for path in self.status.paths if path.bandwidth and is_link(path.path))
+        return min(used, default=0.0)
 
     def path(self, model: ModelRecord) -> PathLoad | None:
         """The way ``model`` would come by; None if it is in DRAM."""
@@ -137,7 +150,7 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
         stored=stored,
         paths={path.path: path for path in status.paths} or EMPTY,
         spare=_by_kind(capacity.gpus),
-        yielding=yielding,
+        yielding=tuple(yielding),
         working=tuple(working),
         coming=status.coming + (_coming(view, starting, status, stored) if starting else 0),
     )
@@ -148,16 +161,16 @@ def at_work(instance: Instance) -> bool:
     return instance.ready and instance.running > 0 and instance.carries
 
 
-def _sorted_out(there: Mapping[str, Instance]) -> tuple[bool, list[Instance], list[Instance]]:
-    """Whether one of them is idle or on its way out, those at work on what could go on elsewhere, those that start."""
-    yielding, working, starting = False, [], []
+def _sorted_out(there: Mapping[str, Instance]) -> tuple[list[Instance], list[Instance], list[Instance]]:
+    """Those that are idle or on their way out, those at work on what could go on elsewhere, those that start."""
+    yielding, working, starting = [], [], []
     for instance in there.values():
         state = instance.record.state
         if instance.stop is not None:
-            yielding = True
+            yielding.append(instance)
         elif state is InstanceState.READY:
             if not instance.running:
-                yielding = True
+                yielding.append(instance)
             elif instance.carries:
                 working.append(instance)
         if state in STARTING:
@@ -175,8 +188,7 @@ def _by_kind(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:
     if not gpus:
         return EMPTY
     found: dict[str, tuple[Gpu, ...]] = {ANY_GPU: tuple(gpus)}
-    kinds = {gpu.kind for gpu in gpus}
-    for kind in kinds:
+    for kind in {gpu.kind for gpu in gpus}:
         lower = kind.lower()
         found[lower] = (*found.get(lower, ()), *(gpu for gpu in gpus if gpu.kind == kind))
     return found

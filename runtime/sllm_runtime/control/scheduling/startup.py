@@ -41,7 +41,7 @@ class StartupTime:
             start = replace(start, need=replace(start.need, gpus=start.need.gpus[: room.rank + 1]))
         best = room.estimate.seconds if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
-        if self._moves:
+        if self._moves and self._servers.busy:
             moving = Moving.of(request, view, self._servers, now)
             made = quickest_move(moving, start, made[0] if made is not None else best) or made
         if request.patient:

@@ -7,10 +7,11 @@ from those before (``serving``). A call that takes longer than usual is soon exp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from heapq import nsmallest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from math import inf
-from typing import Final
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 from sllm_runtime.control.autoscale import BETWEEN_S, floor, lent_s
 from sllm_runtime.control.placement import Request, Wait, fits
@@ -22,7 +23,6 @@ from sllm_runtime.control.scheduling.serving import left_s
 from sllm_runtime.control.view import Instance, View
 from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.records import ModelRecord
-from sllm_runtime.protocol.states import InstanceState
 
 MOST_SERVERS: Final = 8
 """With the weights, where it would start soonest were they empty."""
@@ -48,7 +48,7 @@ def quickest_wait(
     return found
 
 
-def _near(start: Start, model: ModelRecord, servers: Servers, release: float) -> list[tuple[float, str, Server]]:
+def _near(start: Start, model: ModelRecord, servers: Servers, release: float) -> Iterator[tuple[float, str, Server]]:
     """Servers with the weights that may be asked, with the least seconds that it takes there, in rising order."""
     digest, nbytes = model.digest, model.largest
     found = [(start.least("dram", 0.0, release), each.name, each) for each in servers.in_dram(digest)]
@@ -56,7 +56,8 @@ def _near(start: Start, model: ModelRecord, servers: Servers, release: float) ->
         if digest not in each.stored.dram:
             wait, bandwidth = each.wait(DISK)
             found.append((start.least("ssd", wait + nbytes / bandwidth, release), each.name, each))
-    return nsmallest(MOST_SERVERS, (each for each in found if start.may(each[2])))
+    found.sort(key=_BY_TIME)
+    return islice((each for each in found if start.may(each[2])), MOST_SERVERS)
 
 
 def _quickest(
@@ -64,42 +65,80 @@ def _quickest(
 ) -> tuple[float, Wait] | None:
     """Waiting for the fewest of those that end ``within`` so many seconds on ``server``, the soonest first, if it is
     quicker than ``limit``."""
-    ends = ((_gone_s(request, view, each, now, within), name, each) for name, each in server.instances.items())
-    coming = [each for each in ends if each[0] < within]
-    coming.sort(key=lambda each: each[:2])
-    for count in range(1, len(coming) + 1):
-        chosen = coming[:count]
-        if not _could(start, server, chosen):
-            continue
-        ready = start.on(server, chosen[-1][0]).seconds
+    coming = sorted(_endings(request, view, server, now, within), key=_BY_TIME)
+    begins = start.on(server).seconds if coming else inf
+    chosen, lack = list[_Ending](), _lack(start, server)
+    for last in coming:
+        ready = last.seconds + begins
         if ready >= limit:
             break
-        if count == 1 and ready + again_s(view, server, chosen[0][2]) >= limit:  # cheaper to know than what fits
+        if last.instance.stop is None and not _free(view, last.instance):
             continue
-        if not _fits(start, view, server, chosen):
+        chosen.append(last)
+        lack -= len(server.held.get(last.name, ()))
+        if lack > 0 or not _fits(start, view, server, chosen):
             continue
-        chosen = _needed(start, view, server, chosen)
-        if not any(_goes_on(instance, now) for _, _, instance in chosen):
+        needed = _needed(start, view, server, chosen)
+        if all(each.due for each in needed):
             continue
-        seconds = ready + sum(again_s(view, server, instance) for _, _, instance in chosen)
+        seconds = ready + sum(again_s(view, server, each.instance) for each in needed)
         if seconds >= limit:
             break
         why = f"waits for calls to end on {server.name}, where it would be ready after {ready:.2f} s"
-        return seconds, Wait(why, seconds=ready, claims=tuple(name for _, name, _ in chosen))
+        return seconds, Wait(why, seconds=ready, claims=tuple(each.name for each in needed))
     return None
 
 
-def _could(start: Start, server: Server, ends: Sequence[tuple[float, str, Instance]]) -> bool:
-    """Whether there are as many accelerators then; no more than that is looked at."""
-    if not start.need.gpus:
-        return True
-    given = sum(len(server.held.get(name, ())) for _, name, _ in ends) + len(server.free.gpus)
-    return given >= min(count for _, count in start.need.gpus)
+class _Ending(NamedTuple):
+    """An instance that is expected to end, or to be there to be ended."""
+
+    seconds: float
+    """Until it has given back what it held."""
+    name: str
+    instance: Instance
+    due: bool
+    """Nothing is waited for: it could be ended now. It is (``ending``), or is left alone."""
 
 
-def _needed(
-    start: Start, view: View, server: Server, ends: Sequence[tuple[float, str, Instance]]
-) -> list[tuple[float, str, Instance]]:
+_BY_TIME: Final = itemgetter(0, 1)
+
+
+def _endings(request: Request, view: View, server: Server, now: float, within: float) -> Iterator[_Ending]:
+    """Those of ``server`` that are over ``within`` so many seconds; not those of which nobody knows when their calls
+    end, nor those of the version itself."""
+    learned = view.learned
+    for key, since, instance in server.turns:  # most of a busy cluster: the most that a decision looks at
+        usual = learned.calls.get(key)
+        if usual is None or key == request.key:
+            continue
+        seconds = left_s(usual.middle, now - since) + BETWEEN_S
+        if seconds < within and (seconds := seconds + learned.release_s(key)) < within:
+            yield _Ending(seconds, instance.record.instance, instance, False)
+    for instance in server.yielding:
+        if instance.stop is not None:
+            after = inf if instance.running else 0.0
+        elif instance.seen is None or instance.key == request.key:
+            continue
+        else:
+            after = lent_s(instance) - instance.idle_s(now)
+        seconds = max(0.0, after) + learned.release_s(instance.key)
+        if seconds < within:
+            yield _Ending(seconds, instance.record.instance, instance, after <= 0 and instance.stop is None)
+
+
+def _free(view: View, instance: Instance) -> bool:
+    """Whether nobody counts on it: neither its own version nor a start that waits for its place already."""
+    key = instance.key
+    needed = key in view.trials or view.demand(key) > 0 or instance.record.instance in view.claims
+    return not needed and _spare(view, instance)
+
+
+def _lack(start: Start, server: Server) -> int:
+    """Accelerators that ``server`` has too few free, of whatever kind: no more than that is looked at."""
+    return min((count for _, count in start.need.gpus), default=0) - len(server.free.gpus)
+
+
+def _needed(start: Start, view: View, server: Server, ends: Sequence[_Ending]) -> list[_Ending]:
     """Of ``ends``, which make room, those without which there is none."""
     kept = list(ends)
     for each in ends[:-1]:
@@ -108,35 +147,8 @@ def _needed(
     return kept
 
 
-def _fits(start: Start, view: View, server: Server, ends: Iterable[tuple[float, str, Instance]]) -> bool:
-    return fits(start.need, view, server.node, [instance for _, _, instance in ends])
-
-
-def _gone_s(request: Request, view: View, instance: Instance, now: float, within: float) -> float:
-    """Seconds until ``instance`` may be ended and has given back what it held; infinite where that is not ``within`` so
-    many, or nobody knows when its calls end, or it is needed then."""
-    learned, seen, record = view.learned, instance.seen, instance.record
-    key = (record.function, record.version)
-    if instance.stop is not None:
-        return learned.release_s(key) if not instance.running else inf
-    if seen is None or record.state is not InstanceState.READY or record.instance in view.claims:
-        return inf
-    if not seen.running:
-        after = lent_s(instance) - instance.idle_s(now)
-    elif (call_s := learned.call_s(key)) is None or instance.turn_since is None:
-        return inf
-    else:
-        after = left_s(call_s, now - instance.turn_since) + BETWEEN_S
-    if after >= within:  # as most
-        return inf
-    if key == request.key or key in view.trials or view.demand(key) or not _spare(view, instance):
-        return inf
-    return max(0.0, after) + learned.release_s(key)
-
-
-def _goes_on(instance: Instance, now: float) -> bool:
-    """Whether there is anything to wait for: one that could be ended now is ended (``ending``), or is left alone."""
-    return instance.stop is not None or instance.running > 0 or instance.idle_s(now) < lent_s(instance)
+def _fits(start: Start, view: View, server: Server, ends: Iterable[_Ending]) -> bool:
+    return fits(start.need, view, server.node, [each.instance for each in ends])
 
 
 def _spare(view: View, instance: Instance) -> bool:

@@ -10,7 +10,8 @@ from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.learned import RECENT, RELEASE_S, Learned
 from sllm_runtime.control.scheduling.prediction import Estimate
-from sllm_runtime.protocol.node import InstanceStatus
+from sllm_runtime.protocol.loader import link_of
+from sllm_runtime.protocol.node import InstanceStatus, PathLoad
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, WEIGHTS, Span
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, model, node
@@ -87,6 +88,20 @@ def test_the_largest_partition_counts() -> None:
     two = type(two)(**{**{f: getattr(two, f) for f in two.__struct_fields__}, "partitions": (3 * GB, GB)})
     server = Servers().of(cluster(node("a", models=(two.digest,)), models=(two,)))["a"]
     assert estimate(server, KEY, two, Learned()).read == pytest.approx(3.0)
+
+
+def test_the_slowest_way_to_an_accelerator_counts() -> None:
+    """From memory it is the link; what comes by a disk goes on by the link as it comes."""
+    m = model("m", GB)
+    disk, links = PathLoad(path="disk", bandwidth=1e9, queued=0), (0.0, 4e9, 2e9)
+    paths = (disk, *(PathLoad(path=link_of(f"cuda:{n}"), bandwidth=b, queued=0) for n, b in enumerate(links)))
+    in_memory, on_disk = node("a", resident=(m.digest,), paths=paths), node("b", models=(m.digest,), paths=paths)
+    there = Servers().of(cluster(in_memory, on_disk, models=(m,)))
+    assert estimate(there["a"], KEY, m, Learned(), device=True).read == pytest.approx(0.5)
+    assert estimate(there["a"], KEY, m, Learned()).read == 0.0
+    assert estimate(there["b"], KEY, m, Learned(), device=True).read == pytest.approx(1.0)
+    slow = msgspec.structs.replace(on_disk, paths=(disk, PathLoad(path=link_of("cuda:0"), bandwidth=1e8, queued=0)))
+    assert estimate(Servers().of(cluster(slow, models=(m,)))["b"], KEY, m, Learned(), device=True).read == 10.0
 
 
 def test_what_is_known_of_a_remote_model_is_no_copy_of_it() -> None:

@@ -19,6 +19,8 @@ from sllm_runtime.control.scheduling.policies import StartupTime
 from sllm_runtime.control.scheduling.rooms import CLOSE_S, Start, by_time
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.view import Key, View
+from sllm_runtime.protocol.loader import is_link, link_of
+from sllm_runtime.protocol.node import PathLoad
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, Span
 from tests.fixtures.examples import examples
 
@@ -32,7 +34,12 @@ def soonest(view: View, key: Key) -> float | None:
     """The least estimate over all servers where it has the accelerators that it likes best of those that are free."""
     model, need = view.model_of(key), request(view, key).need(view)
     rooms = ((each, each.room(need)) for each in made(view) if each.open)
-    found = [(room[0], estimate(each, key, model, view.learned).seconds) for each, room in rooms if room is not None]
+    device = bool(need.gpus)
+    found = [
+        (room[0], estimate(each, key, model, view.learned, device=device).seconds)
+        for each, room in rooms
+        if room is not None
+    ]
     return min(found)[1] if found else None
 
 
@@ -45,7 +52,12 @@ def changed(view: View, rng: random.Random, number: int) -> View:
     if what == 0:
         return view.put_node(replace(node, record=msgspec.structs.replace(node.record, cordoned=rng.random() < 0.5)))
     if what == 1:
-        paths = tuple(msgspec.structs.replace(path, queued=rng.randrange(9) * 10**9) for path in node.status.paths)
+        paths = tuple(
+            msgspec.structs.replace(path, queued=rng.randrange(9) * 10**9)
+            for path in node.status.paths
+            if not is_link(path.path)
+        )
+        paths += (PathLoad(path=link_of("cuda:0"), bandwidth=rng.choice([0.0, 1e9, 5e9, 25e9]), queued=0),)
         return view.put_node(replace(node, status=msgspec.structs.replace(node.status, paths=paths)))
     if what == 2:
         digests = tuple(view.models)
