@@ -89,8 +89,7 @@ def weights_of(view: View, key: Key) -> Mapping[str, int]:
     version = view.versions.get(key)
     if version is None:
         return EMPTY
-    digests = (version.model, *version.adapters.values()) if version.adapters else (version.model,)
-    models = view.models
+    models, digests = view.models, [*version.adapters.values(), version.model or ""]
     return {digest: models[digest].nbytes for digest in digests if digest in models}
 
 
