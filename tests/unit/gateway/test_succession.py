@@ -494,8 +494,7 @@ async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_n
         await w.deploy(engine("tokens"), entry(fingerprint="f"), script=waits)
         async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
             call = stream.headers["sllm-call-id"]
-            bus = await nats.bus(GATEWAY_2)
-            other = Lives(bus, Stored(bus), GATEWAY_2, repeating(b"o"), time.monotonic)
+            other = await another(nats)
             life = await _life_of(other, call)
 
             async def logged() -> bool:
@@ -534,8 +533,7 @@ async def test_what_its_heir_does_not_know_is_written_before_its_caller_is_sent_
         await w.deploy(engine("tokens"), entry(fingerprint="f"), script=tokens)
         async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
             call = stream.headers["sllm-call-id"]
-            bus = await nats.bus(GATEWAY_2)
-            other = Lives(bus, Stored(bus), GATEWAY_2, repeating(b"o"), time.monotonic)
+            other = await another(nats)
             life = await _life_of(other, call)
             await until(waiting.is_set)
 
@@ -611,6 +609,12 @@ async def _forever(run: Run) -> None:
     run.out(0)
     await run.cancelled.wait()
     run.end()
+
+
+async def another(nats: Nats) -> Lives:
+    """What another gateway would see of them."""
+    bus = await nats.bus(GATEWAY_2)
+    return Lives(bus, Stored(bus), GATEWAY_2, repeating(b"o"), time.monotonic)
 
 
 async def _life_of(lives: Lives, call: str) -> str:
