@@ -152,13 +152,14 @@ def _place(view: View, migration: Migration, source: Instance, now: float, choos
     if isinstance(decision, Place):
         view, name = make(view, source.key, decision)
         return _put(view, replace(migration, destination=name, node=decision.node))
-    if now - migration.began >= PLACE_S:
+    # One that a policy has decided on is decided on anew: what it went by is no longer so.
+    if now - migration.began >= PLACE_S or migration.expected is not None:
         return _end(view, migration, MigrationState.ABANDONED, f"no room for it: {decision}", now)
     return view
 
 
 def _idle(view: View, source: Instance, node: str) -> Instance | None:
-    taken = destinations(view)
+    taken = view.destinations
     for other in view.of(source.key):
         record = other.record
         there = record.node != source.record.node and node in ("", record.node)
@@ -222,11 +223,6 @@ def _put(view: View, migration: Migration) -> View:
 
 
 # --- what is told of it -----------------------------------------------------------------------------
-def destinations(view: View) -> frozenset[str]:
-    """Instances that calls are on their way to: they are not ended for being idle."""
-    return frozenset(each.destination for each in view.migrations.values() if each.ended is None and each.destination)
-
-
 def so_far(view: View, name: str) -> Migrated:
     """How far it is. Raises ``InstanceNotFound`` if nothing is known of it (any more)."""
     migration = view.migrations.get(name)

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from sllm_runtime.control import instances
 from sllm_runtime.control.fits import free, short
 from sllm_runtime.control.placement import Request, evictable
-from sllm_runtime.control.view import Instance, Key, View, without
+from sllm_runtime.control.view import Instance, Key, PutOff, View, without
+
+LINGER_S: Final = 2.0
+"""Who asks for an instance asks again within this: between two questions nobody has given up."""
 
 
 def put_off(view: View, request: Request, now: float) -> View:
     """The start could not be placed now. Keeps a node for it if it has waited long enough."""
     key = request.key
-    since = view.put_off.get(key, now)
-    if key not in view.put_off:
-        view = replace(view, put_off={**view.put_off, key: now})
+    since = view.put_off[key].since if key in view.put_off else now
+    view = _let_go(replace(view, put_off={**view.put_off, key: PutOff(since, now)}), key, now)
     longest = _longest(view)
     if key in view.kept.values() or not longest or now - since < longest:
         return view
@@ -37,9 +40,9 @@ def put_off(view: View, request: Request, now: float) -> View:
     return view
 
 
-def settled(view: View) -> View:
-    """What was placed, or is no longer wanted, has nothing kept for it."""
-    return served(view, [key for key in view.put_off if key not in view.pending])
+def settled(view: View, now: float) -> View:
+    """What is no longer wanted has nothing kept for it."""
+    return served(view, [key for key, known in view.put_off.items() if now - known.last > LINGER_S])
 
 
 def served(view: View, keys: Sequence[Key]) -> View:
@@ -48,6 +51,20 @@ def served(view: View, keys: Sequence[Key]) -> View:
         return view
     kept = {node: key for node, key in view.kept.items() if key not in keys}
     return replace(view, put_off=without(view.put_off, keys), kept=kept)
+
+
+def _let_go(view: View, key: Key, now: float) -> View:
+    """A node that cannot take it any more is not kept: another one is."""
+    kept = [node for node, whose in view.kept.items() if whose == key and not _takes(view, key, node, now)]
+    return replace(view, kept=without(view.kept, kept)) if kept else view
+
+
+def _takes(view: View, key: Key, name: str, now: float) -> bool:
+    """Whether the node may be asked to start that version, room aside."""
+    node, refused = view.nodes.get(name), view.refused.get((key, name))
+    if node is None or node.status is None or not view.alive(name, now) or node.record.cordoned:
+        return False
+    return not node.status.draining and not node.status.condition and (refused is None or refused.until <= now)
 
 
 def _longest(view: View) -> float:
@@ -61,10 +78,7 @@ def _place(view: View, request: Request, now: float) -> tuple[str, tuple[Instanc
     found = []
     need = request.need(view)
     for name, node in view.nodes.items():
-        status = node.status
-        if status is None or not view.alive(name, now) or node.record.cordoned or status.draining or name in view.kept:
-            continue
-        if status.condition:
+        if name in view.kept or not _takes(view, request.key, name, now):
             continue
         there = [each for each in view.on(name).values() if not each.ended]
         leaving = [each for each in there if each.running or each.stop or evictable(request, view, each, now)]

@@ -130,6 +130,8 @@ def evictable(request: Request, view: View, instance: Instance, now: float) -> b
     """Idle, and not needed: above its version's minimum, or an older version of the very function that is deployed."""
     if not instance.ready or instance.idle_s(now) < lent_s(instance) or view.demand(instance.key):
         return False
+    if instance.record.instance in view.destinations:  # calls are on their way to it
+        return False
     if instance.key[0] == request.key[0] and instance.key != request.key and request.key in view.trials:
         return True
     if instance.key == request.key or instance.key in view.trials:

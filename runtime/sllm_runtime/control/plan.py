@@ -76,7 +76,7 @@ def plan(view: View, context: Context) -> Plan:
         groups.setdefault(instance.key, []).append(instance)
     for key in sorted(groups.keys() | _wanted(view), key=lambda key: _order(view, key)):
         view = _version(view, key, groups.get(key, []), context)
-    view = patience.settled(view)
+    view = patience.settled(view, context.now)
     view, actions = _command(view, context.now)
     view, strays = _strays(view, context.now)
     return Plan(view, (*actions, *strays))
@@ -151,7 +151,7 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
             view, placed = _place(view, version, context, for_calls=number >= least)
             if not placed:
                 break
-    awaited = migration.destinations(view)
+    awaited = view.destinations
     names = (instance.record.instance for instance in live)
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
     for instance in autoscale.expired(ready, least=least, waiting=waiting, now=context.now):
@@ -173,7 +173,7 @@ def _place(view: View, version: VersionRecord, context: Context, *, for_calls: b
             why += f"would be ready after {decision.seconds:.2f} s"
             return replace(patience.served(view, [key]), pending={**view.pending, key: why}), False
     if isinstance(decision, Place):
-        return view.put_instance(_new(version, decision, context)), True
+        return patience.served(view.put_instance(_new(version, decision, context)), [key]), True
     if isinstance(decision, Evict):
         for name in decision.instances:
             idle = view.instances[name]

@@ -191,6 +191,15 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class PutOff:
+    """Since when a wanted instance could not be placed, and when it was last tried: whoever asks for it asks again and
+    again, and is not there for a moment in between."""
+
+    since: float
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """Everything that decisions are made from."""
 
@@ -214,8 +223,8 @@ class View:
     """Instances nobody knows, with the time of the last command to end them."""
     kept: Mapping[str, Key] = field(default_factory=dict)
     """Nodes that are kept free for a version that has waited long: nothing else is placed there meanwhile."""
-    put_off: Mapping[Key, float] = field(default_factory=dict)
-    """Since when a wanted instance could not be placed."""
+    put_off: Mapping[Key, PutOff] = field(default_factory=dict)
+    """Versions of which a wanted instance could not be placed."""
     moves: Mapping[str, Move] = field(default_factory=dict)
     """Running instances that are to go on elsewhere, by instance; each leaves this when it has, or could not."""
     migrations: Mapping[str, Migration] = field(default_factory=dict)
@@ -261,6 +270,11 @@ class View:
         """Calls of a version that wait for a slot, over all gateways."""
         return sum(self.waiting.get(key, EMPTY).values())
 
+    def put_off_s(self, key: Key, now: float) -> float:
+        """For how long a wanted instance of a version could not be placed; 0: none is put off."""
+        known = self.put_off.get(key)
+        return now - known.since if known is not None else 0.0
+
     def why(self, key: Key, otherwise: str = "") -> str:
         """Why a wanted instance of a version cannot be placed now, for people; ``otherwise`` if none waits."""
         return str(self.pending.get(key, otherwise))
@@ -287,6 +301,12 @@ class View:
         version = self.versions.get(key)
         named = version.adapters.items() if version is not None else ()
         return {name: self.models[digest] for name, digest in named if digest in self.models}
+
+    @property
+    def destinations(self) -> frozenset[str]:
+        """Instances that calls are on their way to by migration."""
+        going = (each for each in self.migrations.values() if each.ended is None)
+        return frozenset(each.destination for each in going if each.destination)
 
     # --- changes: each returns a new view -----------------------------------------------------------
     def put_instance(self, instance: Instance) -> View:

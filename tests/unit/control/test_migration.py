@@ -141,6 +141,20 @@ def test_a_destination_is_not_ended_for_being_idle() -> None:
     assert state(world, source) is MigrationState.MOVING
 
 
+def test_a_destination_does_not_make_room_for_another_function() -> None:
+    world, source, destination = begun(cpu=4.0)
+    ready(world, destination)
+    world.turn(10)
+    assert state(world, source) is MigrationState.MOVING
+    world.nodes["n2"].set(destination, InstanceState.READY, idle_s=100.0)
+    world.nodes["n2"].labels = {"only": "here"}
+    world.hear("n2")
+    world.view = deployed(world.view, manifest("other", cpu=4.0, labels={"only": "here"}))
+    world.wait_for(("other", 1), 1)
+    world.plan()
+    assert world.view.instances[destination].ready
+
+
 @pytest.mark.parametrize("when", [MigrationState.PREPARING, MigrationState.MOVING])
 def test_a_destination_that_dies_leaves_the_calls_at_the_source(when: MigrationState) -> None:
     world, source, destination = begun()
@@ -192,6 +206,18 @@ def test_a_node_without_room_is_waited_for_and_then_not() -> None:
     told = migration.so_far(world.view, source)
     assert told.state is MigrationState.ABANDONED
     assert "n2 lacks 4 CPUs (has 0)" in told.note
+
+
+def test_what_a_policy_wants_moved_does_not_wait_for_room_that_is_gone() -> None:
+    """It is decided on anew, by what is known then."""
+    world, source = running(cpu=4.0)
+    world.nodes["n2"].holds["other"] = (4.0, ())
+    world.hear_all()
+    world.view = replace(world.view, moves={source: Move(source, "n2", 1.0, ("other", 1), world.now)})
+    world.plan()
+    assert state(world, source) is MigrationState.ABANDONED
+    world.plan()
+    assert not world.view.moves
 
 
 def test_a_new_controller_goes_on_with_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sllm_runtime.control.patience import LINGER_S
 from sllm_runtime.protocol.states import InstanceState
 from tests.unit.control.world import FakeNode, World, deployed, manifest
 
@@ -66,5 +67,31 @@ def test_what_is_no_longer_wanted_has_nothing_kept_for_it() -> None:
     assert made.view.kept
     made.wait_for(("late", 1), 0)
     made.plan()
+    assert made.view.kept, "it may be asked for again at once"
+    made.turn(LINGER_S + 0.1)
     assert not made.view.kept
     assert not made.view.put_off
+
+
+def test_who_asks_again_and_again_has_waited_all_the_while() -> None:
+    """A gateway's question ends after some seconds, and it asks again: nobody asks in between."""
+    made = busy_cluster()
+    for _ in range(5):
+        made.turn(4.0)
+        made.wait_for(("late", 1), 0)
+        made.plan()
+        made.turn(0.1)
+        made.wait_for(("late", 1), 1)
+    made.turn(1.0)
+    assert made.view.kept
+
+
+def test_another_node_is_kept_where_the_first_one_cannot_take_it_any_more() -> None:
+    made = busy_cluster()
+    made.turn(21.0)
+    (first,) = made.view.kept
+    made.nodes[first].draining = True
+    made.hear(first)
+    made.turn(0.5)
+    (second,) = made.view.kept
+    assert second != first

@@ -70,7 +70,7 @@ def step(view: View, offer: Offer, now: float) -> Step:
 def waiting(view: View, now: float) -> Iterator[Need]:
     """What starts, moves of running calls and preparations need that wait for a node."""
     for key in view.awaiting:
-        if key in view.versions and now - view.put_off.get(key, now) >= SETTLED_S:
+        if key in view.versions and view.put_off_s(key, now) >= SETTLED_S:
             for _ in range(_lacking(view, key)):
                 yield need_at(view, key)
     for move in view.migrations.values():

@@ -44,8 +44,9 @@ class StartupTime:
         if self._moves and self._servers.busy:
             moving = Moving.of(request, view, self._servers, now)
             made = quickest_move(moving, start, made[0] if made is not None else best) or made
-        if request.patient:
-            ends = quickest_wait(request, start, view, self._servers, now, made[0] if made is not None else best)
+        other = made[0] if made is not None else best
+        if request.patient and view.put_off_s(request.key, now) < other:  # calls may follow each other for ever there
+            ends = quickest_wait(request, start, view, self._servers, now, other)
             if ends is not None:
                 return replace(ends[1], room=best != inf)
         if made is not None:

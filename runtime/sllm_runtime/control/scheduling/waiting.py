@@ -129,7 +129,8 @@ def _endings(request: Request, view: View, server: Server, now: float, within: f
 def _free(view: View, instance: Instance) -> bool:
     """Whether nobody counts on it: neither its own version nor a start that waits for its place already."""
     key = instance.key
-    needed = key in view.trials or view.demand(key) > 0 or instance.record.instance in view.claims
+    name = instance.record.instance
+    needed = key in view.trials or view.demand(key) > 0 or name in view.claims or name in view.destinations
     return not needed and _spare(view, instance)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.scheduler_cluster import request
 from sllm_runtime.control.autoscale import BETWEEN_S, HANDOVER_S
+from sllm_runtime.control.patience import put_off
 from sllm_runtime.control.placement import Decision, Place, Wait
 from sllm_runtime.control.plan import Context, plan
 from sllm_runtime.control.scheduling.learned import RELEASE_S
@@ -65,6 +66,22 @@ def test_a_call_that_goes_on_is_not_waited_for_much_longer_than_the_start_elsewh
         waited.append(isinstance(chat(view, NOW + later), Wait))
     assert 10 < waited.count(True) < FAR_S
     assert waited == sorted(waited, reverse=True)
+
+
+def test_calls_that_follow_each_other_for_ever_are_not_waited_for_much_longer_either() -> None:
+    """One has always ended just now, so that the next end is expected soon."""
+    view = busy()
+    for later in range(100):
+        now = NOW + later
+        there = view.instances["other-on-near-0"]
+        view = replace(view.put_instance(replace(there, turn_since=now)), listening_since=now)
+        decision = chat(view, now)
+        if isinstance(decision, Place):
+            break
+        view = put_off(view, request(view, ("chat", 1)), now)
+    assert isinstance(decision, Place)
+    assert decision.node == "far"
+    assert later == pytest.approx(FAR_S, abs=1.0)
 
 
 @pytest.mark.parametrize("why", ["unknown", "in demand", "claimed", "wanted"])
