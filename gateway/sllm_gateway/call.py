@@ -104,6 +104,8 @@ class Call:
     """Another instance did not say the same: it is moved no more."""
     numerics: str = ""
     """Fingerprint of the first instance that took it: only an equal one goes on with it."""
+    inherited: bool = False
+    """Of a gateway that is no more: its caller may have had more than is known of."""
     exact: bool = True
     """False: an instance that it had cannot promise that the same tokens come again."""
     of_before: int = 0

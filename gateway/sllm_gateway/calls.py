@@ -130,7 +130,7 @@ class Calls:
             call.resumption = Resumption()
         if earlier is not None:
             call.epoch, call.numerics, call.taken = earlier.epoch, earlier.numerics, earlier.taken
-            call.resumption, call.exact = earlier.resumption, earlier.exact
+            call.resumption, call.exact, call.inherited = earlier.resumption, earlier.exact, True
         self._open.add(call)
         try:
             self.dispatcher.submit(call)

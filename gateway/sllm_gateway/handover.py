@@ -106,6 +106,6 @@ class Handover:
 
 
 def other_numerics(call: Call, entry: RouteEntry) -> bool:
-    """Whether the answer has begun on an instance of another numerics class."""
-    begun = call.resumption is not None and call.resumption.delivered > 0
+    """Whether the answer has begun, or may have, on an instance of another numerics class."""
+    begun = call.resumption is not None and (call.resumption.delivered > 0 or (call.inherited and bool(call.numerics)))
     return begun and call.numerics != entry.fingerprint

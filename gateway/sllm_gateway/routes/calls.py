@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -24,10 +26,15 @@ from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import CallNotFound, DeadlineExceeded, InvalidRequest, Unavailable
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.http import CALLS, CallListView
+from sllm_runtime.protocol.lives import BEAT_S, SILENT_BEATS
 from sllm_runtime.protocol.node import Ok
 from sllm_runtime.protocol.states import CallState
 
+log = logging.getLogger(__name__)
+
 ASK_S: Final = 1.0
+HEARD_S: Final = 2 * BEAT_S * SILENT_BEATS
+"""A gateway that is not heard for half of it is taken for dead, and its calls are gone on with."""
 """A gateway that has the call answers within this."""
 MOST: Final = 1000
 _JSON: Final = [(b"content-type", b"application/json")]
@@ -146,9 +153,21 @@ class CallRoutes:
         if not await self._cancelled_somewhere(call):
             stream, _ = await self._journal.find(call)
             journaled, _ = await self._journal.now(stream, call)
-            if journaled.ended is None:  # its gateway is away: it hears of it at its next start
+            if journaled.ended is None:  # its gateway is away: whoever goes on with it reads this
                 await self._journal.write(stream, call, "cancel", CancelAsked(), known_s(0.0))
+                await self._until_heard(stream, call)
         await answer(send, 202, _JSON, json.dumps({"id": call}).encode())
+
+    async def _until_heard(self, stream: str, call: str) -> None:
+        """Its gateway may be alive, was away from NATS for a moment, and reads nothing: it is told again, until it would
+        have been declared dead."""
+        try:
+            async with asyncio.timeout(HEARD_S):
+                while not await self._cancelled_somewhere(call):
+                    if (await self._journal.now(stream, call))[0].ended is not None:
+                        return
+        except TimeoutError:
+            log.info("no gateway has it; it is cancelled when one goes on with it", extra={"call": call})
 
     async def _cancelled_somewhere(self, call: str) -> bool:
         try:

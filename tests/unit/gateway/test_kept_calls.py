@@ -229,6 +229,26 @@ async def test_cancel_ends_it_and_is_repeatable(nats: Nats) -> None:
         assert '"code":"cancelled"' in await events_of(w.http, call)
 
 
+async def test_a_gateway_that_does_not_hear_of_a_cancel_at_once_is_told_again(nats: Nats) -> None:
+    """Its server of NATS was away, and it lives: it reads nothing of what is written for who goes on with its calls."""
+    async with world(nats) as w, second(nats) as other:
+        gate, routes = Gate(), w.gateway._kept
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        call = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await until(lambda: gate.runs, what="it runs")
+        await routes._subscriptions[0].unsubscribe()
+        cancelling = asyncio.create_task(other.post(f"/v1/calls/{call}/cancel"))
+
+        async def written() -> bool:
+            stream, _ = await routes._journal.find(call)
+            return (await routes._journal.now(stream, call))[0].cancelled
+
+        await until(written, what="it is written for who goes on with it")
+        routes._subscriptions[0] = await routes._bus.listen(subjects.CANCEL_CALL, routes._asked_to_cancel)
+        assert (await cancelling).status_code == 202
+        await reaches(other, call, "CANCELLED")
+
+
 async def test_a_call_that_is_not_kept_is_cancelled_too(nats: Nats) -> None:
     async with world(nats) as w, second(nats) as other:
         gate = Gate()

@@ -455,6 +455,17 @@ async def gone_on_with(nats: Nats, call: str, ended: str) -> None:
         assert (await w.http.get(f"/v1/calls/{ended}/events")).status_code == 404
 
 
+async def test_what_a_gateway_left_is_gone_on_with_in_its_numerics_class_alone(nats: Nats) -> None:
+    """Its caller may have read more than was written: another class would draw other tokens behind that."""
+    _, call, _ = await left_behind(nats)
+    async with world(nats, {"tokens": six}) as w:
+        await w.deploy(engine("tokens"), entry("i2", fingerprint="g"))
+        answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": "1"})
+        assert '"code":"instance_lost"' in answer.text
+        assert "computes other bits" in answer.text
+        assert not w.node.opened
+
+
 async def test_what_a_gateway_left_is_gone_on_with_and_read(nats: Nats) -> None:
     """Its heir was killed as it had just begun."""
     dead, call, ended = await left_behind(nats)
