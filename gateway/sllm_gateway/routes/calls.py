@@ -159,7 +159,7 @@ class CallRoutes:
         await answer(send, 202, _JSON, json.dumps({"id": call}).encode())
 
     async def _until_heard(self, stream: str, call: str) -> None:
-        """Its gateway may be alive, was away from NATS for a moment, and reads nothing: it is told again, until it would
+        """Its gateway may live, was away from NATS for a moment, and reads nothing: it is told again, until it would
         have been declared dead."""
         try:
             async with asyncio.timeout(HEARD_S):

@@ -7,17 +7,18 @@ lease only says when another one should be elected; no clock of one process is c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import msgspec
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.owned import Tasks, end
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import SllmError, StaleTerm, Unavailable
+from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.records import Lease, Term
 from sllm_runtime.protocol.subjects import LEADER, LEASE_KEY
 
@@ -79,16 +80,35 @@ class Leadership:
         """Renew every RENEW_S, and tell everybody who leads."""
         while True:
             self._tell()
-            began = self._clock()
-            try:
-                await self._renew()
-            except StaleTerm:
-                raise
-            except Unavailable as error:
-                log.info("the lease was not renewed: %s", error.message)
-            else:
-                self._prove(began)
+            await self._keep()
             await self._pause(RENEW_S)
+
+    @contextlib.asynccontextmanager
+    async def taking_over(self) -> AsyncIterator[None]:
+        """Renewed meanwhile, and nobody is told: to read what is stored may take longer than a standby waits. Raises
+        ``StaleTerm`` at the end if another one leads by then."""
+        renewing = asyncio.create_task(self._keep_on(), name="leadership: taking over")
+        try:
+            yield
+        finally:
+            await end((renewing,))
+        if not renewing.cancelled() and (error := renewing.exception()) is not None:
+            raise error
+
+    async def _keep_on(self) -> None:
+        while True:
+            await self._keep()
+            await self._pause(RENEW_S)
+
+    async def _keep(self) -> None:
+        """One renewal. Raises ``StaleTerm``."""
+        began = self._clock()
+        try:
+            await self._renew()
+        except Unavailable as error:
+            log.info("the lease was not renewed: %s", error.message)
+        else:
+            self._prove(began)
 
     async def _renew(self) -> None:
         """Write it; where nothing can be written, reading is proof too. Raises ``StaleTerm``, ``Unavailable``."""

@@ -11,7 +11,7 @@ import typer
 
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
-from sllm_runtime.protocol.errors import DeadlineExceeded
+from sllm_runtime.protocol.errors import Conflict, DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.http import API, NodeDetailView, NodeListView, NodeView
 
 Name = Annotated[str, typer.Argument(help="The node's name.")]
@@ -21,6 +21,8 @@ Timeout = Annotated[
     typer.Option("--timeout", min=0, help="Seconds to wait at most; then exit status 5."),
 ]
 POLL_S = 0.25
+UNHEARD_S = 15.0
+"""A node that is not heard for so long is not waited for: a controller that has just taken over has heard of none."""
 
 app = typer.Typer(
     help="Look at the cluster's nodes, take them out of use.",
@@ -88,11 +90,32 @@ def uncordon(context: typer.Context, name: Name, json: Json = False) -> None:
 def drain(context: typer.Context, name: Name, wait: Wait = True, timeout: Timeout = None, json: Json = False) -> None:
     """Cordon a node and wait until nothing runs there: calls that can be carried move to other nodes, others end."""
     until = time.monotonic() + timeout if timeout is not None else math.inf
+    heard = time.monotonic()
+    found = _wish(context, name, "drain")
     with output.progress("draining", quiet=json):
-        while (found := _wish(context, name, "drain")).alive and found.instances and wait:
-            if time.monotonic() >= until:
+        while wait and not _empty(found):
+            now = time.monotonic()
+            heard = now if found.alive else heard
+            if now - heard >= UNHEARD_S:
+                raise Unavailable(
+                    f"node {name} is not heard: whether something still runs there is not known; it stays cordoned"
+                )
+            if now >= until:
                 raise DeadlineExceeded(
                     f"{found.instances} instance(s) still run on {name} after {timeout:g} s; it goes on draining"
                 )
             time.sleep(POLL_S)
-    _said(found, "is drained" if not found.instances or not found.alive else "is being drained", json)
+            found = _seen(context, name)
+            if not found.cordoned:
+                raise Conflict(f"node {name} was taken into use again meanwhile; drain it anew if it is to end")
+    _said(found, "is drained" if _empty(found) else "is being drained", json)
+
+
+def _empty(found: NodeView) -> bool:
+    """Whether it is known that nothing runs there."""
+    return found.alive and not found.instances
+
+
+def _seen(context: typer.Context, name: str) -> NodeView:
+    with client(context) as connection:
+        return NodeDetailView.model_validate(connection.request("GET", f"{API}/nodes/{quote(name, safe='')}"))

@@ -81,6 +81,19 @@ async def test_a_standby_waits_while_the_lease_is_renewed_and_then_is_elected(na
         await leader.put(LEASE_KEY, Lease(term=1, controller=CONTROLLER))
 
 
+async def test_who_takes_long_to_take_over_is_not_taken_for_silent(nats: Nats) -> None:
+    """There may be much to read: it is not replaced again and again by who has as much to read."""
+    leader, standby = await nats.store(CONTROLLER), await nats.store(CONTROLLER_2)
+    await leader.elect(CONTROLLER)
+    leadership = Leadership(leader, await nats.bus(CONTROLLER), CONTROLLER)
+    standing_by = asyncio.create_task(stand_by(standby, CONTROLLER_2, lambda: None))
+    async with leadership.taking_over():
+        await asyncio.wait([standing_by], timeout=SILENT_S + 1.0)
+        assert not standing_by.done()
+    assert await asyncio.wait_for(standing_by, SILENT_S + 5.0) == 2, "nobody renews it any more"
+    await leadership.release()
+
+
 async def test_of_many_standbys_one_is_elected(nats: Nats) -> None:
     leader = await nats.store(CONTROLLER)
     await leader.elect(CONTROLLER)

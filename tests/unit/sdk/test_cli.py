@@ -320,9 +320,14 @@ def test_a_drain_waits_as_long_as_it_is_told_to(gateway: Gateway) -> None:
         "node": "n1", "alive": True, "cordoned": True, "draining": True, "age_s": 0.0, "cpu": 2, "free_cpu": 1,
         "memory": 4, "free_memory": 3, "instances": 2,
     }  # fmt: skip
-    gateway.will(Answer(json=node), Answer(json=node | {"instances": 0}))
+    unheard = node | {"alive": False, "instances": 0}
+    gateway.will(Answer(json=node), Answer(json=unheard), Answer(json=node | {"instances": 0}))
     drained = here("node", "drain", "n1")
     assert drained.stdout == "n1 is drained\n", drained.stderr
+    gateway.will(Answer(json=node), Answer(json=node | {"cordoned": False, "draining": False}))
+    undone = here("node", "drain", "n1")
+    assert (undone.returncode, undone.stdout) == (2, "")
+    assert "taken into use again" in undone.stderr
     gateway.will(Answer(json=node))
     assert here("node", "drain", "n1", "--no-wait").stdout == "n1 is being drained\n"
     gateway.will(Answer(json=node))
