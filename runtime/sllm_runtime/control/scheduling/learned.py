@@ -25,6 +25,9 @@ INIT_S: Final = 0.1
 """Import and ``setup`` of a function that never ran."""
 RELEASE_S: Final = 0.2
 """Until an instance that is ended has given back what it held, until one has."""
+OVER: Final = 0.2
+"""Share by which the weights may have been expected too late: a path gives a large load more than the small ones that
+its bandwidth was measured by."""
 _MOST: Final = 10_000
 """Medians that are kept of a kind; the oldest go first."""
 
@@ -82,10 +85,11 @@ class Learned:
         known = self.setup.get(key)
         return known.middle if known is not None else 0.0
 
-    def rest_s(self, key: Version, tier: str) -> float:
-        """Of a version that never started from there: as others do."""
+    def rest_s(self, key: Version, tier: str, weights: float = 0.0) -> float:
+        """Of a version that never started from there: as others do. ``weights``: seconds after which these are expected
+        to be there, of which it takes back ``OVER`` at most: an instance may be ready before they are."""
         known = self.rest.get((key, tier)) or self.rest.get((None, tier))
-        return max(known.middle, 0.0) if known is not None else 0.0
+        return max(known.middle, -OVER * weights) if known is not None else 0.0
 
     def release_s(self, key: Version) -> float:
         """Of a version of which no instance ever ended: as others do."""

@@ -44,7 +44,8 @@ class Start:
         added up in the order of ``Estimate.seconds``, so that it is never more by a rounding."""
         learned, key = self.learned, self.key
         beside = learned.least + learned.import_s(key)
-        return release + max(beside, weights) + learned.setup_s(key) + learned.rest_s(key, tier)
+        there = max(beside, weights)
+        return release + there + learned.setup_s(key) + learned.rest_s(key, tier, there)
 
 
 @dataclass(frozen=True, slots=True)

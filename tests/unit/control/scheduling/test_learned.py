@@ -8,7 +8,7 @@ import pytest
 from sllm_runtime.control.reports import observe
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
-from sllm_runtime.control.scheduling.learned import RECENT, RELEASE_S, Learned
+from sllm_runtime.control.scheduling.learned import OVER, RECENT, RELEASE_S, Learned
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.protocol.loader import link_of
 from sllm_runtime.protocol.node import InstanceStatus, PathLoad
@@ -68,7 +68,10 @@ def test_what_the_parts_do_not_tell_is_learned_as_a_whole() -> None:
     learned = learned.missed(KEY, "ssd", 1.5).missed(KEY, "ssd", 1.0)
     assert learned.rest_s(KEY, "ssd") == pytest.approx(1.0)
     assert learned.rest_s(KEY, "dram") == 0.0
-    assert Learned().missed(KEY, "ssd", -9.0).rest_s(KEY, "ssd") == 0.0, "no start takes less than its parts"
+    early = Learned().missed(KEY, "ssd", -9.0)
+    assert early.rest_s(KEY, "ssd") == 0.0, "no start takes less than its parts"
+    assert estimate(server, KEY, m, early).seconds == pytest.approx(1.0 - OVER), "but its weights may come sooner"
+    assert estimate(server, KEY, m, Learned().missed(KEY, "ssd", -0.1)).seconds == pytest.approx(0.9)
 
 
 def test_a_model_that_its_node_had_to_make_says_nothing_of_other_versions() -> None:
