@@ -130,8 +130,9 @@ def _free(view: View, instance: Instance) -> bool:
     """Whether nobody counts on it: neither its own version nor a start that waits for its place already."""
     key = instance.key
     name = instance.record.instance
-    needed = key in view.trials or view.demand(key) > 0 or name in view.claims or name in view.destinations
-    return not needed and _spare(view, instance)
+    if key in view.trials or key in view.waiting or name in view.claims:
+        return False
+    return (not view.migrations or name not in view.destinations) and _spare(view, instance)
 
 
 def _lack(start: Start, server: Server) -> int:
