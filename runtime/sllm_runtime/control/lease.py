@@ -78,16 +78,13 @@ class Leadership:
 
     async def run(self) -> None:
         """Renew every RENEW_S, and tell everybody who leads."""
-        while True:
-            self._tell()
-            await self._keep()
-            await self._pause(RENEW_S)
+        await self._keep(self._tell)
 
     @contextlib.asynccontextmanager
     async def taking_over(self) -> AsyncIterator[None]:
         """Renewed meanwhile, and nobody is told: to read what is stored may take longer than a standby waits. Raises
         ``StaleTerm`` at the end if another one leads by then."""
-        renewing = asyncio.create_task(self._keep_on(), name="leadership: taking over")
+        renewing = asyncio.create_task(self._keep(lambda: None), name="leadership: taking over")
         try:
             yield
         finally:
@@ -95,20 +92,18 @@ class Leadership:
         if not renewing.cancelled() and (error := renewing.exception()) is not None:
             raise error
 
-    async def _keep_on(self) -> None:
+    async def _keep(self, tell: Callable[[], None]) -> None:
+        """Renewed every RENEW_S. Raises ``StaleTerm``."""
         while True:
-            await self._keep()
+            tell()
+            began = self._clock()
+            try:
+                await self._renew()
+            except Unavailable as error:
+                log.info("the lease was not renewed: %s", error.message)
+            else:
+                self._prove(began)
             await self._pause(RENEW_S)
-
-    async def _keep(self) -> None:
-        """One renewal. Raises ``StaleTerm``."""
-        began = self._clock()
-        try:
-            await self._renew()
-        except Unavailable as error:
-            log.info("the lease was not renewed: %s", error.message)
-        else:
-            self._prove(began)
 
     async def _renew(self) -> None:
         """Write it; where nothing can be written, reading is proof too. Raises ``StaleTerm``, ``Unavailable``."""
