@@ -67,7 +67,7 @@ class PathQueue:
         """What is under way, until its end was told."""
         self._shared: set[Task] = set()
         """Those that wait here and that another path could serve."""
-        self._places = threads
+        self._places = self._most_places = threads
         """That no task runs in."""
         self._most_threads = threads + spare
         self._clock = clock
@@ -156,11 +156,13 @@ class PathQueue:
         while (task := self._next()) is not None:
             error = self._attempt(task, functools.partial(task.run, self.path))
             with self._changed:
+                self._measure(task, error)
                 self._places += 1
                 self._changed.notify()
             if error is None:
                 error = self._attempt(task, task.check)
-            self._measure(task, error)
+            with self._changed:
+                task.move(TaskState.DONE)
             task.done(task, error)
             with self._changed:
                 self.running.remove(task)
@@ -179,11 +181,11 @@ class PathQueue:
         with self._changed:
             while not self._closing:
                 if self._places and (task := self._pop() or self._steal(self)) is not None:
+                    if self._places == self._most_places:
+                        self._measured_at = self._clock()
                     self._places -= 1
                     task.path = self.path
                     task.move(TaskState.RUNNING)
-                    if not self.running:
-                        self._measured_at = self._clock()
                     self.running.append(task)
                     return task
                 if not self._changed.wait(timeout=_IDLE_S) and not self._heap:
@@ -199,16 +201,16 @@ class PathQueue:
         return None
 
     def _measure(self, task: Task, error: SllmError | None) -> None:
-        with self._changed:
-            task.move(TaskState.DONE)
-            now = self._clock()
-            if task.mode == CACHED:  # what else runs takes its time as it would without
-                self._measured_at = now if len(self.running) == 1 else self._measured_at
-                return
-            if error is None and now > self._measured_at:
-                self.bandwidth.add(task.nbytes, now - self._measured_at)
-            self._measured_at = now
-            self._mode = task.mode or self._mode
+        """It has run. What is checked behind it takes none of the path's time: a small load would else seem to have had
+        a slower one than a large load has."""
+        now = self._clock()
+        if task.mode == CACHED:  # what else runs takes its time as it would without
+            self._measured_at = now if self._places + 1 == self._most_places else self._measured_at
+            return
+        if error is None and now > self._measured_at:
+            self.bandwidth.add(task.nbytes, now - self._measured_at)
+        self._measured_at = now
+        self._mode = task.mode or self._mode
 
 
 def bytes_before(task: Task, waiting: Sequence[Task]) -> int:

@@ -12,7 +12,7 @@ from sllm_runtime.control.view import STARTING, Instance, Stop, View
 from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, StartFailed
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, check
-from sllm_runtime.protocol.timeline import CONVERT, Span, shift
+from sllm_runtime.protocol.timeline import CONVERT, WEIGHTS, Span, shift
 
 _BAD_ENDS = (InstanceState.FAILED, InstanceState.LOST)
 
@@ -88,10 +88,21 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
     if instance.ready_at is not None:
         # Beside what its parts took, not what they were expected to: else one slow sandbox counts twice.
         seen = guess.measured(status.spans)
-        parts = seen.seconds - seen.rest
+        took = instance.ready_at - instance.placed - seen.release
+        there = _there(instance) - seen.release
         own = sum(span.ms for span in status.spans if span.name == CONVERT) / 1000.0
-        learned = learned.missed(key, guess.tier, instance.ready_at - instance.placed - parts, own)
+        alone = not guess.queue  # who is served when is no matter of its version
+        if there > 0.0:
+            learned = learned.missed(key, guess.tier, took - max(seen.sandbox + seen.imports, there) - seen.setup)
+            learned = learned.led(key, guess.tier, there, seen.read, own) if alone else learned
+        elif alone:  # it has no weights, or its engine began before they were there
+            learned = learned.missed(key, guess.tier, took - (seen.seconds - seen.release - seen.rest), own)
     return replace(view, learned=learned)
+
+
+def _there(instance: Instance) -> float:
+    """Seconds after which its weights were there; 0 where nobody knows."""
+    return max((span.at + span.ms for span in instance.spans if span.name == WEIGHTS), default=0.0) / 1000.0
 
 
 def vanish(view: View, instance: Instance, error: ErrorBody, now: float) -> View:

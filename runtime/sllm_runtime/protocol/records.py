@@ -191,6 +191,8 @@ class LearnedRecord(Record, frozen=True, kw_only=True):
     setup: tuple[Measured, ...] = ()
     rest: tuple[Measured, ...] = ()
     """By version, and of all; kind: where the weights were."""
+    lead: tuple[Measured, ...] = ()
+    """By the same."""
     release: tuple[Measured, ...] = ()
     """By version, and of all."""
     calls: tuple[Measured, ...] = ()

@@ -266,6 +266,30 @@ def test_a_path_goes_on_while_what_it_brought_is_checked() -> None:
         paths.close()
 
 
+def test_a_check_takes_none_of_the_paths_time() -> None:
+    """Else a small load, most of which is its last check, seems to have had a slower path than a large one."""
+    now = 0.0
+    ended: queue.Queue[int] = queue.Queue()
+
+    class Slow(Nothing):
+        def run(self, path: str) -> None:
+            nonlocal now
+            now += 1.0
+
+        def check(self) -> None:
+            nonlocal now
+            now += 7.0
+
+    path = PathQueue("a", 1, lambda: now)
+    try:
+        for number in range(2):
+            path.put([Slow(number, SIZE, ("a",), lambda task, error: ended.put(task.number))])
+            assert ended.get(timeout=WAIT) == number
+        assert path.bandwidth.value == pytest.approx(SIZE)
+    finally:
+        path.close()
+
+
 def test_spare_threads_run_no_more_tasks_at_a_time(bench: Bench) -> None:
     paths = Paths(lambda path: 1, spare=lambda path: 3)
     try:

@@ -27,6 +27,7 @@ def estimate(
         read=read,
         setup=learned.setup_s(key),
         release=release,
+        lead=learned.lead_s(key, tier),
         rest=learned.rest_s(key, tier, queue + read),
     )
 

@@ -60,6 +60,8 @@ class Learned:
     setup: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
     rest: Mapping[tuple[Version | None, str], Recent] = field(default_factory=lambda: _NOTHING)
     """By version and where its weights were: what starts took beyond all that is told apart; None: of any version."""
+    lead: Mapping[tuple[Version | None, str], Recent] = field(default_factory=lambda: _NOTHING)
+    """By the same: when the weights were there, less what they were expected to be read in."""
     release: Mapping[Version | None, Recent] = field(default_factory=lambda: _NOTHING)
     """By version: from when an instance had only to end until its node had all that it held; None: of any version."""
     calls: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
@@ -91,6 +93,11 @@ class Learned:
         known = self.rest.get((key, tier)) or self.rest.get((None, tier))
         return max(known.middle, -OVER * weights) if known is not None else 0.0
 
+    def lead_s(self, key: Version, tier: str) -> float:
+        """Of a version that never started from there: as others do."""
+        known = self.lead.get((key, tier)) or self.lead.get((None, tier))
+        return known.middle if known is not None else 0.0
+
     def release_s(self, key: Version) -> float:
         """Of a version of which no instance ever ended: as others do."""
         known = self.release.get(key) or self.release.get(None)
@@ -115,8 +122,12 @@ class Learned:
     def missed(self, key: Version, tier: str, seconds: float, own: float = 0.0) -> Learned:
         """With one more start that took ``seconds`` more than its parts did. ``own``: what of it says
         nothing of other versions, since it was spent on making this one's model on its node."""
-        others = seconds - min(own, max(seconds, 0.0))
-        return replace(self, rest=_with(_with(self.rest, (key, tier), seconds), (None, tier), others))
+        return replace(self, rest=_apart(self.rest, key, tier, seconds, own))
+
+    def led(self, key: Version, tier: str, there: float, read: float, own: float = 0.0) -> Learned:
+        """With one more start whose weights were there after ``there`` seconds, of which they were expected to be read
+        in ``read``. ``own`` as in ``missed``."""
+        return replace(self, lead=_apart(self.lead, key, tier, max(there - read, -OVER * read), own))
 
     def released(self, key: Version, seconds: float) -> Learned:
         """With one more instance of version ``key`` that has given back what it held."""
@@ -146,6 +157,13 @@ class Learned:
         while len(kept) >= _MOST:
             del kept[next(iter(kept))]
         return replace(self, moves={**kept, model: line})
+
+
+def _apart(
+    known: Mapping[tuple[Version | None, str], Recent], key: Version, tier: str, seconds: float, own: float
+) -> Mapping[tuple[Version | None, str], Recent]:
+    others = seconds - min(own, max(seconds, 0.0))
+    return _with(_with(known, (key, tier), seconds), (None, tier), others)
 
 
 def _with(known: Mapping[K, Recent], key: K, seconds: float | None) -> Mapping[K, Recent]:

@@ -27,13 +27,21 @@ class Estimate:
     setup: float
     release: float = 0.0
     """Until what is in the way has gone, moved away or ended."""
+    lead: float = 0.0
+    """Until the weights are asked for; below zero: they come in so much less than n/b. Who waits for others on the path
+    does not wait for this as well."""
     rest: float = 0.0
-    """What earlier starts took beyond these: commands and reports on their way, mapping of what is in memory."""
+    """What earlier starts took beyond these: reports on their way, mapping of what is in memory."""
 
     @property
     def seconds(self) -> float:
         """From the decision to READY."""
-        return self.release + max(self.sandbox + self.imports, self.queue + self.read) + self.setup + self.rest
+        return self.release + max(self.sandbox + self.imports, self.weights) + self.setup + self.rest
+
+    @property
+    def weights(self) -> float:
+        """Until the weights are there."""
+        return max(self.queue, self.lead) + self.read + min(self.lead, 0.0)
 
     def measured(self, spans: tuple[Span, ...]) -> Estimate:
         """With what its parts took where ``spans`` say so. Queueing and reading stay as they were expected: what the
@@ -48,7 +56,8 @@ class Estimate:
 
     def words(self) -> str:
         """For people: ``1.24 s (ssd: queue 0.20 + read 0.90; sandbox 0.02, import 0.10, setup 0.04)``."""
-        weights = f"{self.tier}: queue {self.queue:.2f} + read {self.read:.2f}; " if self.tier != "none" else ""
+        lead = f"lead {self.lead:.2f}, " if self.lead else ""
+        weights = f"{self.tier}: {lead}queue {self.queue:.2f} + read {self.read:.2f}; " if self.tier != "none" else ""
         rest = f"sandbox {self.sandbox:.2f}, import {self.imports:.2f}, setup {self.setup:.2f}"
         rest += f", rest {self.rest:.2f}" if self.rest else ""
         after = f"; after {self.release:.2f} until there is room" if self.release else ""

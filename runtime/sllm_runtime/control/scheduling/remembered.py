@@ -26,9 +26,8 @@ def record(learned: Learned) -> LearnedRecord:
         ),
         imports=_by_version(learned.imports),
         setup=_by_version(learned.setup),
-        rest=tuple(
-            Measured(_digits(recent), *(key or ("", 0)), kind=tier) for (key, tier), recent in _last(learned.rest)
-        ),
+        rest=_by_tier(learned.rest),
+        lead=_by_tier(learned.lead),
         release=tuple(Measured(_digits(recent), *(key or ("", 0))) for key, recent in _last(learned.release)),
         calls=_by_version(learned.calls),
         moves=tuple(
@@ -49,6 +48,7 @@ def learned(stored: LearnedRecord) -> Learned:
         imports={(each.function, each.version): Recent.of(each.seconds) for each in stored.imports if each.seconds},
         setup={(each.function, each.version): Recent.of(each.seconds) for each in stored.setup if each.seconds},
         rest={(_version(each), each.kind): Recent.of(each.seconds) for each in stored.rest if each.seconds},
+        lead={(_version(each), each.kind): Recent.of(each.seconds) for each in stored.lead if each.seconds},
         release=release,
         calls={(each.function, each.version): Recent.of(each.seconds) for each in stored.calls if each.seconds},
         moves={
@@ -61,6 +61,10 @@ def learned(stored: LearnedRecord) -> Learned:
 
 def _by_version(known: Mapping[Version, Recent]) -> tuple[Measured, ...]:
     return tuple(Measured(_digits(recent), *key) for key, recent in _last(known))
+
+
+def _by_tier(known: Mapping[tuple[Version | None, str], Recent]) -> tuple[Measured, ...]:
+    return tuple(Measured(_digits(recent), *(key or ("", 0)), kind=tier) for (key, tier), recent in _last(known))
 
 
 def _last(known: Mapping[K, V]) -> Iterable[tuple[K, V]]:

@@ -21,6 +21,7 @@ from sllm_runtime.protocol.records import ModelRecord
 
 CLOSE_S: Final = 0.005
 """What could be quicker by less than this is not looked for: no estimate is so good."""
+_TIERS: Final[tuple[Tier, ...]] = ("dram", "ssd", "remote")
 FEW: Final = 16
 """So many servers with a model on their SSD are looked at one by one, without an order."""
 
@@ -129,30 +130,31 @@ def _tiers(start: Start, servers: Servers, kind: str = "") -> Iterator[_Tier]:
         yield "none", _weightless(servers, kind)
         return
     digest = model.digest
-    yield "dram", _roomiest(servers.in_dram(digest), kind)
+    lead = {tier: start.learned.lead_s(start.key, tier) for tier in _TIERS}
+    yield "dram", _roomiest(servers.in_dram(digest), lead["dram"], kind)
     near = servers.on_ssd(digest)
     if len(near) <= FEW:
-        yield "ssd", _roomiest([server for server in near if digest not in server.stored.dram], kind)
+        yield "ssd", _roomiest([server for server in near if digest not in server.stored.dram], lead["ssd"], kind)
     elif near:
-        ordered = _waits(servers, DISK, model, kind)
+        ordered = _waits(servers, DISK, model, lead["ssd"], kind)
         yield (
             "ssd",
             (each for each in ordered if digest in each[1].stored.ssd and digest not in each[1].stored.dram),
         )
     if len(near) < len(servers):
-        ordered = _waits(servers, path_of(model.uri), model, kind)
+        ordered = _waits(servers, path_of(model.uri), model, lead["remote"], kind)
         yield (
             "remote",
             (each for each in ordered if digest not in each[1].stored.ssd and digest not in each[1].stored.dram),
         )
 
 
-def _roomiest(among: list[Server], kind: str) -> list[tuple[float, Server]]:
+def _roomiest(among: list[Server], lead: float, kind: str) -> list[tuple[float, Server]]:
     """Those with a free accelerator of ``kind``, most free memory first."""
     found = [server for server in among if kind in server.spare] if kind else among
     if len(found) > 1:
         found.sort(key=lambda server: (-server.free.memory, server.name))
-    return [(0.0, server) for server in found]
+    return [(lead, server) for server in found]
 
 
 def _weightless(servers: Servers, kind: str) -> Iterator[tuple[float, Server]]:
@@ -167,7 +169,7 @@ def _weightless(servers: Servers, kind: str) -> Iterator[tuple[float, Server]]:
         yield 0.0, server
 
 
-def _waits(servers: Servers, path: str, model: ModelRecord, kind: str) -> Iterator[tuple[float, Server]]:
+def _waits(servers: Servers, path: str, model: ModelRecord, lead: float, kind: str) -> Iterator[tuple[float, Server]]:
     waits, fastest = servers.by_wait(path, kind)
-    read = model.largest / fastest if fastest else 0.0
-    return ((wait + read, server) for wait, server in waits)
+    read = (model.largest / fastest if fastest else 0.0) + min(lead, 0.0)
+    return ((max(wait, lead) + read, server) for wait, server in waits)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from sllm_runtime.control.instances import report
 from sllm_runtime.control.reports import observe
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.learned import OVER, RECENT, RELEASE_S, Learned
 from sllm_runtime.control.scheduling.prediction import Estimate
+from sllm_runtime.control.view import Instance, View
 from sllm_runtime.protocol.loader import link_of
 from sllm_runtime.protocol.node import InstanceStatus, PathLoad
+from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, WEIGHTS, Span
-from tests.unit.control.scheduling.cluster import GB, NOW, cluster, model, node
+from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, model, node
 
 KEY = ("chat", 1)
 
@@ -26,6 +29,18 @@ def spans(sandbox: float, imports: float, setup: float) -> tuple[Span, ...]:
         Span(WEIGHTS, sandbox * 1000, 123.0),
         Span(SETUP, 0.0, setup * 1000),
     )
+
+
+def starting(queue: float) -> tuple[View, Instance]:
+    """A start of KEY from the SSD, whose weights take a second and wait ``queue`` seconds for others."""
+    view, what = function(cluster(node("a")), KEY[0])
+    guess = Estimate("ssd", True, sandbox=0.02, imports=0.0, queue=queue, read=1.0, setup=0.1)
+    record = InstanceRecord(instance="i", function=KEY[0], version=KEY[1], node="a", state=InstanceState.STARTING)
+    return view, Instance(record, what, placed=NOW, predicted=guess)
+
+
+def ready(*stages: Span) -> InstanceStatus:
+    return InstanceStatus(instance="i", function=KEY[0], version=KEY[1], state=InstanceState.READY, spans=stages)
 
 
 def test_the_first_start_is_believed_and_later_ones_move_the_median() -> None:
@@ -72,6 +87,37 @@ def test_what_the_parts_do_not_tell_is_learned_as_a_whole() -> None:
     assert early.rest_s(KEY, "ssd") == 0.0, "no start takes less than its parts"
     assert estimate(server, KEY, m, early).seconds == pytest.approx(1.0 - OVER), "but its weights may come sooner"
     assert estimate(server, KEY, m, Learned().missed(KEY, "ssd", -0.1)).seconds == pytest.approx(0.9)
+
+
+def test_who_waits_for_the_path_does_not_wait_for_its_own_command_as_well() -> None:
+    m = model("m", GB)
+    learned = Learned().led(KEY, "ssd", 1.25, 1.0)
+    alone = Servers().of(cluster(node("a", models=(m.digest,)), models=(m,)))["a"]
+    assert estimate(alone, KEY, m, learned).seconds == pytest.approx(1.25)
+    assert estimate(alone, ("new", 1), m, learned).seconds == pytest.approx(1.25), "as others start from there"
+    disk = PathLoad(path="disk", bandwidth=1e9, queued=GB)
+    behind = Servers().of(cluster(node("a", models=(m.digest,), paths=(disk,)), models=(m,)))["a"]
+    assert estimate(behind, KEY, m, learned).seconds == pytest.approx(2.0)
+    sooner = Learned().led(KEY, "ssd", 0.1, 1.0)
+    assert estimate(alone, KEY, m, sooner).seconds == pytest.approx(1.0 - OVER)
+    assert estimate(behind, KEY, m, sooner).seconds == pytest.approx(2.0 - OVER)
+
+
+@pytest.mark.parametrize(("queue", "lead"), [(0.0, 0.5), (0.75, 0.0)])
+def test_a_start_that_waited_for_others_does_not_teach_when_weights_are_asked_for(queue: float, lead: float) -> None:
+    """Who was served first may be another than was expected."""
+    view, instance = starting(queue)
+    stages = (Span(SANDBOX, 0.0, 20.0), Span(WEIGHTS, 20.0, 1480.0), Span(SETUP, 1500.0, 100.0))
+    view = report(view, instance, ready(*stages), NOW + 1.625)
+    assert view.learned.lead_s(KEY, "ssd") == pytest.approx(lead + 0.0125 * bool(lead))
+    assert view.learned.rest_s(KEY, "ssd") == pytest.approx(0.0125), "the way back is known all the same"
+
+
+def test_an_engine_that_begins_before_its_weights_are_there_teaches_the_whole() -> None:
+    view, instance = starting(queue=0.0)
+    view = report(view, instance, ready(Span(SANDBOX, 0.0, 20.0), Span(SETUP, 20.0, 100.0)), NOW + 1.0)
+    assert view.learned.lead_s(KEY, "ssd") == 0.0
+    assert view.learned.rest_s(KEY, "ssd", 1.0) == pytest.approx(-0.1)
 
 
 def test_a_model_that_its_node_had_to_make_says_nothing_of_other_versions() -> None:

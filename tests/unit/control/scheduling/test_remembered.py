@@ -36,6 +36,7 @@ def known(draw: st.DrawFn) -> Learned:
         imports=draw(st.dictionaries(versions, recents)),
         setup=draw(st.dictionaries(versions, recents)),
         rest=draw(st.dictionaries(st.tuples(st.none() | versions, tiers), recents)),
+        lead=draw(st.dictionaries(st.tuples(st.none() | versions, tiers), recents)),
         release=release,
         moves=draw(st.dictionaries(st.sampled_from(["sha256:a", "sha256:b"]), lines)),
         least=least(fresh.least, *sandbox.values()),

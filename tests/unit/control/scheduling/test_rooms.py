@@ -80,7 +80,8 @@ def taught(learned: Learned, key: Key, node: str, rng: random.Random) -> Learned
     """With one more start, and what it took beyond its parts."""
     spans = tuple(Span(name, 0.0, rng.random() * 500) for name in (SANDBOX, IMPORT, SETUP))
     tier = rng.choice(["none", "dram", "ssd", "remote"])
-    return learned.after(key, node, rng.random() < 0.5, spans).missed(key, tier, rng.random() - rng.choice([0.3, 3.0]))
+    learned = learned.after(key, node, rng.random() < 0.5, spans).led(key, tier, rng.random(), rng.random())
+    return learned.missed(key, tier, rng.random() - rng.choice([0.3, 3.0]))
 
 
 def choosy(view: View, keys: list[Key], rng: random.Random) -> View:
