@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sllm_runtime.control.view import EMPTY, Instance, Key, Node, View
 from sllm_runtime.protocol.errors import PythonMismatch
@@ -146,8 +147,8 @@ def total(status: NodeStatus) -> Capacity:
 
 
 def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity | None:
-    """What the node has free: its report, less what was placed since, plus what ``leaving`` instances will give back.
-    None: never heard."""
+    """What the node has free: its report, less what was placed since and what is promised to those that are to move
+    there, plus what ``leaving`` instances will give back. None: never heard."""
     status = node.status
     if status is None:
         return None
@@ -155,9 +156,11 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
     name = node.record.node
     there = view.on(name)
     unseen = [] if there.keys() <= reported else [i for i in there.values() if _unseen(i, reported)]
-    taken = {index for i in unseen for index in i.gpus}
+    promised = view.promised(name)
+    taken = {index for i in unseen for index in i.gpus} | {index for _, move in promised for index in move.gpus}
     back = {None, *(i.record.instance for i in leaving)}
-    come, gone = ([need_in(view, i.key, i.manifest) for i in each] for each in (unseen, leaving))
+    coming = [*unseen, *(instance for instance, _ in promised)]
+    come, gone = ([need_in(view, i.key, i.manifest) for i in each] for each in (coming, leaving))
     memory, shared = _memory(status, come, gone)
     return Capacity(
         node=name,
@@ -217,6 +220,20 @@ def choose_gpus(need: Need, capacity: Capacity) -> tuple[int, tuple[int, ...]] |
         if len(fitting) >= count:
             return rank, tuple(fitting[:count])
     return None
+
+
+def held(view: View, instance: Instance) -> tuple[Gpu, ...]:
+    """The accelerators that ``instance`` holds, by its node's report."""
+    node, name = view.nodes.get(instance.record.node), instance.record.instance
+    there = node.status.gpus if node is not None and node.status is not None else ()
+    return tuple(gpu for gpu in there if gpu.used_by == name)
+
+
+def alike(need: Need, held: Sequence[Gpu]) -> Need | None:
+    """``need`` on as many accelerators of the very kind that are ``held``: on others the same model draws other tokens,
+    whatever its version may use. None: they are of several kinds, which cannot be asked for."""
+    kinds = Counter(gpu.kind for gpu in held)
+    return None if len(kinds) > 1 else replace(need, gpus=tuple(kinds.items()))
 
 
 def show_gpus(need: Need) -> str:

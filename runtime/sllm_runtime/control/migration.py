@@ -29,6 +29,7 @@ from sllm_runtime.protocol.states import MIGRATION, InstanceState, MigrationStat
 
 PLACE_S: Final = 60.0
 """A destination that has no room for so long gives it up."""
+MIXED: Final = "it holds accelerators of several kinds"
 KEEP_S: Final = 60.0
 """What came of a migration can be asked for so long after its end."""
 
@@ -49,14 +50,13 @@ def ask(view: View, name: str, to: str, now: float, expected: float | None = Non
     instance = view.instances.get(name)
     if instance is None or instance.ended:
         raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
-    _carried(view, instance)
-    _reachable(view, instance, to, now)
+    _reachable(view, instance, _carried(view, instance), to, now)
     begun = Migration(name, to, MigrationState.PREPARING, now, tokens=instance.tokens(now), expected=expected)
     return _put(view, begun)
 
 
-def _carried(view: View, instance: Instance) -> None:
-    """Raises unless the calls of ``instance`` can go on elsewhere."""
+def _carried(view: View, instance: Instance) -> fits.Need:
+    """What it needs elsewhere. Raises unless the calls of ``instance`` can go on there."""
     name, function, manifest = instance.record.instance, instance.key[0], instance.manifest
     if not instance.ready:
         why = instance.stop.reason if instance.stop else f"it is {instance.state}"
@@ -67,9 +67,13 @@ def _carried(view: View, instance: Instance) -> None:
         raise InvalidRequest(f"calls of {function} cannot be moved: it is deployed with resumable=False")
     if not instance.carries:
         raise InvalidRequest(f"calls of {function} cannot be moved: its engine does not resume exactly on this node")
+    need = _need(view, instance)
+    if need is None:
+        raise InvalidRequest(f"calls of {function} cannot be moved: {MIXED}")
+    return need
 
 
-def _reachable(view: View, instance: Instance, to: str, now: float) -> None:
+def _reachable(view: View, instance: Instance, need: fits.Need, to: str, now: float) -> None:
     if not to:
         return
     node = view.nodes.get(to)
@@ -85,13 +89,13 @@ def _reachable(view: View, instance: Instance, to: str, now: float) -> None:
         raise Unavailable(f"node {to} takes no starts: it is cordoned or draining; choose another one")
     if node.status.condition:
         raise Unavailable(f"node {to} can make no sandbox: {node.status.condition}; choose another one")
-    lacks = fits.short(_need(view, instance), fits.total(node.status))
+    lacks = fits.short(need, fits.total(node.status))
     if lacks:
         raise InvalidRequest(f"node {to} can never run it: it lacks {'; '.join(lacks)}", field="to")
 
 
-def _need(view: View, instance: Instance) -> fits.Need:
-    return Request(instance.key, instance.manifest).need(view)
+def _need(view: View, instance: Instance) -> fits.Need | None:
+    return fits.alike(Request(instance.key, instance.manifest).need(view), fits.held(view, instance))
 
 
 # --- step by step -----------------------------------------------------------------------------------
@@ -104,24 +108,32 @@ def advance(view: View, now: float, choose: Choose, make: Make) -> View:
     for migration in tuple(view.migrations.values()):
         if migration.ended is None:
             view = _step(view, migration, now, choose, make)
+    view = _followed(view)
     old = [name for name, each in view.migrations.items() if each.ended is not None and now - each.ended > KEEP_S]
     return replace(view, migrations=without(view.migrations, old)) if old else view
 
 
 def _asked_by_policy(view: View, now: float) -> View:
-    """What a placement wants moved; each leaves ``View.moves`` when it has moved, or cannot."""
+    """What a placement wants moved."""
     gone = []
     for name, wanted in view.moves.items():
         known = view.migrations.get(name)
         if known is not None and known.began >= wanted.decided:
-            if known.ended is not None:
-                gone.append(name)
             continue
         try:
             view = ask(view, name, wanted.node, now, wanted.seconds)
         except SllmError:
             gone.append(name)
     return replace(view, moves=without(view.moves, gone)) if gone else view
+
+
+def _followed(view: View) -> View:
+    """What a placement wanted moved leaves ``View.moves`` when that is over; nothing more is promised to what has its
+    place."""
+    going = ((move, view.migrations[name]) for name, move in view.moves.items())
+    on = [replace(move, placed=bool(known.destination)) for move, known in going if known.ended is None]
+    moves = {move.instance: move for move in on}
+    return replace(view, moves=moves) if moves != view.moves else view
 
 
 def _step(view: View, migration: Migration, now: float, choose: Choose, make: Make) -> View:
@@ -171,13 +183,19 @@ def _idle(view: View, source: Instance, node: str) -> Instance | None:
 
 def _choice(view: View, source: Instance, node: str, now: float, choose: Choose) -> Place | Words:
     """Where a new one goes; or what is short, in words."""
-    request = Request(source.key, source.manifest, view.versions[source.key].model, patient=False)
+    view = replace(view, moves=without(view.moves, [source.record.instance]))  # the place that is promised to itself
+    need = _need(view, source)
+    if need is None:
+        return MIXED
     if not node:
+        # On accelerators of its kind, whatever its version may use.
+        same = source.manifest.model_copy(update={"gpu": tuple(f"{kind}:{count}" for kind, count in need.gpus)})
+        request = Request(source.key, same, view.versions[source.key].model, patient=False)
         # The policy looks everywhere but where it runs now.
         elsewhere = with_item(view.refused, (source.key, source.record.node), Refusal(now + 1, "it moves away"))
         decision = choose(request, replace(view, refused=elsewhere))
         return decision if isinstance(decision, Place) else decision.reason
-    need, known = request.need(view), view.nodes.get(node)
+    known = view.nodes.get(node)
     capacity = fits.free(view, known) if known is not None else None
     if capacity is None:
         return f"node {node} is not heard"

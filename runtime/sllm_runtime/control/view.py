@@ -5,7 +5,7 @@ Times are the controller's monotonic seconds, handed in as ``now``; no node's cl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
@@ -151,6 +151,10 @@ class Move:
     """What it is expected to take, the start of the instance there included."""
     by: Key
     decided: float
+    gpus: tuple[int, ...] = ()
+    """The accelerators that are promised to it there."""
+    placed: bool = False
+    """Its place has been taken: until then nothing else gets what it needs there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +260,13 @@ class View:
     def on(self, node: str) -> Mapping[str, Instance]:
         """Instances placed on a node; the same object until one of them changes."""
         return self.instances.on(node)
+
+    def promised(self, node: str) -> Sequence[tuple[Instance, Move]]:
+        """Instances that are to move to a node, and have nothing there yet."""
+        if not self.moves:
+            return ()
+        coming = ((self.instances.get(name), move) for name, move in self.moves.items() if move.node == node)
+        return [(instance, move) for instance, move in coming if instance is not None and not move.placed]
 
     def of(self, key: Key) -> tuple[Instance, ...]:
         """All instances of a version, oldest first."""

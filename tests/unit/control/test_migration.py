@@ -22,6 +22,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.events import Event
+from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import ModelRecord, RouteEntry
 from sllm_runtime.protocol.states import InstanceState, MigrationState
 from tests.unit.control.world import GIB, FakeNode, World, deployed, manifest
@@ -30,9 +31,9 @@ CHAT: Key = ("chat", 1)
 EXACT = ("engine:ours", "exact_resume")
 
 
-def running(*, capabilities: tuple[str, ...] = EXACT, **fields: Any) -> tuple[World, str]:
+def running(*nodes: FakeNode, capabilities: tuple[str, ...] = EXACT, **fields: Any) -> tuple[World, str]:
     """An instance on n1 that works on three calls, and a free node n2."""
-    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    world = World(*(nodes or (FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))))
     world.hear_all()
     options = {"engine": True, "model": "sha256:m", "concurrency": 8, **fields}
     world.view = deployed(world.view, manifest("chat", **{k: v for k, v in options.items() if v is not None}))
@@ -82,6 +83,32 @@ def entries(world: World) -> dict[str, RouteEntry]:
 
 def state(world: World, source: str) -> MigrationState:
     return migration.so_far(world.view, source).state
+
+
+@pytest.mark.parametrize("to", ["n2", ""])
+def test_it_goes_to_accelerators_of_its_own_kind_whatever_its_version_may_use(to: str) -> None:
+    """On others the same model draws other tokens: what was loaded there would be given up."""
+    nodes = [FakeNode(name, cpu=4.0, gpus=count) for name, count in (("n1", 1), ("n2", 2))]
+    first, second = nodes[1].gpus
+    nodes[1].gpus = (msgspec.structs.replace(first, kind="T4"), second)
+    world, source = running(*nodes, gpu=["L4", "T4"])
+    world.view = world.view.put_instance(replace(world.view.instances[source], manifest=prefers(world, "T4", "L4")))
+    ask(world, source, to)
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    assert world.view.instances[destination].gpus == (1,)
+
+
+def test_what_has_no_accelerator_of_its_kind_is_refused() -> None:
+    nodes = [FakeNode(name, cpu=4.0, gpus=1) for name in ("n1", "n2")]
+    nodes[1].gpus = (msgspec.structs.replace(nodes[1].gpus[0], kind="T4"),)
+    world, source = running(*nodes, gpu=["L4", "T4"])
+    with pytest.raises(InvalidRequest, match=r"n2 can never run it: it lacks 1 x L4 \(has 1 x T4\)"):
+        ask(world, source, "n2")
+
+
+def prefers(world: World, *kinds: str) -> Manifest:
+    return world.view.versions[CHAT].manifest.model_copy(update={"gpu": kinds})
 
 
 @pytest.mark.parametrize("to", ["n2", ""])

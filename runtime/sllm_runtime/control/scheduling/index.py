@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from sllm_runtime.control.fits import Need, need_in
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.table import changed
-from sllm_runtime.control.view import EMPTY, Instance, Key, Node, View
+from sllm_runtime.control.view import EMPTY, Instance, Key, Move, Node, View
 from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import ModelRecord
@@ -29,7 +29,8 @@ class Servers:
     """The index. ``of(view)`` brings it up to date; all else speaks of that view. Not for use by two threads."""
 
     def __init__(self) -> None:
-        self._last: tuple[Mapping[str, Node], Mapping[str, Mapping[str, Instance]]] = (EMPTY, EMPTY)
+        self._last: tuple[Mapping[str, Node], Mapping[str, Mapping[str, Instance]], Mapping[str, Move]]
+        self._last = (EMPTY, EMPTY, EMPTY)
         self._all: dict[str, Server] = {}
         self._names: list[str] | None = None
         self._dram: dict[str, dict[str, None]] = {}
@@ -41,17 +42,18 @@ class Servers:
 
     def of(self, view: View) -> Mapping[str, Server]:
         """Every node of ``view`` that has reported, by name."""
-        nodes, there = view.nodes, view.instances.nodes
-        old_nodes, old_there = self._last
-        if nodes is old_nodes and there is old_there:
+        nodes, there, moves = view.nodes, view.instances.nodes, view.moves
+        old_nodes, old_there, old_moves = self._last
+        if nodes is old_nodes and there is old_there and moves is old_moves:
             return self._all
-        for name in {*changed(old_nodes, nodes), *changed(old_there, there)}:
+        to = {move.node for each in (old_moves, moves) for move in each.values()} if moves is not old_moves else ()
+        for name in {*changed(old_nodes, nodes), *changed(old_there, there), *to}:
             before, node = self._all.get(name), nodes.get(name)
             if node is not None and node.status is not None:
                 self._put(before, server(view, node, node.status, before))
             elif before is not None:
                 self._drop(before)
-        self._last = (nodes, there)
+        self._last = (nodes, there, moves)
         return self._all
 
     def may(self, view: View, key: Key, now: float) -> May:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
-from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, short, suits
+from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, alike, choose_gpus, short, suits
 from sllm_runtime.control.placement import Migrate, Request
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moves import MOST_MOVES, Amounts, Movable, Moves, Target, search
@@ -20,7 +20,14 @@ from sllm_runtime.control.view import Instance, Key, Move, View
 SETTLED_S: Final = 30.0
 """No instance is moved or preempted sooner after it became ready, which is also when it took over what was moved."""
 MOST_SERVERS: Final = 4
+MOST_LOOKED: Final = 64
+"""Servers of which it is asked whether moving could make room there."""
 _MILLI: Final = 1000
+_Held: TypeAlias = tuple[Key, tuple[str, ...]]
+"""A version and the kinds of the accelerators that an instance of it holds."""
+_Kinds: TypeAlias = tuple[tuple[str, int], ...]
+"""Accelerators of a kind that have so many bytes at least: where for each of these no more are taken than there are,
+each who is moved gets its own (Hall's condition; what suits one who asks for more suits who asks for less)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +40,58 @@ class Moving:
     now: float
     moved: Set[str]
     """Instances that are left alone."""
-    _elsewhere: dict[tuple[Key, frozenset[str], int], list[Room]] = field(default_factory=dict)
+    _first: dict[_Held, tuple[Need | None, list[Room]]] = field(default_factory=dict)
+    _more: dict[tuple[_Held, int], list[Room]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request, view: View, servers: Servers, now: float) -> Moving:
         """Of one decision."""
         return cls(request, view, servers, now, _moved(view, now))
 
-    def elsewhere(self, instance: Instance, server: Server, count: int) -> list[Room]:
-        """Up to ``count`` rooms for ``instance`` of ``server`` on other servers, on accelerators of its kind: on others
-        the same model draws other tokens. Looked for once for each version: a cluster runs many instances of few."""
-        kinds = frozenset(gpu.kind for gpu in server.held.get(instance.record.instance, ()))
-        asked = (instance.key, kinds, count)
-        rooms = self._elsewhere.get(asked)
+    def settled(self, server: Server) -> list[Instance]:
+        """Who of ``server`` may be moved or stopped now."""
+        view, now, moved = self.view, self.now, self.moved
+        return [i for i in server.working if i.record.instance not in moved and _settled(view, i, now)]
+
+    def going(self, server: Server) -> dict[str, Going]:
+        """Who of ``server`` may be moved now, and has somewhere to go to, by name. That is looked for once for each
+        version: a cluster runs many instances of few."""
+        found = {}
+        for instance in self.settled(server):
+            name = instance.record.instance
+            held = (instance.key, server.kinds.get(name, ()))
+            known = self._first.get(held)
+            if known is None:
+                need = alike(self.servers.need(self.view, instance.key, instance.manifest), server.held.get(name, ()))
+                known = self._first[held] = (need, self._quickest(instance, need, 2) if need is not None else [])
+            need, rooms = known
+            if need is not None and rooms and (len(rooms) > 1 or rooms[0].server is not server):
+                found[name] = Going(instance, need, held, rooms)
+        return found
+
+    def rooms(self, going: Going, server: Server, count: int) -> list[Room]:
+        """Up to ``count`` rooms for who goes from ``server``, on other servers."""
+        rooms: list[Room] | None = going.rooms
+        if count > 1:
+            rooms = self._more.get((going.held, count))
         if rooms is None:
-            rooms = self._elsewhere[asked] = self._rooms(instance, kinds, count + 1)
+            rooms = self._more[going.held, count] = self._quickest(going.instance, going.need, count + 1)
         return [room for room in rooms if room.server is not server][:count]
 
-    def _rooms(self, instance: Instance, kinds: frozenset[str], count: int) -> list[Room]:
-        view, servers, key = self.view, self.servers, instance.key
-        need, may = servers.need(view, key, instance.manifest), servers.may(view, key, self.now)
-        start = Start(key, need, view.model_of(key), view.learned, lambda other: kinds <= other.kinds and may(other))
-        return quickest(start, servers, count)
+    def _quickest(self, instance: Instance, need: Need, count: int) -> list[Room]:
+        view, key = self.view, instance.key
+        start = Start(key, need, view.model_of(key), view.learned, self.servers.may(view, key, self.now))
+        return quickest(start, self.servers, count)
+
+
+class Going(NamedTuple):
+    """An instance that may be moved: what it needs elsewhere, where it has accelerators of the kinds that it holds
+    here, and the two rooms where it would start soonest, its own server among them."""
+
+    instance: Instance
+    need: Need
+    held: _Held
+    rooms: list[Room]
 
 
 def removable(view: View, instance: Instance, now: float) -> bool:
@@ -81,29 +118,40 @@ def under_way(view: View, request: Request) -> list[Move]:
 
 def quickest_move(moving: Moving, start: Start, best: float) -> tuple[float, Migrate] | None:
     """The server where it starts soonest after running instances were moved off it, if that is before ``best``. Looked
-    for on the MOST_SERVERS where it would start soonest were they empty."""
+    for on the MOST_SERVERS where it would start soonest were they empty, of those where moving could make room."""
     found: tuple[float, Migrate] | None = None
-    limit, servers = best, moving.servers
-    for guess, server in islice(by_time(start, servers, servers.busy, 0.0, best), MOST_SERVERS):
-        if guess.seconds >= limit - CLOSE_S:
+    limit, servers, searched = best, moving.servers, 0
+    for guess, server in islice(by_time(start, servers, servers.busy, 0.0, best), MOST_LOOKED):
+        if guess.seconds >= limit - CLOSE_S or searched == MOST_SERVERS:
             break
-        moves = _off(moving, start, server, limit - guess.seconds)
+        going = moving.going(server)
+        lacks = tuple(_lacks(moving, start.need, server, [each.instance for each in going.values()]))
+        searched += bool(lacks)
+        moves = _off(moving, server, going, lacks, limit - guess.seconds)
         if moves is None or not moves.chosen or guess.seconds + moves.seconds >= limit:
             continue
         limit = guess.seconds + moves.seconds
-        made = tuple(_move(name, target, moving) for name, target in moves.chosen)
-        found = (limit, Migrate(server.name, made, replace(guess, release=moves.seconds)))
+        found = (limit, Migrate(server.name, _promised(moving, going, moves), replace(guess, release=moves.seconds)))
     return found
 
 
-def _move(name: str, target: Target, moving: Moving) -> Move:
-    return Move(name, target.server, target.seconds, moving.request.key, moving.now)
+def _promised(moving: Moving, going: Mapping[str, Going], moves: Moves) -> tuple[Move, ...]:
+    """With the accelerators that each gets: who asks for the largest comes first, so that none is left without."""
+    servers = moving.servers.of(moving.view)
+    made, left = [], {target.server: servers[target.server].free for _, target in moves.chosen}
+    for name, target in sorted(moves.chosen, key=lambda each: -going[each[0]].need.gpu_memory):
+        there = left[target.server]
+        fitting = choose_gpus(going[name].need, there)
+        gpus = fitting[1] if fitting is not None else ()
+        left[target.server] = replace(there, gpus=tuple(gpu for gpu in there.gpus if gpu.index not in gpus))
+        made.append(Move(name, target.server, target.seconds, moving.request.key, moving.now, gpus))
+    return tuple(made)
 
 
 def fewest_removed(moving: Moving, start: Start, server: Server) -> tuple[str, ...]:
     """Instances of ``server`` that could be stopped so that it fits there: the fewest, those first that have worked
     least; empty if that does not help."""
-    for lack in _lacks(moving, start.need, server, in_turn=True):
+    for lack in _lacks(moving, start.need, server, moving.settled(server), in_turn=True):
         left, chosen = lack.amounts, []
         for instance, gives in lack.useful:
             if _helps(gives, left):
@@ -123,17 +171,19 @@ class Lack:
     @property
     def alone(self) -> bool:
         """Whether each of them would be enough by itself."""
-        return all(back >= lack for _, gives in self.useful for back, lack in zip(gives, self.amounts, strict=True))
+        short = [(k, lack) for k, lack in enumerate(self.amounts) if lack > 0]
+        return all([gives[k] >= lack for _, gives in self.useful for k, lack in short])
 
 
-def _lacks(moving: Moving, need: Need, server: Server, *, in_turn: bool = False) -> Iterator[Lack]:
-    """By the rank of accelerators, where moving everything that can be moved would do. ``in_turn``: each gives what it
-    does when those before it have gone."""
+def _lacks(
+    moving: Moving, need: Need, server: Server, there: list[Instance], *, in_turn: bool = False
+) -> Iterator[Lack]:
+    """By the rank of accelerators, where the going of all of ``there`` would do. ``in_turn``: each gives what it does
+    when those before it have gone."""
     asks = need.labels or need.container or need.python
     if asks and short(replace(need, memory=0, cpu=0.0, gpus=()), server.free):
         return
-    now, view, servers, moved = moving.now, moving.view, moving.servers, moving.moved
-    there = [i for i in server.working if i.record.instance not in moved and _settled(view, i, now)]
+    now, view, servers = moving.now, moving.view, moving.servers
     there.sort(key=lambda instance: (instance.busy_s(now), instance.record.instance))
     needs = [servers.need(view, instance.key, instance.manifest) for instance in there]
     memory = _given_back(need, needs, server.free, in_turn=in_turn)
@@ -145,7 +195,7 @@ def _lacks(moving: Moving, need: Need, server: Server, *, in_turn: bool = False)
         useful = []
         for instance, its, nbytes in zip(there, needs, memory, strict=True):
             held = server.held.get(instance.record.instance, ())
-            gives = _amounts(nbytes, its.cpu, sum(suits(gpu, kind, need.gpu_memory) for gpu in held))
+            gives = _amounts(nbytes, its.cpu, sum([suits(gpu, kind, need.gpu_memory) for gpu in held]))
             if _helps(gives, lacking):
                 useful.append((instance, gives))
         if useful and all(sum(gives[k] for _, gives in useful) >= lack for k, lack in enumerate(lacking)):
@@ -168,12 +218,16 @@ def _given_back(need: Need, needs: Sequence[Need], there: Capacity, *, in_turn: 
     return found
 
 
-def _off(moving: Moving, start: Start, server: Server, within: float) -> Moves | None:
-    """The quickest moves that make room on ``server``, if they take less than ``within`` seconds."""
-    for lack in _lacks(moving, start.need, server):
-        movable = _movables(moving, server, lack, within)
+def _off(
+    moving: Moving, server: Server, going: Mapping[str, Going], lacks: Iterable[Lack], within: float
+) -> Moves | None:
+    """The quickest moves that give ``server`` what it lacks, if they take less than ``within`` seconds."""
+    kinds = tuple({(each.need.gpus[0][0], each.need.gpu_memory): None for each in going.values() if each.need.gpus})
+    for lack in lacks:
+        movable = _movables(moving, server, going, lack, kinds, within)
         servers = moving.servers.of(moving.view)
-        free = {target.server: _free(servers[target.server]) for each in movable for target in each.targets}
+        names = {target.server for each in movable for target in each.targets}
+        free = {name: _free(servers[name], kinds) for name in names}
         found = search(lack.amounts, movable, free)
         if found is not None:
             return found if found.seconds < within else None
@@ -181,44 +235,54 @@ def _off(moving: Moving, start: Start, server: Server, within: float) -> Moves |
 
 
 def _helps(gives: Amounts, lacking: Amounts) -> bool:
-    return any(back > 0 and lack > 0 for back, lack in zip(gives, lacking, strict=True))
+    return any([back > 0 and lack > 0 for back, lack in zip(gives, lacking, strict=True)])
 
 
-def _movables(moving: Moving, server: Server, lack: Lack, within: float) -> list[Movable]:
+def _movables(
+    moving: Moving, server: Server, going: Mapping[str, Going], lack: Lack, kinds: _Kinds, within: float
+) -> list[Movable]:
     """With as many targets each as others could take from it. Where any one of them is enough one target is, and only
     if it is quicker than those before."""
     alone, useful = lack.alone, lack.useful[:MOST_MOVES]
     found = []
     for instance, gives in useful:
-        movable = _movable(moving, server, instance, gives, 1 if alone else len(useful), within)
-        if movable.targets:
-            found.append(movable)
-            within = movable.targets[0].seconds if alone else within
+        name = instance.record.instance
+        targets = _targets(moving, server, going[name], kinds, 1 if alone else len(useful), within)
+        if targets:
+            found.append(Movable(name, gives, targets))
+            within = targets[0].seconds if alone else within
     return found
 
 
-def _movable(moving: Moving, server: Server, instance: Instance, gives: Amounts, count: int, within: float) -> Movable:
-    """It with the servers it could go to in less than ``within`` seconds: an instance of it is started there while it
+def _targets(
+    moving: Moving, server: Server, going: Going, kinds: _Kinds, count: int, within: float
+) -> tuple[Target, ...]:
+    """The servers it could go to in less than ``within`` seconds: an instance of it is started there while it
     works on here, its calls go on there, and it gives back what it held."""
-    view = moving.view
+    view, instance = moving.view, going.instance
     model = view.model_of(instance.key)
     resume = view.learned.resume_s(model.digest if model is not None else "", instance.tokens(moving.now))
     release = view.learned.release_s(instance.key)
     targets = []
-    for room in moving.elsewhere(instance, server, count):
+    for room in moving.rooms(going, server, count):
         seconds = room.estimate.seconds + resume + release
         if seconds < within:
-            need = moving.servers.need(view, instance.key, instance.manifest)
-            takes = _amounts(need.takes(room.server.free), need.cpu, len(room.gpus))
-            targets.append(Target(room.server.name, takes, seconds))
-    return Movable(instance.record.instance, gives, tuple(targets))
+            targets.append(Target(room.server.name, _taken(going.need, room.server, kinds), seconds))
+    return tuple(targets)
 
 
-def _free(server: Server) -> Amounts:
-    """What it has left for instances that are moved to it. Accelerators of all kinds count alike: each target has been
-    found to have its own."""
-    return _amounts(server.free.memory, server.free.cpu, len(server.free.gpus))
+def _taken(need: Need, server: Server, kinds: _Kinds) -> Amounts:
+    """What an instance that is moved to it takes there."""
+    ((kind, count),) = need.gpus or (("", 0),)
+    gpus = [count if kind == name and need.gpu_memory >= nbytes else 0 for name, nbytes in kinds]
+    return _amounts(need.takes(server.free), need.cpu, *gpus)
 
 
-def _amounts(memory: int, cpu: float, gpus: int) -> Amounts:
-    return (memory, round(cpu * _MILLI), gpus)
+def _free(server: Server, kinds: _Kinds) -> Amounts:
+    """What it has left for instances that are moved to it."""
+    gpus = [sum([gpu.memory >= nbytes for gpu in server.spare.get(kind.lower(), ())]) for kind, nbytes in kinds]
+    return _amounts(server.free.memory, server.free.cpu, *gpus)
+
+
+def _amounts(memory: int, cpu: float, *gpus: int) -> Amounts:
+    return (memory, round(cpu * _MILLI), *gpus)

@@ -64,11 +64,6 @@ class Server:
     ``path`` not told apart."""
 
     @cached_property
-    def kinds(self) -> frozenset[str]:
-        """Of all its accelerators."""
-        return frozenset(gpu.kind for gpu in self.status.gpus)
-
-    @cached_property
     def held(self) -> Mapping[str, tuple[Gpu, ...]]:
         """The accelerators that each instance holds."""
         found: dict[str, tuple[Gpu, ...]] = {}
@@ -76,6 +71,11 @@ class Server:
             if gpu.used_by is not None:
                 found[gpu.used_by] = (*found.get(gpu.used_by, ()), gpu)
         return found
+
+    @cached_property
+    def kinds(self) -> Mapping[str, tuple[str, ...]]:
+        """The kinds of the accelerators that each instance holds."""
+        return {name: tuple([gpu.kind for gpu in gpus]) for name, gpus in self.held.items()}
 
     @cached_property
     def turns(self) -> tuple[tuple[Key, float, Instance], ...]:

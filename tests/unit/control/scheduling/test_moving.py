@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import msgspec
 import pytest
@@ -14,16 +15,19 @@ from hypothesis import strategies as st
 
 from benchmarks.scheduler_cluster import GPUS, NOW, request, started
 from benchmarks.scheduler_cluster import cluster as large
-from sllm_runtime.control.placement import Evict, Migrate, Place, Policy, Wait
+from sllm_runtime.control.fits import Need, choose_gpus, free, held, short
+from sllm_runtime.control.placement import Evict, Migrate, Place, Policy, Refuse, Wait
 from sllm_runtime.control.plan import Context, SendStart, plan
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.moving import MOST_SERVERS, SETTLED_S, removable
 from sllm_runtime.control.scheduling.rooms import CLOSE_S
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.scheduling.startup import Preemption, StartupTime
-from sllm_runtime.control.view import Instance, Key, View
+from sllm_runtime.control.view import Instance, Key, Stop, View
+from sllm_runtime.protocol.node import Gpu
 from tests.fixtures.examples import examples
 from tests.unit.control.scheduling.cluster import GB, cluster, function, idle, model, node, place
+from tests.unit.control.world import GIB
 
 M, OTHER = model("m", 20 * GB), model("other", GB)
 MOVES = StartupTime()
@@ -104,11 +108,100 @@ def test_a_start_waits_for_the_moves_that_were_decided_for_it() -> None:
     assert list(made.view.moves) == ["other-on-full-0"]
     assert "moving other-on-full-0 to free" in made.view.why(("chat", 1))
     again = plan(made.view, context)
-    assert again.view.moves == made.view.moves
+    assert list(again.view.moves) == ["other-on-full-0"]
     assert again.view.why(("chat", 1)) == "waits for 1 instance(s) to go on elsewhere"
     (start,) = again.actions
     assert isinstance(start, SendStart)
     assert again.view.instances[start.instance].record.node == "free", "where its calls are to go on"
+
+
+def test_the_place_of_a_move_is_promised_to_it_until_it_has_it() -> None:
+    """Whoever comes after it in the same plan looks elsewhere, or waits: else its calls would find nothing there."""
+    view = crowded().put_waiting(("chat", 1), "gw", 1)
+    view, _ = function(view, "late")
+    view = view.put_waiting(("late", 1), "gw", 1)
+    context = Context(now=NOW, wall=0.0, policy=MOVES, rng=random.Random(1))
+    made = plan(view, context).view
+    assert made.moves["other-on-full-0"].gpus == (0,)
+    assert not made.of(("late", 1)), "the one free accelerator is promised"
+    assert "needs 1 x L4 (has none) on free" in made.why(("late", 1))
+    again = plan(made, context).view
+    assert [i.record.node for i in again.of(("other", 1))] == ["full", "free"], "the move has its place"
+    assert again.moves["other-on-full-0"].placed
+    assert not again.of(("late", 1))
+    capacity = free(again, again.nodes["free"])
+    assert capacity is not None
+    assert capacity.memory == free_memory(again, "free") - request(again, ("other", 1)).need(again).memory, "once"
+
+
+def free_memory(view: View, name: str) -> int:
+    status = view.nodes[name].status
+    assert status is not None
+    return status.free_memory
+
+
+def test_a_move_that_comes_to_nothing_has_nothing_promised_to_it() -> None:
+    view = crowded().put_waiting(("chat", 1), "gw", 1)
+    context = Context(now=NOW, wall=0.0, policy=MOVES, rng=random.Random(1))
+    made = plan(view, context).view
+    view = made.put_instance(replace(made.instances["other-on-full-0"], stop=Stop("it is deleted", 0.0)))
+    view, _ = function(view, "late")
+    after = plan(view.put_waiting(("late", 1), "gw", 1), context).view
+    assert not after.moves
+    assert [i.record.node for i in after.of(("late", 1))] == ["free"]
+
+
+def test_two_that_move_get_accelerators_of_their_own() -> None:
+    """One that asks for a large one does not find it taken by one that would do with a small one."""
+    kinds = tuple(Gpu(index=index, kind="L4", memory=nbytes * GIB) for index, nbytes in enumerate((48, 24)))
+    there = node("there", resident=(OTHER.digest,))
+    nodes = (node("full", gpus=2, resident=(M.digest,)), msgspec.structs.replace(there, gpus=kinds))
+    view, _ = function(cluster(*nodes, models=(M, OTHER)), "chat", M)
+    wide = view.versions[("chat", 1)]
+    two = wide.manifest.model_copy(update={"gpu": ("L4:2",)})
+    view = view.put_version(msgspec.structs.replace(wide, manifest=two))
+    view, _ = function(view, "small", OTHER, engine=True, model="/other", gpu_memory=GIB)
+    view, _ = function(view, "large", OTHER, engine=True, model="/other", gpu_memory=40 * GIB)
+    view = idle(idle(view, "small", "full", 0, running=1, carries=True), "large", "full", 1, running=1, carries=True)
+    decision = place(MOVES, view, "chat")
+    assert isinstance(decision, Migrate)
+    assert {move.instance: move.gpus for move in decision.moves} == {"large-on-full-1": (0,), "small-on-full-0": (1,)}
+
+
+def test_accelerators_of_each_kind_count_for_themselves() -> None:
+    """Two that hold an L4 each may both use a T4: of the two free accelerators of the nearest server one is none for
+    them."""
+    near = msgspec.structs.replace(
+        node("near", resident=(OTHER.digest,)),
+        gpus=(Gpu(index=0, kind="T4", memory=24 * GIB), Gpu(index=1, kind="L4", memory=24 * GIB)),
+    )
+    nodes = (node("full", gpus=2, resident=(M.digest,)), near, node("far", models=(OTHER.digest,)))
+    view, _ = function(cluster(*nodes, models=(M, OTHER)), "chat", M)
+    view, _ = function(view, "other", OTHER, engine=True, model="/other")
+    for key, kinds in ((("chat", 1), ("L4:2",)), (("other", 1), ("T4", "L4"))):
+        version = view.versions[key]
+        what = version.manifest.model_copy(update={"gpu": kinds})
+        view = view.put_version(msgspec.structs.replace(version, manifest=what))
+    view = idle(idle(view, "other", "full", 0, running=1, carries=True), "other", "full", 1, running=1, carries=True)
+    decision = place(MOVES, view, "chat")
+    assert isinstance(decision, Migrate)
+    assert sorted((move.node, move.gpus) for move in decision.moves) == [("far", (0,)), ("near", (1,))]
+
+
+def test_a_move_is_looked_for_beyond_servers_where_none_could_make_room() -> None:
+    """On the five where it would start soonest what runs has only just begun."""
+    young = [node(f"n{number}", resident=(M.digest, OTHER.digest)) for number in range(MOST_SERVERS + 1)]
+    nodes = (*young, node("old", models=(M.digest,), resident=(OTHER.digest,)), node("free", resident=(OTHER.digest,)))
+    view, _ = function(cluster(*nodes, models=(M, OTHER)), "chat", M)
+    view, _ = function(view, "other", OTHER, engine=True, model="/other")
+    for each in (*young, nodes[-2]):
+        view = idle(view, "other", each.node, running=1, carries=True)
+    for each in young:
+        instance = view.instances[f"other-on-{each.node}-0"]
+        view = view.put_instance(replace(instance, ready_at=NOW - SETTLED_S + 1.0))
+    decision = place(MOVES, view, "chat")
+    assert isinstance(decision, Migrate)
+    assert decision.node == "old"
 
 
 def test_a_preempted_instance_is_stopped_at_once_and_its_calls_may_go_on() -> None:
@@ -129,32 +222,51 @@ def test_a_start_takes_the_place_that_something_was_stopped_for() -> None:
 
 
 # --- against trying everything --------------------------------------------------------------------
-def without(servers: Mapping[str, Server], view: View, gone: tuple[Instance, ...], name: str) -> tuple[int, int]:
-    """Free memory and accelerators of a server when ``gone`` have left it."""
-    left = servers[name]
-    back = [i for i in gone if i.record.node == name]
-    memory = left.free.memory + sum(request(view, i.key).need(view).memory for i in back)
-    return memory, len(left.free.gpus) + sum(len(i.gpus) for i in back)
+Gpus: TypeAlias = Sequence[Gpu]
 
 
 def brute_force(view: View, key: Key) -> float | None:
     """Seconds of the quickest start over all servers, every set of running instances, and every place for each."""
     servers = {name: server(view, n, n.status) for name, n in view.nodes.items() if n.status is not None}
     need, model = request(view, key).need(view), view.model_of(key)
-    count = need.gpus[0][1]
     best: float | None = None
-    for name, here in servers.items():
+    for here in servers.values():
+        if not open_to(need, here):
+            continue
         start = estimate(here, key, model, view.learned).seconds
         there = [i for i in here.instances.values() if removable(view, i, NOW)]
         for size in range(len(there) + 1):
             for gone in itertools.combinations(there, size):
-                memory, gpus = without(servers, view, gone, name)
-                if need.memory > memory or count > gpus:
+                memory = here.free.memory + sum(request(view, i.key).need(view).memory for i in gone)
+                gpus = [*here.free.gpus, *(gpu for i in gone for gpu in held(view, i))]
+                if need.memory > memory or not shared_out([need], gpus):
                     continue
-                took = elsewhere(view, servers, gone, name)
+                took = elsewhere(view, servers, gone, here.name)
                 if took is not None and (best is None or start + took < best):
                     best = start + took
     return best
+
+
+def open_to(need: Need, there: Server) -> bool:
+    """Whether it may be asked, room aside."""
+    return not there.node.record.cordoned and need.labels.items() <= there.status.labels.items()
+
+
+def shared_out(needs: Sequence[Need], gpus: Gpus) -> bool:
+    """Whether each gets accelerators of its own."""
+    if not needs:
+        return True
+    kind, count = needs[0].gpus[0]
+    fitting = [gpu for gpu in gpus if kind in ("any", gpu.kind) and gpu.memory >= needs[0].gpu_memory]
+    mine = itertools.combinations(fitting, count)
+    return any(shared_out(needs[1:], [gpu for gpu in gpus if gpu not in taken]) for taken in mine)
+
+
+def guest(view: View, instance: Instance) -> Need:
+    """What it needs elsewhere: what it holds, of the same kind."""
+    there = held(view, instance)
+    (kind,) = {gpu.kind for gpu in there}
+    return replace(request(view, instance.key).need(view), gpus=((kind, len(there)),))
 
 
 def elsewhere(view: View, servers: Mapping[str, Server], gone: tuple[Instance, ...], name: str) -> float | None:
@@ -163,8 +275,9 @@ def elsewhere(view: View, servers: Mapping[str, Server], gone: tuple[Instance, .
     for places in itertools.product(others, repeat=len(gone)):
         total, fits = 0.0, True
         for other in set(places):
-            guests = [i for i, to in zip(gone, places, strict=True) if to == other]
-            fits &= sum(len(i.gpus) for i in guests) <= len(servers[other].free.gpus)
+            guests = [guest(view, i) for i, to in zip(gone, places, strict=True) if to == other]
+            fits &= all(open_to(need, servers[other]) for need in guests)
+            fits = fits and shared_out(guests, servers[other].free.gpus)
         for instance, other in zip(gone, places, strict=True):
             model = view.model_of(instance.key)
             assert model is not None
@@ -176,33 +289,71 @@ def elsewhere(view: View, servers: Mapping[str, Server], gone: tuple[Instance, .
     return best
 
 
-@settings(max_examples=examples(1200), deadline=None)
-@given(seed=st.integers(0, 2**32), nodes=st.integers(2, 3), wide=st.booleans())
-def test_the_policy_finds_what_trying_everything_finds(seed: int, nodes: int, wide: bool) -> None:
+KINDS: tuple[dict[str, object], ...] = (
+    {"gpu": ("H100",)},
+    {"gpu": ("L4",)},
+    {"gpu": ("L4", "H100")},
+    {"gpu": ("H100", "L4"), "gpu_memory": 40 * GIB},
+    {"gpu": (), "gpu_memory": 20 * GIB},
+    {"gpu": ("H100",), "labels": {"zone": "a"}},
+)
+"""Of what is moved: what it may use is more than what it may move to."""
+
+
+def mixed(view: View, keys: Sequence[Key], rng: random.Random) -> View:
+    """With accelerators of several kinds and sizes, nodes in two zones, and some of them cordoned."""
+    for known in view.nodes.values():
+        assert known.status is not None
+        gpus = tuple(
+            msgspec.structs.replace(gpu, kind=rng.choice(("H100", "H100", "L4")), memory=rng.choice((24, 80)) * GIB)
+            for gpu in known.status.gpus[: rng.randrange(3, GPUS + 1)]
+        )
+        status = msgspec.structs.replace(known.status, gpus=gpus, labels={"zone": rng.choice("aab")})
+        record = msgspec.structs.replace(known.record, cordoned=rng.random() < 0.15)
+        view = view.put_node(replace(known, status=status, record=record))
+    for number, key in enumerate(keys):
+        version = view.versions[key]
+        what = {"gpu": ("H100",)} if not number else rng.choice(KINDS)
+        view = view.put_version(msgspec.structs.replace(version, manifest=version.manifest.model_copy(update=what)))
+    return view
+
+
+@settings(max_examples=examples(1500), deadline=None)
+@given(seed=st.integers(0, 2**32), nodes=st.integers(2, 3), wide=st.booleans(), alike=st.booleans())
+def test_the_policy_finds_what_trying_everything_finds(seed: int, nodes: int, wide: bool, alike: bool) -> None:
     """On clusters of up to three nodes, with starts of one and of four accelerators."""
     assert nodes <= MOST_SERVERS
     rng = random.Random(seed)
     view, keys = large(nodes, 5, rng)
     asked = keys[0]
+    if not alike:
+        view = mixed(view, keys, rng)
     if wide:
         version = view.versions[asked]
         four = version.manifest.model_copy(update={"gpu": ("H100:4",)})
         view = view.put_version(msgspec.structs.replace(version, manifest=four))
     for number in range(rng.randrange(nodes * GPUS // 2, nodes * GPUS + 1)):
         key = rng.choice(keys[1:])
-        spare = [(n, s) for n, s in view.nodes.items() if s.status and any(g.used_by is None for g in s.status.gpus)]
-        name, there = rng.choice(spare[:1] if rng.random() < 0.7 else spare)
-        assert there.status is not None
-        gpu = next(g.index for g in there.status.gpus if g.used_by is None)
-        view = started(view, key, Place(name, (gpu,)), f"i{number}", carries=rng.random() < 0.3)
+        need = request(view, key).need(view)
+        free_now = [there for n in view.nodes.values() if (there := free(view, n)) and not short(need, there)]
+        spare = [(there.node, chosen[1]) for there in free_now if (chosen := choose_gpus(need, there))]
+        if spare:
+            name, gpus = rng.choice(spare[:1] if rng.random() < 0.7 else spare)
+            view = started(view, key, Place(name, gpus), f"i{number}", carries=rng.random() < 0.3)
     best = brute_force(view, asked)
     decision = StartupTime().place(replace(request(view, asked), patient=False), view, NOW, rng)
     waited = StartupTime().place(request(view, asked), view, NOW, rng)
     if best is None:
-        assert isinstance(decision, Wait)
+        assert isinstance(decision, Wait | Refuse)
         return
     assert isinstance(decision, Place | Migrate)
     assert decision.estimate is not None
+    if isinstance(decision, Migrate):
+        for move in decision.moves:
+            status = view.nodes[move.node].status
+            assert status is not None
+            kinds = [gpu.kind for gpu in status.gpus if gpu.index in move.gpus]
+            assert kinds == [gpu.kind for gpu in held(view, view.instances[move.instance])]
     event(f"{type(decision).__name__} {len(decision.moves) if isinstance(decision, Migrate) else 0}")
     assert best - 1e-6 <= decision.estimate.seconds <= best + 2 * CLOSE_S
     assert waited == decision or (isinstance(waited, Wait) and waited.seconds is not None), "it waits for a call's end"
