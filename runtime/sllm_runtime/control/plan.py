@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Final, TypeAlias
 
 from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience, warmup
@@ -89,10 +90,11 @@ def _wanted(view: View) -> set[Key]:
     return least | asked & view.versions.keys()
 
 
-def _order(view: View, key: Key) -> tuple[int, bool, Key]:
-    """Who is served first: the higher priority, then deployments, then by name."""
-    record = view.versions.get(key)
-    return (-record.manifest.priority if record else 0, key not in view.trials, key)
+def _order(view: View, key: Key) -> tuple[int, bool, float, Key]:
+    """Who is served first: the higher priority, then deployments, then who has waited longest, then by name."""
+    record, known = view.versions.get(key), view.put_off.get(key)
+    since = known.since if known is not None else inf
+    return (-record.manifest.priority if record else 0, key not in view.trials, since, key)
 
 
 def _forget(view: View, now: float) -> View:

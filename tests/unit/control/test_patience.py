@@ -61,6 +61,37 @@ def test_a_node_is_kept_for_what_has_waited_as_long_as_calls_may_last() -> None:
     assert not made.view.put_off.keys() & {("late", 1)}
 
 
+def test_of_two_that_wait_the_first_one_gets_the_place() -> None:
+    """Whatever they are called; an instance that it gets puts it behind the other one."""
+    made = busy_cluster()
+    made.view = deployed(made.view, manifest("early", gpu="L4"))
+    made.turn(1.0)
+    made.wait_for(("early", 1), 1)
+    made.wait_for(("late", 1), 2)
+    made.turn(1.0)
+    for number, waits in enumerate(("late", "early")):
+        (other, *_) = [each for each in made.view.instances.values() if each.key[0] in "ab" and not each.ended]
+        made.wait_for(other.key, 0)
+        node = made.nodes[other.record.node]
+        node.set(other.record.instance, InstanceState.LOST)
+        made.hear(node.name)
+        made.plan()
+        assert [len(made.live((name, 1))) for name in ("late", "early")] == [1, number], waits
+
+
+def test_more_urgent_starts_come_before_longer_waits() -> None:
+    made = busy_cluster()
+    made.view = deployed(made.view, manifest("urgent", gpu="L4", priority=1))
+    made.turn(1.0)
+    made.wait_for(("urgent", 1), 1)
+    (other, *_) = made.view.instances.values()
+    made.nodes[other.record.node].set(other.record.instance, InstanceState.LOST)
+    made.hear(other.record.node)
+    made.plan()
+    assert made.live(("urgent", 1))
+    assert not made.live(("late", 1))
+
+
 def test_what_is_no_longer_wanted_has_nothing_kept_for_it() -> None:
     made = busy_cluster()
     made.turn(21.0)
