@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from sllm_runtime.control.view import EMPTY, Instance, Key, Node, View
+from sllm_runtime.control.view import EMPTY, Instance, Key, Move, Node, View
 from sllm_runtime.protocol.errors import PythonMismatch
 from sllm_runtime.protocol.limits import MAX_MEMBERS
 from sllm_runtime.protocol.manifest import Manifest
@@ -156,11 +156,13 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
     name = node.record.node
     there = view.on(name)
     unseen = [] if there.keys() <= reported else [i for i in there.values() if _unseen(i, reported)]
-    promised = view.promised(name)
-    taken = {index for i in unseen for index in i.gpus} | {index for _, move in promised for index in move.gpus}
+    promised = _promised(view, name) if view.moves else ()
+    taken = {index for i in unseen for index in i.gpus}
+    if promised:
+        taken.update(index for _, move in promised for index in move.gpus)
+        unseen = [*unseen, *(instance for instance, _ in promised)]
     back = {None, *(i.record.instance for i in leaving)}
-    coming = [*unseen, *(instance for instance, _ in promised)]
-    come, gone = ([need_in(view, i.key, i.manifest) for i in each] for each in (coming, leaving))
+    come, gone = ([need_in(view, i.key, i.manifest) for i in each] for each in (unseen, leaving))
     memory, shared = _memory(status, come, gone)
     return Capacity(
         node=name,
@@ -172,6 +174,12 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
         python=status.python,
         shared=shared,
     )
+
+
+def _promised(view: View, node: str) -> Sequence[tuple[Instance, Move]]:
+    """Instances that are to move to ``node``, and have nothing there yet."""
+    coming = ((view.instances.get(name), move) for name, move in view.moves.items() if move.node == node)
+    return [(instance, move) for instance, move in coming if instance is not None and not move.placed]
 
 
 def _unseen(instance: Instance, reported: Set[str]) -> bool:

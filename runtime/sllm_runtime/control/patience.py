@@ -13,7 +13,7 @@ from typing import Final
 
 from sllm_runtime.control import instances
 from sllm_runtime.control.fits import free, short
-from sllm_runtime.control.placement import Request, evictable
+from sllm_runtime.control.placement import Request, evictable, may_start
 from sllm_runtime.control.view import Instance, Key, PutOff, View, without
 
 LINGER_S: Final = 2.0
@@ -55,16 +55,12 @@ def served(view: View, keys: Sequence[Key]) -> View:
 
 def _let_go(view: View, key: Key, now: float) -> View:
     """A node that cannot take it any more is not kept: another one is."""
-    kept = [node for node, whose in view.kept.items() if whose == key and not _takes(view, key, node, now)]
+    mine = [node for node, whose in view.kept.items() if whose == key]
+    if not mine:
+        return view
+    may = may_start(view, key, now)
+    kept = [name for name in mine if name not in view.nodes or not may(view.nodes[name])]
     return replace(view, kept=without(view.kept, kept)) if kept else view
-
-
-def _takes(view: View, key: Key, name: str, now: float) -> bool:
-    """Whether the node may be asked to start that version, room aside."""
-    node, refused = view.nodes.get(name), view.refused.get((key, name))
-    if node is None or node.status is None or not view.alive(name, now) or node.record.cordoned:
-        return False
-    return not node.status.draining and not node.status.condition and (refused is None or refused.until <= now)
 
 
 def _longest(view: View) -> float:
@@ -76,9 +72,9 @@ def _place(view: View, request: Request, now: float) -> tuple[str, tuple[Instanc
     """A node that could run it without what has to leave for that, with the fewest calls: idle instances that a version
     wants in any case stay."""
     found = []
-    need = request.need(view)
+    need, may = request.need(view), may_start(view, request.key, now)
     for name, node in view.nodes.items():
-        if name in view.kept or not _takes(view, request.key, name, now):
+        if not may(node):
             continue
         there = [each for each in view.on(name).values() if not each.ended]
         leaving = [each for each in there if each.running or each.stop or evictable(request, view, each, now)]

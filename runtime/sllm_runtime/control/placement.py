@@ -4,7 +4,7 @@ instances may end to make room, and why something waits. Pure."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol, TypeAlias
@@ -15,6 +15,7 @@ from sllm_runtime.control.providing.awaiting import could_come
 from sllm_runtime.control.reason import Reason, Words
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import Instance, Key, Move, Node, View
+from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
 
 
@@ -98,6 +99,8 @@ class Refuse:
     seconds: ClassVar[None] = None
 
 
+May: TypeAlias = Callable[[Node], bool]
+"""Whether a node may be asked."""
 Decision: TypeAlias = Place | Evict | Migrate | Wait | Refuse
 
 
@@ -105,6 +108,21 @@ class Policy(Protocol):
     """A pure function of the view: same view, same ``now``, same state of ``rng`` give the same decision."""
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision: ...
+
+
+def may_start(view: View, key: Key, now: float) -> May:
+    """Whether a node may be asked to start version ``key`` now, room aside: living, neither cordoned nor draining, able
+    to make sandboxes, not kept for another version, and it has not just refused."""
+    since = now - LOST_AFTER_S
+    heard = view.listening_since > since  # else silence counts
+    barred = {node for (which, node), said in view.refused.items() if which == key and said.until > now}
+    barred.update(node for node, whose in view.kept.items() if whose != key)
+
+    def may(node: Node) -> bool:
+        living = node.heard is not None and (heard or node.heard > since)
+        return living and node.open and not (barred and node.record.node in barred)
+
+    return may
 
 
 def unsatisfiable(need: Need, view: View) -> str:

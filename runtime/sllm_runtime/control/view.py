@@ -5,7 +5,7 @@ Times are the controller's monotonic seconds, handed in as ``now``; no node's cl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
@@ -57,6 +57,12 @@ class Node:
     record: NodeRecord
     status: NodeStatus | None = None
     heard: float | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes starts: an operator has not cordoned it, it does not drain, and it can make sandboxes."""
+        status = self.status
+        return status is not None and not (self.record.cordoned or status.draining or status.condition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +266,6 @@ class View:
     def on(self, node: str) -> Mapping[str, Instance]:
         """Instances placed on a node; the same object until one of them changes."""
         return self.instances.on(node)
-
-    def promised(self, node: str) -> Sequence[tuple[Instance, Move]]:
-        """Instances that are to move to a node, and have nothing there yet."""
-        if not self.moves:
-            return ()
-        coming = ((self.instances.get(name), move) for name, move in self.moves.items() if move.node == node)
-        return [(instance, move) for instance, move in coming if instance is not None and not move.placed]
 
     def of(self, key: Key) -> tuple[Instance, ...]:
         """All instances of a version, oldest first."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, TypeAlias
 
 from sllm_runtime.control.fits import Need, need_in
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.table import changed
 from sllm_runtime.control.view import EMPTY, Instance, Key, Move, Node, View
-from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import ModelRecord
 
-May: TypeAlias = Callable[[Server], bool]
-"""Whether a server may be asked."""
 Order: TypeAlias = tuple[float, int, str]
 """Seconds of waiting, less free memory first, then by name."""
 MOST_NEEDS: Final = 100_000
@@ -55,24 +52,6 @@ class Servers:
                 self._drop(before)
         self._last = (nodes, there, moves)
         return self._all
-
-    def may(self, view: View, key: Key, now: float) -> May:
-        """Whether a server may be asked to start version ``key`` now, room aside: living, neither cordoned nor
-        draining, not kept for another version, and it has not just refused."""
-        since = now - LOST_AFTER_S
-        heard = view.listening_since > since  # else silence counts
-        refused = {node for (which, node), said in view.refused.items() if which == key and said.until > now}
-        kept = {node for node, whose in view.kept.items() if whose != key} if view.kept else EMPTY
-
-        def may(server: Server) -> bool:
-            return (
-                server.open
-                and (heard or server.heard > since)
-                and server.name not in refused
-                and server.name not in kept
-            )
-
-        return may
 
     def need(self, view: View, key: Key, manifest: Manifest) -> Need:
         """What an instance of version ``key`` needs, its models included."""

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Final, NamedTuple, TypeAlias
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, alike, choose_gpus, short, suits
-from sllm_runtime.control.placement import Migrate, Request
+from sllm_runtime.control.placement import Migrate, Request, may_start
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moves import MOST_MOVES, Amounts, Movable, Moves, Target, search
 from sllm_runtime.control.scheduling.rooms import CLOSE_S, Room, Start, by_time, quickest
@@ -80,7 +80,7 @@ class Moving:
 
     def _quickest(self, instance: Instance, need: Need, count: int) -> list[Room]:
         view, key = self.view, instance.key
-        start = Start(key, need, view.model_of(key), view.learned, self.servers.may(view, key, self.now))
+        start = Start(key, need, view.model_of(key), view.learned, may_start(view, key, self.now))
         return quickest(start, self.servers, count)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Final
 
-from sllm_runtime.control.placement import Decision, Place, Policy, Request, why_not
+from sllm_runtime.control.placement import Decision, May, Place, Policy, Request, may_start, why_not
 from sllm_runtime.control.scheduling.ending import make_room
-from sllm_runtime.control.scheduling.index import May, Servers
+from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.scheduling.startup import Preemption, StartupTime
 from sllm_runtime.control.view import View
@@ -25,15 +26,17 @@ class _Simple(ABC):
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         servers = self._servers
-        servers.of(view)
+        there = servers.of(view)
+        kept = [there[name] for name, key in view.kept.items() if key == request.key and name in there]
         need = servers.need(view, request.key, request.manifest)
-        may = servers.may(view, request.key, now)
+        may = may_start(view, request.key, now)
         for rank in range(max(len(need.gpus), 1)):
-            for server in self.order(request, may, rng):
+            for server in chain(self.order(request, may, rng), kept):  # which is kept for it it takes in any case
                 gpus = server.devices(need, rank)
-                if gpus is not None and may(server):
+                if gpus is not None and may(server.node):
                     return Place(server.name, gpus)
         asked = self.among(request, may)
+        asked += [server for server in kept if may(server.node) and server not in asked]
         return make_room(request, need, view, asked, now) or why_not(
             request, need, view, [server.node for server in asked]
         )
@@ -44,7 +47,7 @@ class _Simple(ABC):
 
     def among(self, request: Request, may: May) -> list[Server]:
         """Where instances may end for it."""
-        return [server for server in self._servers.by_name() if may(server)]
+        return [server for server in self._servers.by_name() if may(server.node)]
 
 
 class Random(_Simple):
@@ -83,7 +86,7 @@ class Locality(_Simple):
             return super().among(request, may)
         dram, ssd = self._servers.in_dram(request.model), self._servers.on_ssd(request.model)
         found = {server.name: server for server in (*dram, *ssd)}
-        return [server for server in found.values() if may(server)]
+        return [server for server in found.values() if may(server.node)]
 
 
 def _roomy(server: Server) -> tuple[int, str]:

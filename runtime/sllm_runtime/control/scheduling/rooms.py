@@ -10,8 +10,9 @@ from math import inf
 from typing import Final, TypeAlias
 
 from sllm_runtime.control.fits import Need
+from sllm_runtime.control.placement import May
 from sllm_runtime.control.scheduling.estimate import estimate
-from sllm_runtime.control.scheduling.index import May, Servers
+from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate, Tier
 from sllm_runtime.control.scheduling.servers import Server
@@ -28,7 +29,7 @@ FEW: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start that looks for a place. ``may``: whether a server may be asked, room aside."""
+    """A start that looks for a place. ``may``: whether a node may be asked, room aside."""
 
     key: Key
     need: Need
@@ -94,7 +95,7 @@ def by_time(
             yield guess, next_one
         if least >= within:
             break
-        if server.name in among and start.may(server):
+        if server.name in among and start.may(server.node):
             guess = start.on(server, release)
             if (seconds := guess.seconds) < within:
                 heappush(seen, (seconds, server.name, guess, server))
@@ -116,7 +117,7 @@ def _look(start: Start, rank: int, tier: _Tier, found: _Found, count: int, withi
         if start.least(where, weights) >= enough:
             return
         gpus = server.devices(start.need, rank)
-        if gpus is None or not start.may(server):
+        if gpus is None or not start.may(server.node):
             continue
         guess = start.on(server)
         insort(found, ((guess.seconds, -server.free.memory, server.name), Room(server, gpus, rank, guess)))

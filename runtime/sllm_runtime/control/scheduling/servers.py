@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,9 +44,6 @@ class Server:
 
     name: str
     node: Node
-    open: bool
-    """It takes starts: an operator has not cordoned it, it does not drain, and it can make sandboxes."""
-    heard: float
     status: NodeStatus
     free: Capacity
     instances: Mapping[str, Instance]
@@ -142,8 +138,6 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
     return Server(
         name=name,
         node=node,
-        open=not node.record.cordoned and not status.draining and not status.condition,
-        heard=node.heard if node.heard is not None else -math.inf,
         status=status,
         free=capacity,
         instances=there,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, why_not
+from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, may_start, why_not
 from sllm_runtime.control.scheduling.ending import quickest_ending, release_s
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moving import Moving, fewest_removed, quickest_move, under_way
@@ -89,7 +89,7 @@ def _start(request: Request, view: View, servers: Servers, now: float) -> Start:
     servers.of(view)
     model = view.models.get(request.model) if request.model else None
     need = servers.need(view, request.key, request.manifest)
-    return Start(request.key, need, model, view.learned, servers.may(view, request.key, now))
+    return Start(request.key, need, model, view.learned, may_start(view, request.key, now))
 
 
 def _first(start: Start, servers: Servers) -> Room | None:
@@ -102,4 +102,4 @@ def _here(room: Room | None) -> Place | None:
 
 def _asked(start: Start, servers: Servers) -> list[Node]:
     """The nodes that may be asked, by name."""
-    return [server.node for server in servers.by_name() if start.may(server)]
+    return [server.node for server in servers.by_name() if start.may(server.node)]

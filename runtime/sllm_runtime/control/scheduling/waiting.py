@@ -57,7 +57,7 @@ def _near(start: Start, model: ModelRecord, servers: Servers, release: float) ->
             wait, bandwidth = each.wait(DISK)
             found.append((start.least("ssd", wait + nbytes / bandwidth, release), each.name, each))
     found.sort(key=_BY_TIME)
-    return islice((each for each in found if start.may(each[2])), MOST_SERVERS)
+    return islice((each for each in found if start.may(each[2].node)), MOST_SERVERS)
 
 
 def _quickest(
@@ -76,14 +76,14 @@ def _quickest(
             continue
         chosen.append(last)
         lack -= len(server.held.get(last.name, ()))
-        if lack > 0 or not _fits(start, view, server, chosen):
+        if lack > 0 or ready + again_s(view, server, last.instance) >= limit or not _fits(start, view, server, chosen):
             continue
         needed = _needed(start, view, server, chosen)
         if all(each.due for each in needed):
             continue
         seconds = ready + sum(again_s(view, server, each.instance) for each in needed)
         if seconds >= limit:
-            break
+            continue  # of those that end later fewer may be needed, or such as start again sooner
         why = f"waits for calls to end on {server.name}, where it would be ready after {ready:.2f} s"
         return seconds, Wait(why, seconds=ready, claims=tuple(each.name for each in needed))
     return None

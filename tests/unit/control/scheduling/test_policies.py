@@ -191,3 +191,19 @@ def test_what_the_nodes_are_made_of_is_made_anew_only_where_it_changed() -> None
     after = policy._servers.of(view)
     assert after["a"] is not before["a"]
     assert after["b"] is before["b"]
+
+
+def test_locality_takes_the_node_that_is_kept_for_it_wherever_its_weights_are() -> None:
+    """They lie where another function works without an end: it has waited long enough."""
+    view, _ = function(cluster(node("near", models=(M.digest,)), node("kept"), models=(M,)), "chat", M)
+    view, _ = function(view, "other")
+    view = idle(view, "other", "near", running=1)
+    assert isinstance(place(Locality(), view, "chat"), Wait)
+    view = replace(view, kept={"kept": ("chat", 1)})
+    decision = place(Locality(), view, "chat")
+    assert isinstance(decision, Place)
+    assert decision.node == "kept"
+    ends = place(Locality(), idle(view, "other", "kept"), "chat")
+    assert isinstance(ends, Evict)
+    assert ends.instances == ("other-on-kept-0",)
+    assert isinstance(place(Locality(), replace(view, kept={"kept": ("other", 1)}), "chat"), Wait)

@@ -33,7 +33,7 @@ def made(view: View) -> list[Server]:
 def soonest(view: View, key: Key) -> float | None:
     """The least estimate over all servers where it has the accelerators that it likes best of those that are free."""
     model, need = view.model_of(key), request(view, key).need(view)
-    rooms = ((each, each.room(need)) for each in made(view) if each.open)
+    rooms = ((each, each.room(need)) for each in made(view) if each.node.open)
     device = bool(need.gpus)
     found = [
         (room[0], estimate(each, key, model, view.learned, device=device).seconds)
@@ -134,7 +134,7 @@ def test_servers_come_in_the_order_of_their_estimates(seed: int, nodes: int, rel
         need = request(view, key).need(view)
         among = {name: each for name, each in servers.of(view).items() if rng.random() < 0.7}
         start = Start(key, need, view.model_of(key), view.learned, lambda each: each.open)
-        plain = sorted((start.on(each, release).seconds, name) for name, each in among.items() if each.open)
+        plain = sorted((start.on(each, release).seconds, name) for name, each in among.items() if each.node.open)
         within = rng.choice([seconds for seconds, _ in plain] or [1.0]) if rng.random() < 0.7 else math.inf
         found = [(guess.seconds, each.name) for guess, each in by_time(start, servers, among, release, within)]
         assert found == [each for each in plain if each[0] < within]

@@ -48,6 +48,19 @@ def test_it_waits_for_a_short_call() -> None:
     assert "waits for calls to end on near" in str(decision.reason)
 
 
+def test_it_waits_for_a_later_end_where_the_first_one_costs_others_too_much() -> None:
+    """``dear`` ends first, but whoever calls it next would have it read from the object store."""
+    dear = model("dear", 100 * GB)
+    nodes = (node("near", gpus=2, models=(M.digest,)), node("far"))
+    view = function(cluster(*nodes, models=(M, dear)), "chat", M)[0]
+    view = function(function(view, "dear", dear)[0], "other")[0]
+    view = idle(idle(view, "dear", "near", 0, running=1), "other", "near", 1, running=1)
+    view = replace(view, learned=view.learned.called(("dear", 1), 0.5).called(OTHER, 1.0))
+    decision = chat(view)
+    assert isinstance(decision, Wait)
+    assert decision.claims == ("other-on-near-1",)
+
+
 @given(st.floats(0.0, 40.0))
 def test_it_waits_where_that_is_quicker_and_nowhere_else(call_s: float) -> None:
     """What ends for it starts again some time, and that is counted."""
