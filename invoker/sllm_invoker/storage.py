@@ -61,4 +61,4 @@ def coming(starting: Iterable[StartInstance], shown: Collection[str], status: St
     next waits behind them too."""
     there = resident(status) if status is not None else ()
     models = (order.model for order in starting if order.instance not in shown)
-    return sum(model.largest for model in models if model is not None and model.digest not in there)
+    return sum(model.nbytes for model in models if model is not None and model.digest not in there)

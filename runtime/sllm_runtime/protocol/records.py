@@ -39,7 +39,7 @@ class ModelRecord(Record, frozen=True, kw_only=True):
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest partition. Ranks are read side by side; the last one decides."""
+        """Bytes of the largest partition: what one accelerator's link brings. A disk or a source brings ``nbytes``."""
         return max(self.partitions, default=self.nbytes)
 
 

@@ -64,7 +64,7 @@ def test_what_starts_will_ask_for_is_coming_until_a_queue_shows_it() -> None:
     there = ModelRecord(digest="whole", uri="x", nbytes=10, partitions=(10,))
     one, two, third, without = order(model=parts), order(model=parts), order(model=there), order()
     said = status(resident=(part("whole", 0, 10),))
-    assert coming((one, two, third, without), set(), said) == 2 * 20, "the largest partition; ranks are read at once"
-    assert coming((one, two, third, without), {one.instance}, said) == 20
+    assert coming((one, two, third, without), set(), said) == 2 * 30, "of all partitions: they come by one path"
+    assert coming((one, two, third, without), {one.instance}, said) == 30
     assert coming((one, third), {one.instance, third.instance}, None) == 0
     assert coming((third,), set(), None) == 10, "while loaderd is away nothing is known to be in memory"

@@ -41,4 +41,4 @@ def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, fl
         return "dram", 0.0, 0.0
     near = model.digest in server.stored.ssd
     bandwidth = path.bandwidth or (SSD_BANDWIDTH if near else REMOTE_BANDWIDTH)
-    return "ssd" if near else "remote", (path.queued + server.coming) / bandwidth, model.largest / bandwidth
+    return "ssd" if near else "remote", (path.queued + server.coming) / bandwidth, model.nbytes / bandwidth

@@ -23,7 +23,7 @@ class Estimate:
     queue: float
     """q: what is served before it on the same path."""
     read: float
-    """n/b: the bytes of the largest partition, by the slowest path on the way."""
+    """n/b by the slowest path on the way: n of all partitions where they share it, of the largest one on links."""
     setup: float
     release: float = 0.0
     """Until what is in the way has gone, moved away or ended."""

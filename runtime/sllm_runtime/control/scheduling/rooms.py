@@ -172,5 +172,5 @@ def _weightless(servers: Servers, kind: str) -> Iterator[tuple[float, Server]]:
 
 def _waits(servers: Servers, path: str, model: ModelRecord, lead: float, kind: str) -> Iterator[tuple[float, Server]]:
     waits, fastest = servers.by_wait(path, kind)
-    read = (model.largest / fastest if fastest else 0.0) + min(lead, 0.0)
+    read = (model.nbytes / fastest if fastest else 0.0) + min(lead, 0.0)
     return ((max(wait, lead) + read, server) for wait, server in waits)

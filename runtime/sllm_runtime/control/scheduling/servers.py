@@ -175,7 +175,7 @@ def _sorted_out(there: Mapping[str, Instance]) -> tuple[list[Instance], list[Ins
 def _coming(view: View, starting: Sequence[Instance], status: NodeStatus, stored: Stored) -> int:
     reported = {instance.instance for instance in status.instances}
     models = (view.model_of(i.key) for i in starting if i.record.instance not in reported)
-    return sum(model.largest for model in models if model is not None and model.digest not in stored.dram)
+    return sum(model.nbytes for model in models if model is not None and model.digest not in stored.dram)
 
 
 def _by_kind(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:

@@ -50,7 +50,7 @@ def quickest_wait(
 
 def _near(start: Start, model: ModelRecord, servers: Servers, release: float) -> Iterator[tuple[float, str, Server]]:
     """Servers with the weights that may be asked, with the least seconds that it takes there, in rising order."""
-    digest, nbytes = model.digest, model.largest
+    digest, nbytes = model.digest, model.nbytes
     found = [(start.least("dram", 0.0, release), each.name, each) for each in servers.in_dram(digest)]
     for each in servers.on_ssd(digest):
         if digest not in each.stored.dram:

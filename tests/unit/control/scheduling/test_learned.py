@@ -131,14 +131,6 @@ def test_a_model_that_its_node_had_to_make_says_nothing_of_other_versions() -> N
     assert beside.rest_s(("new", 1), "remote") == pytest.approx(0.5)
 
 
-def test_the_largest_partition_counts() -> None:
-    """Ranks are read side by side, each by its own device; the last one decides."""
-    two = model("two", 4 * GB)
-    two = type(two)(**{**{f: getattr(two, f) for f in two.__struct_fields__}, "partitions": (3 * GB, GB)})
-    server = Servers().of(cluster(node("a", models=(two.digest,)), models=(two,)))["a"]
-    assert estimate(server, KEY, two, Learned()).read == pytest.approx(3.0)
-
-
 def test_the_slowest_way_to_an_accelerator_counts() -> None:
     """From memory it is the link; what comes by a disk goes on by the link as it comes."""
     m = model("m", GB)

@@ -12,6 +12,7 @@ from sllm_runtime.control.daemon import ControllerSettings
 from sllm_runtime.control.placement import Evict, Place, Policy, Refuse, Wait
 from sllm_runtime.control.scheduling.policies import POLICIES, Availability, Locality, StartupTime
 from sllm_runtime.control.view import View
+from sllm_runtime.protocol.node import PathLoad
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place, queued
 
 M = model("m", 2 * GB)
@@ -42,6 +43,30 @@ def test_what_starts_have_yet_to_ask_for_counts_as_queued() -> None:
     decision = place(StartupTime(), view, "chat")
     assert isinstance(decision, Place)
     assert decision.node == "far"
+
+
+def test_partitions_that_come_by_one_path_count_together_and_on_links_each_for_itself() -> None:
+    parted = msgspec.structs.replace(model("parted", 8 * GB), partitions=(5 * GB, 3 * GB))
+    link = PathLoad(path="link cuda:0", bandwidth=1e8, queued=0)
+    near = node("near", gpus=2, models=(parted.digest, M.digest))
+    view, _ = function(cluster(near, models=(parted, M)), "parted", parted)
+    view, _ = function(view, "chat", M)
+    first = place(StartupTime(), view, "parted")
+    assert isinstance(first, Place)
+    assert first.estimate is not None
+    assert first.estimate.read == pytest.approx(8.0)
+    record = idle(view, "parted", "near").instances["parted-on-near-0"]
+    sent = replace(record, record=msgspec.structs.replace(record.record, state="PENDING"), seen=None, ready_at=None)
+    behind = place(StartupTime(), view.put_instance(sent), "chat")
+    assert isinstance(behind, Place)
+    assert behind.estimate is not None
+    assert behind.estimate.queue == pytest.approx(8.0)
+    slow = msgspec.structs.replace(near, paths=(*near.paths, link))
+    view, _ = function(cluster(slow, models=(parted,)), "parted", parted)
+    linked = place(StartupTime(), view, "parted")
+    assert isinstance(linked, Place)
+    assert linked.estimate is not None
+    assert linked.estimate.read == pytest.approx(50.0)
 
 
 def test_what_was_sent_for_since_the_report_counts_as_queued() -> None:
