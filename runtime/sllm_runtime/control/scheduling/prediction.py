@@ -11,6 +11,11 @@ Tier: TypeAlias = Literal["none", "dram", "ssd", "remote"]
 """Where the weights are nearest; ``none``: the function has none."""
 
 
+def arrival(queue: float, lead: float, read: float) -> float:
+    """Seconds until weights are there that wait for ``queue`` and come in ``read``; ``lead`` as in ``Estimate``."""
+    return max(queue, lead) + read + min(lead, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds of a start's parts. The weights come while the sandbox is made and the function imported."""
@@ -41,7 +46,7 @@ class Estimate:
     @property
     def weights(self) -> float:
         """Until the weights are there."""
-        return max(self.queue, self.lead) + self.read + min(self.lead, 0.0)
+        return arrival(self.queue, self.lead, self.read)
 
     def measured(self, spans: tuple[Span, ...]) -> Estimate:
         """With what its parts took where ``spans`` say so. Queueing and reading stay as they were expected: what the

@@ -14,7 +14,7 @@ from sllm_runtime.control.placement import May
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.learned import Learned
-from sllm_runtime.control.scheduling.prediction import Estimate, Tier
+from sllm_runtime.control.scheduling.prediction import Estimate, Tier, arrival
 from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.view import Key
 from sllm_runtime.protocol.loader import DISK, path_of
@@ -172,5 +172,5 @@ def _weightless(servers: Servers, kind: str) -> Iterator[tuple[float, Server]]:
 
 def _waits(servers: Servers, path: str, model: ModelRecord, lead: float, kind: str) -> Iterator[tuple[float, Server]]:
     waits, fastest = servers.by_wait(path, kind)
-    read = (model.nbytes / fastest if fastest else 0.0) + min(lead, 0.0)
-    return ((max(wait, lead) + read, server) for wait, server in waits)
+    read = model.nbytes / fastest if fastest else 0.0
+    return ((arrival(wait, lead, read), server) for wait, server in waits)

@@ -17,6 +17,7 @@ from sllm_runtime.control.autoscale import BETWEEN_S, floor, lent_s
 from sllm_runtime.control.placement import Request, Wait, fits
 from sllm_runtime.control.scheduling.ending import again_s
 from sllm_runtime.control.scheduling.index import Servers
+from sllm_runtime.control.scheduling.prediction import arrival
 from sllm_runtime.control.scheduling.rooms import Start
 from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.scheduling.serving import left_s
@@ -50,12 +51,13 @@ def quickest_wait(
 
 def _near(start: Start, model: ModelRecord, servers: Servers, release: float) -> Iterator[tuple[float, str, Server]]:
     """Servers with the weights that may be asked, with the least seconds that it takes there, in rising order."""
-    digest, nbytes = model.digest, model.nbytes
+    digest, lead = model.digest, start.learned.lead_s(start.key, "ssd")
     found = [(start.least("dram", 0.0, release), each.name, each) for each in servers.in_dram(digest)]
     for each in servers.on_ssd(digest):
         if digest not in each.stored.dram:
             wait, bandwidth = each.wait(DISK)
-            found.append((start.least("ssd", wait + nbytes / bandwidth, release), each.name, each))
+            there = arrival(wait, lead, model.nbytes / bandwidth)
+            found.append((start.least("ssd", there, release), each.name, each))
     found.sort(key=_BY_TIME)
     return islice((each for each in found if start.may(each[2].node)), MOST_SERVERS)
 
