@@ -76,21 +76,28 @@ def _kept(instance: Instance | None) -> InstanceRecord | None:
     return msgspec.structs.replace(instance.record, state=state)
 
 
-def writes(old: View, new: View, old_routes: Mapping[Key, Route], new_routes: Mapping[Key, Route]) -> list[Write]:
-    """What to store, in the order that keeps the store consistent when it breaks off: what is referred to first."""
+def decided(old: View, new: View) -> list[Write]:
+    """What to store of that which people decide, in the order that keeps the store consistent when it breaks off: what
+    is referred to first. All else follows from it and from the nodes' reports."""
     found = [Write(subjects.model_key(k), after) for k, _, after in differing(old.models, new.models)]
     found += [Write(subjects.function_key(k), after) for k, _, after in differing(old.functions, new.functions)]
     found += [Write(subjects.version_key(*k), after) for k, _, after in differing(old.versions, new.versions)]
-    rerouted = sorted(differing(old_routes, new_routes), key=lambda item: not (item[2] is not None and item[2].active))
-    found += [Write(subjects.route_key(*k), after) for k, _, after in rerouted]
-    for name, before, after in differing(old.instances, new.instances):
-        if _kept(before) != _kept(after):
-            found.append(Write(subjects.instance_key(name), _kept(after)))
     for name, was, node in differing(old.nodes, new.nodes):
         if node is None:
             found.append(Write(subjects.node_key(name), None))
         elif was is None or was.record != node.record:
             found.append(Write(subjects.node_key(name), node.record))
+    return found
+
+
+def writes(old: View, new: View, old_routes: Mapping[Key, Route], new_routes: Mapping[Key, Route]) -> list[Write]:
+    """All that is to be stored, in that order."""
+    found = decided(old, new)
+    rerouted = sorted(differing(old_routes, new_routes), key=lambda item: not (item[2] is not None and item[2].active))
+    found += [Write(subjects.route_key(*k), after) for k, _, after in rerouted]
+    for name, before, after in differing(old.instances, new.instances):
+        if _kept(before) != _kept(after):
+            found.append(Write(subjects.instance_key(name), _kept(after)))
     if new.pool is not None and (old.pool is None or old.pool.record != new.pool.record):
         found.append(Write(subjects.POOL_KEY, new.pool.record))
     return found

@@ -9,13 +9,13 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.control import instances, registry
-from sllm_runtime.control.deploy import STORE_S, remove_bundles
-from sllm_runtime.control.ledger import Ledger
+from sllm_runtime.control.deploy import remove_bundles
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.view import View
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import Delete
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.limits import LONG_POLL_S
 from sllm_runtime.protocol.node import Ok
 
@@ -27,8 +27,8 @@ LOOK_S: Final = 5.0
 class Deletions:
     """Runs deletions; each goes on by itself, and after a restart of the controller, until nothing is left."""
 
-    def __init__(self, loop: Loop, ledger: Ledger, bus: Bus) -> None:
-        self._loop, self._ledger, self._bus = loop, ledger, bus
+    def __init__(self, loop: Loop, bus: Bus) -> None:
+        self._loop, self._bus = loop, bus
         self._running: dict[str, asyncio.Event] = {}
         self._tasks = Tasks("deletions")
 
@@ -42,16 +42,19 @@ class Deletions:
                 self._start(record.function)
 
     async def delete(self, request: Delete) -> Ok:
-        """Long poll: ``deleted``, or after LONG_POLL_S ``draining: …``; ask again. Raises ``FunctionNotFound``."""
+        """Long poll: ``deleted``, or after LONG_POLL_S ``draining: …``; ask again. Raises ``FunctionNotFound``,
+        ``Unavailable`` where it cannot be stored that it goes."""
         name = request.function
         registry.function_of(self._loop.view, name)
-        self._loop.change(lambda view: leaving(view, name, force=request.force))
+        await self._loop.commit(lambda view: leaving(view, name, force=request.force))
         done = self._start(name)
         try:
             async with asyncio.timeout(LONG_POLL_S * 0.8):
                 await done.wait()
         except TimeoutError:
             left = [i for i in self._loop.view.instances.values() if i.key[0] == name and not i.ended]
+            if not left:
+                return Ok(note="draining: nothing runs any more; its records wait to be removed")
             calls = sum(instance.running for instance in left)
             return Ok(note=f"draining: {calls} call(s) still run on {len(left)} instance(s)")
         return Ok(note="deleted")
@@ -68,12 +71,20 @@ class Deletions:
             while await self._loop.until(name, lambda view: gone(view, name), LOOK_S) is None:
                 log.info("waits for running calls to end before it is deleted", extra={"function": name})
             reached = [record.bundle for record in self._loop.view.versions_of(name)]
-            self._loop.change(lambda view: registry.remove(view, name))
-            await self._ledger.settled(STORE_S)
+            await self._remove(name)
             await remove_bundles(self._bus, registry.unreachable(self._loop.view, reached))
         finally:
             self._running.pop(name, None)
             done.set()
+
+    async def _remove(self, name: str) -> None:
+        """Until the store has it: whoever is told that it is deleted never sees it again."""
+        while True:
+            try:
+                await self._loop.commit(lambda view: registry.remove(view, name))
+                return
+            except Unavailable as error:  # after a while, by itself
+                log.warning("it is deleted later: %s", error.message, extra={"function": name})
 
 
 def leaving(view: View, name: str, *, force: bool) -> View:

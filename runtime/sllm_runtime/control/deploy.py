@@ -16,7 +16,7 @@ from sllm_runtime.control.changes import NODES
 from sllm_runtime.control.deployment import CALLED_BACK, Deployment, Needed, needed_of, unless
 from sllm_runtime.control.fits import check_python, need_of, unheeded, unsupported
 from sllm_runtime.control.ledger import Ledger
-from sllm_runtime.control.loop import Loop
+from sllm_runtime.control.loop import STORE_S, Loop
 from sllm_runtime.control.minimums import crowded
 from sllm_runtime.control.models import DIGEST, NODES_WAIT_S, Models, Preparation, nodes_known
 from sllm_runtime.control.placement import unsatisfiable
@@ -35,6 +35,7 @@ from sllm_runtime.protocol.errors import (
     InvalidManifest,
     NoCapacity,
     SllmError,
+    Unavailable,
     Unsatisfiable,
 )
 from sllm_runtime.protocol.limits import KIB, LONG_POLL_S
@@ -50,7 +51,6 @@ WITHDRAW_S: Final = 1.0
 """Somebody waits at a terminal for what became of their Ctrl-C."""
 KEEP_S: Final = 120.0
 """How long the outcome of a deployment is kept for an asker whose reply was lost."""
-STORE_S: Final = 30.0
 CAPACITY_LOOK_S: Final = 0.5
 CRASHES: Final = 3
 """Nodes that may die under a trial before the deployment gives up."""
@@ -152,23 +152,20 @@ class Deployments:
         )
         known = registry.same(self._loop.view, request.manifest.name, digest)
         if known is not None:
-            deployment.active = known.version
-            return await self._again(known)
+            return await self._again(deployment, known)
         version = self._version(request, needed, digest)
         key = (version.function, version.version)
         try:
-            self._loop.change(lambda view: registry.create(view, version, needed.model, needed.adapters.values()))
+            await self._loop.commit(lambda view: registry.create(view, version, needed.model, needed.adapters.values()))
             await unless(deployment.withdrawn, self._trial(deployment, key, request.manifest))
+            before = self._loop.view.versions_of(key[0])
+            await self._activate(deployment, key)
         except SllmError as error:
             body = error.body()
             undo = registry.withdraw if deployment.withdrawn.is_set() else registry.discard
             self._loop.change(lambda view: undo(view, key, body))
-            await self._ledger.settled(STORE_S)
-            await self._clean(request.bundle)
+            await self._undone(request.bundle)
             raise
-        before, deployment.active = self._loop.view.versions_of(key[0]), key[1]
-        self._loop.change(lambda view: registry.prune(registry.activate(view, key), key[0]))
-        await self._ledger.settled(STORE_S)
         kept = {record.version for record in self._loop.view.versions_of(key[0])}
         for bundle in {record.bundle for record in before if record.version not in kept}:
             await self._clean(bundle)
@@ -183,11 +180,28 @@ class Deployments:
         found = {name: await self._model(deployment, model) for name, model in coming.items()}
         return needed_of(found)
 
-    async def _again(self, known: VersionRecord) -> Deployed:
+    async def _activate(self, deployment: Deployment, key: Key) -> None:
+        """Give it the route. From here on it is not called back any more. Raises ``Unavailable``: it has not got it."""
+        deployment.active = key[1]
+        try:
+            await self._loop.commit(lambda view: registry.prune(registry.activate(view, key), key[0]))
+        except BaseException:
+            deployment.active = None
+            raise
+
+    async def _undone(self, bundle: str) -> None:
+        """Remove the bundle of what was undone, once no record in the store names it."""
+        try:
+            await self._ledger.settled(STORE_S)
+        except Unavailable as error:
+            log.warning("bundle %s is left for the sweep: %s", bundle, error.message)
+            return
+        await self._clean(bundle)
+
+    async def _again(self, deployment: Deployment, known: VersionRecord) -> Deployed:
         """The content is there already: it gets the route, and a new chance if it was in a back-off."""
         key = (known.function, known.version)
-        self._loop.change(lambda view: registry.activate(view, key))
-        await self._ledger.settled(STORE_S)
+        await self._activate(deployment, key)
         return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)
 
     def _version(self, request: Deploy, needed: Needed, digest: str) -> VersionRecord:

@@ -1,15 +1,15 @@
-"""Write-behind to the store: the newest record of each key, one at a time, in order. Decisions never wait for it."""
+"""Write-behind to the store: the newest record of each key, one at a time, in order. Who must know waits for it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from sllm_runtime.control.changes import Write
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import StaleTerm, Unavailable
+from sllm_runtime.protocol.errors import NotStorable, SllmError, Unavailable
 from sllm_runtime.protocol.records import Record
 
 log = logging.getLogger(__name__)
@@ -19,10 +19,27 @@ FULL_S: Final = 3.0
 """How long is waited for a disk that is full: somebody has to do something first."""
 
 
+class _Waiter:
+    """Whoever waits until the store has said something about each of ``keys``."""
+
+    def __init__(self, keys: set[str]) -> None:
+        self.keys = keys
+        self.refused: SllmError | None = None
+        self.done = asyncio.Event()
+
+    def over(self, key: str, refused: SllmError | None) -> None:
+        if key in self.keys:
+            self.keys.discard(key)
+            self.refused = self.refused or refused
+        if not self.keys:
+            self.done.set()
+
+
 class Ledger:
     """Holds what the store does not have yet. Bounded by the number of keys: a newer record replaces one that waits.
 
-    While the store cannot be reached the writes wait; ``run`` ends with ``StaleTerm`` when another controller leads.
+    While the store cannot be reached the writes wait; one that it refuses for good is left out, so that the others go
+    on. ``run`` ends with ``StaleTerm`` when another controller leads.
     """
 
     def __init__(self, store: StateStore, shortage: Callable[[], str] = lambda: "") -> None:
@@ -30,31 +47,48 @@ class Ledger:
         self._shortage = shortage
         self._waiting: dict[str, Record | None] = {}
         self._wake = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._waiters: set[_Waiter] = set()
 
     @property
     def waiting(self) -> int:
         """Records that the store does not have yet."""
         return len(self._waiting)
 
-    def take(self, writes: list[Write]) -> None:
+    def take(self, writes: Sequence[Write]) -> None:
         """Write these after what already waits."""
         for write in writes:
             self._waiting.pop(write.key, None)
             self._waiting[write.key] = write.record
         if self._waiting:
-            self._empty.clear()
             self._wake.set()
 
+    async def stored(self, writes: Sequence[Write], timeout_s: float) -> None:
+        """Take these and wait until the store has them, or newer ones. Raises ``NotStorable``, ``Unavailable`` after
+        ``timeout_s``, FULL_S on a full disk; then some of them may be stored, and the others still wait to be."""
+        self.take(writes)
+        refused = await self._over({write.key for write in writes}, timeout_s)
+        if refused is not None:
+            raise refused
+
     async def settled(self, timeout_s: float) -> None:
-        """Wait until everything taken is stored. Raises ``Unavailable`` after ``timeout_s``, FULL_S on a full disk."""
+        """Wait until everything taken is stored, or refused for good, which its own writer hears. Raises
+        ``Unavailable`` as ``stored``."""
+        await self._over(set(self._waiting), timeout_s)
+
+    async def _over(self, keys: set[str], timeout_s: float) -> SllmError | None:
+        if not keys:
+            return None
+        waiter = _Waiter(keys)
+        self._waiters.add(waiter)
         try:
             async with asyncio.timeout(min(timeout_s, FULL_S) if self._shortage() else timeout_s):
-                await self._empty.wait()
+                await waiter.done.wait()
         except TimeoutError as error:
             why = self._shortage() or "NATS does not take it; try again"
             raise Unavailable(f"the state cannot be stored now: {why}") from error
+        finally:
+            self._waiters.discard(waiter)
+        return waiter.refused
 
     async def run(self) -> None:
         """Write until cancelled. Raises ``StaleTerm``."""
@@ -64,16 +98,17 @@ class Ledger:
             while self._waiting:
                 key = next(iter(self._waiting))
                 await self._write(key, self._waiting[key])
-            self._empty.set()
 
     async def _write(self, key: str, record: Record | None) -> None:
+        refused: SllmError | None = None
         try:
             if record is None:
                 await self._store.delete(key)
             else:
                 await self._store.put(key, record)
-        except StaleTerm:
-            raise
+        except NotStorable as error:
+            log.error("%s", error.message)
+            refused = error
         except Unavailable as error:
             log.warning("%s waits to be stored: %s", key, error.message)
             await asyncio.sleep(AGAIN_S)
@@ -81,3 +116,5 @@ class Ledger:
         # What was put meanwhile stays: only what was written is done.
         if key in self._waiting and self._waiting[key] is record:
             del self._waiting[key]
+            for waiter in self._waiters:
+                waiter.over(key, refused)

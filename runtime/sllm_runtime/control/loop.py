@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+STORE_S: Final = 30.0
+"""How long a decision waits to be stored."""
 TICK_S: Final = 0.25
 """Longest time between two plans: silence, back-off and keep-alive end without any message."""
 REFUSED_S: Final = 1.0
@@ -60,6 +62,7 @@ class Loop:
         self._alive: frozenset[str] = frozenset()
         self.history = History()
         self._wake = asyncio.Event()
+        self._committing = asyncio.Lock()
         self._waiters: dict[str, set[asyncio.Event]] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running = Tasks("controller loop", self._end)
@@ -85,6 +88,29 @@ class Loop:
             if urgent:
                 self._wake.set()
         return new
+
+    async def commit(self, step: Callable[[View], View]) -> View:
+        """Change the view by what somebody has decided, once its records are stored: before that nothing of it is done,
+        and where they are not taken nothing is, and what stood is stored again. Raises what ``step`` does,
+        ``NotStorable``, ``Unavailable``."""
+        async with self._committing:
+            stored: list[changes.Write] = []
+            after = step(self.view)
+            try:
+                # Others change the view meanwhile: what was stored must be what is decided now.
+                while (decided := changes.decided(self.view, after)) != stored:
+                    await self._ledger.stored(decided, STORE_S)
+                    stored, after = decided, step(self.view)
+            except BaseException:
+                keys = {write.key for write in (*stored, *decided)}
+                self._ledger.take([write for write in changes.decided(after, self.view) if write.key in keys])
+                raise
+            view = self.change(step)
+        try:
+            await self._ledger.settled(STORE_S)
+        except Unavailable as error:
+            log.warning("it is decided and stored, its routes are not: %s", error.message)
+        return view
 
     def begin(self, repair: Callable[[View], View]) -> None:
         """First change: every route is made anew and compared with what is stored."""

@@ -95,7 +95,7 @@ class Models:
         try:
             model = await self._prepare(uri, manifest, preparation)
             model = msgspec.structs.replace(model, created=model.created or time.time())
-            self._loop.change(lambda view: registry.know(view, model))
+            await self._loop.commit(lambda view: registry.know(view, model))
             preparation.model = model
         except SllmError as error:
             preparation.error = error.body()
@@ -163,7 +163,7 @@ class Models:
         """Forget it, and remove it from the nodes that are up. Raises ``Conflict`` while a version needs it."""
         record = registry.model_of(self._loop.view, digest)
         info = registry.model_info(self._loop.view, record)
-        self._loop.change(lambda view: registry.drop_model(view, record.digest))
+        await self._loop.commit(lambda view: registry.drop_model(view, record.digest))
         problems = []
         for node in self._holders(record.digest):
             try:

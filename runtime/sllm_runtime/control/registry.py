@@ -22,6 +22,8 @@ KEEP_FAILED: Final = 5
 """Failed versions of a function whose errors are kept."""
 KEEP_RETIRED: Final = 50
 """Versions of a function that can be rolled back to, beside the active one."""
+KEEP_SOURCES: Final = 16
+"""Places of a model that are kept, the newest ones: each is one more to read it from again."""
 _NEEDED: Final = frozenset({VersionState.PREPARING, *ROUTABLE})
 
 
@@ -168,7 +170,7 @@ def know(view: View, model: ModelRecord) -> View:
     known = view.models.get(model.digest)
     if known is None:
         return view.put_model(model)
-    sources = tuple(dict.fromkeys((*known.sources, *model.sources, model.uri)))
+    sources = tuple(dict.fromkeys((*known.sources, *model.sources, model.uri)))[-KEEP_SOURCES:]
     return view if sources == known.sources else view.put_model(msgspec.structs.replace(known, sources=sources))
 
 

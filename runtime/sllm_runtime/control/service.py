@@ -10,9 +10,8 @@ import msgspec
 
 from sllm_runtime.control import draining, explain, listing, migration, registry, routes, secret_users, warmup
 from sllm_runtime.control.deletion import Deletions
-from sllm_runtime.control.deploy import STORE_S, Deployments
+from sllm_runtime.control.deploy import Deployments
 from sllm_runtime.control.lease import Leadership
-from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.models import Models
 from sllm_runtime.control.pulling import Pulls
@@ -42,7 +41,6 @@ class Service:
     def __init__(
         self,
         loop: Loop,
-        ledger: Ledger,
         leadership: Leadership,
         bus: Bus,
         models: Models,
@@ -52,7 +50,7 @@ class Service:
         deletions: Deletions,
         vault: Vault,
     ) -> None:
-        self._loop, self._ledger, self._leadership, self._bus = loop, ledger, leadership, bus
+        self._loop, self._leadership, self._bus = loop, leadership, bus
         self._spreading, self._vault = spreading, vault
         self._models, self._pulls, self._deployments, self._deletions = models, pulls, deployments, deletions
         self._polls: dict[tuple[Key, str], object] = {}
@@ -146,8 +144,7 @@ class Service:
 
     async def rollback(self, request: ctl.Rollback) -> ctl.FunctionInfo:
         """The route is back when this answers; instances of the version that lost it end by their keep-alive."""
-        view = self._loop.change(lambda view: registry.rollback(view, request.function, request.version))
-        await self._ledger.settled(STORE_S)
+        view = await self._loop.commit(lambda view: registry.rollback(view, request.function, request.version))
         return listing.function(view, request.function)
 
     # --- models and nodes ---------------------------------------------------------------------------
@@ -176,8 +173,7 @@ class Service:
     async def cordon(self, request: ctl.Cordon) -> ctl.NodeInfo:
         """Decided and stored; what leaves then takes its time."""
         name, cordoned, drain = request.node, request.cordoned, request.drain
-        view = self._loop.change(lambda view: draining.cordon(view, name, cordoned=cordoned, drain=drain))
-        await self._ledger.settled(STORE_S)
+        view = await self._loop.commit(lambda view: draining.cordon(view, name, cordoned=cordoned, drain=drain))
         return registry.node_info(view, name, time.monotonic())
 
     async def migrate(self, request: ctl.Migrate) -> ctl.Migrated:

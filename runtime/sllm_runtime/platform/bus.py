@@ -102,6 +102,11 @@ class Bus:
         return self._client.is_connected
 
     @property
+    def max_payload(self) -> int:
+        """Most bytes of one message, its headers included, by the server's own word."""
+        return self._client.max_payload
+
+    @property
     def free(self) -> bool:
         """Whether the server is there and keeps up: what is published now does not wait here."""
         return self._outbox.free

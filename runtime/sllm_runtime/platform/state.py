@@ -22,8 +22,9 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.streams import STATE_STREAM, WITHIN_S, await_streams, ensure_streams
 from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
-from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.errors import NotStorable, ProtocolError, StaleTerm, Unavailable
+from sllm_runtime.protocol.limits import KIB, PROTOCOL_VERSION
+from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import STATE, TERM_KEY
 
@@ -33,6 +34,10 @@ T = TypeVar("T")
 
 _SUBJECT = f"$KV.{STATE}."
 _WRONG_SEQUENCE = (10071, 10164)
+_FOR_GOOD = (10054, 10097)
+"""The stream takes no message, or no headers, of that size."""
+_HEADERS = 4 * KIB
+"""What the headers of a write take at most."""
 _AGAIN_S = 0.05
 _WRITE_S = 10.0
 _TRY_S = 1.0
@@ -149,7 +154,8 @@ class StateStore:
         return codec.from_json(Term, message.data or b""), message.seq or 0
 
     async def put(self, key: str, record: msgspec.Struct) -> None:
-        """Write ``record``. Raises ``StaleTerm`` if another controller leads, ``Unavailable`` after 10 s."""
+        """Write ``record``. Raises ``StaleTerm`` if another controller leads, ``NotStorable`` if no try could help,
+        ``Unavailable`` after 10 s."""
         await self._write(key, codec.to_json(record), {})
 
     async def delete(self, key: str) -> None:
@@ -200,11 +206,16 @@ class StateStore:
             raise StaleTerm(f"{key} was not written: term {leads} leads, this controller had {self._term}")
 
     async def _publish(self, key: str, data: bytes, headers: dict[str, str]) -> int:
+        most = self._bus.max_payload - _HEADERS
+        if len(data) > most:  # the server would end the connection for it
+            raise _not_storable(key, f"it has {show_bytes(len(data))}, {show_bytes(most)} fit")
         try:
             answer = await self._bus.jetstream.publish(_SUBJECT + key, data, timeout=_TRY_S, headers=headers)
         except nats.js.errors.APIError as error:
             if error.err_code in _WRONG_SEQUENCE:
                 raise _Refused(error.description) from error
+            if error.err_code in _FOR_GOOD:
+                raise _not_storable(key, f"it has {show_bytes(len(data))}: {error.description}") from error
             raise Unavailable(f"{key} was not written: {error.description}") from error
         except nats.errors.Error as error:
             raise Unavailable(f"{key} was not written: {_text(error)}") from error
@@ -229,6 +240,10 @@ def _record(type_: type[T], key: str, data: bytes) -> T:
 
 class _Refused(Exception):
     """The fence does not hold: error 10071."""
+
+
+def _not_storable(key: str, why: str) -> NotStorable:
+    return NotStorable(f"record {key} cannot be stored: {why}; make what it describes smaller")
 
 
 def _text(error: BaseException) -> str:

@@ -172,6 +172,12 @@ class MethodNotAllowed(InvalidRequest):
     code, status = "method_not_allowed", 405
 
 
+class NotStorable(InvalidRequest):
+    """A record that the store of the state refuses for good, however often it is written; the message names it."""
+
+    code, status = "not_storable", 422
+
+
 class UnsupportedModel(InvalidRequest):
     """The model's architecture, format or dtype cannot run here; the message names it."""
 

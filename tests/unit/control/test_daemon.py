@@ -106,7 +106,7 @@ async def test_the_daemon_serves_and_ends(nats: Nats, tmp_path: Path) -> None:
 
 
 def test_every_verb_has_a_handler() -> None:
-    service = Service(*[object()] * 4, *[_Any()] * 6)  # type: ignore[arg-type]
+    service = Service(*[object()] * 3, *[_Any()] * 6)  # type: ignore[arg-type]
     assert service.handlers.keys() == ctl.VERBS.keys()
 
 

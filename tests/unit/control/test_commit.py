@@ -1,0 +1,182 @@
+"""What somebody has decided is stored before it is done, and is not done where it cannot be stored."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from sllm_runtime.control import deletion, ledger, registry
+from sllm_runtime.control.view import View
+from sllm_runtime.platform.streams import STATE_STREAM
+from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, NotStorable, Unavailable
+from sllm_runtime.protocol.node import Ok
+from sllm_runtime.protocol.records import FunctionRecord, ModelRecord, Route
+from sllm_runtime.protocol.states import VersionState
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.unit.control.bench import Bench, manifest
+from tests.unit.control.scripted_node import digest_of
+
+FUNCTION = subjects.function_key("chat")
+
+
+class Shut:
+    """The controller's store takes no record for which ``refuses(key, record)``; ``open`` ends that."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refuses: Callable[[str, Any], bool] = lambda key, record: False
+        self.refused: list[str] = []
+        store = bench.controller.loop._ledger._store
+        put, delete = store.put, store.delete
+
+        async def put_or_not(key: str, record: msgspec.Struct) -> None:
+            self._look(key, record)
+            await put(key, record)
+
+        async def delete_or_not(key: str) -> None:
+            self._look(key, None)
+            await delete(key)
+
+        monkeypatch.setattr(store, "put", put_or_not)
+        monkeypatch.setattr(store, "delete", delete_or_not)
+        monkeypatch.setattr(ledger, "FULL_S", 0.3)
+        monkeypatch.setattr(ledger, "AGAIN_S", 0.02)
+        monkeypatch.setattr(bench.controller.loop._ledger, "_shortage", lambda: "the disk is full")
+
+    def _look(self, key: str, record: Any) -> None:
+        if self.refuses(key, record):
+            self.refused.append(key)
+            raise Unavailable(f"{key} was not written: no space")
+
+    def open(self) -> None:
+        self.refuses = lambda key, record: False
+
+
+@pytest.fixture
+def shut(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Shut:
+    return Shut(bench, monkeypatch)
+
+
+async def test_a_function_whose_deletion_is_not_stored_is_not_deleted(bench: Bench, shut: Shut) -> None:
+    await bench.gateway.deploy(manifest())
+    shut.refuses = lambda key, record: True
+    with pytest.raises(Unavailable, match="cannot be stored now: the disk is full"):
+        await bench.gateway.ask("delete", ctl.Delete(function="chat"))
+    assert not bench.controller.loop.view.functions["chat"].deleting
+    assert not bench.node.stops
+    acquired = await bench.gateway.acquire()
+    assert acquired.route is not None, "it is called as before"
+    shut.open()
+    assert not (await bench.stored(FUNCTION, FunctionRecord)).deleting, "and is not deleted when there is space again"
+
+
+async def test_deleted_is_said_once_the_store_has_it(bench: Bench, shut: Shut, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deletion, "LONG_POLL_S", 1.0)
+    await bench.gateway.deploy(manifest())
+    shut.refuses = lambda key, record: key == FUNCTION and record is None
+    told = await bench.gateway.ask("delete", ctl.Delete(function="chat"))
+    assert told.note == "draining: nothing runs any more; its records wait to be removed"
+    kept = await bench.store.get(FUNCTION, FunctionRecord)
+    assert kept is not None
+    assert kept.deleting, "another controller would go on with it"
+    shut.open()
+
+    async def gone() -> bool:
+        answer: Ok = await bench.gateway.ask("delete", ctl.Delete(function="chat"))
+        return answer.note == "deleted"
+
+    with contextlib.suppress(FunctionNotFound):
+        await until(gone, what="it is deleted")
+    assert await bench.stored(FUNCTION, FunctionRecord) is None
+
+
+async def test_a_version_gets_the_route_once_that_is_stored(bench: Bench, shut: Shut) -> None:
+    """Until then, and where it cannot be, the version before has it: here, in the store and for gateways."""
+    await bench.gateway.deploy(manifest())
+    shut.refuses = lambda key, record: key == FUNCTION and record is not None and record.active == 2
+    deploying = asyncio.create_task(bench.gateway.deploy(manifest(), b"other"))
+    await until(lambda: shut.refused, what="it is ready, and its activation is written")
+    assert bench.controller.loop.view.functions["chat"].active == 1
+    with pytest.raises(Unavailable, match="cannot be stored now: the disk is full"):
+        await deploying
+    view = bench.controller.loop.view
+    assert (view.functions["chat"].active, view.versions["chat", 2].state) == (1, VersionState.FAILED)
+    shut.open()
+    assert (await bench.stored(FUNCTION, FunctionRecord)).active == 1
+    assert (await bench.stored(subjects.route_key("chat", 1), Route)).active
+    again = await bench.gateway.deploy(manifest(), b"other")
+    assert again.version is not None
+    assert again.version.version == 3
+
+
+async def test_rollback_cordon_and_a_model_s_deletion_are_stored_first_too(bench: Bench, shut: Shut) -> None:
+    await bench.gateway.deploy(manifest())
+    await bench.gateway.deploy(manifest(), b"other")
+    await bench.gateway.ask("register", ctl.RegisterModel(uri="/models/tiny"))
+    shut.refuses = lambda key, record: True
+    model = digest_of("/models/tiny")
+    for verb, request in (
+        ("rollback", ctl.Rollback(function="chat")),
+        ("cordon", ctl.Cordon(node="n1", drain=True)),
+        ("model", ctl.ModelRef(digest=model, verb="delete")),
+    ):
+        with pytest.raises(Unavailable, match="cannot be stored now"):
+            await bench.gateway.ask(verb, request)
+    view = bench.controller.loop.view
+    assert view.functions["chat"].active == 2
+    assert not view.nodes["n1"].record.draining
+    assert model in view.models
+    assert not bench.node.commands, "no node has removed it"
+    shut.open()
+    assert (await bench.stored(FUNCTION, FunctionRecord)).active == 2
+    await bench.gateway.ask("model", ctl.ModelRef(digest=model, verb="delete"))
+    with pytest.raises(ModelNotFound):
+        await bench.gateway.ask("model", ctl.ModelRef(digest=model))
+
+
+async def test_what_changes_while_a_decision_is_stored_is_in_it(bench: Bench, shut: Shut) -> None:
+    """A record that others change meanwhile is decided anew from how it is then."""
+    await bench.gateway.deploy(manifest())
+    await bench.gateway.deploy(manifest(), b"other")
+    loop = bench.controller.loop
+    shut.refuses = lambda key, record: True
+    rolling = asyncio.create_task(loop.commit(lambda view: registry.rollback(view, "chat", None)))
+    await until(lambda: shut.refused)
+
+    def counted(view: View) -> View:
+        return view.put_function(msgspec.structs.replace(view.functions["chat"], last_version=7))
+
+    loop.change(counted)
+    shut.open()
+    await rolling
+    record = await bench.stored(FUNCTION, FunctionRecord)
+    assert record == loop.view.functions["chat"]
+    assert (record.active, record.last_version) == (1, 7)
+
+
+async def test_a_record_that_can_never_be_stored_fails_its_writer_alone(bench: Bench) -> None:
+    """The server refuses what is larger than its limit, and would end the connection for it."""
+    loop = bench.controller.loop
+    huge = ModelRecord(digest="sha256:huge", uri="x" * 2**20, nbytes=1, partitions=(1,))
+    own = ModelRecord(digest="sha256:own", uri="/own", nbytes=1, partitions=(1,))
+    refused = asyncio.create_task(loop.commit(lambda view: registry.know(view, huge)))
+    later = asyncio.create_task(loop.commit(lambda view: registry.know(view, own)))
+    with pytest.raises(NotStorable, match=r"models\.huge cannot be stored: it has .*, .* fit"):
+        await asyncio.wait_for(refused, GIVE_UP_S)
+    await asyncio.wait_for(later, GIVE_UP_S)
+    assert huge.digest not in loop.view.models
+    assert await bench.stored(subjects.model_key(own.digest), ModelRecord) == own
+
+
+async def test_a_stream_that_takes_no_such_size_is_told_from_one_that_is_away(nats: Nats) -> None:
+    """A server of somebody else may limit its messages further: that is an answer, and no other try helps."""
+    store = await nats.store()
+    await store.elect("ctl")
+    stream = (await store._bus.jetstream.stream_info(STATE_STREAM)).config
+    await store._bus.jetstream.update_stream(stream.evolve(max_msg_size=1024))
+    with pytest.raises(NotStorable, match="cannot be stored"):
+        await store.put("models.x", ModelRecord(digest="d", uri="x" * 2048, nbytes=1, partitions=(1,)))
