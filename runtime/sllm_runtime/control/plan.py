@@ -17,12 +17,14 @@ from sllm_runtime.control.scheduling.serving import last_begins_s
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
+from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.records import InstanceRecord, VersionRecord
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, VersionState, final
 
 REPEAT_S: Final = HEARTBEAT_S
 """A command is repeated after this long until the node's report shows its effect."""
 REPEAT_DRAIN_S: Final = 5.0
+STRAY: Final = "the controller does not know it"
 TAKE_S: Final = 30.0
 """A living node that has not shown an instance for this long does not want it."""
 
@@ -246,18 +248,24 @@ def _stop(instance: Instance, stop: Stop) -> SendStop:
 
 
 def _strays(view: View, now: float) -> tuple[View, list[Action]]:
-    """Instances that a node works on and nobody knows: of a lost start command, or back from a silence. Ended; calls
-    that still run there go on elsewhere, nobody has cancelled them."""
-    there: dict[str, str] = {}
+    """Instances that a node works on and nobody knows: of a lost start command, or back from a silence. They end when
+    their calls have, which nobody has cancelled; what outlives its grace goes on elsewhere."""
+    there: dict[str, SendStop] = {}
     for name, node in view.nodes.items():
         if node.status is None or not view.alive(name, now):
             continue
         for status in node.status.instances:
             if status.instance not in view.instances and not final(INSTANCE, status.state):
-                there[status.instance] = name
+                grace_s = _stray_s(view, status)
+                there[status.instance] = SendStop(name, status.instance, STRAY, grace_s, resume=True)
     due = [name for name in there if now - view.orphans.get(name, -REPEAT_S) >= REPEAT_S]
     if not due and view.orphans.keys() == there.keys():
         return view, []
     marks: Mapping[str, float] = {name: now if name in due else view.orphans[name] for name in there}
-    stops = [SendStop(there[name], name, "the controller does not know it", 0.0, resume=True) for name in due]
-    return replace(view, orphans=marks), list(stops)
+    return replace(view, orphans=marks), [there[name] for name in due]
+
+
+def _stray_s(view: View, status: InstanceStatus) -> float:
+    """How long its calls may go on: no route ever named one that starts, nor one of a version that is gone."""
+    version = view.versions.get((status.function, status.version))
+    return version.manifest.timeout if version is not None and status.state is not InstanceState.STARTING else 0.0

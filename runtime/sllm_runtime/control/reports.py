@@ -11,6 +11,8 @@ from sllm_runtime.control import instances
 from sllm_runtime.control.view import Instance, Node, View
 from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.protocol.node import InstanceStatus, NodeRecord, NodeStatus
+from sllm_runtime.protocol.records import InstanceRecord
+from sllm_runtime.protocol.states import INSTANCE, InstanceState, final
 
 
 def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
@@ -24,6 +26,8 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
     view = view.put_node(Node(record=record, status=status, heard=now))
     for gone, release_s in released(last, status):
         view = replace(view, learned=view.learned.released((gone.function, gone.version), release_s))
+    if last is None:
+        view = _adopted(view, status, now, wall)
     reported = {instance.instance: instance for instance in status.instances}
     for instance in view.on(status.node).values():
         if instance.ended:
@@ -34,6 +38,28 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
         elif _was_there(instance):
             view = instances.vanish(view, instance, _gone(instance, reborn).body(), now)
     return _trust(view, status)
+
+
+def _adopted(view: View, status: NodeStatus, now: float, wall: float) -> View:
+    """What a node has when it is first heard in the life of this controller, and no record names: a leader before died
+    between the start and its record. Calls may run there already, so it is this one's from now on, where its version
+    is known and has room for it; what is not taken in is a stray (``plan``)."""
+    for said in status.instances:
+        key = (said.function, said.version)
+        version = view.versions.get(key)
+        if version is None or said.instance in view.instances or final(INSTANCE, said.state):
+            continue
+        if sum(instance.live for instance in view.of(key)) < version.manifest.max_instances:
+            record = InstanceRecord(
+                instance=said.instance,
+                function=said.function,
+                version=said.version,
+                node=status.node,
+                state=InstanceState.PENDING,
+                created=wall,
+            )
+            view = view.put_instance(Instance(record=record, manifest=version.manifest, placed=now, adopted=True))
+    return view
 
 
 def still(view: View, status: NodeStatus, now: float) -> View | None:

@@ -53,7 +53,7 @@ async def read(store: StateStore) -> Stored:
 
 def as_stored(stored: Stored, now: float) -> View:
     """The view that these records are, as they are. Instances whose version is gone have no manifest and are left out:
-    their node's report makes them strays, which are ended."""
+    their node's report makes them strays, which are ended (``plan``)."""
     entries = {entry.instance: entry for route in stored.routes.values() for entry in route.entries}
     versions = {(record.function, record.version): record for record in stored.versions.values()}
     instances = Table(

@@ -12,8 +12,10 @@ import pytest
 
 from sllm_runtime.control.daemon import lead
 from sllm_runtime.control.service import Service
-from sllm_runtime.protocol import ctl
+from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import StaleTerm, Unavailable
+from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -37,6 +39,44 @@ async def test_a_new_controller_keeps_ready_functions_and_deposes_the_old(nats: 
             with pytest.raises(StaleTerm):
                 await asyncio.wait_for(running, GIVE_UP_S)
             await until(lambda: len({command.instance for command in node.starts}) == 2, what="it is started anew")
+
+
+async def test_what_was_started_and_not_recorded_goes_on_under_the_next_controller(
+    nats: Nats, node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one dies between a start and its record; a call that was routed there has begun."""
+    gateway = Gateway(await nats.bus("gw"))
+    async with controller_of(nats) as first:
+        await gateway.deploy(manifest(keep_alive=0))
+        (old,) = first.loop.view.instances
+        node.put(old, InstanceState.READY, idle_s=100.0)
+        await until(lambda: not first.loop.view.instances)
+        await first.loop._ledger.settled(GIVE_UP_S)
+        node.stops.clear()
+        put = first.loop._ledger._store.put
+
+        async def no_instance(key: str, record: msgspec.Struct) -> None:
+            if key.startswith("instances."):
+                raise Unavailable("it dies before")
+            await put(key, record)
+
+        monkeypatch.setattr(first.loop._ledger._store, "put", no_instance)
+        acquired = await gateway.acquire()
+        assert acquired.route is not None
+        (entry,) = acquired.route.entries
+        node.put(entry.instance, InstanceState.READY, running=1)
+    async with controller_of(nats, "ctl2") as second:
+        await until(lambda: entry.instance in second.loop.view.instances, what="it is taken in")
+        assert second.loop.view.instances[entry.instance].ready
+        again = await gateway.acquire()
+        assert again.route is not None
+        assert [each.instance for each in again.route.entries] == [entry.instance]
+        await second.loop._ledger.settled(GIVE_UP_S)
+        store = await StateStore.open(gateway.bus, create=False)
+        record = await store.get(subjects.instance_key(entry.instance), InstanceRecord)
+        assert record is not None
+        assert (record.state, record.fingerprint) == (InstanceState.READY, "cpu")
+        assert not node.stops
 
 
 async def test_a_deployment_that_was_broken_off_is_forgotten(nats: Nats, node: ScriptedNode) -> None:

@@ -7,13 +7,18 @@ import pytest
 
 from sllm_runtime.control import instances, registry
 from sllm_runtime.control.autoscale import HANDOVER_S, keep_s
+from sllm_runtime.control.changes import writes
 from sllm_runtime.control.loop import refused
 from sllm_runtime.control.plan import TAKE_S, SendStart, SendStop
+from sllm_runtime.control.routes import route
 from sllm_runtime.control.scheduling.learned import Recent
 from sllm_runtime.control.scheduling.policies import Random
+from sllm_runtime.control.view import View
 from sllm_runtime.protocol.errors import NoCapacity, ProtocolError
 from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.subjects import instance_key
 from sllm_runtime.protocol.timeline import Span
 from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest, version
 
@@ -260,3 +265,61 @@ def test_what_a_node_does_and_nobody_knows_is_ended(world: World) -> None:
     world.hear_all()
     assert world.plan() == ()
     assert world.view.orphans == {}
+
+
+def _ready_and_forgotten(world: World, **fields: object) -> str:
+    """An instance that works on a call and no record names, under a controller that has just begun."""
+    world.hear_all()
+    world.view = deployed(world.view, manifest("chat", **fields))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.nodes["n1"].set(name, InstanceState.READY, running=1)
+    world.view = deployed(View(listening_since=world.now), manifest("chat", **fields))
+    return name
+
+
+def test_what_a_leader_before_began_and_did_not_record_is_taken_in() -> None:
+    """A call may have been routed there before it died."""
+    world = World(FakeNode("n1", 4, 0))
+    name = _ready_and_forgotten(world)
+    before = world.view
+    world.hear_all()
+    assert world.view.instances[name].ready
+    assert world.plan() == ()
+    (written,) = (write for write in writes(before, world.view, {}, {}) if write.key == instance_key(name))
+    assert isinstance(written.record, InstanceRecord)
+    assert (written.record.node, written.record.state) == ("n1", InstanceState.READY)
+    found = route(world.view, CHAT)
+    assert found is not None
+    assert [entry.instance for entry in found.entries] == [name]
+    world.turn(2.0)
+    assert world.live(CHAT) == [name], "it is an instance as any other"
+
+
+def test_one_that_has_no_room_in_its_version_ends_after_its_calls() -> None:
+    world = World(FakeNode("n1", 4, 0), FakeNode("n2", 4, 0))
+    name = _ready_and_forgotten(world, max_instances=1)
+    world.hear("n2")
+    world.wait_for(CHAT, 1)
+    world.plan()
+    (other,) = world.live(CHAT)
+    world.hear("n1")
+    stops = [action for action in world.plan() if isinstance(action, SendStop)]
+    assert [(stop.instance, stop.grace_s, stop.resume) for stop in stops] == [(name, 300.0, True)]
+    assert world.live(CHAT) == [other]
+
+
+def test_one_that_comes_back_from_a_silence_ends_after_its_calls() -> None:
+    """It was told to be lost: it is not called any more, and what still runs there has its time."""
+    world = World(FakeNode("n1", 4, 0))
+    name = _ready_and_forgotten(world)
+    world.hear_all()
+    world.now += LOST_AFTER_S + 1
+    world.plan()
+    assert world.live(CHAT) == []
+    world.hear_all()
+    stops = [action for action in world.plan() if isinstance(action, SendStop)]
+    assert [(stop.instance, stop.grace_s, stop.resume) for stop in stops] == [(name, 300.0, True)]
+    assert world.live(CHAT) == []
