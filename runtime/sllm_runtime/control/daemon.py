@@ -116,7 +116,9 @@ async def lead(
     async with contextlib.AsyncExitStack() as stack:
         bus = await Bus.connect(settings, identity, name="sllm-controller")
         stack.push_async_callback(bus.close)
-        store = await StateStore.open(bus, create=True, replicas=settings.replicas)
+        # On our own server nothing is set aside for bundles: see ``streams.room_for_bundles``.
+        limit = settings.bundle_bytes if settings.nats_store is None else 0
+        store = await StateStore.open(bus, create=True, replicas=settings.replicas, bundle_bytes=limit)
         stack.push_async_callback(store.close)
         vault = vault_of(store) if vault_of is not None else DirectoryVault(settings.home / SECRETS)
         term = await (stand_by(store, identity, standing_by) if standing_by else store.elect(identity))

@@ -28,6 +28,11 @@ from sllm_runtime.protocol.subjects import BUNDLES
 
 _CHUNK: Final = 256 * KIB
 _TRIES: Final = 3
+_FULL: Final = 10077
+"""JetStream's code for a stream, or a store, that takes no more."""
+_MAKE_ROOM: Final = (
+    "delete functions that nobody needs, or old versions with them, or raise SLLM_BUNDLE_BYTES where its disk has room"
+)
 STILL_S: Final = 60.0
 """An upload that goes on stores something at least this often, however slowly it comes; else its gateway ends it."""
 
@@ -80,10 +85,7 @@ async def _write(
         if total > limit:
             raise BodyTooLarge(f"the bundle is larger than {limit} bytes; leave files out by .sllmignore")
         if total > left:
-            raise Unavailable(
-                f"the bundle cannot be stored: {show_bytes(max(left, 0))} are left for it; delete functions that"
-                " nobody needs, or old versions with them"
-            )
+            raise Unavailable(f"the bundle cannot be stored: {show_bytes(max(left, 0))} are left for it; {_MAKE_ROOM}")
         rest += chunk
         while len(rest) >= _CHUNK or (rest and clock() - stored >= STILL_S / 2):
             await _publish(bus, _chunks(nuid), bytes(rest[:_CHUNK]))
@@ -125,7 +127,8 @@ async def _publish(bus: Bus, subject: str, data: bytes, headers: dict[str, str] 
     try:
         await bus.jetstream.publish(subject, data, headers=headers)
     except nats.js.errors.APIError as error:
-        raise Unavailable(f"the bundle cannot be stored: {error.description}") from error
+        hint = f"; {_MAKE_ROOM}" if error.err_code == _FULL else ""
+        raise Unavailable(f"the bundle cannot be stored: {error.description}{hint}") from error
     except nats.errors.Error as error:
         raise Unavailable(f"the bundle cannot be stored: {error or type(error).__name__}") from error
 

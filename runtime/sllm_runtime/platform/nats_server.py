@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from sllm_runtime.platform import nats_settings
 from sllm_runtime.platform.process import Child, tail
 from sllm_runtime.platform.settings import Identity
 from sllm_runtime.protocol import subjects
@@ -33,7 +34,6 @@ _PORTS: Final = 12_768
 _PORT_TRIES: Final = 100
 START_S: Final = 15.0
 STOP_S: Final = 5.0
-_MEMORY_LIMIT: Final = 256 * MIB
 _FILE_LIMIT: Final = 8 * 1024 * MIB
 LEAST_STORE: Final = 1024 * MIB
 """More than what the platform's bounded streams reserve."""
@@ -129,21 +129,11 @@ class EmbeddedNats:
         config: dict[str, Any] = {
             "server_name": f"sllm-{self.port}",
             "listen": f"{_HOST}:{self.port}",
-            "max_payload": MIB,
-            "max_control_line": 4096,
-            "max_pending": 64 * MIB,
-            "write_deadline": "10s",
+            **nats_settings.LIMITS,
             "authorization": {"timeout": 5, "users": [self._user(identity) for identity in self.identities]},
         }
         if self.jetstream:
-            config["jetstream"] = {
-                "store_dir": str(self.directory / "jetstream"),
-                "max_memory_store": _MEMORY_LIMIT,
-                "max_file_store": self.store_bytes,
-                # What is acknowledged is on the disk, also when the machine loses its power. Streams that need no
-                # such promise say so (``platform/streams.py``).
-                "sync_interval": "always",
-            }
+            config["jetstream"] = nats_settings.jetstream(str(self.directory / "jetstream"), self.store_bytes)
         if self.tls:
             config["tls"] = {**self.tls, "timeout": 5}
         return config

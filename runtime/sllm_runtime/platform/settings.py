@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.limits import MIB
 
 PREFIX = "SLLM_"
 
@@ -48,8 +49,9 @@ class Settings(BaseModel):
     identity_file: Path | None = None
     replicas: int = Field(default=1, ge=1, le=5)
     """Copies of each JetStream stream: 1 embedded, 3 on a cluster."""
-    bundle_bytes: int = Field(default=0, ge=0)
-    """Most bytes of all bundles in JetStream, beyond which a gateway stores none; 0: what JetStream leaves them."""
+    bundle_bytes: int = Field(default=4096 * MIB, gt=0)
+    """Most bytes of all bundles in JetStream, beyond which a gateway stores none; on somebody else's server also their
+    stream's own limit."""
     log_level: str = "info"
     log_json: bool = False
 

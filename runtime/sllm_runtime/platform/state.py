@@ -57,13 +57,15 @@ class StateStore:
         self._watches: list[Watch] = []
 
     @classmethod
-    async def open(cls, bus: Bus, *, create: bool, replicas: int = 1, within_s: float = WITHIN_S) -> Self:
-        """The store; ``create`` makes the streams, otherwise they are waited for.
+    async def open(
+        cls, bus: Bus, *, create: bool, replicas: int = 1, bundle_bytes: int = 0, within_s: float = WITHIN_S
+    ) -> Self:
+        """The store; ``create`` makes the streams, as ``ensure_streams`` does, otherwise they are waited for.
 
         Raises ``Unavailable`` after ``within_s`` seconds.
         """
         if create:
-            await ensure_streams(bus, replicas, within_s=within_s)
+            await ensure_streams(bus, replicas, bundle_bytes=bundle_bytes, within_s=within_s)
         else:
             await await_streams(bus, within_s=within_s)
         return cls(bus)

@@ -34,7 +34,7 @@ _NAME_IN_USE: Final = 10058
 _NO_RESOURCES: Final = (10005, 10023, 10047, 10074)
 
 
-def _configs(replicas: int) -> list[StreamConfig]:
+def _configs(replicas: int, bundle_bytes: int = 0) -> list[StreamConfig]:
     # The server writes through to the disk at once (``sync_interval: always``), which lines of logs need not wait for.
     relaxed = PersistMode.ASYNC if replicas == 1 else None
     state = StreamConfig(
@@ -52,6 +52,7 @@ def _configs(replicas: int) -> list[StreamConfig]:
         name=BUNDLE_STREAM,
         subjects=[f"$O.{subjects.BUNDLES}.C.>", f"$O.{subjects.BUNDLES}.M.>"],
         discard=DiscardPolicy.NEW,
+        max_bytes=bundle_bytes or None,
         allow_rollup_hdrs=True,
         allow_direct=True,
     )
@@ -113,20 +114,22 @@ def _configs(replicas: int) -> list[StreamConfig]:
 
 
 def room_for_bundles(store_bytes: int) -> int:
-    """Most bytes of bundles on a server that stores ``store_bytes`` in all: what the others may take is left to them,
-    since a store that is full refuses them, too, whatever their own limits are. It is no limit of their stream's: that
-    would be set aside, and be refused at the next start where the disk has less by then."""
+    """Most bytes of bundles on our own server, which stores ``store_bytes`` in all: what the others may take is left to
+    them, since a store that is full refuses them, too, whatever their own limits are. Gateways keep it; it is no limit
+    of their stream's there: that would be set aside, and be refused at the next start where the disk has less by then.
+    """
     others = sum(config.max_bytes or 0 for config in _configs(1) if config.storage is StorageType.FILE)
     return max(store_bytes - others - _OVERHEAD, _OVERHEAD)
 
 
-async def ensure_streams(bus: Bus, replicas: int = 1, *, within_s: float = WITHIN_S) -> None:
-    """Make every stream, or bring an existing one up to date. What fails is tried again, since a disk that is busy or
+async def ensure_streams(bus: Bus, replicas: int = 1, *, bundle_bytes: int = 0, within_s: float = WITHIN_S) -> None:
+    """Make every stream, or bring an existing one up to date; ``bundle_bytes``: the limit of that with bundles, 0 for
+    none of its own. What fails is tried again, since a disk that is busy or
     servers that have just met answer later. Raises ``Unavailable`` after ``within_s`` seconds, which says which stream
     was waited for and what JetStream lacks."""
 
     async def ensure() -> None:
-        for config in _configs(replicas):
+        for config in _configs(replicas, bundle_bytes):
             await _ensure(bus, config)
 
     await _patiently(ensure, within_s)
@@ -179,6 +182,8 @@ async def _update(bus: Bus, config: StreamConfig) -> None:
         config = config.evolve(persist_mode=there.persist_mode)  # fixed when a stream is made
         await bus.jetstream.update_stream(config)
     except nats.errors.Error as error:
+        if isinstance(error, nats.js.errors.APIError) and error.err_code in _NO_RESOURCES:
+            raise _cannot(config, error) from error
         raise Unavailable(
             f"stream {config.name} is there with other settings, which cannot be changed: {error}"
         ) from error
@@ -192,4 +197,6 @@ def _cannot(config: StreamConfig, error: nats.js.errors.APIError) -> Unavailable
     hint = ""
     if error.err_code in _NO_RESOURCES:
         hint = f"; free disk for JetStream, or set SLLM_REPLICAS to what the cluster has (now {config.num_replicas})"
+        if config.name == BUNDLE_STREAM and config.max_bytes:
+            hint += f", or SLLM_BUNDLE_BYTES to less than {config.max_bytes}, which is set aside for bundles"
     return Unavailable(f"JetStream refuses the stream {config.name}: {error.description}{hint}")

@@ -25,7 +25,7 @@ pytestmark = [
 VENV = """\
 case "$*" in
 "-m venv"*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; cp "$ANSWERS/python3.13" "$ANSWERS/python"; FILL ;;
-*cluster_keys*) exec PYTHON "$@" ;;
+*cluster_keys* | *nats_settings*) exec PYTHON "$@" ;;
 esac
 """
 
@@ -90,9 +90,15 @@ def test_the_certificate_is_for_each_server(store: Path, server: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def nats_machine(folder: Path, store: Path) -> Machine:
+    machine = machine_of(folder, "nats", store)
+    linked = VENV.replace("FILL", f'ln -s "{find_binary()}" "$4/bin/nats-server"')
+    machine.answer("python3.13", linked.replace("PYTHON", f'"{sys.executable}"'))
+    return machine
+
+
 def test_a_nats_server(tmp_path: Path, store: Path) -> None:
-    machine = machine_of(tmp_path, "nats", store)
-    machine.answer("python3.13", VENV.replace("FILL", f'ln -s "{find_binary()}" "$4/bin/nats-server"'))
+    machine = nats_machine(tmp_path, store)
     done = machine.run("boot.sh")
     assert done.returncode == 0, done.stdout
     assert "configuration file" in done.stdout, "nats-server has read it, and takes it"
@@ -110,17 +116,20 @@ def test_a_nats_server(tmp_path: Path, store: Path) -> None:
     assert machine.calls("mkfs.xfs") == [], "what has streams on it is never formatted"
 
 
-def test_a_nats_server_has_the_limits_of_the_one_that_sllm_up_starts(tmp_path: Path, store: Path) -> None:
-    machine = machine_of(tmp_path, "nats", store)
-    machine.answer("python3.13", VENV.replace("FILL", f'ln -s "{find_binary()}" "$4/bin/nats-server"'))
+def test_a_nats_server_is_told_what_the_one_that_sllm_up_starts_is(tmp_path: Path, store: Path) -> None:
+    """Its limits, and that what it acknowledges is on the disk."""
+    machine = nats_machine(tmp_path, store)
     assert machine.run("boot.sh").returncode == 0
-    written = (machine.folder / "run/nats.conf").read_text()
+    run = machine.folder / "run"
+    told = json.loads((run / "nats-settings").read_text())
     embedded = EmbeddedNats(directory=tmp_path / "embedded", identities=())
     embedded.prepare()
     config = json.loads(embedded.config_file.read_text())
-    for name in ("max_payload", "max_control_line", "max_pending", "write_deadline"):
-        assert f"\n{name}: {json.dumps(config[name])}\n" in written
-    assert f"max_memory_store: {config['jetstream']['max_memory_store']} " in written
+    own = {"store_dir": f"{machine.folder}/mnt/jetstream", "max_file_store": 2**30}
+    assert told["jetstream"] == config["jetstream"] | own
+    assert told["jetstream"]["sync_interval"] == "always"
+    assert {name: told[name] for name in told if name != "jetstream"}.items() <= config.items()
+    assert "include ./nats-settings" in (run / "nats.conf").read_text()
 
 
 def test_a_gateway(tmp_path: Path, store: Path) -> None:

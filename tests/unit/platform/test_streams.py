@@ -1,6 +1,7 @@
 """The streams are made with patience; what JetStream has acknowledged is there again when its server was killed."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import nats.errors
@@ -8,7 +9,8 @@ import pytest
 from nats.js.api import StorageType
 from nats.js.manager import JetStreamManager
 
-from sllm_runtime.platform import nats_server
+from sllm_runtime.platform import bundles, nats_server
+from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.streams import (
     BUNDLE_STREAM,
     STATE_STREAM,
@@ -18,7 +20,7 @@ from sllm_runtime.platform.streams import (
     room_for_bundles,
 )
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.limits import KIB, MIB
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, LIVES_STREAM, call_entry, life_beat, life_log
 from tests.fixtures.nats import CONTROLLER, GATEWAY, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -62,6 +64,9 @@ def test_what_gateways_keep_of_calls_is_bounded_and_lies_where_it_outlives_a_ser
         assert made[name].storage is StorageType.FILE
         assert made[name].persist_mode is None, "what is acknowledged is on the disk"
     assert all(config.max_bytes for name, config in made.items() if name != BUNDLE_STREAM)
+    bounded = _configs(replicas, Settings().bundle_bytes)
+    assert all(config.max_bytes for config in bounded), "on somebody else's server each has a limit of its own"
+    assert len({subject for config in bounded for subject in config.subjects or ()}) >= len(bounded)
 
 
 def test_bundles_leave_room_for_what_the_others_may_take() -> None:
@@ -69,6 +74,23 @@ def test_bundles_leave_room_for_what_the_others_may_take() -> None:
     assert room_for_bundles(nats_server.LEAST_STORE) >= 64 * MIB
     for store in (nats_server.LEAST_STORE, 8 * nats_server.LEAST_STORE):
         assert others + room_for_bundles(store) + 32 * MIB == store
+
+
+async def test_bundles_on_somebody_else_s_server_have_a_limit_of_their_own(nats: Nats) -> None:
+    controller, gateway = await nats.bus(CONTROLLER), await nats.bus(GATEWAY)
+    await ensure_streams(controller, bundle_bytes=MIB, within_s=GIVE_UP_S)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(8):
+            yield bytes(256 * KIB)
+
+    with pytest.raises(Unavailable, match=r"maximum bytes exceeded; delete functions .* or raise SLLM_BUNDLE_BYTES"):
+        await bundles.store(gateway, f"sha256:{'0' * 64}", chunks())
+    state = (await controller.jetstream.stream_info(BUNDLE_STREAM)).state
+    assert state.bytes == 0, "nothing of it is left"
+    await ensure_streams(controller, within_s=GIVE_UP_S)
+    with pytest.raises(Unavailable, match=r"SLLM_BUNDLE_BYTES to less than 1125899906842624, which is set aside"):
+        await ensure_streams(controller, bundle_bytes=2**50, within_s=0.0)
 
 
 @pytest.fixture

@@ -28,17 +28,15 @@ configuration() {
     local routes
     # shellcheck disable=SC2086,SC2153 # one word for each server
     routes=$(printf '"tls://%s:6222", ' $ROUTES)
+    # What the server that `sllm up` starts is told as well.
+    "$PREFIX/current/bin/python" -m sllm_runtime.platform.nats_settings "$MOUNT/jetstream" "$MAX_FILE_STORE" |
+        put "$RUN/nats-settings"
     put "$RUN/nats.conf" <<EOF
 server_name: $SERVER
 listen: 0.0.0.0:4222
 http: 127.0.0.1:8222
-max_payload: 1048576
-max_control_line: 4096
-max_pending: 67108864
-write_deadline: "10s"
 lame_duck_duration: "30s"
 tls { cert_file: "$RUN/nats-cert", key_file: "$RUN/nats-key", ca_file: "$RUN/nats-ca", timeout: 5 }
-jetstream { store_dir: "$MOUNT/jetstream", max_file_store: $MAX_FILE_STORE, max_memory_store: 268435456 }
 cluster {
   name: $CLUSTER
   listen: 0.0.0.0:6222
@@ -46,6 +44,7 @@ cluster {
   routes: [ ${routes%, } ]
   tls { cert_file: "$RUN/nats-cert", key_file: "$RUN/nats-key", ca_file: "$RUN/nats-ca", verify: true, timeout: 5 }
 }
+include ./nats-settings
 include ./nats-accounts
 EOF
     "$PREFIX/current/bin/nats-server" -t -c "$RUN/nats.conf"
