@@ -88,7 +88,7 @@ class Gateway:
         lives, roll, journal = (
             Lives(bus, stored, settings.gateway, random, clock),
             Roll(settings.gateway),
-            Journal(bus, stored),
+            Journal(bus, stored, clock),
         )
         self._ledger = Ledger()
         self._detached = Detached(

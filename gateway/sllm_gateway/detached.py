@@ -6,12 +6,14 @@ another one, or by its next life (``taking_up``), from what is written. Every wr
 gateway that was taken for dead finds it rewritten, and says no more of that call.
 
 A journal that JetStream does not take waits for it, as long as anybody can know of the call: nobody else would ever
-write how it ended, and whoever reads it waits for that.
+write how it ended, and whoever reads it waits for that. One that JetStream has let go of (``JournalExpired``) is no
+call of anybody any more: it ends, and whoever still reads it is told.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable
@@ -21,7 +23,7 @@ import msgspec
 
 from sllm_gateway.call import Call, Earlier, Order
 from sllm_gateway.calls import Calls
-from sllm_gateway.journal import Journal, kept_s, known_s
+from sllm_gateway.journal import CLAIMED_S, Journal, kept_s, known_s
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.owned import Tasks
@@ -36,22 +38,24 @@ from sllm_runtime.protocol.calls import (
     Entry,
     Journaled,
     Kept,
-    KeyClaim,
 )
 from sllm_runtime.protocol.errors import (
     CallMoved,
     Cancelled,
+    Conflict,
     Draining,
     FunctionNotFound,
     InstanceLost,
     InternalError,
+    JournalExpired,
     SllmError,
+    StoreFull,
     Unavailable,
 )
 from sllm_runtime.protocol.frames import End, Frame
 from sllm_runtime.protocol.limits import BATCH_BYTES, FRAME_ENVELOPE, MAX_PART
 from sllm_runtime.protocol.states import CallState
-from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM
+from sllm_runtime.protocol.subjects import BODIES_STREAM, CALLS_STREAM, JOURNAL_STREAM
 
 _BEGUN: Final = (CallState.RUNNING, CallState.SUCCEEDED)
 """One that ended before its journal was looked at has begun too."""
@@ -60,7 +64,7 @@ log = logging.getLogger(__name__)
 BATCH_S: Final = 0.05
 """Between two batches of a call; the first one is written at once."""
 LOOK_S: Final = 1.0
-"""How often a call without news is looked at: its readers may have gone."""
+"""How often a call without news is looked at: its readers may have gone; and how often a full stream is."""
 EPOCHS: Final = 1000
 """What a call that is taken up again goes on from lies so far above what any instance has seen of it."""
 
@@ -92,32 +96,47 @@ class Detached:
 
     # --- the caller's side ------------------------------------------------------------------------
     async def submit(self, order: Order, asked: CallOrder) -> None:
-        """Begin a call once it is written. Raises ``QueueFull``, ``Draining``, ``Unavailable``; then it is none."""
-        stream, timeout = stream_of(asked), order.version.manifest.timeout
-        keep = known_s(timeout + order.version.manifest.queue_timeout)
-        for number, start in enumerate(range(0, len(order.body), MAX_PART)):
-            part = BodyPart(number, order.body[start : start + MAX_PART])
-            await self._journal.write(stream, asked.call, f"body-{number}", part, keep)
-        call = self._calls.admit(order)
+        """Begin a call once it is written; its key was claimed just now. Raises ``QueueFull``, ``Draining``,
+        ``Unavailable`` (``StoreFull`` at once), ``Conflict`` where its key is another call's; then it is none."""
+        manifest = order.version.manifest
+        keep = known_s(manifest.timeout + manifest.queue_timeout)
+        await self._journal.admit(asked, len(order.body))
+        call = None
         try:
-            fence = await self._journal.write(stream, asked.call, "order", asked, keep)
-        except Unavailable as error:
-            self._calls.leave(call)
-            self._tasks.start(self._take_back(asked, error, self._clock() + keep), f"end of {call.id}")
-            raise
-        except BaseException:
-            self._calls.leave(call)
+            await self._write_body(order, asked, keep)
+            call = self._calls.admit(order)
+            fence = await self._journal.write(stream_of(asked), asked.call, "order", asked, keep)
+        except BaseException as error:
+            undo = functools.partial(self._journal.give_back, asked)
+            if call is not None:
+                self._calls.leave(call)
+                undo = undo if isinstance(error, StoreFull) else functools.partial(self._take_back, asked, error)
+            self._tasks.start(self._see_to(asked.call, self._clock() + keep, undo), f"undo {asked.call}")
             raise
         self._start(call, asked, Journaled(order=asked), fence)
 
-    async def _take_back(self, asked: CallOrder, error: Unavailable, until: float) -> None:
+    async def _write_body(self, order: Order, asked: CallOrder, keep: float) -> None:
+        """Its key is claimed anew on the way: JetStream may take longer than a claim stands. One write, and that of the
+        claim itself, wait for less than two thirds of that."""
+        claimed = self._clock()
+        for number, start in enumerate(range(0, len(order.body), MAX_PART)):
+            part = BodyPart(number, order.body[start : start + MAX_PART])
+            await self._journal.write(BODIES_STREAM, asked.call, f"body-{number}", part, keep)
+            if asked.key and self._clock() - claimed >= CLAIMED_S / 3:
+                await self._journal.hold(asked.key, asked.claim, CLAIMED_S)
+                claimed = self._clock()
+
+    async def _take_back(self, asked: CallOrder, why: BaseException) -> None:
         """Its caller was told that it was not begun; its order may be stored all the same, also later. Its key is free
         by now, or another call's."""
-        unkeyed = msgspec.structs.replace(asked, key="")
+        error = why if isinstance(why, SllmError) else Cancelled("its caller went away before it was begun")
+        await self.end(msgspec.structs.replace(asked, key=""), CallState.FAILED, error, None)
+
+    async def _see_to(self, call: str, until: float, write: Callable[[], Awaitable[None]]) -> None:
         try:
-            await self._insist(asked.call, until, lambda: self.end(unkeyed, CallState.FAILED, error, None))
+            await self._insist(call, until, write)
         except Unavailable as problem:
-            log.error("it is not taken back: %s", problem.message, extra={"call": asked.call})
+            log.error("what is left of a call that was not begun stays: %s", problem.message, extra={"call": call})
 
     def cancel(self, call: str) -> bool:
         """End it, if it runs here: whether it does."""
@@ -140,8 +159,10 @@ class Detached:
         """Go on with a call of a gateway that is no more. ``fence``: the sequence of its order, which is this gateway's
         now. Raises why it cannot go on."""
         version, body = self._table.get(asked.function, asked.version), journaled.body
-        if version is None or body is None:
+        if version is None:
             raise FunctionNotFound(f"{asked.function} v{asked.version} was deleted while the call waited")
+        if body is None:
+            raise JournalExpired(f"the request's body of {asked.call} is no longer kept; call again")
         if journaled.cancelled:
             raise Cancelled("cancelled on request")
         resumable = version.manifest.engine and version.manifest.resumable
@@ -171,22 +192,50 @@ class Detached:
     async def _live(self, run: _Run) -> None:
         call = run.call
         try:
-            while not (call.over and not call.frames):
-                if not call.frames:
-                    await call.changed(self._clock() + LOOK_S)
-                await self._write(run)
-                self._judge(run)
-                if call.frames and not call.over:
-                    await self._pause(BATCH_S)
-            if not isinstance(call.error, Draining):  # else its next life goes on with it
-                ending = functools.partial(self.end, run.asked, call.state, call.error, run.fence, call.end)
-                await self._insist(call.id, run.until, ending)
+            try:
+                await self._hold(run)
+                await self._follow(run)
+                if not isinstance(call.error, Draining):  # else its next life goes on with it
+                    await self._end(run, call.state, call.error)
+            except JournalExpired as error:  # nobody has it, and it may be that somebody still reads it
+                log.error("the journal is gone: %s", error.message, extra={"call": call.id})
+                self._calls.fail(call, error)
+                run.fence = 0
+                await self._end(run, CallState.FAILED, error)
         except (Unavailable, CallMoved) as error:
             log.error("the journal is given up: %s", error.message, extra={"call": call.id})
             self._calls.fail(call, error)
         finally:
             del self._running[call.id]
             self._calls.leave(call)
+
+    async def _hold(self, run: _Run) -> None:
+        """Its key is its own for as long as it may run, from now. One that is another call's by now ends it."""
+        asked = run.asked
+        if not asked.key:
+            return
+        manifest = run.call.version.manifest
+        keep = kept_s(manifest.timeout + manifest.queue_timeout)
+        try:
+            await self._insist(asked.call, run.until, lambda: self._journal.hold(asked.key, asked.claim, keep))
+        except Conflict as error:
+            run.asked = msgspec.structs.replace(asked, key="")
+            self._calls.fail(run.call, error)
+
+    async def _follow(self, run: _Run) -> None:
+        """To its end."""
+        call = run.call
+        while not (call.over and not call.frames):
+            if not call.frames:
+                await call.changed(self._clock() + LOOK_S)
+            await self._write(run)
+            self._judge(run)
+            if call.frames and not call.over:
+                await self._pause(BATCH_S)
+
+    async def _end(self, run: _Run, state: CallState, error: SllmError | None) -> None:
+        ending = functools.partial(self.end, run.asked, state, error, run.fence, run.call.end)
+        await self._insist(run.call.id, run.until, ending)
 
     async def _write(self, run: _Run) -> None:
         """What has come: whole values, so that nobody begins to read half a one that another instance says anew."""
@@ -202,27 +251,42 @@ class Detached:
         ready, run.held = run.held[:whole], run.held[whole:]
         for frames in batches(ready):
             batch = Batch(run.journaled.frames, frames)
-            await self._store(run, f"batch-{run.journaled.batches}", batch)
+            if not await self._store(run, f"batch-{run.journaled.batches}", batch):
+                call.frames.clear()
+                break
             run.journaled.take(batch)
         if cost:
             self._calls.consumed(call, cost, self._clock())
 
-    async def _store(self, run: _Run, name: str, entry: Entry) -> None:
-        """What comes meanwhile waits at the node, as for any slow reader. Raises as ``_insist``."""
+    async def _store(self, run: _Run, name: str, entry: Entry) -> bool:
+        """What comes meanwhile waits at the node, as for any slow reader. False: there is no room for it, and the call
+        has failed meanwhile, so that its answer is none anyway. Raises as ``_insist``."""
         write = functools.partial(self._journal.write, run.stream, run.call.id, name, entry, run.keep, run.fence)
-        await self._insist(run.call.id, run.until, write)
+        return await self._insist(run.call.id, run.until, write, lambda: run.call.error is not None)
 
-    async def _insist(self, call: str, until: float, write: Callable[[], Awaitable[object]]) -> None:
-        """``write`` until JetStream has taken it. Raises ``CallMoved``, and ``Unavailable`` when it is later than
-        ``until``: each try has a patience of its own."""
+    async def _insist(
+        self,
+        call: str,
+        until: float,
+        write: Callable[[], Awaitable[object]],
+        spare: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """``write`` until JetStream has taken it; False: it had no room, and can ``spare`` it. Raises ``CallMoved``,
+        ``JournalExpired``, and ``Unavailable`` when it is later than ``until``: each try has a patience of its own, and
+        one that finds no room waits for LOOK_S."""
         while True:
             try:
                 await write()
-                return
+                return True
             except Unavailable as error:
+                full = isinstance(error, StoreFull)
+                if full and spare():
+                    return False
                 if self._clock() >= until:
                     raise
                 log.warning("the journal waits: %s", error.message, extra={"call": call})
+                if full:
+                    await self._pause(LOOK_S)
 
     def _judge(self, run: _Run) -> None:
         """A call that nobody reads does not go on for ever."""
@@ -232,8 +296,8 @@ class Detached:
     async def end(
         self, asked: CallOrder, state: CallState, error: SllmError | None, fence: int | None, end: End | None = None
     ) -> None:
-        """Write how it has ended, whoever has it by now where there is no ``fence``. Raises ``Unavailable`` or
-        ``CallMoved``."""
+        """Write how it has ended, whoever has it by now where there is no ``fence``; then give back its body. Raises
+        ``Unavailable``, ``CallMoved`` or ``JournalExpired``."""
         stream = stream_of(asked)
         if error is not None and state is CallState.SUCCEEDED:
             error = None
@@ -247,9 +311,10 @@ class Detached:
         )
         await self._journal.write(stream, asked.call, "kept", Kept(), JOURNAL_TTL_S, fence)
         if asked.key:
-            claim = KeyClaim(call=asked.call, body=asked.key_body)
-            await self._journal.hold(asked.key, claim, JOURNAL_TTL_S)
+            with contextlib.suppress(Conflict):
+                await self._journal.hold(asked.key, asked.claim, JOURNAL_TTL_S)
         await self._journal.write(stream, asked.call, "ended", ended, JOURNAL_TTL_S + KNOWN_S, fence)
+        await self._journal.give_back(asked)
 
 
 class _Run:

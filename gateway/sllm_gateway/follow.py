@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
 
@@ -29,12 +29,18 @@ class _Missing(Exception):
 
 
 async def messages(
-    bus: Bus, stream: str, subject: str, since: float | None, clock: Callable[[], float] = time.monotonic
+    bus: Bus,
+    stream: str,
+    subject: str,
+    since: float | None,
+    clock: Callable[[], float] = time.monotonic,
+    idle: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[bytes | None, None]:
     """The data of each message under ``subject`` since ``since`` (Unix seconds; None: all that is kept), in order.
 
-    None once, when everything that was there has come. Never ends by itself. Raises ``Unavailable`` if JetStream has
-    answered nothing within ELECTION_S.
+    None once, when everything that was there has come. ``idle`` is awaited about once a second while nothing comes;
+    what it raises ends this. Never ends by itself. Raises ``Unavailable`` if JetStream has answered nothing within
+    ELECTION_S.
     """
     after, told, first = 0, False, True
     deadline = clock() + ELECTION_S
@@ -49,6 +55,8 @@ async def messages(
                     if pending == 0 and not told:
                         told = True
                         yield None
+                    elif not sequence and idle is not None:
+                        await idle()
         except _Missing as reason:
             log.debug("%s is read anew: %s", subject, reason)
         except Unavailable as error:

@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Final, cast
 
 from sllm_gateway.follow import messages
+from sllm_gateway.room import FOR_ANSWERS, FOR_ENDS, Room
 from sllm_gateway.stored import Changed, Last, Stored
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.watch import snapshot
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.calls import JOURNAL_TTL_S, KNOWN_S, CallOrder, Entry, Journaled, KeyClaim
-from sllm_runtime.protocol.errors import CallMoved, CallNotFound, InvalidArgument, Unavailable
+from sllm_runtime.protocol.calls import (
+    JOURNAL_TTL_S,
+    KNOWN_S,
+    READING_S,
+    Batch,
+    BodyPart,
+    CallOrder,
+    Entry,
+    Journaled,
+    KeyClaim,
+)
+from sllm_runtime.protocol.errors import (
+    CallMoved,
+    CallNotFound,
+    Conflict,
+    InvalidArgument,
+    JournalExpired,
+    StoreFull,
+    Unavailable,
+)
 from sllm_runtime.protocol.subjects import (
+    BODIES_STREAM,
     CALLS_STREAM,
     JOURNAL_STREAM,
+    KEYS_STREAM,
     call_entries,
     call_entry,
     key_claim,
@@ -40,9 +62,11 @@ def digest(*parts: bytes) -> bytes:
 class Journal:
     """All journals. Everything raises ``Unavailable`` when JetStream does not answer within ELECTION_S."""
 
-    def __init__(self, bus: Bus, stored: Stored) -> None:
+    def __init__(self, bus: Bus, stored: Stored, clock: Callable[[], float] = time.monotonic) -> None:
         self._bus = bus
         self._stored = stored
+        self._clock = clock
+        self._room = Room(stored, clock)
 
     # --- writing ----------------------------------------------------------------------------------
     async def write(
@@ -50,13 +74,37 @@ class Journal:
     ) -> int:
         """Write ``entry`` under ``name``; it stands for ``keep_s`` seconds. Written again it changes nothing.
 
-        ``order``: sequence of the call's order as its writer knows it. Raises ``CallMoved`` where there is a later one.
+        ``order``: sequence of the call's order as its writer knows it, 0: there is none any more. Raises ``CallMoved``
+        where there is a later one, ``JournalExpired`` where it is gone: nobody has the call then. A durable call's
+        answer leaves room for the ends of all: raises ``StoreFull``.
         """
+        if isinstance(entry, Batch) and stream == CALLS_STREAM:
+            await self._room.require(stream, sum(len(frame.data) for frame in entry.frames), FOR_ENDS)
         where = Last(stream, call_entry(stream, call, "order"), order) if order is not None else None
         try:
             return await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, where=where)
         except Changed:
+            await self.require(stream, call)
             raise moved(call) from None
+        except StoreFull as error:
+            raise StoreFull(f"{stream} is full: {error.message}") from None
+
+    async def require(self, stream: str, call: str) -> None:
+        """Raises ``JournalExpired`` where there is no order of the call: what was read of it will not go on."""
+        if await self._stored.last(stream, call_entry(stream, call, "order")) is None:
+            raise expired(call)
+
+    async def admit(self, order: CallOrder, nbytes: int) -> None:
+        """Raises ``StoreFull`` where a call with so large a body has no room now."""
+        await self._room.require(BODIES_STREAM, nbytes)
+        if order.durable:
+            await self._room.require(CALLS_STREAM, 0, FOR_ANSWERS)
+
+    async def give_back(self, order: CallOrder) -> None:
+        """Its body is not needed any more: ``order`` has ended, or was never begun. Empty parts take its place, which a
+        full stream takes too, and go at once."""
+        for number in range(order.parts):
+            await self.write(BODIES_STREAM, order.call, f"body-{number}", BodyPart(number, b""), 1.0)
 
     async def create(self, stream: str, call: str, name: str, entry: Entry, keep_s: float) -> None:
         """Write ``entry``, unless one is there."""
@@ -80,14 +128,15 @@ class Journal:
     # --- keys -------------------------------------------------------------------------------------
     async def claim(self, key: str, mine: KeyClaim) -> KeyClaim:
         """Whose key it is: ``mine``, or of the call that has it already. Raises ``InvalidArgument`` where that one was
-        asked for something else."""
-        free = Last(CALLS_STREAM, key_claim(key), 0)
+        asked for something else, ``StoreFull`` where there is no room for more keys."""
+        await self._room.require(KEYS_STREAM, 0, FOR_ENDS)
+        free = Last(KEYS_STREAM, key_claim(key), 0)
         for _ in range(2):
             try:
                 await self._stored.write(key_claim(key), mine, keep_s=CLAIMED_S, where=free)
                 return mine
             except Changed:
-                there = await self._stored.last(CALLS_STREAM, key_claim(key))
+                there = await self._stored.last(KEYS_STREAM, key_claim(key))
             if there is None:  # its time ended just now
                 continue
             found = codec.unpack(KeyClaim, there[1])
@@ -99,24 +148,46 @@ class Journal:
         raise Unavailable("the Idempotency-Key cannot be claimed now; call again")
 
     async def hold(self, key: str, claim: KeyClaim, keep_s: float) -> None:
-        """The key stands for ``claim`` for so long from now."""
-        await self._stored.write(key_claim(key), claim, keep_s=keep_s)
+        """The key stands for ``claim`` for so long from now, also where it lapsed and nobody else has claimed it.
+        Raises ``Conflict`` where it is another call's."""
+        subject = key_claim(key)
+        for _ in range(2):
+            there = await self._stored.last(KEYS_STREAM, subject)
+            if there is not None and codec.unpack(KeyClaim, there[1]).call != claim.call:
+                raise Conflict(f"the Idempotency-Key of {claim.call} lapsed, and stands for another call; call again")
+            where = Last(KEYS_STREAM, subject, there[0] if there is not None else 0)
+            with contextlib.suppress(Changed):  # the try before was stored, or somebody has claimed it just now
+                await self._stored.write(subject, claim, keep_s=keep_s, where=where)
+                return
+        raise Unavailable("the Idempotency-Key cannot be held now; call again")
 
     # --- reading ----------------------------------------------------------------------------------
     async def find(self, call: str, *, led: bool = True) -> tuple[str, CallOrder]:
-        """The stream that has it, and what was asked. ``led`` as ``Stored.last``. Raises ``CallNotFound``."""
+        """The stream that has it, and what was asked. ``led`` as ``Stored.last``. Raises ``CallNotFound``,
+        ``JournalExpired`` where only its end is left."""
         for stream in STREAMS:
             found = await self._stored.last(stream, call_entry(stream, call, "order"), led=led)
             if found is not None:
                 return stream, codec.unpack(CallOrder, found[1])
+        if await self._stored.last(JOURNAL_STREAM, call_entry(JOURNAL_STREAM, call, "ended"), led=led) is not None:
+            raise expired(call)
         raise CallNotFound(
             f"no call {call} is kept: it is unknown, ended long ago, or had neither `Prefer: respond-async` nor an"
             " Idempotency-Key"
         )
 
     async def entries(self, stream: str, call: str) -> AsyncGenerator[Entry | None, None]:
-        """Everything that is and will be written of a call, in order; None once all that was there has come."""
-        async with aclosing(messages(self._bus, stream, call_entries(stream, call), None)) as found:
+        """Everything that is and will be written of a call, in order; None once all that was there has come. While
+        nothing comes it is looked for every READING_S: raises ``JournalExpired`` once its order is gone."""
+        looked = self._clock()
+
+        async def idle() -> None:
+            nonlocal looked
+            if self._clock() - looked >= READING_S:
+                looked = self._clock()
+                await self.require(stream, call)
+
+        async with aclosing(messages(self._bus, stream, call_entries(stream, call), None, idle=idle)) as found:
             async for data in found:
                 yield None if data is None else entry_of(data)
 
@@ -153,6 +224,14 @@ def moved(call: str) -> CallMoved:
     return CallMoved(
         f"another gateway goes on with {call}, since this one did not run for a while; read on there by"
         f" GET /v1/calls/{call}/events with Last-Event-ID"
+    )
+
+
+def expired(call: str) -> JournalExpired:
+    """What is said of a call whose order the journal has let go of."""
+    return JournalExpired(
+        f"what was kept of {call} is gone: the journal was full, or its servers were restarted; what it did stands."
+        " Call again, with another Idempotency-Key"
     )
 
 

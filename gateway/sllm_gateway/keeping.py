@@ -17,14 +17,22 @@ from sllm_gateway.asgi import Headers, Receive, Scope, Send, answer, exactness, 
 from sllm_gateway.call import Order
 from sllm_gateway.detached import Detached, stream_of
 from sllm_gateway.events import EventWriter
-from sllm_gateway.journal import CLAIMED_S, Journal, digest, kept_s
+from sllm_gateway.journal import CLAIMED_S, Journal, digest
 from sllm_gateway.replay import After, body_of
 from sllm_gateway.replay import stream_of as encoder_of
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.calls import READING_S, CallOrder, Journaled, KeyClaim, Reading
-from sllm_runtime.protocol.errors import CallNotFound, Cancelled, InvalidRequest, JournalExpired, SllmError, Unavailable
+from sllm_runtime.protocol.errors import (
+    CallNotFound,
+    Cancelled,
+    Conflict,
+    InvalidRequest,
+    JournalExpired,
+    SllmError,
+    Unavailable,
+)
 from sllm_runtime.protocol.frames import End, Frame
 from sllm_runtime.protocol.http import CALL_ID
 
@@ -85,16 +93,13 @@ class Keeping:
             await self.whole(found, order.version.manifest.handler.streams, scope, send)
 
     async def _submit(self, order: Order, asked: CallOrder) -> None:
-        manifest = order.version.manifest
-        claim = KeyClaim(call=asked.call, body=asked.key_body)
         try:
             await self._detached.submit(replace(order, stream=True), asked)
         except SllmError:
             if asked.key:  # nothing was begun: the same key may try again
-                await self._journal.hold(asked.key, claim, 1.0)
+                with contextlib.suppress(Conflict):
+                    await self._journal.hold(asked.key, asked.claim, 1.0)
             raise
-        if asked.key:
-            await self._journal.hold(asked.key, claim, kept_s(manifest.timeout + manifest.queue_timeout))
 
     async def _find(self, call: str) -> CallOrder:
         """What was asked. One whose key was claimed just now is written in a moment. Raises ``Unavailable``."""
@@ -140,7 +145,7 @@ class Keeping:
             async for entry in entries:
                 if entry is None:
                     past = True
-                    require_kept(journaled)
+                    await self._require(order, journaled)
                     waiting += [b""] if at_once else []
                 else:
                     frames = list(journaled.take(entry))
@@ -178,12 +183,18 @@ class Keeping:
             async for entry in entries:
                 if entry is None:
                     past = True
-                    require_kept(journaled)
+                    await self._require(order, journaled)
                 else:
                     frames += journaled.take(entry)
                 if past and journaled.ended is not None:
                     break
         return journaled, frames
+
+    async def _require(self, order: CallOrder, journaled: Journaled) -> None:
+        """Raises ``JournalExpired`` where what was there of a call says that nothing more of it will come."""
+        if journaled.order is None:  # or this server does not have it yet
+            await self._journal.require(stream_of(order), order.call)
+        require_kept(journaled)
 
     @asynccontextmanager
     async def _told(self, order: CallOrder) -> AsyncGenerator[None, None]:

@@ -14,10 +14,11 @@ import nats.js.errors
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import StoreFull, Unavailable
 
 _T = TypeVar("_T")
 _WRONG_SEQUENCE: Final = (10071, 10164)
+_STORE_FAILED: Final = 10077
 _AGAIN_S: Final = 0.2
 _TRY_S: Final = 2.0
 
@@ -51,7 +52,8 @@ class Stored:
 
     async def write(self, subject: str, entry: Any, *, keep_s: float | None = None, where: Last | None = None) -> int:
         """Write ``entry``, to stand for ``keep_s`` seconds; its sequence. ``where``: a condition, of ``subject`` itself
-        or of another one in its stream. Raises ``Changed`` where it does not hold."""
+        or of another one in its stream. Raises ``Changed`` where it does not hold, ``StoreFull`` at once where the
+        stream holds all that it may."""
         headers: dict[str, str] = {}
         if keep_s is not None:
             headers["Nats-TTL"] = str(max(1, int(keep_s)))
@@ -66,6 +68,8 @@ class Stored:
             try:
                 stored = await self._bus.jetstream.publish(subject, data, headers=headers, timeout=_TRY_S)
             except nats.js.errors.APIError as error:
+                if error.err_code == _STORE_FAILED and "maximum" in (error.description or ""):
+                    raise StoreFull(f"{subject} is not stored: {error.description}; call again later") from error
                 if where is None or error.err_code not in _WRONG_SEQUENCE or await self._holds(where):
                     raise
                 raise Changed from error
@@ -94,6 +98,15 @@ class Stored:
         except nats.js.errors.NotFoundError:
             return None
         return message.seq or 0, message.data or b""
+
+    async def size(self, stream: str) -> tuple[int, int]:
+        """Bytes that it holds, and that it may hold (0 or less: any number)."""
+
+        async def read() -> tuple[int, int]:
+            info = await self._bus.jetstream.stream_info(stream)
+            return info.state.bytes, info.config.max_bytes or 0
+
+        return await self._patiently(read, "read")
 
     async def _patiently(self, ask: Callable[[], Awaitable[_T]], done: str) -> _T:
         """What JetStream answers to ``ask``, by which the journal would be ``done``."""

@@ -30,7 +30,7 @@ from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.lives import BEAT_S, Life, Log, Whole
-from sllm_runtime.protocol.subjects import JOURNAL_STREAM
+from sllm_runtime.protocol.subjects import BODIES_STREAM, JOURNAL_STREAM
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Succession:
         create, keep = self._journal.create, known_s(KEPT_S)
         for number, start in enumerate(range(0, len(body), MAX_PART)):
             part = BodyPart(number, body[start : start + MAX_PART])
-            await create(JOURNAL_STREAM, call, f"body-{number}", part, keep)
+            await create(BODIES_STREAM, call, f"body-{number}", part, keep)
         if stream.epoch:
             began = Began(at=stream.order.created, numerics=stream.numerics, epoch=stream.epoch, exact=stream.exact)
             await create(JOURNAL_STREAM, call, "began", began, keep)

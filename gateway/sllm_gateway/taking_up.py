@@ -16,8 +16,17 @@ from sllm_gateway.roll import Roll
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.calls import CallOrder, Journaled
-from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Draining, QueueFull, SllmError, Unavailable
+from sllm_runtime.protocol.errors import (
+    CallMoved,
+    CallNotFound,
+    Draining,
+    JournalExpired,
+    QueueFull,
+    SllmError,
+    Unavailable,
+)
 from sllm_runtime.protocol.states import CallState
+from sllm_runtime.protocol.subjects import BODIES_STREAM
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +123,7 @@ class TakingUp:
         """Whether it is still this gateway's: then what was just read of it lacks what is stored."""
         try:
             return (await self._journal.find(order.call))[1] == order
-        except CallNotFound:
+        except (CallNotFound, JournalExpired):
             return False
 
     async def _go_on(self, order: CallOrder, fence: int) -> bool:
@@ -124,6 +133,8 @@ class TakingUp:
             return True
         if journaled.order != order:
             return not await self._mine(order)
+        for part in (await self._journal.now(BODIES_STREAM, order.call))[1]:
+            journaled.take(part)
         try:
             self._detached.go_on(order, journaled, Journaled().take_all(entries), fence)
         except QueueFull as error:
@@ -135,6 +146,6 @@ class TakingUp:
             log.warning("call is given up: %s", error.message, extra={"call": order.call})
             try:
                 await self._detached.end(order, CallState.FAILED, error, fence)
-            except CallMoved as problem:
+            except (CallMoved, JournalExpired) as problem:
                 log.info("%s", problem.message)
         return True

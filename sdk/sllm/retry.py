@@ -9,7 +9,7 @@ from typing import Final
 
 from sllm_runtime.protocol.errors import SllmError
 
-NEVER_RAN: Final = frozenset({"queue_full", "unavailable", "no_capacity", "draining"})
+NEVER_RAN: Final = frozenset({"queue_full", "unavailable", "no_capacity", "store_full", "draining"})
 """Codes that prove that no function has seen the call, so that sending it again cannot run it twice."""
 
 

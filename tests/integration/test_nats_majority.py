@@ -19,8 +19,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.streams import ensure_streams
-from sllm_runtime.protocol.calls import Batch, CallOrder, Entry
-from sllm_runtime.protocol.frames import Frame, FrameKind
+from sllm_runtime.protocol.calls import Began, CallOrder, Entry
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, call_entries
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait
@@ -73,13 +72,13 @@ async def test_a_write_that_is_refused_for_the_try_before_it_is_made_again(tmp_p
         async with connected(nats) as bus:
             journal = Journal(bus, Stored(bus, pause=pause))
             fence = await journal.write(CALLS_STREAM, call, "order", order, 60.0)
-            batch = Batch(0, (Frame(0, FrameKind.OUTPUT, b"1"),))
+            began = Began(at=0.0, numerics="", epoch=1)
             with without_majority(nats):
-                writing = asyncio.create_task(journal.write(CALLS_STREAM, call, "batch-0", batch, 60.0, fence))
+                writing = asyncio.create_task(journal.write(CALLS_STREAM, call, "began", began, 60.0, fence))
                 await until(lambda: tries >= FENCED or writing.done(), what="it is tried again")
                 assert not writing.done(), writing.exception()
             assert await writing > fence
-            found: list[Entry] = [order, batch]
+            found: list[Entry] = [order, began]
             assert (await journal.now(CALLS_STREAM, call))[1] == found
 
 

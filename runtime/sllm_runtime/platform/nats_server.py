@@ -35,7 +35,7 @@ _PORT_TRIES: Final = 100
 START_S: Final = 15.0
 STOP_S: Final = 5.0
 _FILE_LIMIT: Final = 8 * 1024 * MIB
-LEAST_STORE: Final = 1024 * MIB
+LEAST_STORE: Final = 1280 * MIB
 """More than what the platform's bounded streams reserve."""
 _KEEP_FREE: Final = 512 * MIB
 _CORES_A_THREAD: Final = 4

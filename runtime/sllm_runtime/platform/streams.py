@@ -15,15 +15,15 @@ from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.limits import MAX_BODY, MIB
 from sllm_runtime.protocol.lives import LIVES_AGE_S
 
 log = logging.getLogger(__name__)
 
 STATE_STREAM: Final = f"KV_{subjects.STATE}"
 BUNDLE_STREAM: Final = f"OBJ_{subjects.BUNDLES}"
-LAST_STREAM: Final = subjects.CALLS_STREAM
-"""Made after all others: when it is there, all are."""
+LAST_STREAM: Final = subjects.KEYS_STREAM
+"""Made after all others: when it is there, all are. Behind CALLS_STREAM, which had its subjects in earlier releases."""
 WITHIN_S: Final = 25.0
 """How long a daemon that starts waits for them: less than its supervisor waits for it, who does not know why."""
 _AGAIN_S: Final = 0.05
@@ -98,18 +98,25 @@ def _configs(replicas: int, bundle_bytes: int = 0) -> list[StreamConfig]:
     )
     calls = StreamConfig(
         name=subjects.CALLS_STREAM,
-        subjects=[subjects.call_entries(subjects.CALLS_STREAM), subjects.key_claim("x")[:-1] + "*"],
+        subjects=[subjects.call_entries(subjects.CALLS_STREAM)],
         max_msgs_per_subject=1,
         discard=DiscardPolicy.NEW,
         max_bytes=128 * MIB,
         allow_direct=True,
         allow_msg_ttl=True,
     )
+    # Four of the largest and one more for all smaller ones: a body takes no more than half of what is left (``room``).
+    bodies = calls.evolve(
+        name=subjects.BODIES_STREAM,
+        subjects=[subjects.call_entries(subjects.BODIES_STREAM)],
+        max_bytes=5 * MAX_BODY,
+    )
+    keys = calls.evolve(name=subjects.KEYS_STREAM, subjects=[subjects.KEY_CLAIMS], max_bytes=16 * MIB)
     return [
         config.evolve(
             storage=config.storage or StorageType.FILE, retention=RetentionPolicy.LIMITS, num_replicas=replicas
         )
-        for config in (state, bundles, logs, events, journal, lives, calls)
+        for config in (state, bundles, logs, events, journal, lives, calls, bodies, keys)
     ]
 
 

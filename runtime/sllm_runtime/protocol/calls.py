@@ -52,6 +52,11 @@ class CallOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
     """As ``lives.Life`` names it; empty in entries of earlier releases."""
     schema: int = PROTOCOL_VERSION
 
+    @property
+    def claim(self) -> KeyClaim:
+        """Of its key."""
+        return KeyClaim(call=self.call, body=self.key_body)
+
 
 class BodyPart(msgspec.Struct, frozen=True, tag="body"):
     number: int

@@ -271,6 +271,12 @@ class NoCapacity(Unavailable):
     code = "no_capacity"
 
 
+class StoreFull(Unavailable):
+    """What is kept of calls has no room for more just now; the message names the stream that is full."""
+
+    code = "store_full"
+
+
 class Draining(Unavailable):
     code = "draining"
 

@@ -81,11 +81,14 @@ EVENTS_ALL: Final = "sllm.events.>"
 # --- calls that are kept ---
 JOURNAL_STREAM: Final = "sllm_journal"
 CALLS_STREAM: Final = "sllm_calls"
-_KEPT: Final = {JOURNAL_STREAM: "sllm.journal", CALLS_STREAM: "sllm.calls"}
+BODIES_STREAM: Final = "sllm_bodies"
+KEYS_STREAM: Final = "sllm_keys"
+_KEPT: Final = {JOURNAL_STREAM: "sllm.journal", CALLS_STREAM: "sllm.calls", BODIES_STREAM: "sllm.bodies"}
 
 
 def call_entry(stream: str, call: str, entry: str) -> str:
-    """Gateway → JOURNAL_STREAM or, of a durable call, CALLS_STREAM: ``calls.Entry``. ``entry``: its kind and number."""
+    """Gateway → JOURNAL_STREAM or, of a durable call, CALLS_STREAM: ``calls.Entry``; its body → BODIES_STREAM.
+    ``entry``: its kind and number."""
     return f"{_KEPT[stream]}.{token(call)}.{token(entry)}"
 
 
@@ -95,11 +98,16 @@ def call_entries(stream: str, call: str = "*", entry: str = "*") -> str:
 
 
 def key_claim(digest: str) -> str:
-    """Gateway → CALLS_STREAM: ``calls.KeyClaim``."""
+    """Gateway → KEYS_STREAM: ``calls.KeyClaim``."""
     return f"sllm.keys.{token(digest)}"
 
 
+KEY_CLAIMS: Final = "sllm.keys.*"
+
+
 LIVES_STREAM: Final = "sllm_lives"
+_GATEWAYS_OWN: Final = (*_KEPT, KEYS_STREAM, LIVES_STREAM)
+"""What gateways alone write."""
 
 
 def life_beat(life: str = "*") -> str:
@@ -226,9 +234,7 @@ def gateway_rights(identity: str) -> Rights:
             f"$JS.API.STREAM.INFO.OBJ_{BUNDLES}",
             f"$JS.API.STREAM.INFO.{LOGS_STREAM}",
             f"$JS.API.STREAM.INFO.{EVENTS_STREAM}",
-            f"$JS.API.STREAM.INFO.{JOURNAL_STREAM}",
-            f"$JS.API.STREAM.INFO.{CALLS_STREAM}",
-            f"$JS.API.STREAM.INFO.{LIVES_STREAM}",
+            *(f"$JS.API.STREAM.INFO.{stream}" for stream in _GATEWAYS_OWN),
             *(f"{prefix}.>" for prefix in (*_KEPT.values(), "sllm.keys", "sllm.lives")),
             f"{_TOLD}.{token(identity)}.>",
             "sllm.heard.*",
@@ -241,7 +247,7 @@ def gateway_rights(identity: str) -> Rights:
             "$JS.API.CONSUMER.INFO.>",
             "$JS.API.DIRECT.GET.>",
             f"$JS.API.STREAM.MSG.GET.OBJ_{BUNDLES}",
-            *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in (*_KEPT, LIVES_STREAM)),
+            *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in _GATEWAYS_OWN),
             f"$JS.API.STREAM.PURGE.OBJ_{BUNDLES}",
             "$JS.FC.>",
             "$JS.ACK.>",
