@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from sllm_gateway.lives import log_of
 from sllm_gateway.overheard import Overheard
 from sllm_runtime.platform.bus import Bus, Subscription
-from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.lives import AskHeard, Heard, Log
@@ -52,7 +53,7 @@ class Hearsay:
             size += len(data)
             if logs and size > BATCH_BYTES:
                 break
-            logs[number] = codec.unpack(Log, data)
+            logs[number] = log_of(data)
         return Heard(logs=logs)
 
     def last(self, life: str) -> int:
@@ -62,7 +63,7 @@ class Hearsay:
     async def of(self, life: str, after: int, others: Iterable[str]) -> dict[int, Log]:
         """What this gateway and those ``others`` that answer have heard of a life's log after message ``after``."""
         asked = (self._ask(gateway, life, after) for gateway in set(others) - {self._gateway})
-        found = {number: codec.unpack(Log, data) for number, data in self._heard.after(life, after).items()}
+        found = {number: log_of(data) for number, data in self._heard.after(life, after).items()}
         for logs in await asyncio.gather(*asked):
             found.update(logs)
         return found

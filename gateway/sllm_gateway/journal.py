@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -32,6 +33,7 @@ from sllm_runtime.protocol.errors import (
     Conflict,
     InvalidArgument,
     JournalExpired,
+    ProtocolError,
     StoreFull,
     Unavailable,
 )
@@ -44,6 +46,8 @@ from sllm_runtime.protocol.subjects import (
     call_entry,
     key_claim,
 )
+
+log = logging.getLogger(__name__)
 
 STREAMS: Final = (JOURNAL_STREAM, CALLS_STREAM)
 CLAIMED_S: Final = 60.0
@@ -117,13 +121,13 @@ class Journal:
         ``Unavailable`` it may be ``mine`` all the same: asked again, this says so."""
         subject = call_entry(stream, known.call, "order")
         there = await self._stored.last(stream, subject)
-        if there is not None and codec.unpack(CallOrder, there[1]) == known != mine:
+        if there is not None and order_of(there[1]) == known != mine:
             where = Last(stream, subject, there[0])
             try:
                 return await self._stored.write(subject, mine, keep_s=keep_s, where=where)
             except Changed:
                 there = await self._stored.last(stream, subject)
-        return there[0] if there is not None and codec.unpack(CallOrder, there[1]) == mine else None
+        return there[0] if there is not None and order_of(there[1]) == mine else None
 
     # --- keys -------------------------------------------------------------------------------------
     async def claim(self, key: str, mine: KeyClaim) -> KeyClaim:
@@ -139,7 +143,7 @@ class Journal:
                 there = await self._stored.last(KEYS_STREAM, key_claim(key))
             if there is None:  # its time ended just now
                 continue
-            found = codec.unpack(KeyClaim, there[1])
+            found = _claim_of(there[1])
             if found.body != mine.body:
                 raise InvalidArgument(
                     "this Idempotency-Key was used for another request; use a new key", field="Idempotency-Key"
@@ -153,7 +157,7 @@ class Journal:
         subject = key_claim(key)
         for _ in range(2):
             there = await self._stored.last(KEYS_STREAM, subject)
-            if there is not None and codec.unpack(KeyClaim, there[1]).call != claim.call:
+            if there is not None and not _is_of(there[1], claim.call):
                 raise Conflict(f"the Idempotency-Key of {claim.call} lapsed, and stands for another call; call again")
             where = Last(KEYS_STREAM, subject, there[0] if there is not None else 0)
             with contextlib.suppress(Changed):  # the try before was stored, or somebody has claimed it just now
@@ -168,7 +172,7 @@ class Journal:
         for stream in STREAMS:
             found = await self._stored.last(stream, call_entry(stream, call, "order"), led=led)
             if found is not None:
-                return stream, codec.unpack(CallOrder, found[1])
+                return stream, order_of(found[1])
         if await self._stored.last(JOURNAL_STREAM, call_entry(JOURNAL_STREAM, call, "ended"), led=led) is not None:
             raise expired(call)
         raise CallNotFound(
@@ -203,20 +207,39 @@ class Journal:
         return journaled, entries
 
     async def all(self) -> dict[str, Journaled]:
-        """Every call that is known, without bodies and answers, by id."""
+        """Every call that is known, without bodies and answers, by id. What another release wrote is left out."""
         calls: dict[str, Journaled] = {}
         for stream in STREAMS:
             for name in ("order", "began", "ended", "kept"):
                 found = await snapshot(self._bus, stream, call_entries(stream, "*", name))
                 for subject, data in found.items():
-                    call = subject.split(".")[2]
-                    calls.setdefault(call, Journaled()).take(entry_of(data))
+                    try:
+                        calls.setdefault(subject.split(".")[2], Journaled()).take(entry_of(data))
+                    except ProtocolError as error:
+                        log.error("%s is left out: %s", subject, error.message)
         return {call: journaled for call, journaled in calls.items() if journaled.order is not None}
 
 
 def entry_of(data: bytes) -> Entry:
-    """One entry. Raises ``ProtocolError``."""
-    return cast(Entry, codec.unpack(cast(Any, Entry), data))
+    """One entry. Raises ``ProtocolError``, also for a schema of another release."""
+    return codec.served(cast(Entry, codec.unpack(cast(Any, Entry), data)), "an entry of a call's journal")
+
+
+def order_of(data: bytes) -> CallOrder:
+    """What was asked. Raises as ``entry_of``."""
+    return codec.served(codec.unpack(CallOrder, data), "what a kept call was asked for")
+
+
+def _claim_of(data: bytes) -> KeyClaim:
+    return codec.served(codec.unpack(KeyClaim, data), "the claim of an Idempotency-Key")
+
+
+def _is_of(data: bytes, call: str) -> bool:
+    """Whether it is the claim of ``call``. What another release wrote is not: that one has the key by now."""
+    try:
+        return _claim_of(data).call == call
+    except ProtocolError:
+        return False
 
 
 def moved(call: str) -> CallMoved:

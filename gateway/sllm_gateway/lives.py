@@ -15,7 +15,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.watch import Watch, snapshot
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import ProtocolError, Unavailable
 from sllm_runtime.protocol.lives import BEAT_S, LIVES_AGE_S, SILENT_BEATS, Life, Log
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat, life_log, life_told
 
@@ -59,9 +59,13 @@ class Lives:
     def watch(self, changed: Callable[[Life], None]) -> Watch:
         """Tell every record; not started."""
 
-        def take(_subject: str, data: bytes | None) -> None:
-            if data is not None:
-                changed(codec.unpack(Life, data))
+        def take(subject: str, data: bytes | None) -> None:
+            if data is None:
+                return
+            try:
+                changed(life_of(data))
+            except ProtocolError as error:
+                _logger.error("%s is left to gateways that can read it: %s", subject, error.message)
 
         return Watch(self._bus, LIVES_STREAM, life_beat(), take)
 
@@ -107,7 +111,7 @@ class Lives:
         if there is None and self._clock() - self._beaten < LIVES_AGE_S / 2:
             self._sequence = 0
             raise Lost
-        if there is None or codec.unpack(Life, there[1]).heir:
+        if there is None or life_of(there[1]).heir:
             raise Over
         # It was stored and its acknowledgement lost.
         self._sequence = there[0]
@@ -147,7 +151,7 @@ class Lives:
     async def find(self, life: str) -> Life | None:
         """Its record, if it is kept."""
         there = await self._stored.last(LIVES_STREAM, life_beat(life))
-        return codec.unpack(Life, there[1]) if there is not None else None
+        return life_of(there[1]) if there is not None else None
 
     async def claim(self, life: Life) -> Life | None:
         """Declare it over. None: it has beaten meanwhile, or another gateway has it."""
@@ -160,16 +164,26 @@ class Lives:
     async def _rewrite(self, life: Life, new: Life) -> Life | None:
         subject = life_beat(life.life)
         there = await self._stored.last(LIVES_STREAM, subject)
-        if there is None or codec.unpack(Life, there[1]) != life:
+        if there is None or life_of(there[1]) != life:
             return None
         try:
             await self._stored.write(subject, new, where=Last(LIVES_STREAM, subject, there[0]))
         except Changed:
             there = await self._stored.last(LIVES_STREAM, subject)
-            return new if there is not None and codec.unpack(Life, there[1]) == new else None
+            return new if there is not None and life_of(there[1]) == new else None
         return new
 
     async def log_of(self, life: str) -> dict[int, Log]:
-        """What is stored of it, by number."""
+        """What is stored of it, by number. Raises ``ProtocolError``."""
         found = await snapshot(self._bus, LIVES_STREAM, life_log(life))
-        return {int(subject.rpartition(".")[2]): codec.unpack(Log, data) for subject, data in found.items()}
+        return {int(subject.rpartition(".")[2]): log_of(data) for subject, data in found.items()}
+
+
+def life_of(data: bytes) -> Life:
+    """A life's record. Raises ``ProtocolError``, also for a schema of another release."""
+    return codec.served(codec.unpack(Life, data), "the record of a gateway's life")
+
+
+def log_of(data: bytes) -> Log:
+    """One message of a life's log. Raises as ``life_of``."""
+    return codec.served(codec.unpack(Log, data), "the log of a gateway's life")

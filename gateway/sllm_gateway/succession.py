@@ -26,7 +26,7 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder
-from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.lives import BEAT_S, Life, Log, Whole
@@ -180,13 +180,13 @@ class Succession:
             for life in self._roll.left(self._lives.me.life):
                 try:
                     await self._inherit(life)
-                except Unavailable as error:
+                except (Unavailable, ProtocolError) as error:
                     log.info("what gateway %s left waits: %s", life.gateway, error.message)
             for name, taken in self._taken.items():
                 try:
                     if self._hearsay.last(name) > taken.last:  # it woke, and may die before it finds out what it is
                         self._taking_up.look(await self._keep_left(name, taken))
-                except Unavailable as error:
+                except (Unavailable, ProtocolError) as error:
                     log.info("what was told of life %s, which is over, waits: %s", name, error.message)
 
     async def _inherit(self, life: Life) -> None:

@@ -21,6 +21,7 @@ from sllm_runtime.protocol.errors import (
     CallNotFound,
     Draining,
     JournalExpired,
+    ProtocolError,
     QueueFull,
     SllmError,
     Unavailable,
@@ -91,8 +92,11 @@ class TakingUp:
         left = self._left | {known.order.call: known.order for known in listed if known.order is not None}
         for order in left.values():
             idle = order.call not in self._claimed and not self._detached.runs(order.call)
-            if idle and (order.call in self._tried or await self._ownerless(order)):
-                await self._claim(order)
+            try:
+                if idle and (order.call in self._tried or await self._ownerless(order)):
+                    await self._claim(order)
+            except ProtocolError as error:
+                log.error("call is left to gateways that can read it: %s", error.message, extra={"call": order.call})
             self._left.pop(order.call, None)
         for order, fence in list(self._claimed.values()):
             if await self._go_on(order, fence):
@@ -128,20 +132,22 @@ class TakingUp:
 
     async def _go_on(self, order: CallOrder, fence: int) -> bool:
         """Whether it is done with; else there is no room for it now."""
-        journaled, entries = await self._journal.now(stream_of(order), order.call)
-        if journaled.ended is not None:
-            return True
-        if journaled.order != order:
-            return not await self._mine(order)
-        for part in (await self._journal.now(BODIES_STREAM, order.call))[1]:
-            journaled.take(part)
         try:
+            journaled, entries = await self._journal.now(stream_of(order), order.call)
+            if journaled.ended is not None:
+                return True
+            if journaled.order != order:
+                return not await self._mine(order)
+            for part in (await self._journal.now(BODIES_STREAM, order.call))[1]:
+                journaled.take(part)
             self._detached.go_on(order, journaled, Journaled().take_all(entries), fence)
         except QueueFull as error:
             log.info("call waits: %s", error.message, extra={"call": order.call})
             return False
         except Draining:  # another gateway has it
             return True
+        except Unavailable:
+            raise
         except SllmError as error:
             log.warning("call is given up: %s", error.message, extra={"call": order.call})
             try:

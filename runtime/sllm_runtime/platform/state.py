@@ -23,7 +23,7 @@ from sllm_runtime.platform.streams import STATE_STREAM, WITHIN_S, await_streams,
 from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import NotStorable, ProtocolError, StaleTerm, Unavailable
-from sllm_runtime.protocol.limits import KIB, PROTOCOL_VERSION
+from sllm_runtime.protocol.limits import KIB
 from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import STATE, TERM_KEY
@@ -232,12 +232,7 @@ class StateStore:
 def _record(type_: type[T], key: str, data: bytes) -> T:
     """What stands at ``key``; fields that are unknown here are left out. Raises ``ProtocolError``, also for a schema
     that is not this one or the one before: what it means is not known."""
-    record = codec.from_json(type_, data)
-    schema = getattr(record, "schema", PROTOCOL_VERSION)
-    if schema not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
-        served = f"{PROTOCOL_VERSION - 1} and {PROTOCOL_VERSION}"
-        raise ProtocolError(f"record {key} has schema {schema}, {served} are read; run the version that wrote it")
-    return record
+    return codec.served(codec.from_json(type_, data), f"record {key}")
 
 
 class _Refused(Exception):

@@ -11,7 +11,7 @@ import msgspec
 
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.frames import Frame, Usage
-from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.records import Record
 from sllm_runtime.protocol.states import CallState
 
 JOURNAL_TTL_S: Final = 300.0
@@ -24,7 +24,7 @@ READING_S: Final = 10.0
 """A reader says so this often."""
 
 
-class CallOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
+class CallOrder(Record, frozen=True, kw_only=True, tag="order"):
     """What was asked; the body travels in ``BodyPart``. ``gateway`` runs it, in its ``life``: whoever takes it over
     writes this entry anew, and every other entry depends on the one that its writer knows (a fence)."""
 
@@ -50,7 +50,6 @@ class CallOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
     key_body: bytes = b""
     life: str = ""
     """As ``lives.Life`` names it; empty in entries of earlier releases."""
-    schema: int = PROTOCOL_VERSION
 
     @property
     def claim(self) -> KeyClaim:
@@ -58,12 +57,12 @@ class CallOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
         return KeyClaim(call=self.call, body=self.key_body)
 
 
-class BodyPart(msgspec.Struct, frozen=True, tag="body"):
+class BodyPart(Record, frozen=True, tag="body"):
     number: int
     data: bytes
 
 
-class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
+class Began(Record, frozen=True, kw_only=True, tag="began"):
     """An instance has it. ``numerics``: its fingerprint; ``epoch``: no smaller one is used again; ``exact``: as
     ``RouteEntry`` has it, of all instances so far that the answer is of."""
 
@@ -74,37 +73,36 @@ class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     exact: bool = True
 
 
-class Batch(msgspec.Struct, frozen=True, tag="batch"):
+class Batch(Record, frozen=True, tag="batch"):
     """Frames of the answer, whole values only, in order. Their first is the ``first``-th of the call."""
 
     first: int
     frames: tuple[Frame, ...]
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+class Ended(Record, frozen=True, kw_only=True, tag="ended"):
     at: float
     state: CallState
     error: ErrorBody | None = None
     usage: Usage | None = None
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
+class Kept(Record, frozen=True, kw_only=True, tag="kept"):
     """Stands for JOURNAL_TTL_S from the end: while it does, the answer can be read."""
 
 
-class CancelAsked(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+class CancelAsked(Record, frozen=True, kw_only=True, tag="cancel"):
     """Somebody wants it ended, and its gateway was not there."""
 
 
 Entry = CallOrder | BodyPart | Began | Batch | Ended | Kept | CancelAsked
 
 
-class KeyClaim(msgspec.Struct, frozen=True, kw_only=True):
+class KeyClaim(Record, frozen=True, kw_only=True):
     """The call that an ``Idempotency-Key`` stands for. ``body``: BLAKE2b of what was asked."""
 
     call: str
     body: bytes
-    schema: int = PROTOCOL_VERSION
 
 
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True):

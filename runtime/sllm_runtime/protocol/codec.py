@@ -9,6 +9,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 
 from sllm_runtime.protocol.errors import ProtocolError
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 
 T = TypeVar("T")
 
@@ -68,3 +69,13 @@ def from_json(type_: type[T], data: bytes | memoryview | str) -> T:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a valid {getattr(type_, '__name__', type_)}: {error}") from error
     return value
+
+
+def served(record: T, name: str) -> T:
+    """``record``, whose ``schema`` is this one or the one before. Raises ``ProtocolError``, which names it, for any
+    other: what it means is not known."""
+    schema = getattr(record, "schema", PROTOCOL_VERSION)
+    if schema not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
+        known = f"{PROTOCOL_VERSION - 1} and {PROTOCOL_VERSION}"
+        raise ProtocolError(f"{name} has schema {schema}, {known} are read; run the version that wrote it")
+    return record

@@ -12,7 +12,8 @@ import msgspec
 
 from sllm_runtime.protocol.calls import CallOrder
 from sllm_runtime.protocol.frames import Ids
-from sllm_runtime.protocol.limits import KIB, PROTOCOL_VERSION
+from sllm_runtime.protocol.limits import KIB
+from sllm_runtime.protocol.records import Record
 
 BEAT_S: Final = 1.0
 """A gateway writes its ``Life`` so often."""
@@ -29,7 +30,7 @@ TAG: Final = 6
 """So many characters of a life's name begin the random part of its calls' ids."""
 
 
-class Life(msgspec.Struct, frozen=True, kw_only=True):
+class Life(Record, frozen=True, kw_only=True):
     """That a gateway lives, or who has what it left."""
 
     life: str
@@ -41,7 +42,6 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     """The life that has declared it over, and takes over its calls."""
     settled: bool = False
     """That has been done."""
-    schema: int = PROTOCOL_VERSION
 
 
 class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
@@ -74,7 +74,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
 LogEntry = Whole | More | Gone
 
 
-class Log(msgspec.Struct, frozen=True):
+class Log(Record, frozen=True):
     """One message of a life's log."""
 
     entries: tuple[LogEntry, ...]
