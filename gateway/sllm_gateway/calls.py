@@ -27,7 +27,7 @@ from sllm_gateway.timers import Timers
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Cancelled, Draining, SllmError
-from sllm_runtime.protocol.node import NodeStatus
+from sllm_runtime.protocol.node import NodeStatus, Progress
 
 STOPPING = "the gateway is stopping; call again"
 
@@ -85,6 +85,13 @@ class Calls:
     def get(self, call: str) -> Call | None:
         """The call of that id, if it is open."""
         return self._open.get(call)
+
+    def waits(self, call: Call) -> Progress | None:
+        """What the call waits for: a start and how far it is, a node, or room; None: nothing, or it is not known."""
+        if call.binding is not None or call.over:
+            return None
+        key = call.version.key
+        return self._starts.of(key, self._clock()) or self.dispatcher.waits(key)
 
     def drawn(self) -> dict[str, int]:
         """Completion tokens so far of the open calls whose ids are kept here, by function."""

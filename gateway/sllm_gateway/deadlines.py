@@ -50,7 +50,11 @@ def verdict(seen: Seen, allowed: Allowed, now: float, *, instance: str = "", pen
         return SlowConsumer(f"the caller took nothing for {allowed.slow:g} s; read faster")
     if seen.waited is not None and seen.waited >= allowed.queue:
         reason = f": {pending}" if pending else ""
-        return QueueTimeout(f"no instance could take the call within {allowed.queue:g} s{reason}", retry_after_s=1.0)
+        return QueueTimeout(
+            f"no instance could take the call within {allowed.queue:g} s{reason}; "
+            "call again, or raise `queue_timeout` of the function",
+            retry_after_s=1.0,
+        )
     if seen.heard is not None and now - seen.heard >= limits.LOST_AFTER_S:
         return InstanceLost(f"instance {instance} has been silent for {limits.LOST_AFTER_S:g} s; call again")
     if seen.frame is not None and now - seen.frame >= allowed.idle:

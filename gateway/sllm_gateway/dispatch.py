@@ -14,7 +14,7 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import DeadlineExceeded, FunctionNotFound, QueueFull, SllmError, Unavailable
 from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
-from sllm_runtime.protocol.node import AWAITS_NODE, Progress
+from sllm_runtime.protocol.node import AWAITS_NODE, CAPACITY, Progress
 from sllm_runtime.protocol.records import Route, RouteEntry
 
 log = logging.getLogger(__name__)
@@ -32,13 +32,25 @@ class _Line:
         self.slots: SlotQueue[Call] = SlotQueue()
         self.slots.on_route(version.route.entries, now)
         self.pending = ""
-        """Why nothing can be started, in the controller's words."""
+        """Why nothing can be started, in the controller's words; callers are told of changes (``Dispatcher._say``)."""
         self.awaits: Progress | None = None
         """The node that is to come for it, while one is."""
         self.asked = 0
         """Waiting calls that the controller was last told of."""
         self.polling = False
         self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def why(self) -> str:
+        """Why its calls wait, as far as that is known."""
+        most = self.version.manifest.max_instances
+        taken = f"all {most} instance(s) that it may have (`max_instances`) are taken"
+        return self.pending or (taken if self.slots.living >= most else "")
+
+    @property
+    def waits(self) -> Progress | None:
+        """The same for who is told as it goes."""
+        return self.awaits or (Progress(stage=CAPACITY, message=self.why) if self.why else None)
 
     @property
     def coming(self) -> int:
@@ -150,14 +162,15 @@ class Dispatcher:
         return tuple(line.slots.waiting) if line else ()
 
     def pending(self, key: Key) -> str:
-        """Why calls of this version wait, if the controller said."""
+        """Why calls of this version wait; empty where that is not known."""
         line = self._lines.get(key)
-        return line.pending if line else ""
+        return line.why if line else ""
 
-    def awaits(self, key: Key) -> Progress | None:
-        """How far the node is that calls of this version wait for; None if they wait for none."""
+    def waits(self, key: Key) -> Progress | None:
+        """What calls of this version wait for, or how far the node is that is to come for them; None where that is not
+        known."""
         line = self._lines.get(key)
-        return line.awaits if line else None
+        return line.waits if line else None
 
     def depths(self) -> dict[str, int]:
         """Waiting calls by function."""
@@ -233,7 +246,10 @@ class Dispatcher:
         try:
             while line.slots.waiting:
                 began = self._clock()
+                told = bool(line.pending)
                 news = await self._ask(line)
+                if line.pending and not told:  # asked on at once: nobody is to think meanwhile that none is wanted
+                    continue
                 pause = PAUSE_FIRST_S if news else min(PAUSE_MOST_S, pause * 2)
                 if line.slots.waiting and self._clock() - began < pause:
                     await asyncio.sleep(pause)
@@ -257,11 +273,12 @@ class Dispatcher:
             known=tuple(sorted(known - set(gone))),
             gone=gone,
             awaits=line.awaits is not None,
+            pending=bool(line.pending),
         )
         try:
             acquired = await self._leader.ask("acquire", request, Acquired, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S)
         except (Unavailable, DeadlineExceeded) as error:
-            line.pending = f"the controller does not answer ({error.message})"
+            self._say(line, f"the controller does not answer ({error.message})", None)
             log.warning("acquire %s v%d: %s", line.version.function, line.version.number, error.message)
             return False
         except SllmError as error:
@@ -270,16 +287,21 @@ class Dispatcher:
         return self._take(line, acquired, known)
 
     def _take(self, line: _Line, acquired: Acquired, known: set[str]) -> bool:
-        line.pending, progress = acquired.pending, acquired.progress
-        line.awaits = progress if progress is not None and progress.stage == AWAITS_NODE else None
-        if line.awaits is not None:
-            for call in line.slots.waiting:
-                call.wake()
+        progress = acquired.progress
+        awaits = progress if progress is not None and progress.stage == AWAITS_NODE else None
+        self._say(line, acquired.pending, awaits)
         if acquired.route is not None:
             self._take_route(line, acquired.route)
         if acquired.error is not None and not line.slots.living:
             self._fail_all(line, acquired.error.to_error())
         return bool(set(line.slots.entries) - known)
+
+    def _say(self, line: _Line, pending: str, awaits: Progress | None) -> None:
+        """Let those who wait know why, if that is news."""
+        if (pending, awaits) != (line.pending, line.awaits):
+            line.pending, line.awaits = pending, awaits
+            for call in line.slots.waiting:
+                call.wake()
 
     def _take_route(self, line: _Line, route: Route) -> None:
         now = self._clock()

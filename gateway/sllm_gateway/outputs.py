@@ -145,5 +145,10 @@ def progress_json(progress: Progress) -> bytes:
 
 def progress_text(progress: Progress) -> str:
     """The same for a comment."""
+    return f"progress {progress_words(progress)}"
+
+
+def progress_words(progress: Progress) -> str:
+    """The same for people: stage, how far it is, and what it is about."""
     amount = f" {progress.done}/{progress.total} {progress.unit}" if progress.total else ""
-    return f"progress {progress.stage}{amount} {progress.message}".rstrip()
+    return f"{progress.stage}{amount} {progress.message}".rstrip()

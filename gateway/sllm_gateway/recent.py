@@ -10,11 +10,13 @@ import msgspec
 
 from sllm_gateway import timing
 from sllm_gateway.call import Call
+from sllm_gateway.outputs import progress_words
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import CallTold, ExplainCall
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
+from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.timeline import comment
 
 MOST: Final = 1000
@@ -23,8 +25,8 @@ ASK_S: Final = 1.0
 """A gateway that knows the call answers within this."""
 
 
-def told(call: Call) -> CallTold:
-    """What is known of a call now."""
+def told(call: Call, waits: Progress | None) -> CallTold:
+    """What is known of a call now; ``waits``: what it waits for."""
     return CallTold(
         call=call.id,
         function=call.version.function,
@@ -34,15 +36,16 @@ def told(call: Call) -> CallTold:
         started=call.marks.started.instance if call.marks.started is not None else "",
         timeline=comment(timing.spans(call)),
         error=call.error.message if call.error is not None else "",
+        waits=progress_words(waits) if waits is not None else "",
     )
 
 
 class Recent:
     """``start`` before use: other gateways ask this one."""
 
-    def __init__(self, bus: Bus, find: Callable[[str], Call | None]) -> None:
-        """``find`` finds a call that is open here."""
-        self._bus, self._find = bus, find
+    def __init__(self, bus: Bus, find: Callable[[str], Call | None], waits: Callable[[Call], Progress | None]) -> None:
+        """``find`` finds a call that is open here, ``waits`` says what it waits for."""
+        self._bus, self._find, self._waits = bus, find, waits
         self._ended: dict[str, Call] = {}
         self._subscription: Subscription | None = None
 
@@ -65,7 +68,7 @@ class Recent:
     def here(self, call: str) -> CallTold | None:
         """What this gateway knows of the call of that id."""
         found = self._find(call) or self._ended.get(call)
-        return told(found) if found is not None else None
+        return told(found, self._waits(found)) if found is not None else None
 
     async def anywhere(self, call: str) -> CallTold | None:
         """What any gateway knows of it, asked for ASK_S at most. Raises ``Unavailable`` without a connection."""

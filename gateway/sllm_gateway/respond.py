@@ -13,7 +13,6 @@ from sllm_gateway.calls import Calls
 from sllm_gateway.outputs import Body, Stream
 from sllm_gateway.server import Connection
 from sllm_gateway.settings import GatewaySettings
-from sllm_gateway.starts import Starts
 from sllm_runtime.protocol.errors import Cancelled, InternalError, SlowConsumer
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.http import CALL_ID, SERVER_TIMING
@@ -34,9 +33,8 @@ _SSE: Headers = [
 class Responder:
     """Answers with what a call brings. Errors before the headers are raised; later ones are written."""
 
-    def __init__(self, calls: Calls, starts: Starts, settings: GatewaySettings, clock: Callable[[], float]) -> None:
+    def __init__(self, calls: Calls, settings: GatewaySettings, clock: Callable[[], float]) -> None:
         self._calls = calls
-        self._starts = starts
         self._settings = settings
         self._clock = clock
 
@@ -65,7 +63,7 @@ class Responder:
             if over:
                 data += self._closing(call, encoder)
             elif not data and not encoder.inside:
-                data = pause.says(self._progress(call), encoder, self._clock())
+                data = pause.says(self._calls.waits(call), encoder, self._clock())
             if data or over:
                 await self._write(call, data, send, more=not over)
                 pause.wrote(self._clock())
@@ -96,12 +94,6 @@ class Responder:
             return True
 
         return write
-
-    def _progress(self, call: Call) -> Progress | None:
-        if call.binding is not None:
-            return None
-        key = call.version.key
-        return self._starts.of(key, self._clock()) or self._calls.dispatcher.awaits(key)
 
     def _closing(self, call: Call, encoder: Stream) -> bytes:
         """What ends the stream. A caller that has gone does not read it: a call may also be cancelled by others."""

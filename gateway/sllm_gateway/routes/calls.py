@@ -17,6 +17,7 @@ from sllm_gateway.asgi import Receive, Scope, Send, answer, exactness
 from sllm_gateway.detached import Detached
 from sllm_gateway.journal import Journal, known_s
 from sllm_gateway.keeping import Keeping
+from sllm_gateway.recent import Recent
 from sllm_gateway.replay import body_of
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus, Subscription
@@ -50,13 +51,14 @@ class CallRoutes:
         detached: Detached,
         keeping: Keeping,
         table: RouteTable,
+        recent: Recent,
         coming: Callable[[str], Awaitable[None]],
         cancel: Callable[[str], bool],
     ) -> None:
         """``coming`` waits while a call may be one of a gateway that has died just now; ``cancel`` ends a call of this
         gateway that is not kept: whether there was one."""
         self._bus, self._journal, self._detached, self._keeping = bus, journal, detached, keeping
-        self._table, self._coming, self._cancel = table, coming, cancel
+        self._table, self._recent, self._coming, self._cancel = table, recent, coming, cancel
         self._subscriptions: list[Subscription] = []
 
     def routes(self) -> list[BaseRoute]:
@@ -120,6 +122,8 @@ class CallRoutes:
         stream, _ = await self._journal.find(scope["path_params"]["call"])
         journaled, entries = await self._journal.now(stream, scope["path_params"]["call"])
         view = views.call(journaled)
+        if journaled.state is CallState.QUEUED and (told := await self._recent.anywhere(view.id)) is not None:
+            view = view.model_copy(update={"waits": told.waits})
         whole = journaled.kept and journaled.written == journaled.frames
         if journaled.state is CallState.SUCCEEDED and whole and journaled.order is not None:
             order = journaled.order

@@ -57,6 +57,7 @@ class Explaining:
             "instance": known.instance or None,
             "timeline": known.timeline,
             "error": known.error,
+            "waits": known.waits,
         }
         return _view(await self._asked(asked)).model_copy(update=of_call)
 

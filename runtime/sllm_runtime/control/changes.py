@@ -51,6 +51,7 @@ def touched(old: View, new: View) -> frozenset[str]:
         others = old.suspects.keys() ^ new.suspects.keys()
         names |= {new.instances[name].key[0] for name in others if name in new.instances}
     names |= {key[0] for key in old.awaiting.keys() ^ new.awaiting.keys()}
+    names |= {key[0] for key in new.pending.keys() - old.pending.keys()}
     if any(before is None or before.status is None for _, before, _ in differing(old.nodes, new.nodes)):
         names.add(NODES)
     return frozenset(names)

@@ -40,7 +40,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.limits import KIB, LONG_POLL_S
 from sllm_runtime.protocol.manifest import Manifest
-from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.node import CAPACITY, Progress
 from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.records import ModelRecord, VersionRecord
 
@@ -305,4 +305,4 @@ def verdict(view: View, key: Key) -> bool | None:
 
 def trial_progress(view: View, key: Key) -> Progress:
     """How far the first instance is, or why it waits."""
-    return routes.progress(view, key) or Progress(stage="capacity", message=view.why(key))
+    return routes.progress(view, key) or Progress(stage=CAPACITY, message=view.why(key))

@@ -89,7 +89,8 @@ def answer(view: View, request: Acquire, now: float) -> Acquired | None:
     if failed and failure is not None and not any(instance.live for instance in view.of(key)):
         return Acquired(route=found, error=backoff.for_caller(failure, now))
     told = progress(view, key)
-    if not request.awaits and told is not None and told.stage == AWAITS_NODE:
+    awaits = told is not None and told.stage == AWAITS_NODE
+    if (awaits and not request.awaits) or (key in view.pending and not request.pending):
         return Acquired(route=found, progress=told, pending=view.why(key))
     return None
 

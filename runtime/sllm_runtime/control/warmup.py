@@ -13,7 +13,7 @@ from sllm_runtime.control import backoff, routes
 from sllm_runtime.control.view import Key, View, with_item, without
 from sllm_runtime.protocol.ctl import Warmed
 from sllm_runtime.protocol.errors import InvalidRequest
-from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.node import CAPACITY, Progress
 
 GRACE_S: Final = 5.0
 """Between two polls of one who asks, the wish holds on for so long."""
@@ -59,7 +59,7 @@ def so_far(view: View, key: Key, instances: int) -> Warmed:
     """How many are there after a while, and what the others wait for. Raises as ``routes.require``."""
     routes.require(view, key)
     pending = view.why(key)
-    progress = Progress(stage="placement", message=pending) if pending else routes.progress(view, key)
+    progress = Progress(stage=CAPACITY, message=pending) if pending else routes.progress(view, key)
     return Warmed(function=key[0], version=key[1], wanted=instances, ready=_ready(view, key), progress=progress)
 
 

@@ -119,7 +119,7 @@ class ExplainCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class CallTold(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway knows of a call. ``started``: the instance whose start it waited for; ``instance``: where it runs,
-    or ran last. ``timeline`` as in a stream's comment."""
+    or ran last. ``timeline`` as in a stream's comment. ``waits``: what for, in words, while it does."""
 
     call: str
     function: str
@@ -129,6 +129,7 @@ class CallTold(msgspec.Struct, frozen=True, kw_only=True):
     started: str = ""
     timeline: str = ""
     error: str = ""
+    waits: str = ""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,6 +50,8 @@ class Acquire(msgspec.Struct, frozen=True, kw_only=True):
     awaits: bool = True
     """Its callers have been told that they wait for a node (or cannot be: a gateway of before does not say it). If not,
     that is an answer too."""
+    pending: bool = True
+    """The same of why nothing can be started: where it has changed since, that is told after ``wait_s``."""
     wait_s: float = LONG_POLL_S
 
 

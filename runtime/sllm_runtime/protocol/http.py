@@ -316,8 +316,9 @@ class StartView(Frozen):
 
 class ExplainView(Frozen):
     """``GET /api/v1/explain/{what}``, of a function, or of a call that a gateway has open or that has ended there of
-    late: then ``call``, its ``state``, the ``instance`` that it runs or ran on, its ``timeline`` and its ``error``.
-    ``past``: candidates and decision are of the start in ``starts``, and of the time when that was decided."""
+    late: then ``call``, its ``state``, the ``instance`` that it runs or ran on, its ``timeline``, its ``error`` and
+    what it ``waits`` for. ``past``: candidates and decision are of the start in ``starts``, and of the time when that
+    was decided."""
 
     function: str
     version: int
@@ -333,6 +334,7 @@ class ExplainView(Frozen):
     instance: str | None = None
     timeline: str = ""
     error: str = ""
+    waits: str = ""
     past: bool = False
 
 
@@ -358,7 +360,8 @@ class UsageView(Frozen):
 
 class CallView(Frozen):
     """``GET /v1/calls/{id}``: a call that is kept. Times are Unix seconds. ``result``: what the route would have
-    answered without streaming, once it has succeeded and as long as it is kept."""
+    answered without streaming, once it has succeeded and as long as it is kept. ``waits``: what for, while it is
+    ``QUEUED``, in words; empty also where no gateway says."""
 
     id: str
     function: str
@@ -369,6 +372,7 @@ class CallView(Frozen):
     finished: float | None = None
     usage: UsageView | None = None
     error: ErrorView | None = None
+    waits: str = ""
     result: Any = None
 
 

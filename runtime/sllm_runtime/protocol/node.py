@@ -17,6 +17,8 @@ from sllm_runtime.protocol.timeline import Span
 
 AWAITS_NODE: Final = "node"
 """Stage of a start that waits for a node which is to come."""
+CAPACITY: Final = "capacity"
+"""Stage of a start that waits for room; ``Progress.message`` says what for."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,8 @@ def status(context: typer.Context, call: Id, json: Json = False) -> None:
         output.value(found.model_dump(mode="json"))
         return
     show.calls([found])
+    if found.waits:
+        output.text(f"it waits: {found.waits}")
     if found.error is not None:
         output.text(f"{found.error.code}: {found.error.message}")
     if found.result is not None:

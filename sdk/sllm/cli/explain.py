@@ -27,8 +27,8 @@ def explain(
         return
     if found.call is not None:
         output.text(f"call {found.call} is {found.state}" + (f" on {found.instance}" if found.instance else ""))
-        if found.error:
-            output.text(found.error)
+        if found.error or found.waits:
+            output.text(found.error or f"it waits: {found.waits}")
         show.timeline(parse_comment(found.timeline))
     what_for = f"its instance {found.starts[0].instance} was" if found.past else "one more instance now would be"
     output.text(f"{found.function} v{found.version}: {what_for} {found.decision} ({found.policy})")

@@ -99,6 +99,17 @@ async def test_a_full_node_is_said_in_words_and_asked_again(bench: Bench) -> Non
     assert acquired.route.entries
 
 
+async def test_who_does_not_know_why_it_waits_is_told_at_once(bench: Bench) -> None:
+    await cold(bench)
+    bench.node.refuse = NoCapacity("0 of 8 CPUs are free")
+    told = await bench.gateway.acquire(pending=False)  # of 15 s that it would wait
+    assert "0 of 8 CPUs are free" in told.pending
+    began = time.monotonic()
+    known = await bench.gateway.acquire(wait_s=0.5)
+    assert known.pending
+    assert time.monotonic() - began >= 0.5, "whoever knows it waits for an instance"
+
+
 async def test_an_idle_function_makes_room(nats: Nats, node: ScriptedNode) -> None:
     node.gpus = (Gpu(index=0, kind="L4", memory=24 * 2**30),)
     async with controller_of(nats) as controller:

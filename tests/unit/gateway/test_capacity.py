@@ -1,6 +1,9 @@
 """``max_queue``: who waits for capacity that is coming, and who is refused."""
 
 import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
 
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.node import AWAITS_NODE, Progress
@@ -88,6 +91,69 @@ async def test_who_waits_for_a_node_sees_when_it_is_expected_and_does_not_queue(
             second.cancel()
             await asyncio.wait([second])
         await until(lambda: not len(w.gateway.calls))
+
+
+async def _lines(response: httpx.Response, wanted: str) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        if wanted in line:
+            yield line
+
+
+async def test_who_waits_for_room_is_told_why_when_that_changes(nats: Nats) -> None:
+    """On ``/fn`` as an event, on ``/v1`` as a comment, and of a kept call by its status."""
+    described = manifest("hang", queue_timeout=60, engine=True, model="m")
+    asked: list[bool] = []
+    reasons = ["all capacity is in use: needs 1 GPU", "waits for calls to end on n1"]
+    changed = asyncio.Event()
+
+    async def full(request: Acquire) -> Acquired:
+        asked.append(request.pending)
+        if request.pending:
+            await changed.wait()
+        return Acquired(pending=reasons[changed.is_set()])
+
+    async with world(nats, headers_wait=0.05) as w:
+        w.controller.on_acquire = full
+        await w.deploy(described, script=hang)
+        chat = {"model": "hang", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        kept = (await w.http.post("/fn/hang", headers={"prefer": "respond-async"})).json()["id"]
+        async with (
+            w.http.stream("POST", "/fn/hang", headers=SSE) as events,
+            w.http.stream("POST", "/v1/chat/completions", json=chat) as comments,
+        ):
+            found, said = _lines(events, '"stage":"capacity"'), _lines(comments, ": progress capacity ")
+            assert reasons[0] in await anext(found)
+            assert reasons[0] in await anext(said)
+            assert (await w.http.get(f"/v1/calls/{kept}")).json()["waits"] == f"capacity {reasons[0]}"
+            explained = w.gateway._recent.here(kept)
+            assert explained is not None
+            assert explained.waits == f"capacity {reasons[0]}"
+            changed.set()
+            assert reasons[1] in await anext(found)
+            assert reasons[1] in await anext(said)
+        assert asked[:2] == [False, True], "whoever does not know why asks so"
+        await w.http.post(f"/v1/calls/{kept}/cancel")
+        await until(lambda: not len(w.gateway.calls))
+
+
+async def test_who_waits_behind_all_instances_is_told_so(nats: Nats) -> None:
+    """The controller has nothing to say of it: none is wanted beyond ``max_instances``."""
+    described = manifest("hang", concurrency=1, max_instances=1, queue_timeout=0.5)
+    async with world(nats, headers_wait=0.05) as w:
+        await w.deploy(described, entry("i1", concurrency=1), script=hang)
+        running = asyncio.create_task(w.http.post("/fn/hang", headers=SSE))
+        await until(lambda: w.node.runs, what="the only slot is taken")
+        behind = await w.http.post("/fn/hang", headers=SSE)
+        running.cancel()
+        await asyncio.wait([running])
+        await until(lambda: not len(w.gateway.calls))
+    progress, error = [each for each in behind.text.split("\n\n") if each]
+    reason = "all 1 instance(s) that it may have (`max_instances`) are taken"
+    assert progress.startswith('event: progress\ndata: {"stage":"capacity"')
+    assert reason in progress
+    assert error.startswith("event: error")
+    assert "queue_timeout" in error
+    assert reason in error
 
 
 async def test_of_two_calls_that_wait_for_one_start_the_later_queues_behind_it(nats: Nats) -> None:
