@@ -144,7 +144,7 @@ class Gateway:
             *Api(controller, self.table, settings, clock).routes(),
             *Deploying(bus, controller, writer, settings, self.table).routes(),
             *Logs(bus, controller, writer).routes(),
-            *Explaining(controller, self._recent).routes(),
+            *Explaining(bus, controller, self._recent).routes(),
             *Secrets(controller).routes(),
         ]
 

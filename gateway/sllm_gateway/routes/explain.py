@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from sllm_gateway.controller import Controller
+from sllm_gateway.decisions import recorded
 from sllm_gateway.errors import quoted
 from sllm_gateway.recent import Recent
 from sllm_gateway.routes.api import shown
+from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.calls import CallTold
-from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound
+from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound, Unavailable
 from sllm_runtime.protocol.http import API, ExplainView
 from sllm_runtime.protocol.manifest import NAME
+from sllm_runtime.protocol.states import InstanceState
+
+READY = InstanceState.READY.value
 
 
 class Explaining:
     """One question to the controller, and what a gateway knows of the call."""
 
-    def __init__(self, controller: Controller, recent: Recent) -> None:
+    def __init__(self, bus: Bus, controller: Controller, recent: Recent) -> None:
+        self._bus = bus
         self._controller = controller
         self._recent = recent
 
@@ -35,7 +44,7 @@ class Explaining:
             return shown(await self._of_call(known))
         try:
             if NAME.match(what):
-                return shown(_view(await self._asked(ctl.Explain(function=what))))
+                return shown(_view(await self._of_function(what)))
         except FunctionNotFound:
             if (known := await self._recent.anywhere(what)) is None:
                 raise
@@ -59,7 +68,34 @@ class Explaining:
             "error": known.error,
             "waits": known.waits,
         }
-        return _view(await self._asked(asked)).model_copy(update=of_call)
+        return _view(await self._of_start(asked)).model_copy(update=of_call)
+
+    async def _of_function(self, name: str) -> ctl.Explained:
+        """With its last starts, also those that the controller which leads now has not seen."""
+        found = await self._asked(ctl.Explain(function=name))
+        known = {start.instance: start for start in found.starts}
+        for each in (await recorded(self._bus, name)).values():
+            for start in each.starts:
+                now = known.get(start.instance)
+                if now is None:
+                    known[start.instance] = structs.replace(start, state="" if start.state == READY else start.state)
+                elif now.seconds is None:  # of a controller before
+                    known[start.instance] = structs.replace(start, state=now.state)
+        starts = sorted(known.values(), key=lambda start: start.at or inf)
+        return structs.replace(found, starts=tuple(starts))
+
+    async def _of_start(self, asked: ctl.Explain) -> ctl.Explained:
+        """One that the controller does not remember, or of none that answers, is recorded."""
+        try:
+            found = await self._asked(asked)
+            if found.past or not asked.instance:
+                return found
+        except Unavailable:
+            told = (await recorded(self._bus, asked.function)).get(asked.instance)
+            if told is None:
+                raise
+            return told
+        return (await recorded(self._bus, asked.function)).get(asked.instance, found)
 
     async def _asked(self, asked: ctl.Explain) -> ctl.Explained:
         return await self._controller.ask("explain", asked, ctl.Explained)

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from math import inf
-from typing import Final
+from typing import Final, Literal
+
+import msgspec
 
 from sllm_runtime.control.fits import free, short
 from sllm_runtime.control.history import Past
-from sllm_runtime.control.placement import Place, Policy, Refuse, Request
+from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.servers import server
+from sllm_runtime.control.scheduling.startup import StartupTime, Ways
 from sllm_runtime.control.view import Instance, Key, Node, View
-from sllm_runtime.protocol.ctl import Candidate, Explained, StartTold
+from sllm_runtime.protocol.ctl import Candidate, Explained, MoveTold, StartTold, Way
 from sllm_runtime.protocol.node import NodeStatus
 
 MOST: Final = 256
 """Candidates that are told of, those that fit first: as many as fit one message."""
+LOOKED_AT: Final = 64
+"""Nodes that are looked at for what is recorded of each start."""
+MOST_WAYS: Final = 16
+"""Candidates without room, the quickest first, of which it is looked for how it could be made."""
+_BY: Final[dict[type[Decision], Literal["ending", "moving", "waiting"]]] = {
+    Evict: "ending",
+    Migrate: "moving",
+    Wait: "waiting",
+}
 
 
 def explained(view: View, key: Key, policy: Policy, now: float) -> Explained:
@@ -33,18 +47,24 @@ def explained(view: View, key: Key, policy: Policy, now: float) -> Explained:
         node=decision.node if isinstance(decision, Place) else "",
         possible=not isinstance(decision, Refuse),
         pending=view.why(key),
-        candidates=tuple(_candidates(view, request, now)[:MOST]),
+        candidates=_candidates(view, request, policy, now, view.nodes)[:MOST],
         starts=tuple(_told(instance) for instance in view.of(key) if not instance.ended),
+        moves=(*_planned(view, key, decision), *_moved(view, key)),
     )
 
 
-def started(past: Past, policy: Policy) -> Explained:
-    """The start of one instance: what each node would have cost when it was decided, and what it took."""
+def started(past: Past, policy: Policy, *, most: int = MOST, wall: float = 0.0) -> Explained:
+    """The start of one instance: what ``most`` nodes would have cost when it was decided, and what it took. ``wall``:
+    Unix seconds, where it is told later."""
     instance, view = past.instance, past.view
-    candidates: list[Candidate] = []
+    candidates: tuple[Candidate, ...] = ()
+    moves: Iterable[MoveTold] = ()
     if view is not None and instance.key in view.versions:
         version = view.versions[instance.key]
-        candidates = _candidates(view, Request(instance.key, version.manifest, version.model), past.now)
+        request = Request(instance.key, version.manifest, version.model)
+        asked = {instance.record.node: None, **dict.fromkeys(islice(view.nodes, LOOKED_AT if most < MOST else None))}
+        candidates = _candidates(view, request, policy, past.now, asked)
+        moves = (each for each in _moved(view, instance.key) if each.node in ("", instance.record.node))
     place = Place(instance.record.node, instance.gpus, instance.predicted)
     return Explained(
         function=instance.key[0],
@@ -52,17 +72,62 @@ def started(past: Past, policy: Policy) -> Explained:
         policy=type(policy).__name__,
         decision=_words(place),
         node=place.node,
-        candidates=tuple(candidates[:MOST]),
-        starts=(_told(instance),),
+        candidates=candidates[:most],
+        starts=(msgspec.structs.replace(_told(instance), at=wall),),
+        moves=tuple(moves),
         past=True,
     )
 
 
-def _candidates(view: View, request: Request, now: float) -> list[Candidate]:
-    """Those first that it fits, the quickest of them first."""
-    found = [_candidate(view, request, node, now) for _, node in sorted(view.nodes.items())]
+def _candidates(
+    view: View, request: Request, policy: Policy, now: float, names: Iterable[str]
+) -> tuple[Candidate, ...]:
+    """Nodes ``names``: those first that it fits, the quickest of them first."""
+    found = [_candidate(view, request, view.nodes[name], now) for name in names if name in view.nodes]
     found.sort(key=lambda each: (bool(each.why), each.seconds if each.seconds is not None else inf, each.node))
-    return found
+    full = [each.node for each in found if each.why and each.seconds is not None][:MOST_WAYS]
+    if not full or not isinstance(policy, StartupTime):
+        return tuple(found)
+    ways = Ways(request, view, now)
+    made = {name: tuple(_way(decision) for decision in ways.on(name)) for name in full}
+    return tuple(msgspec.structs.replace(each, ways=made.get(each.node, ())) for each in found)
+
+
+def _way(decision: Decision) -> Way:
+    assert not isinstance(decision, Place)
+    return Way(by=_BY[type(decision)], how=str(decision.reason), seconds=decision.seconds)
+
+
+def _planned(view: View, key: Key, decision: Decision) -> Iterator[MoveTold]:
+    """Moves for ``key`` that have not begun."""
+    wanted = [move for name, move in view.moves.items() if move.by == key and name not in view.migrations]
+    for move in (*wanted, *(decision.moves if isinstance(decision, Migrate) else ())):
+        yield MoveTold(
+            instance=move.instance,
+            node=_where(view, move.instance),
+            to=move.node,
+            state="PLANNED",
+            seconds=move.seconds,
+        )
+
+
+def _moved(view: View, key: Key) -> Iterator[MoveTold]:
+    """Moves for ``key`` that go on, or were of late."""
+    for move in view.migrations.values():
+        if move.by == key:
+            yield MoveTold(
+                instance=move.source,
+                node=_where(view, move.source),
+                to=move.node,
+                state=move.state.value,
+                seconds=move.expected,
+                took=move.ended - move.began if move.ended is not None else None,
+            )
+
+
+def _where(view: View, instance: str) -> str:
+    found = view.instances.get(instance)
+    return found.record.node if found is not None else ""
 
 
 def _words(place: Place) -> str:

@@ -31,16 +31,21 @@ class History:
     def __init__(self) -> None:
         self._starts: dict[str, Past] = {}
 
-    def follow(self, old: View, new: View, now: float) -> None:
-        """``old`` has become ``new``."""
+    def follow(self, old: View, new: View, now: float) -> list[str]:
+        """``old`` has become ``new``. Instances whose starts have been decided, or are over."""
+        found = []
         for name, before, after in differing(old.instances, new.instances):
             if after is None:
                 continue
             known = self._starts.get(name)
             if known is not None:
                 self._starts[name] = replace(known, instance=after)
+                if not _over(known.instance) and _over(after):
+                    found.append(name)
             elif before is None and not after.adopted:
                 self._remember(Past(after, now, old))
+                found.append(name)
+        return found
 
     def of(self, instance: str) -> Past | None:
         """The start of that instance, if it is remembered."""
@@ -55,3 +60,8 @@ class History:
         for name in list(self._starts)[:-views]:
             if (old := self._starts[name]).view is not None:
                 self._starts[name] = replace(old, view=None)
+
+
+def _over(instance: Instance) -> bool:
+    """Whether its start is: it was ready, or never will be."""
+    return instance.ready_at is not None or instance.ended

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from sllm_runtime.control import changes, events, instances
+from sllm_runtime.control.decisions import Decisions
 from sllm_runtime.control.history import History
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.nodes import Nodes
@@ -61,6 +62,7 @@ class Loop:
         self._routes: dict[Key, Route] = dict(routes)
         self._alive: frozenset[str] = frozenset()
         self.history = History()
+        self._decisions = Decisions(bus, self.history, policy, time.time)
         self._wake = asyncio.Event()
         self._committing = asyncio.Lock()
         self._waiters: dict[str, set[asyncio.Event]] = {}
@@ -119,7 +121,7 @@ class Loop:
 
     def _commit(self, old: View, new: View, more: frozenset[str] = frozenset()) -> None:
         self.view = new
-        self.history.follow(old, new, time.monotonic())
+        self._decisions.note(self.history.follow(old, new, time.monotonic()))
         functions = changes.touched(old, new) | more
         before = {key: route for key, route in self._routes.items() if key[0] in functions}
         after = changes.routes(new, functions)
@@ -191,6 +193,7 @@ class Loop:
         try:
             self._running.start(self._ledger.run(), "ledger")
             self._running.start(self._steps(), "steps")
+            self._running.start(self._decisions.run(), "decisions")
             await self._ended
         finally:
             # Not a TaskGroup: on Python 3.11 a write that ends as it is cancelled swallows the cancellation.

@@ -38,9 +38,9 @@ Make: TypeAlias = Callable[[View, Key, Place], tuple[View, str]]
 Choose: TypeAlias = Callable[[Request, View], Decision]
 
 
-def ask(view: View, name: str, to: str, now: float, expected: float | None = None) -> View:
+def ask(view: View, name: str, to: str, now: float, expected: float | None = None, by: Key | None = None) -> View:
     """Begin to move the calls of instance ``name`` to node ``to`` (empty: the policy chooses), which is ``expected`` to
-    take so many seconds; one that goes on is joined.
+    take so many seconds, to make room for version ``by``; one that goes on is joined.
 
     Raises ``InstanceNotFound``, ``NodeNotFound``, ``Conflict``, or ``InvalidRequest`` if they cannot be
     carried."""
@@ -51,7 +51,7 @@ def ask(view: View, name: str, to: str, now: float, expected: float | None = Non
     if instance is None or instance.ended:
         raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
     _reachable(view, instance, _carried(view, instance), to, now)
-    begun = Migration(name, to, MigrationState.PREPARING, now, tokens=instance.tokens(now), expected=expected)
+    begun = Migration(name, to, MigrationState.PREPARING, now, tokens=instance.tokens(now), expected=expected, by=by)
     return _put(view, begun)
 
 
@@ -121,7 +121,7 @@ def _asked_by_policy(view: View, now: float) -> View:
         if known is not None and known.began >= wanted.decided:
             continue
         try:
-            view = ask(view, name, wanted.node, now, wanted.seconds)
+            view = ask(view, name, wanted.node, now, wanted.seconds, wanted.by)
         except SllmError:
             gone.append(name)
     return replace(view, moves=without(view.moves, gone)) if gone else view

@@ -179,6 +179,8 @@ class Migration:
     """Of its call that had most when it began; 0: it had none, or it is of a controller before."""
     expected: float | None = None
     """What it was expected to take, if a policy decided it."""
+    by: Key | None = None
+    """As ``Move.by``."""
 
 
 @dataclass(frozen=True, slots=True)

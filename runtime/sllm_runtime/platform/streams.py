@@ -27,6 +27,8 @@ LAST_STREAM: Final = subjects.KEYS_STREAM
 WITHIN_S: Final = 25.0
 """How long a daemon that starts waits for them: less than its supervisor waits for it, who does not know why."""
 _AGAIN_S: Final = 0.05
+DECISIONS_KEPT: Final = 64
+"""Messages about starts of one function: two of each."""
 _OVERHEAD: Final = 32 * MIB
 """Of a store: what messages take beside what they hold."""
 _DAY_S: Final = 24 * 3600.0
@@ -75,6 +77,16 @@ def _configs(replicas: int, bundle_bytes: int = 0) -> list[StreamConfig]:
         no_ack=True,
         persist_mode=relaxed,
     )
+    decisions = StreamConfig(
+        name=subjects.DECISIONS_STREAM,
+        subjects=[subjects.DECISIONS],
+        max_msgs_per_subject=DECISIONS_KEPT,
+        max_age=7 * _DAY_S,
+        max_bytes=32 * MIB,
+        allow_direct=True,
+        no_ack=True,
+        persist_mode=relaxed,
+    )
     journal = StreamConfig(
         name=subjects.JOURNAL_STREAM,
         subjects=[subjects.call_entries(subjects.JOURNAL_STREAM)],
@@ -116,7 +128,7 @@ def _configs(replicas: int, bundle_bytes: int = 0) -> list[StreamConfig]:
         config.evolve(
             storage=config.storage or StorageType.FILE, retention=RetentionPolicy.LIMITS, num_replicas=replicas
         )
-        for config in (state, bundles, logs, events, journal, lives, calls, bodies, keys)
+        for config in (state, bundles, logs, events, decisions, journal, lives, calls, bodies, keys)
     ]
 
 

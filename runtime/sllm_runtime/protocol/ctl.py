@@ -310,19 +310,42 @@ class Explain(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""
 
 
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """How room could be made on a node, ``how`` in words, and seconds from then until the start would be ready there
+    (None: not known)."""
+
+    by: Literal["ending", "moving", "waiting"]
+    how: str
+    seconds: float | None = None
+
+
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A node for one more instance: seconds that its start is expected to take there (and of what), were there room.
-    ``why``: what keeps it from being started there now; empty: nothing does."""
+    ``why``: what keeps it from being started there now; empty: nothing does. ``ways``: how room could be made there."""
 
     node: str
     seconds: float | None = None
     expected: str = ""
     why: str = ""
+    ways: tuple[Way, ...] = ()
+
+
+class MoveTold(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of ``instance`` on ``node`` (empty: no longer known) make room by going on at node ``to``: the seconds that
+    this is expected to take, and took. ``state``: ``PLANNED``, or as ``states.MigrationState``."""
+
+    instance: str
+    node: str
+    to: str
+    state: str
+    seconds: float | None = None
+    took: float | None = None
 
 
 class StartTold(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's start: the seconds that it was expected to take (None: by a policy that does not ask, or of the
-    controller before), and those that it took (None: it goes on)."""
+    controller before), and those that it took (None: it goes on). ``at``: Unix seconds of when what is told of it was
+    so (0: now)."""
 
     instance: str
     node: str
@@ -330,12 +353,15 @@ class StartTold(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     expected: str = ""
     took: float | None = None
+    at: float = 0.0
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
     """``decision``: what the policy would do for one more instance now; ``node``: where it would start, if it would.
     ``pending``: why one that is wanted cannot be placed. ``past``: all of it is of the one start in ``starts``, and of
-    the time when it was decided."""
+    the time when it was decided. ``moves``: what goes, or went, elsewhere to make room for it.
+
+    Of each start it is also kept in a stream (``subjects.decision``): as decided, and again with what it took."""
 
     function: str
     version: int
@@ -346,6 +372,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     pending: str = ""
     candidates: tuple[Candidate, ...] = ()
     starts: tuple[StartTold, ...] = ()
+    moves: tuple[MoveTold, ...] = ()
     past: bool = False
 
 

@@ -293,18 +293,40 @@ class NodeListView(Frozen):
     nodes: tuple[NodeView, ...]
 
 
+class WayView(Frozen):
+    """How room could be made on a node: ``by`` ``ending``, ``moving`` or ``waiting``; seconds until the start would be
+    ready there."""
+
+    by: str
+    how: str
+    seconds: float | None = None
+
+
 class CandidateView(Frozen):
     """A node for one more instance. ``seconds``: of a start there, were there room. ``why`` empty: nothing is in the
-    way."""
+    way; else ``ways`` to make room, as far as the policy weighs them."""
 
     node: str
     seconds: float | None = None
     expected: str = ""
     why: str = ""
+    ways: tuple[WayView, ...] = ()
+
+
+class MoveView(Frozen):
+    """Calls of ``instance`` that make room by going on at node ``to``: seconds as expected, and as it took."""
+
+    instance: str
+    node: str
+    to: str
+    state: str
+    seconds: float | None = None
+    took: float | None = None
 
 
 class StartView(Frozen):
-    """An instance's start: seconds as expected, and as it took."""
+    """An instance's start: seconds as expected, and as it took. ``at``: Unix seconds of when that was recorded; 0: it
+    is so now. ``state`` empty: it is there no more."""
 
     instance: str
     node: str
@@ -312,13 +334,15 @@ class StartView(Frozen):
     seconds: float | None = None
     expected: str = ""
     took: float | None = None
+    at: float = 0.0
 
 
 class ExplainView(Frozen):
     """``GET /api/v1/explain/{what}``, of a function, or of a call that a gateway has open or that has ended there of
     late: then ``call``, its ``state``, the ``instance`` that it runs or ran on, its ``timeline``, its ``error`` and
     what it ``waits`` for. ``past``: candidates and decision are of the start in ``starts``, and of the time when that
-    was decided."""
+    was decided. ``moves``: what goes, or went, elsewhere to make room. Starts of a function are also its last ones that
+    were recorded, by whatever controller."""
 
     function: str
     version: int
@@ -329,6 +353,7 @@ class ExplainView(Frozen):
     pending: str = ""
     candidates: tuple[CandidateView, ...] = ()
     starts: tuple[StartView, ...] = ()
+    moves: tuple[MoveView, ...] = ()
     call: str | None = None
     state: str | None = None
     instance: str | None = None

@@ -76,6 +76,15 @@ def event(component: str, identity: str) -> str:
     return f"sllm.events.{token(component)}.{token(identity)}"
 
 
+DECISIONS_STREAM: Final = "sllm_decisions"
+DECISIONS: Final = "sllm.decisions.*"
+
+
+def decision(function: str) -> str:
+    """Controller → DECISIONS_STREAM: ``ctl.Explained`` of one start. The last few of each function are kept."""
+    return f"{DECISIONS[:-1]}{token(function)}"
+
+
 EVENTS_ALL: Final = "sllm.events.>"
 
 # --- calls that are kept ---
@@ -217,7 +226,16 @@ def inbox(identity: str) -> str:
 def controller_rights(identity: str) -> Rights:
     """The control plane: state, commands to nodes, reports from them."""
     return Rights(
-        publish=("sllm.node.>", "$JS.API.>", "$KV.>", "$O.>", "$JS.ACK.>", LEADER, event("controller", identity)),
+        publish=(
+            "sllm.node.>",
+            "$JS.API.>",
+            "$KV.>",
+            "$O.>",
+            "$JS.ACK.>",
+            LEADER,
+            DECISIONS,
+            event("controller", identity),
+        ),
         subscribe=(f"{CTL}.>", STATUS_ALL, f"{inbox(identity)}.>"),
     )
 

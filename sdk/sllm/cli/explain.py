@@ -32,17 +32,28 @@ def explain(
         show.timeline(parse_comment(found.timeline))
     what_for = f"its instance {found.starts[0].instance} was" if found.past else "one more instance now would be"
     output.text(f"{found.function} v{found.version}: {what_for} {found.decision} ({found.policy})")
+    for move in found.moves:
+        output.text(
+            f"makes room: {move.instance} from {move.node or '?'} to {move.to}, {move.state.lower()}, "
+            f"expected to take {_seconds(move.seconds)}, took {_seconds(move.took)}"
+        )
     if found.pending:
         output.text(f"one is wanted and waits: {found.pending}")
     rows = [
-        (each.node + (" *" if each.node == found.node else ""), _seconds(each.seconds), each.expected, each.why)
+        (
+            each.node + (" *" if each.node == found.node else ""),
+            _seconds(each.seconds),
+            each.expected,
+            each.why,
+            "; ".join(f"{way.by}: {_seconds(way.seconds)}" for way in each.ways),
+        )
         for each in found.candidates
     ]
     since = "NOT THEN, SINCE" if found.past else "NOT NOW, SINCE"
     empty = "what each node would have cost is no longer known" if found.past else "no nodes have joined"
-    output.table(("NODE", "START", "EXPECTED", since), rows, empty=empty)
+    output.table(("NODE", "START", "EXPECTED", since, "READY AFTER"), rows, empty=empty)
     started = [
-        (each.instance, each.node, each.state, _seconds(each.seconds), _seconds(each.took), each.expected)
+        (each.instance, each.node, each.state or "gone", _seconds(each.seconds), _seconds(each.took), each.expected)
         for each in found.starts
     ]
     columns = ("INSTANCE", "NODE", "STATE", "EXPECTED", "TOOK", "OF")

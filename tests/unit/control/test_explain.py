@@ -9,14 +9,15 @@ import pytest
 
 from sllm_runtime.control.events import events
 from sllm_runtime.control.explain import explained, started
-from sllm_runtime.control.history import MOST, MOST_REPORTS, History
+from sllm_runtime.control.history import MOST, MOST_REPORTS, History, Past
 from sllm_runtime.control.placement import Place
 from sllm_runtime.control.scheduling.policies import Random
 from sllm_runtime.control.scheduling.startup import StartupTime
-from sllm_runtime.control.view import Refusal, View
-from sllm_runtime.protocol import ctl
+from sllm_runtime.control.view import Migration, Refusal, View
+from sllm_runtime.protocol import codec, ctl, subjects
 from sllm_runtime.protocol.errors import FunctionNotFound
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.states import InstanceState, MigrationState
+from tests.fixtures.waiting import until
 from tests.unit.control.bench import Bench
 from tests.unit.control.bench import manifest as small
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place
@@ -79,6 +80,60 @@ def test_starts_stand_beside_what_was_expected_of_them() -> None:
     pending = replace(begun, record=msgspec.structs.replace(other.record, instance="new", state=InstanceState.PENDING))
     (event,) = events(made, made.put_instance(pending), 0.0)
     assert (event.kind, event.message) == ("instance.pending", f"expected {told.expected}")
+
+
+def test_what_making_room_costs_is_told_and_what_is_moved_for_it() -> None:
+    """One accelerator with the weights, at work for another function that could go on elsewhere."""
+    nodes = (node("full", resident=(M.digest, "o")), node("free", resident=("o",)))
+    other = model("o")
+    made, _ = function(cluster(*nodes, models=(M, other)), "chat", M)
+    made = idle(function(made, "other", other, engine=True, model="/o")[0], "other", "full", running=1, carries=True)
+    told = explained(made, KEY, StartupTime(), NOW)
+    (way,) = next(each for each in told.candidates if each.node == "full").ways
+    assert way.by == "moving"
+    assert "by moving other-on-full-0 to free" in way.how
+    assert way.seconds is not None
+    (planned,) = told.moves
+    assert (planned.instance, planned.node, planned.to, planned.state) == (
+        "other-on-full-0",
+        "full",
+        "free",
+        "PLANNED",
+    )
+    assert planned.seconds is not None
+    assert way.seconds > planned.seconds
+    assert not explained(made, KEY, Random(), NOW).candidates[-1].ways, "what it does not weigh is not told"
+    gone = Migration("other-on-full-0", "free", MigrationState.DONE, NOW, ended=NOW + 2, expected=1.5, by=KEY)
+    placed = replace(made.of(("other", 1))[0], placed=NOW)
+    record = msgspec.structs.replace(placed.record, instance="new", function="chat")
+    then = replace(made, migrations={gone.source: gone})
+    (moved,) = started(Past(replace(placed, record=record), NOW, then), StartupTime()).moves
+    assert (moved.state, moved.seconds, moved.took) == ("DONE", 1.5, 2.0)
+
+
+async def test_starts_are_recorded_as_decided_and_with_what_they_took(bench: Bench) -> None:
+    await bench.gateway.deploy(small())
+    (instance,) = bench.live()
+    stream = bench.controller.loop._bus.jetstream
+
+    async def told() -> list[ctl.Explained]:
+        count = (await stream.stream_info(subjects.DECISIONS_STREAM)).state.messages
+        found = [await stream.get_msg(subjects.DECISIONS_STREAM, number + 1) for number in range(count)]
+        assert all(each.subject == subjects.decision("chat") for each in found)
+        return [codec.unpack(ctl.Explained, each.data or b"") for each in found]
+
+    async def both() -> bool:
+        return len(await told()) == 2
+
+    await until(both, what="it was decided, and is ready")
+    first, last = await told()
+    assert first.decision == last.decision
+    assert first.candidates == last.candidates
+    assert [each.node for each in last.candidates] == [bench.node.name]
+    assert (first.starts[0].instance, first.starts[0].took) == (instance, None)
+    assert (last.starts[0].state, last.past) == ("READY", True)
+    assert last.starts[0].took is not None
+    assert last.starts[0].at > 1e9
 
 
 async def test_it_is_asked_for_over_the_bus(bench: Bench) -> None:

@@ -17,7 +17,14 @@ from sllm_gateway.openapi import OPERATIONS, document
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform import bundles, trace
 from sllm_runtime.protocol import ctl, subjects
-from sllm_runtime.protocol.errors import FunctionError, FunctionNotFound, ModelNotFound, StartFailed, Unsatisfiable
+from sllm_runtime.protocol.errors import (
+    FunctionError,
+    FunctionNotFound,
+    ModelNotFound,
+    StartFailed,
+    Unavailable,
+    Unsatisfiable,
+)
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import API, EVENT_STREAM
@@ -404,7 +411,9 @@ async def test_a_function_and_a_call_are_explained(nats: Nats) -> None:
         async with running(await nats.bus(GATEWAY_2), settings) as other:
             assert await other._recent.anywhere(call) == w.gateway._recent.here(call)
             assert await other._recent.anywhere("call-1") is None
-    assert of_function["candidates"][1] == {"node": "n2", "seconds": None, "expected": "", "why": "it is cordoned"}
+    assert of_function["candidates"][1] == {
+        "node": "n2", "seconds": None, "expected": "", "why": "it is cordoned", "ways": [],
+    }  # fmt: skip
     assert of_function["call"] is None
     assert (of_call["call"], of_call["state"], of_call["instance"]) == (call, "RUNNING", entry().instance)
     assert of_call["timeline"].startswith("timeline queue=")
@@ -414,6 +423,47 @@ async def test_a_function_and_a_call_are_explained(nats: Nats) -> None:
     assert asked == [("f", None, ""), *[("f", 1, entry().instance)] * 2]
     assert [each.status_code for each in lost] == [404, 404]
     assert [each.json()["error"]["code"] for each in lost] == ["call_not_found", "function_not_found"]
+
+
+async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> None:
+    """By what another one has recorded of them, also while none answers."""
+    leads = [True]
+
+    async def explain(request: ctl.Explain) -> ctl.Explained:
+        if not leads:
+            raise Unavailable("nobody leads")
+        here = ctl.StartTold(instance=entry().instance, node="n1", state="READY")
+        return ctl.Explained(
+            function="f", version=1, policy="StartupTime", decision="all capacity is in use", possible=False,
+            starts=(here,),
+        )  # fmt: skip
+
+    def of(instance: str, took: float | None) -> ctl.Explained:
+        start = ctl.StartTold(instance=instance, node="n1", state="READY", seconds=0.5, took=took, at=1.0)
+        return ctl.Explained(
+            function="f", version=1, policy="StartupTime", decision="a start on n1", past=True, starts=(start,)
+        )
+
+    async with world(nats) as w:
+        for told in (of("before", None), of("before", 0.75), of(entry().instance, 0.25)):
+            w.controller.bus.publish_now(subjects.decision("f"), told)
+        await w.controller.bus.flush()
+        await w.controller.serve("explain", ctl.Explain, explain)
+        await w.deploy(manifest("f"), entry(), script=hang)
+        of_function = (await w.http.get(f"{API}/explain/f")).json()
+        async with w.http.stream("POST", "/fn/f", headers=SSE) as response:
+            call = response.headers["sllm-call-id"]
+            remembered = (await w.http.get(f"{API}/explain/{call}")).json()
+            leads.clear()
+            alone = (await w.http.get(f"{API}/explain/{call}")).json()
+            assert (await w.http.post(f"/v1/calls/{call}/cancel")).status_code == 202
+            await response.aread()
+        await until(lambda: len(w.gateway.calls) == 0, what="it is over")
+    starts = {each["instance"]: (each["state"], each["seconds"], each["took"]) for each in of_function["starts"]}
+    assert starts == {"before": ("", 0.5, 0.75), entry().instance: ("READY", 0.5, 0.25)}
+    assert of_function["decision"] == "all capacity is in use", "what would be done now"
+    for each in (remembered, alone):
+        assert (each["decision"], each["past"], each["call"]) == ("a start on n1", True, call)
 
 
 async def test_events_are_read(nats: Nats) -> None:

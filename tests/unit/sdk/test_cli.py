@@ -25,7 +25,16 @@ from sllm_runtime.protocol.errors import (
     Unauthorized,
     Unavailable,
 )
-from sllm_runtime.protocol.http import CandidateView, ExplainView, GpuView, InstanceView, NodeDetailView, StartView
+from sllm_runtime.protocol.http import (
+    CandidateView,
+    ExplainView,
+    GpuView,
+    InstanceView,
+    MoveView,
+    NodeDetailView,
+    StartView,
+    WayView,
+)
 from tests.fixtures import command
 from tests.fixtures.command import document
 from tests.fixtures.waiting import GIVE_UP_S
@@ -573,8 +582,12 @@ def test_a_place_that_cannot_be_written_is_said() -> None:
 def test_a_placement_is_explained(gateway: Gateway) -> None:
     found = ExplainView(
         function="chat", version=2, policy="StartupTime", decision="a start on n1", node="n1", pending="all is in use",
-        candidates=(CandidateView(node="n1", seconds=0.5), CandidateView(node="n2", why="it is cordoned")),
+        candidates=(
+            CandidateView(node="n1", seconds=0.5),
+            CandidateView(node="n2", why="needs 1 x L4", ways=(WayView(by="moving", how="makes room", seconds=2.0),)),
+        ),
         starts=(StartView(instance="i", node="n1", state="READY", seconds=0.5, took=0.625),),
+        moves=(MoveView(instance="o", node="n2", to="n3", state="DONE", seconds=1.5, took=1.75),),
         call="call-1", state="RUNNING", instance="i", timeline="timeline queue=1.0@0.0",
     ).model_dump(mode="json")  # fmt: skip
     gateway.will(Answer(json=found))
@@ -584,7 +597,8 @@ def test_a_placement_is_explained(gateway: Gateway) -> None:
     assert "chat v2: one more instance now would be a start on n1 (StartupTime)" in said
     assert "waits: all is in use" in said
     assert "n1 *\t0.50 s" in said
-    assert "it is cordoned" in said
+    assert "needs 1 x L4\tmoving: 2.00 s" in said
+    assert "makes room: o from n2 to n3, done, expected to take 1.50 s, took 1.75 s" in said
     assert "0.50 s\t0.62 s" in said
 
 

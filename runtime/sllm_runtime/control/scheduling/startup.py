@@ -85,6 +85,27 @@ class Preemption:
         return found
 
 
+class Ways:
+    """How room could be made for a start on one server after the other, as ``StartupTime`` weighs it; for people."""
+
+    def __init__(self, request: Request, view: View, now: float) -> None:
+        self._servers = Servers()
+        self._request, self._view, self._now = request, view, now
+        self._start = _start(request, view, self._servers, now)
+        self._moving = Moving.of(request, view, self._servers, now)
+
+    def on(self, name: str) -> list[Decision]:
+        """The quickest of each kind on server ``name``."""
+        may, view, servers = self._start.may, self._view, self._servers
+        here = replace(self._start, may=lambda server: server.name == name and may(server))
+        found = (
+            quickest_move(self._moving, here, inf),
+            quickest_ending(self._request, here, view, servers, self._now, inf),
+            quickest_wait(self._request, here, view, servers, self._now, inf),
+        )
+        return [each[1] for each in found if each is not None]
+
+
 def _start(request: Request, view: View, servers: Servers, now: float) -> Start:
     servers.of(view)
     model = view.models.get(request.model) if request.model else None
