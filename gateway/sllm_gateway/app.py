@@ -76,7 +76,7 @@ class Gateway:
         self._announcer = Announcer(bus, "gateway", clock, wall)
         self._leader = Leader(bus)
         self.calls = Calls(bus, self._leader, settings, self.metrics, clock, self._starts, self._ended)
-        self._recent = Recent(bus, self.calls.get, self.calls.waits)
+        self._recent = Recent(bus, settings.gateway, self.calls, clock, wall)
         self.table = RouteTable(self._on_version)
         responder = Responder(self.calls, settings, clock)
         controller = Controller(self._leader, clock)
@@ -101,7 +101,15 @@ class Gateway:
         )
         keeping = Keeping(bus, self._detached, journal, writer, clock)
         self._kept = CallRoutes(
-            bus, journal, self._detached, keeping, self.table, self._recent, self._succession.coming, self.calls.cancel
+            bus,
+            journal,
+            self._detached,
+            keeping,
+            self.table,
+            self._recent,
+            lambda: {life.gateway for life in roll.living(lives.me.life)},
+            self._succession.coming,
+            self.calls.cancel,
         )
         caller = Caller(
             self._lookup,

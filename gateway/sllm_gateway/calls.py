@@ -86,6 +86,10 @@ class Calls:
         """The call of that id, if it is open."""
         return self._open.get(call)
 
+    def open(self) -> list[Call]:
+        """Those that are not over, in the order in which they came."""
+        return [call for call in self._open.values() if not call.over]
+
     def waits(self, call: Call) -> Progress | None:
         """What the call waits for: a start and how far it is, a node, or room; None: nothing, or it is not known."""
         if call.binding is not None or call.over:

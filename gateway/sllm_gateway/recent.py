@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -10,14 +12,18 @@ import msgspec
 
 from sllm_gateway import timing
 from sllm_gateway.call import Call
+from sllm_gateway.calls import Calls
 from sllm_gateway.outputs import progress_words
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
-from sllm_runtime.protocol.calls import CallTold, ExplainCall
+from sllm_runtime.protocol.calls import CallsTold, CallTold, ExplainCall, ListCalls, place_of
 from sllm_runtime.protocol.ctl import Reply
-from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
-from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
+from sllm_runtime.protocol.limits import BATCH_BYTES
+from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.timeline import comment
+
+log = logging.getLogger(__name__)
 
 MOST: Final = 1000
 """Calls that have ended and are known still."""
@@ -25,37 +31,28 @@ ASK_S: Final = 1.0
 """A gateway that knows the call answers within this."""
 
 
-def told(call: Call, waits: Progress | None) -> CallTold:
-    """What is known of a call now; ``waits``: what it waits for."""
-    return CallTold(
-        call=call.id,
-        function=call.version.function,
-        version=call.version.number,
-        state=call.state,
-        instance=call.binding.instance if call.binding is not None else call.marks.instance,
-        started=call.marks.started.instance if call.marks.started is not None else "",
-        timeline=comment(timing.spans(call)),
-        error=call.error.message if call.error is not None else "",
-        waits=progress_words(waits) if waits is not None else "",
-    )
-
-
 class Recent:
     """``start`` before use: other gateways ask this one."""
 
-    def __init__(self, bus: Bus, find: Callable[[str], Call | None], waits: Callable[[Call], Progress | None]) -> None:
-        """``find`` finds a call that is open here, ``waits`` says what it waits for."""
-        self._bus, self._find, self._waits = bus, find, waits
+    def __init__(
+        self, bus: Bus, gateway: str, calls: Calls, clock: Callable[[], float], wall: Callable[[], float]
+    ) -> None:
+        self._bus, self._gateway, self._calls = bus, gateway, calls
         self._ended: dict[str, Call] = {}
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
+        self._zero = wall() - clock()  # once: what a call is sorted by stays
 
     async def start(self) -> None:
         """Listen. Raises ``Unavailable``."""
-        self._subscription = await self._bus.listen(subjects.EXPLAIN_CALL, self._asked)
+        self._subscriptions.append(await self._bus.listen(subjects.EXPLAIN_CALL, self._asked))
+        self._subscriptions.append(
+            await self._bus.serve(subjects.open_calls(self._gateway), ListCalls, self._asked_for_all)
+        )
 
     async def close(self) -> None:
-        if self._subscription is not None:
-            await self._subscription.unsubscribe()
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+        self._subscriptions.clear()
 
     def ended(self, call: Call) -> None:
         """``call`` is over."""
@@ -65,10 +62,11 @@ class Recent:
         kept.end, kept.error = call.end, call.error
         self._ended[call.id] = kept
 
+    # --- one call -----------------------------------------------------------------------------------
     def here(self, call: str) -> CallTold | None:
         """What this gateway knows of the call of that id."""
-        found = self._find(call) or self._ended.get(call)
-        return told(found, self._waits(found)) if found is not None else None
+        found = self._calls.get(call) or self._ended.get(call)
+        return self._told(found) if found is not None else None
 
     async def anywhere(self, call: str) -> CallTold | None:
         """What any gateway knows of it, asked for ASK_S at most. Raises ``Unavailable`` without a connection."""
@@ -88,3 +86,71 @@ class Recent:
         known = self.here(codec.unpack(ExplainCall, data).call)
         if known is not None and reply_to:
             self._bus.publish_now(reply_to, Reply(value=msgspec.Raw(codec.pack(known))))
+
+    def _told(self, call: Call) -> CallTold:
+        waits = self._calls.waits(call)
+        usage = call.end.usage if call.end is not None else None
+        return CallTold(
+            call=call.id,
+            function=call.version.function,
+            version=call.version.number,
+            state=call.state,
+            instance=call.binding.instance if call.binding is not None else call.marks.instance,
+            started=call.marks.started.instance if call.marks.started is not None else "",
+            timeline=comment(timing.spans(call)),
+            error=call.error.message if call.error is not None else "",
+            waits=progress_words(waits) if waits is not None else "",
+            created=self._zero + call.order.accepted,
+            gateway=self._gateway,
+            tokens=usage.completion if usage is not None else call.resumption.count if call.resumption else 0,
+        )
+
+    # --- all that are open ----------------------------------------------------------------------------
+    def open(self, asked: ListCalls) -> list[CallTold]:
+        """Those of this gateway, the newest first."""
+        found = []
+        for call in self._calls.open():
+            place = place_of(self._zero + call.order.accepted, call.id)
+            if asked.function in ("", call.version.function) and asked.state in ("", shown(call.state).value):
+                found.append((place, call))
+        found = [each for each in found if not asked.after or each[0] < asked.after]
+        found.sort(key=lambda each: each[0], reverse=True)
+        return [msgspec.structs.replace(self._told(call), timeline="") for _, call in found[: asked.limit]]
+
+    async def everywhere(self, asked: ListCalls, others: Iterable[str]) -> tuple[list[CallTold], list[str]]:
+        """Those of this gateway and of ``others``, in no order, and which of these do not answer."""
+        names = sorted(set(others) - {self._gateway})
+        answers = await asyncio.gather(*(self._ask(name, asked) for name in names))
+        silent = [name for name, told in zip(names, answers, strict=True) if told is None]
+        return [*self.open(asked), *(each for told in answers for each in told or ())], silent
+
+    async def _ask(self, gateway: str, asked: ListCalls) -> list[CallTold] | None:
+        found: list[CallTold] = []
+        try:
+            while asked.limit:
+                answer = await self._bus.call(subjects.open_calls(gateway), asked, CallsTold, timeout_s=ASK_S)
+                found += answer.calls
+                if not answer.calls:
+                    break
+                last = answer.calls[-1]
+                left = max(0, asked.limit - len(answer.calls))
+                asked = msgspec.structs.replace(asked, limit=left, after=place_of(last.created, last.call))
+        except SllmError as error:
+            log.info("gateway %s does not say which calls it has: %s", gateway, error.message)
+            return None
+        return found
+
+    async def _asked_for_all(self, asked: ListCalls) -> CallsTold:
+        told: list[CallTold] = []
+        size = 0
+        for each in self.open(asked):
+            size += len(codec.pack(each))
+            if told and size > BATCH_BYTES:
+                break
+            told.append(each)
+        return CallsTold(calls=tuple(told))
+
+
+def shown(state: CallState) -> CallState:
+    """As people see it: what is being started for a call is told by what it waits for."""
+    return CallState.QUEUED if state is CallState.STARTING else state

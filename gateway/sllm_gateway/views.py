@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sllm_runtime.protocol.calls import Journaled
+from sllm_gateway.recent import shown
+from sllm_runtime.protocol.calls import CallTold, Journaled
 from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo, Placements, Warmed
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.events import LogRecord
@@ -218,8 +219,8 @@ def log_line(record: LogRecord) -> LogView:
     )
 
 
-def call(journaled: Journaled) -> CallView:
-    """A kept call, without its result."""
+def call(journaled: Journaled, told: CallTold | None = None) -> CallView:
+    """A kept call, without its result; ``told``: what the gateway says that has it open."""
     order, ended = journaled.order, journaled.ended
     assert order is not None
     usage = ended.usage if ended is not None else None
@@ -233,4 +234,24 @@ def call(journaled: Journaled) -> CallView:
         finished=ended.at if ended is not None else None,
         usage=UsageView(prompt=usage.prompt, completion=usage.completion, cached=usage.cached) if usage else None,
         error=error(ended.error) if ended is not None else None,
+        instance=told.instance if told is not None else journaled.began.instance if journaled.began is not None else "",
+        gateway=order.gateway,
+        tokens=told.tokens if told is not None else usage.completion if usage is not None else 0,
+        waits=told.waits if told is not None else "",
+    )
+
+
+def open_call(told: CallTold) -> CallView:
+    """A call that is not kept, as its gateway tells it."""
+    return CallView(
+        id=told.call,
+        function=told.function,
+        version=told.version,
+        state=shown(told.state).value,
+        created=told.created,
+        kept=False,
+        instance=told.instance,
+        gateway=told.gateway,
+        tokens=told.tokens,
+        waits=told.waits,
     )

@@ -1,11 +1,11 @@
-"""``/v1/calls``: calls that are kept (``Prefer: respond-async``, ``Idempotency-Key``), at any gateway."""
+"""``/v1/calls``: calls that are kept (``Prefer: respond-async``, ``Idempotency-Key``) or open, at any gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 import msgspec
@@ -22,14 +22,14 @@ from sllm_gateway.replay import body_of
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
-from sllm_runtime.protocol.calls import CallOrder, CancelAsked, CancelCall, Journaled, Reading
+from sllm_runtime.protocol.calls import CallOrder, CancelAsked, CancelCall, Journaled, ListCalls, Reading, place_of
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import CallNotFound, DeadlineExceeded, InvalidRequest, Unavailable
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.http import CALLS, CallListView
 from sllm_runtime.protocol.lives import BEAT_S, SILENT_BEATS
 from sllm_runtime.protocol.node import Ok
-from sllm_runtime.protocol.states import CallState
+from sllm_runtime.protocol.states import CALL, CallState, final
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +52,15 @@ class CallRoutes:
         keeping: Keeping,
         table: RouteTable,
         recent: Recent,
+        others: Callable[[], Collection[str]],
         coming: Callable[[str], Awaitable[None]],
         cancel: Callable[[str], bool],
     ) -> None:
-        """``coming`` waits while a call may be one of a gateway that has died just now; ``cancel`` ends a call of this
-        gateway that is not kept: whether there was one."""
+        """``others`` names the other gateways that live; ``coming`` waits while a call may be one of a gateway that has
+        died just now; ``cancel`` ends a call of this gateway that is not kept: whether there was one."""
         self._bus, self._journal, self._detached, self._keeping = bus, journal, detached, keeping
-        self._table, self._recent, self._coming, self._cancel = table, recent, coming, cancel
+        self._table, self._recent, self._others = table, recent, others
+        self._coming, self._cancel = coming, cancel
         self._subscriptions: list[Subscription] = []
 
     def routes(self) -> list[BaseRoute]:
@@ -98,32 +100,40 @@ class CallRoutes:
             raise InvalidRequest(f"limit must be between 1 and {MOST}", field="limit")
         if state is not None and state not in CallState.__members__:
             raise InvalidRequest(f"state must be one of {', '.join(CallState.__members__)}", field="state")
-        known = (await self._journal.all()).items()
-        shown = sorted(
-            (
-                (f"{journaled.order.created:020.6f}-{call}", journaled)
-                for call, journaled in known
-                if journaled.order is not None
-                and function in (None, journaled.order.function)
-                and state in (None, journaled.state.value)
-            ),
-            key=lambda pair: pair[0],
-            reverse=True,
-        )
-        rest = [pair for pair in shown if not after or pair[0] < after]
+        # One more than is shown: whether there is more.
+        asked = ListCalls(limit=int(limit) + 1, function=function or "", state=state or "", after=after)
+        told, silent = await self._recent.everywhere(asked, self._others())
+        running = {each.call: each for each in told}
+        shown = {
+            place_of(journaled.order.created, call): views.call(journaled, running.pop(call, None))
+            for call, journaled in (await self._journal.all()).items()
+            if journaled.order is not None
+            and function in (None, journaled.order.function)
+            and state in (None, journaled.state.value)
+        }
+        shown |= {place_of(each.created, each.call): views.open_call(each) for each in running.values()}
+        rest = [place for place in sorted(shown, reverse=True) if not after or place < after]
         page = rest[: int(limit)]
         view = CallListView(
-            calls=tuple(views.call(journaled) for _, journaled in page),
-            next=page[-1][0] if len(rest) > len(page) else "",
+            calls=tuple(shown[place] for place in page),
+            next=page[-1] if len(rest) > len(page) else "",
+            silent=tuple(silent),
         )
         await answer(send, 200, _JSON, view.model_dump_json().encode())
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream, _ = await self._journal.find(scope["path_params"]["call"])
-        journaled, entries = await self._journal.now(stream, scope["path_params"]["call"])
-        view = views.call(journaled)
-        if journaled.state is CallState.QUEUED and (told := await self._recent.anywhere(view.id)) is not None:
-            view = view.model_copy(update={"waits": told.waits})
+        call = scope["path_params"]["call"]
+        try:
+            stream, _ = await self._journal.find(call)
+        except CallNotFound:
+            told = await self._recent.anywhere(call)
+            if told is None or final(CALL, told.state):
+                raise
+            await answer(send, 200, _JSON, views.open_call(told).model_dump_json().encode())
+            return
+        journaled, entries = await self._journal.now(stream, call)
+        ended = journaled.ended is not None
+        view = views.call(journaled, None if ended else await self._recent.anywhere(call))
         whole = journaled.kept and journaled.written == journaled.frames
         if journaled.state is CallState.SUCCEEDED and whole and journaled.order is not None:
             order = journaled.order

@@ -119,7 +119,8 @@ class ExplainCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class CallTold(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway knows of a call. ``started``: the instance whose start it waited for; ``instance``: where it runs,
-    or ran last. ``timeline`` as in a stream's comment. ``waits``: what for, in words, while it does."""
+    or ran last. ``timeline`` as in a stream's comment. ``waits``: what for, in words, while it does. ``created``: Unix
+    seconds by the clock of ``gateway``. ``tokens``: that came so far, where ids are kept or it has ended."""
 
     call: str
     function: str
@@ -130,6 +131,30 @@ class CallTold(msgspec.Struct, frozen=True, kw_only=True):
     timeline: str = ""
     error: str = ""
     waits: str = ""
+    created: float = 0.0
+    gateway: str = ""
+    tokens: int = 0
+
+
+class ListCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """Which calls are open at a gateway: the newest ``limit``, of those older than ``after`` (``place_of``; empty: of
+    all). ``function`` and ``state``: empty for any."""
+
+    limit: int
+    function: str = ""
+    state: str = ""
+    after: str = ""
+
+
+class CallsTold(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest first, as many as fit one message; none: there are no more."""
+
+    calls: tuple[CallTold, ...]
+
+
+def place_of(created: float, call: str) -> str:
+    """Sorts calls by when they were made."""
+    return f"{created:020.6f}-{call}"
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):

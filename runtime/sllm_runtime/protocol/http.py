@@ -384,9 +384,10 @@ class UsageView(Frozen):
 
 
 class CallView(Frozen):
-    """``GET /v1/calls/{id}``: a call that is kept. Times are Unix seconds. ``result``: what the route would have
-    answered without streaming, once it has succeeded and as long as it is kept. ``waits``: what for, while it is
-    ``QUEUED``, in words; empty also where no gateway says."""
+    """``GET /v1/calls/{id}``: a call that is kept, or else one that a gateway has open (``kept`` false). Times are Unix
+    seconds. ``result``: what the route would have answered without streaming, once it has succeeded and as long as it
+    is kept. ``instance``: where it runs or ran last. ``tokens``: that came so far, where that is known. ``waits``: what
+    for, while it is ``QUEUED``, in words; empty also where no gateway says."""
 
     id: str
     function: str
@@ -397,15 +398,21 @@ class CallView(Frozen):
     finished: float | None = None
     usage: UsageView | None = None
     error: ErrorView | None = None
+    kept: bool = True
+    instance: str = ""
+    gateway: str = ""
+    tokens: int = 0
     waits: str = ""
     result: Any = None
 
 
 class CallListView(Frozen):
-    """The newest first, without results. ``next``: for ``after``; empty: there are no more."""
+    """The newest first, without results. ``next``: for ``after``; empty: there are no more. ``silent``: gateways that
+    have not answered; what is open there and not kept is left out."""
 
     calls: tuple[CallView, ...]
     next: str = ""
+    silent: tuple[str, ...] = ()
 
 
 class SecretRequest(Frozen):

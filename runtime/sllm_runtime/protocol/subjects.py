@@ -147,6 +147,13 @@ CANCEL_CALL: Final = "sllm.cancel"
 """Gateway → all gateways, request/reply: ``calls.CancelCall``."""
 EXPLAIN_CALL: Final = "sllm.explain"
 """Gateway → all gateways, request/reply: ``calls.ExplainCall``."""
+
+
+def open_calls(gateway: str) -> str:
+    """Gateway → gateway, request/reply: ``calls.ListCalls``."""
+    return f"sllm.listed.{token(gateway)}"
+
+
 READING: Final = "sllm.reading"
 """Gateway → all gateways: ``calls.Reading``."""
 
@@ -256,6 +263,7 @@ def gateway_rights(identity: str) -> Rights:
             *(f"{prefix}.>" for prefix in (*_KEPT.values(), "sllm.keys", "sllm.lives")),
             f"{_TOLD}.{token(identity)}.>",
             "sllm.heard.*",
+            "sllm.listed.*",
             CANCEL_CALL,
             EXPLAIN_CALL,
             READING,
@@ -278,6 +286,7 @@ def gateway_rights(identity: str) -> Rights:
             LEADER,
             TOLD_ALL,
             heard(identity),
+            open_calls(identity),
             CANCEL_CALL,
             EXPLAIN_CALL,
             READING,

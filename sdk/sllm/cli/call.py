@@ -1,4 +1,4 @@
-"""``sllm call``: calls that are kept, and ending those that run."""
+"""``sllm call``: calls that run, wait or are kept, and ending them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sllm.cli.context import Json, client
 from sllm_runtime.protocol.http import CALLS, CallListView, CallView
 
 app = typer.Typer(
-    help="Look at calls that are kept, and cancel calls.",
+    help="Look at calls that run, wait or are kept, and cancel calls.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -23,7 +23,7 @@ Id = Annotated[str, typer.Argument(help="The call's id: the header Sllm-Call-Id 
 
 @app.callback()
 def root() -> None:
-    """Look at calls that are kept, and cancel calls."""
+    """Look at calls that run, wait or are kept, and cancel calls."""
 
 
 @app.command("list")
@@ -32,10 +32,12 @@ def list_(
     function: Annotated[str, typer.Option(help="Those of one function.")] = "",
     state: Annotated[str, typer.Option(help="QUEUED, RUNNING, SUCCEEDED, FAILED or CANCELLED.")] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 100,
+    after: Annotated[str, typer.Option(help="Go on where a list of before ended, as it said.")] = "",
     json: Json = False,
 ) -> None:
-    """Calls that were asked for with `Prefer: respond-async` or an Idempotency-Key, the newest first."""
-    wanted = {"function": function, "state": state, "limit": str(limit)}
+    """Calls that run or wait at any gateway, and those that are kept (asked for with `Prefer: respond-async` or an
+    Idempotency-Key), the newest first."""
+    wanted = {"function": function, "state": state, "limit": str(limit), "after": after}
     params = {key: value for key, value in wanted.items() if value}
     with client(context) as connection:
         found = CallListView.model_validate(connection.request("GET", CALLS, params=params))
@@ -43,11 +45,15 @@ def list_(
         output.value(found.model_dump(mode="json"))
     else:
         show.calls(found.calls)
+        if found.next:
+            output.note(f"there are more: --after {found.next}")
+    if found.silent:
+        output.note(f"no answer of {', '.join(found.silent)}: what runs or waits there is left out, if it is not kept")
 
 
 @app.command()
 def status(context: typer.Context, call: Id, json: Json = False) -> None:
-    """How a kept call stands, and what it answered."""
+    """How a call stands that runs, waits or is kept, and what a kept one answered."""
     with client(context) as connection:
         found = CallView.model_validate(connection.request("GET", f"{CALLS}/{quote(call, safe='')}"))
     if json:

@@ -20,13 +20,26 @@ def _date(at: float) -> str:
 def calls(found: Sequence[CallView]) -> None:
     """One row a call."""
     rows = [
-        (view.id, f"{view.function} v{view.version}", view.state, _date(view.created), _took(view)) for view in found
+        (
+            view.id,
+            f"{view.function} v{view.version}",
+            view.state,
+            view.instance or "-",
+            view.gateway or "-",
+            _date(view.created),
+            _took(view),
+            str(view.tokens or "-"),
+            "yes" if view.kept else "no",
+        )
+        for view in found
     ]
-    output.table(("CALL", "FUNCTION", "STATE", "CREATED", "TOOK"), rows, empty="no call is kept")
+    columns = ("CALL", "FUNCTION", "STATE", "INSTANCE", "GATEWAY", "CREATED", "TOOK", "TOKENS", "KEPT")
+    output.table(columns, rows, empty="no call runs or waits, and none is kept")
 
 
 def _took(view: CallView) -> str:
-    return f"{view.finished - view.created:.1f} s" if view.finished is not None else "-"
+    """What it took, or has taken so far."""
+    return f"{(view.finished or max(time.time(), view.created)) - view.created:.1f} s"
 
 
 def functions(found: Sequence[FunctionView]) -> None:

@@ -19,7 +19,7 @@ from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import Reading
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.frames import FrameKind, Ids, Usage
-from tests.fixtures.nats import GATEWAY_2, Nats
+from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, entry, manifest, world
 
@@ -227,6 +227,53 @@ async def test_cancel_ends_it_and_is_repeatable(nats: Nats) -> None:
             await reaches(other, call, "CANCELLED")
         await until(gate.runs[0].cancelled.is_set, what="its instance has heard it")
         assert '"code":"cancelled"' in await events_of(w.http, call)
+
+
+async def test_calls_that_nobody_keeps_are_listed_and_cancelled_at_any_gateway(nats: Nats) -> None:
+    async with world(nats) as w, second(nats) as other:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        kept = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await reaches(other, kept, "RUNNING")
+        plain = [asyncio.create_task(w.http.post("/fn/gate", json={})) for _ in range(2)]
+        await until(lambda: len(gate.runs) == 3, what="they run")
+
+        async def listed(**wanted: Any) -> Any:
+            answer = (await other.get("/v1/calls", params=wanted)).json()
+            assert answer["silent"] == []
+            return answer
+
+        async def all_three() -> bool:
+            return len((await listed())["calls"]) == 3
+
+        await until(all_three, what="the gateways have heard of each other")
+        found = {each["id"]: each for each in (await listed())["calls"]}
+        assert found[kept]["kept"]
+        for each in found.values():
+            assert (each["state"], each["instance"], each["gateway"]) == ("RUNNING", entry().instance, GATEWAY)
+        page: list[str] = []
+        after = ""
+        for _ in range(3):
+            part = await listed(limit=1, after=after, function="gate", state="RUNNING")
+            page += [each["id"] for each in part["calls"]]
+            after = part["next"]
+        assert (sorted(page), after) == (sorted(found), "")
+        assert (await listed(state="QUEUED"))["calls"] == (await listed(function="other"))["calls"] == []
+        first = next(name for name in found if name != kept)
+        assert not (await state_of(other, first))["kept"]
+        for name in found:
+            assert (await other.post(f"/v1/calls/{name}/cancel")).status_code == 202
+        assert {(await each).status_code for each in plain} == {499}
+        await reaches(other, kept, "CANCELLED")
+        assert [each["id"] for each in (await listed())["calls"]] == [kept], "what nobody keeps is gone at its end"
+        assert (await other.get(f"/v1/calls/{first}")).status_code == 404
+
+
+async def test_a_gateway_that_does_not_answer_is_named(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sllm_gateway.recent.ASK_S", 0.1)
+    async with world(nats) as w:
+        monkeypatch.setattr(w.gateway._kept, "_others", lambda: {"of-before"})
+        assert (await w.http.get("/v1/calls")).json() == {"calls": [], "next": "", "silent": ["of-before"]}
 
 
 async def test_a_gateway_that_does_not_hear_of_a_cancel_at_once_is_told_again(nats: Nats) -> None:

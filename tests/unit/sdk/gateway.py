@@ -65,6 +65,8 @@ class Gateway:
     url: str = ""
     answers: list[Answer] = field(default_factory=list)
     asked: list[tuple[str, str, Any, dict[str, str]]] = field(default_factory=list)
+    queries: list[dict[str, str]] = field(default_factory=list)
+    """Of ``asked``."""
     bundles: dict[str, bytes] = field(default_factory=dict)
     refused: list[SllmError] = field(default_factory=list)
     """What the next uploads get, one each, once their bytes are here."""
@@ -87,7 +89,7 @@ class Gateway:
 
     def forget(self) -> None:
         """As it was at the beginning."""
-        for memory in (self.answers, self.asked, self.bundles, self.refused, self.deployed, self.reads):
+        for memory in (self.answers, self.asked, self.queries, self.bundles, self.refused, self.deployed, self.reads):
             memory.clear()
         for more in (self.instances, self.notes, self.requests, self.read_after):
             more.clear()
@@ -119,6 +121,7 @@ class Gateway:
     async def call(self, request: Request) -> Response:
         body = await request.body()
         self.asked.append((request.method, request.url.path, json.loads(body or b"null"), dict(request.headers)))
+        self.queries.append(dict(request.query_params))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         return await self._respond(answer, request)
 
@@ -191,7 +194,7 @@ class Gateway:
         scripted = ("/fn/{name}", "/fn/{name}/{version}", "/api/v1/functions/{name}/logs", "/api/v1/status")
         more = ("/api/v1/nodes", "/api/v1/models", "/api/v1/models/{digest}", "/api/v1/models/{digest}/validate",
                 "/api/v1/nodes/{node}", "/api/v1/nodes/{node}/{wish}", "/api/v1/explain/{what}", "/api/v1/events",
-                "/metrics", "/api/v1/secrets", "/api/v1/secrets/{name}")  # fmt: skip
+                "/metrics", "/v1/calls", "/api/v1/secrets", "/api/v1/secrets/{name}")  # fmt: skip
         return Starlette(
             routes=[
                 Route("/v1/calls/{call}/events", self.events, methods=["GET"]),

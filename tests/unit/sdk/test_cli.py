@@ -26,6 +26,8 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.http import (
+    CallListView,
+    CallView,
     CandidateView,
     ExplainView,
     GpuView,
@@ -642,3 +644,25 @@ def test_top_looks_once_where_nobody_watches(gateway: Gateway) -> None:
     broken = node | {"condition": "podman hangs"}
     gateway.will(Answer(json={"nodes": [broken]}), Answer(json=broken), Answer(raw=metrics.encode()))
     assert "n1\tmakes no sandboxes" in here("top").stdout
+
+
+def test_calls_are_listed_with_where_they_run_and_where_to_go_on(gateway: Gateway) -> None:
+    found = CallListView(
+        calls=(
+            CallView(
+                id="call-1", function="chat", version=2, state="RUNNING", created=1.0, kept=False, instance="i",
+                gateway="gw-0", tokens=7,
+            ),
+        ),
+        next="1-call-1",
+        silent=("gw-1",),
+    ).model_dump(mode="json")  # fmt: skip
+    gateway.will(Answer(json=found), Answer(json=found))
+    said = here("call", "list", "--after", "2-call-2")
+    assert gateway.queries[-1]["after"] == "2-call-2"
+    (_, row) = said.stdout.splitlines()
+    assert row.startswith("call-1\tchat v2\tRUNNING\ti\tgw-0\t")
+    assert row.endswith("\t7\tno")
+    assert "--after 1-call-1" in said.stderr
+    assert "no answer of gw-1" in said.stderr
+    assert document(here("call", "list", "--json")) == found
