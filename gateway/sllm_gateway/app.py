@@ -26,6 +26,7 @@ from sllm_gateway.ledger import Ledger
 from sllm_gateway.lives import Lives
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.metrics import Metrics
+from sllm_gateway.news import News
 from sllm_gateway.recent import Recent
 from sllm_gateway.respond import Responder
 from sllm_gateway.roll import Roll
@@ -52,6 +53,7 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import records, subjects
+from sllm_runtime.protocol.errors import Cancelled
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.node import NodeStatus
 
@@ -74,8 +76,9 @@ class Gateway:
         self._starts = Starts()
         self._tasks = Tasks("gateway")
         self._announcer = Announcer(bus, "gateway", clock, wall)
+        self._news = news = News(bus, clock, wall)
         self._leader = Leader(bus)
-        self.calls = Calls(bus, self._leader, settings, self.metrics, clock, self._starts, self._ended)
+        self.calls = Calls(bus, self._leader, settings, self.metrics, clock, self._starts, self._ended, news.tell)
         self._recent = Recent(bus, settings.gateway, self.calls, clock, wall)
         self.table = RouteTable(self._on_version)
         responder = Responder(self.calls, settings, clock)
@@ -162,6 +165,8 @@ class Gateway:
         self._ledger.end(call.id)
         self._recent.ended(call)
         error = call.error
+        if isinstance(error, Cancelled):
+            self._news.tell(Kind.CALL_CANCELLED, call, error.message)
         if error is None or error.status < 500:
             return
         self._announcer.tell(

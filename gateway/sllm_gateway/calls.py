@@ -18,6 +18,7 @@ from sllm_gateway.leader import Leader
 from sllm_gateway.link import Link
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.moves import Moves
+from sllm_gateway.news import Tell
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.settings import GatewaySettings
@@ -44,6 +45,7 @@ class Calls:
         clock: Callable[[], float],
         starts: Starts,
         on_end: Callable[[Call], None] = lambda _: None,
+        tell: Tell = lambda kind, call, why: None,
     ) -> None:
         """``on_end`` is told of each call that is over, once."""
         self._clock = clock
@@ -58,6 +60,7 @@ class Calls:
             clock,
             place=lambda call, entry, came, now: self._handover.place(call, entry, came, now),
             fail=self.fail,
+            tell=tell,
         )
         self._moves = Moves(
             self._open,
@@ -69,9 +72,10 @@ class Calls:
             self._tasks,
             deliver=lambda call, binding, frames, now: self._delivery.moved(call, binding, frames, now),
             fail=self.fail,
+            tell=tell,
         )
-        self._ending = Ending(self._open, self._link, self.dispatcher, self._moves, metrics, clock, on_end)
-        self._handover = Handover(self._link, self.dispatcher, self._ending, settings.window, clock, self._tasks)
+        self._ending = Ending(self._open, self._link, self.dispatcher, self._moves, metrics, clock, on_end, tell)
+        self._handover = Handover(self._link, self.dispatcher, self._ending, settings.window, clock, self._tasks, tell)
         self._delivery = Delivery(
             self._open, self._link, self._handover, self._ending, self._moves, settings.max_output, clock
         )

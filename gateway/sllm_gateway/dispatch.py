@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from sllm_gateway.call import Call
 from sllm_gateway.leader import Leader
+from sllm_gateway.news import Tell
 from sllm_gateway.queue import SlotQueue
 from sllm_gateway.table import Version
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import DeadlineExceeded, FunctionNotFound, QueueFull, SllmError, Unavailable
+from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import AWAITS_NODE, CAPACITY, Progress
 from sllm_runtime.protocol.records import Route, RouteEntry
@@ -77,12 +79,14 @@ class Dispatcher:
         *,
         place: Callable[[Call, RouteEntry, float, float], None],
         fail: Callable[[Call, SllmError], None],
+        tell: Tell,
     ) -> None:
         self._leader = leader
         self._gateway = gateway
         self._clock = clock
         self._place = place
         self._fail = fail
+        self._tell = tell
         self._lines: dict[Key, _Line] = {}
         self._tasks = Tasks("dispatch")
 
@@ -110,6 +114,8 @@ class Dispatcher:
                 "try again later",
                 retry_after_s=1.0,
             )
+        if last and line.why:
+            self._tell(Kind.CALL_QUEUED, call, line.why)
         self._poll(line)
 
     def submit_again(self, call: Call) -> None:
@@ -299,9 +305,11 @@ class Dispatcher:
     def _say(self, line: _Line, pending: str, awaits: Progress | None) -> None:
         """Let those who wait know why, if that is news."""
         if (pending, awaits) != (line.pending, line.awaits):
-            line.pending, line.awaits = pending, awaits
-            for call in line.slots.waiting:
+            known, line.pending, line.awaits = line.why, pending, awaits
+            for call in tuple(line.slots.waiting):
                 call.wake()
+                if line.why and not known:
+                    self._tell(Kind.CALL_QUEUED, call, line.why)
 
     def _take_route(self, line: _Line, route: Route) -> None:
         now = self._clock()

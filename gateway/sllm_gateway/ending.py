@@ -11,6 +11,7 @@ from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Link
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.moves import Moves
+from sllm_gateway.news import Tell
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.retry import worth_resuming, worth_retrying
 from sllm_runtime.protocol.errors import (
@@ -22,6 +23,7 @@ from sllm_runtime.protocol.errors import (
     SllmError,
     SlowConsumer,
 )
+from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.frames import Cancel, End
 from sllm_runtime.protocol.states import CallState
 
@@ -40,6 +42,7 @@ class Ending:
         metrics: Metrics,
         clock: Callable[[], float],
         on_end: Callable[[Call], None],
+        tell: Tell,
     ) -> None:
         """``on_end`` is told of each call that is over, once."""
         self._calls = calls
@@ -49,6 +52,7 @@ class Ending:
         self._metrics = metrics
         self._clock = clock
         self._on_end = on_end
+        self._tell = tell
 
     # --- for its caller ---------------------------------------------------------------------------
     def fail(self, call: Call, error: SllmError) -> None:
@@ -145,6 +149,7 @@ class Ending:
         delivered = call.resumption.delivered
         log.warning("call goes on elsewhere after %d output(s): %s", delivered, error.message, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()
+        self._tell(Kind.CALL_RESUMED, call, error.message)
         call.go_on(self._clock())
         self._dispatcher.submit_again(call)
         return True
@@ -154,6 +159,7 @@ class Ending:
         if call.over or call.taken or call.attempts > call.version.manifest.retries or not worth_retrying(error):
             return False
         log.info("call begins again: %s", error.message, extra={"call": call.id, "attempt": call.attempts})
+        self._tell(Kind.CALL_RETRIED, call, error.message)
         call.begin_again(self._clock())
         self._dispatcher.submit_again(call)
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 
@@ -31,7 +31,7 @@ class _Missing(Exception):
 async def messages(
     bus: Bus,
     stream: str,
-    subject: str,
+    subject: str | Sequence[str],
     since: float | None,
     clock: Callable[[], float] = time.monotonic,
     idle: Callable[[], Awaitable[None]] | None = None,
@@ -67,7 +67,7 @@ async def messages(
 
 
 async def _consume(
-    bus: Bus, stream: str, subject: str, since: float | None, after: int
+    bus: Bus, stream: str, subject: str | Sequence[str], since: float | None, after: int
 ) -> AsyncGenerator[tuple[int, bytes, int], None]:
     """``(sequence, data, how many are still to come)`` of one consumer; sequence 0: nothing new."""
     queue: asyncio.Queue[Msg | None] = asyncio.Queue(QUEUED)
@@ -113,7 +113,7 @@ async def _next(queue: asyncio.Queue[Msg | None]) -> Msg:
     return message
 
 
-def _config(inbox: str, subject: str, since: float | None, after: int) -> ConsumerConfig:
+def _config(inbox: str, subject: str | Sequence[str], since: float | None, after: int) -> ConsumerConfig:
     config = consumer(inbox, subject, DeliverPolicy.ALL)
     if after:
         return config.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1)

@@ -10,9 +10,11 @@ from sllm_gateway.call import Call
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.ending import Ending
 from sllm_gateway.link import Link
+from sllm_gateway.news import Tell
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import DeadlineExceeded, InstanceLost, SllmError
+from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.frames import Open
 from sllm_runtime.protocol.records import RouteEntry
 from sllm_runtime.protocol.states import CallState
@@ -31,6 +33,7 @@ class Handover:
         window: int,
         clock: Callable[[], float],
         tasks: Tasks,
+        tell: Tell,
     ) -> None:
         self._link = link
         self._dispatcher = dispatcher
@@ -38,6 +41,7 @@ class Handover:
         self._window = window
         self._clock = clock
         self._tasks = tasks
+        self._tell = tell
 
     def place(self, call: Call, entry: RouteEntry, came: float, now: float) -> None:
         """Ask the instance of ``entry``, which is there since ``came``, to take the call, under a new epoch."""
@@ -90,6 +94,8 @@ class Handover:
             call.numerics = call.numerics or binding.entry.fingerprint
             call.exact = call.exact and binding.entry.exact
             call.go(CallState.RUNNING)
+            if call.attempts == 1 and call.marks.started is not None:
+                self._tell(Kind.CALL_COLD, call, f"began after {call.due - call.order.accepted:.2f} s")
 
     def _refused(self, call: Call, binding: Binding, status: str, note: str) -> None:
         """It was never taken there: back to the head of the queue."""

@@ -16,12 +16,14 @@ from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.link import Incoming, Link
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.move import Move, Stage, leaving
+from sllm_gateway.news import Tell
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
 from sllm_gateway.under_way import Next, UnderWay, going, together
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic, SllmError
+from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.frames import Ack, Beat, Cancel, Frame, Open, Resend, Segment
 from sllm_runtime.protocol.records import RouteEntry
 
@@ -49,6 +51,7 @@ class Moves:
         *,
         deliver: Callable[[Call, Binding, list[Frame], float], None],
         fail: Callable[[Call, SllmError], None],
+        tell: Tell,
     ) -> None:
         """``deliver`` takes frames of a call's binding that are new to its caller."""
         self._calls = calls
@@ -60,6 +63,7 @@ class Moves:
         self._tasks = tasks
         self._deliver = deliver
         self._fail = fail
+        self._tell = tell
         self._leaving: dict[tuple[str, int], dict[str, RouteEntry]] = {}
         """By version: where the calls of an instance are to go."""
         self._moving = UnderWay()
@@ -241,6 +245,7 @@ class Moves:
         text = "call goes on at %s after %d round(s), %d token(s) behind"
         log.info(text, move.binding.instance, move.rounds, missing, extra={"call": call.id})
         self._adopt(call, move, new, dropped, now)
+        self._tell(Kind.CALL_MOVED, call, f"from {source.instance} to {move.binding.instance}")
 
     def take_over(self, call: Call, *, stopped: bool) -> bool:
         """The source has died (``stopped``: see ``Resumption.break_off``): whether the destination goes on at once with
@@ -261,6 +266,7 @@ class Moves:
         log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()
         self._adopt(call, move, new, dropped, self._clock())
+        self._tell(Kind.CALL_RESUMED, call, f"its instance died on its way to {move.binding.instance}")
         return True
 
     def _adopt(self, call: Call, move: Move, new: list[Frame], dropped: int, now: float) -> None:

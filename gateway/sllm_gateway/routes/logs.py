@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 from sllm_gateway import sse, views
 from sllm_gateway.asgi import Receive, Scope, Send
 from sllm_gateway.controller import Controller
+from sllm_gateway.errors import quoted
 from sllm_gateway.events import EventWriter, Source
 from sllm_gateway.follow import messages
 from sllm_gateway.routes.api import name_of
@@ -21,10 +23,13 @@ from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import InvalidRequest, ProtocolError
 from sllm_runtime.protocol.events import Event, LogRecord
 from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.manifest import NAME
 
 MOST_LINES = 10_000
 LATEST = 2.0**33
 """Of a Unix time that a query may give: some centuries from now, and nothing that a date cannot hold."""
+_KIND = re.compile(r"[a-z_]{1,40}(\.[a-z_]{1,40})?")
+_ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 Render = Callable[[bytes], bytes | None]
 """One message as an SSE event; None: it is not wanted."""
 
@@ -64,9 +69,10 @@ class Logs:
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        function = request.query_params.get("function")
+        about = _About.of(request.query_params)
         query = _Query.of(request.query_params)
-        source = _tail(self._bus, subjects.EVENTS_STREAM, subjects.EVENTS_ALL, query, _event_render(function))
+        wanted = subjects.events_of(about.kind, about.function, about.call)
+        source = _tail(self._bus, subjects.EVENTS_STREAM, wanted, query, _event_render(about))
         await self._writer.write(source, receive, send)
 
 
@@ -110,17 +116,42 @@ def _log_render(call: str | None) -> Render:
     return render
 
 
-def _event_render(function: str | None) -> Render:
+class _About(msgspec.Struct, frozen=True):
+    """What the events are of; empty: of anything. ``kind``: one, or the first word of several."""
+
+    kind: str = ""
+    function: str = ""
+    call: str = ""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> _About:
+        """Raises ``InvalidRequest`` that names the parameter."""
+        found = cls(*(query.get(key, "") for key in cls.__struct_fields__))
+        for key, pattern in (("kind", _KIND), ("function", NAME), ("call", _ID)):
+            given = getattr(found, key)
+            if given and not pattern.fullmatch(given):
+                raise InvalidRequest(f"{key} cannot be {quoted(given)}", field=key)
+        return found
+
+    def holds(self, event: Event) -> bool:
+        """Whether ``event`` is meant."""
+        kind = self.kind in ("", event.kind, event.kind.partition(".")[0])
+        return kind and self.function in ("", event.function) and self.call in ("", event.call)
+
+
+def _event_render(about: _About) -> Render:
     def render(data: bytes) -> bytes | None:
         event = codec.unpack(Event, data)
-        if function is not None and event.function != function:
+        if not about.holds(event):
             return None
         return sse.event(msgspec.json.encode(event), name="event")
 
     return render
 
 
-async def _tail(bus: Bus, stream: str, subject: str, query: _Query, render: Render) -> AsyncGenerator[bytes, None]:
+async def _tail(
+    bus: Bus, stream: str, subject: str | Sequence[str], query: _Query, render: Render
+) -> AsyncGenerator[bytes, None]:
     """The last ``limit`` that are there now; with ``follow`` then each that comes."""
     kept: deque[bytes] = deque(maxlen=query.limit)
     past = True

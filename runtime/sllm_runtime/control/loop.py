@@ -137,7 +137,8 @@ class Loop:
         fields = {"function": event.function, "instance": event.instance, "node": event.node}
         log.info("%s %s", event.kind, event.message, extra={k: v for k, v in fields.items() if v})
         try:
-            self._bus.publish_now(subjects.event("controller", self._bus.identity), event)
+            subject = subjects.event("controller", self._bus.identity, event.kind, event.function)
+            self._bus.publish_now(subject, event)
         except SllmError as error:
             log.warning("event %s was dropped: %s", event.kind, error.message)
 

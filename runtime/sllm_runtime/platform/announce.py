@@ -30,23 +30,25 @@ class Announcer:
         self._at = clock()
         self._dropped = 0
 
-    def tell(self, kind: Kind, message: str = "", fields: dict[str, str] | None = None, **about: Any) -> None:
-        """Publish one event; ``about``: function, version, instance, node, call. Never waits; raises nothing while the
-        bus is open."""
+    def tell(self, kind: Kind, message: str = "", fields: dict[str, str] | None = None, **about: Any) -> bool:
+        """Publish one event; ``about``: function, version, instance, node, call. Whether it went out. Never waits;
+        raises nothing while the bus is open."""
         now = self._clock()
         self._left = min(float(BURST), self._left + (now - self._at) * RATE)
         self._at = now
         if self._left < 1.0:
             self._dropped += 1
-            return
+            return False
         self._left -= 1.0
         more = {**(fields or {}), **({DROPPED: str(self._dropped)} if self._dropped else {})}
         text = message[:MESSAGE_MOST]
         event = Event(kind=kind, at=self._wall(), component=self._component, message=text, fields=more, **about)
         try:
-            self._bus.publish_now(subjects.event(self._component, self._bus.identity), event)
+            subject = subjects.event(self._component, self._bus.identity, kind, event.function, event.call)
+            self._bus.publish_now(subject, event)
         except SllmError as error:
             log.debug("event %s was dropped: %s", kind, error.message)
             self._dropped += 1
-        else:
-            self._dropped = 0
+            return False
+        self._dropped = 0
+        return True

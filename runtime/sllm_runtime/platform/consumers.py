@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -21,13 +22,14 @@ _GONE_AFTER_S: Final = 30.0
 _NOTHING: Final = msgspec.Raw(b"")
 
 
-def consumer(inbox: str, subject: str, policy: DeliverPolicy) -> ConsumerConfig:
-    """What sends everything under ``subject`` to ``inbox``, unacknowledged. Its name is chosen here, so that whoever is
-    interrupted while it is made can have it forgotten."""
+def consumer(inbox: str, subject: str | Sequence[str], policy: DeliverPolicy) -> ConsumerConfig:
+    """What sends everything under ``subject`` (or several) to ``inbox``, unacknowledged. Its name is chosen here, so
+    that whoever is interrupted while it is made can have it forgotten."""
     return ConsumerConfig(
         name=secrets.token_hex(8),
         deliver_subject=inbox,
-        filter_subject=subject,
+        filter_subject=subject if isinstance(subject, str) else None,
+        filter_subjects=None if isinstance(subject, str) else list(subject),
         deliver_policy=policy,
         ack_policy=AckPolicy.NONE,
         max_deliver=1,

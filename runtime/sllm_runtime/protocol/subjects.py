@@ -71,9 +71,30 @@ def logs_of(function: str) -> str:
     return f"sllm.logs.*.{token(function)}"
 
 
-def event(component: str, identity: str) -> str:
-    """Anyone → stream EVENTS: ``Event``."""
+def events_by(component: str, identity: str) -> str:
+    """What one identity may tell: filter, and the subject that earlier releases told everything by."""
     return f"sllm.events.{token(component)}.{token(identity)}"
+
+
+def event(component: str, identity: str, kind: str, function: str | None = None, call: str | None = None) -> str:
+    """Anyone → stream EVENTS: ``Event``. ``kind`` as it has it: two words with a dot between."""
+    first, _, second = kind.partition(".")
+    about = f"{token(function or NOBODY)}.{token(call or NOBODY)}"
+    return f"{events_by(component, identity)}.{token(first)}.{token(second)}.{about}"
+
+
+def events_of(kind: str = "", function: str = "", call: str = "") -> tuple[str, ...]:
+    """Filters for events of a kind (or of all that begin so: ``call`` of ``call.failed``), of a function, of a call;
+    the last one is for those of earlier releases, which do not stand under what they are about."""
+    if not (kind or function or call):
+        return (EVENTS_ALL,)
+    first, _, second = kind.partition(".")
+    words = (first, second, function, call)
+    return f"sllm.events.*.*.{'.'.join(token(word) if word else '*' for word in words)}", "sllm.events.*.*"
+
+
+NOBODY: Final = "_"
+"""Stands in an event's subject where it is about no function, or no call."""
 
 
 DECISIONS_STREAM: Final = "sllm_decisions"
@@ -230,6 +251,11 @@ def inbox(identity: str) -> str:
     return f"_INBOX_{token(identity)}"
 
 
+def _telling(component: str, identity: str) -> tuple[str, str]:
+    """Events of this identity, also of one of an earlier release."""
+    return events_by(component, identity), f"{events_by(component, identity)}.>"
+
+
 def controller_rights(identity: str) -> Rights:
     """The control plane: state, commands to nodes, reports from them."""
     return Rights(
@@ -241,7 +267,7 @@ def controller_rights(identity: str) -> Rights:
             "$JS.ACK.>",
             LEADER,
             DECISIONS,
-            event("controller", identity),
+            *_telling("controller", identity),
         ),
         subscribe=(f"{CTL}.>", STATUS_ALL, f"{inbox(identity)}.>"),
     )
@@ -278,7 +304,7 @@ def gateway_rights(identity: str) -> Rights:
             "$JS.FC.>",
             "$JS.ACK.>",
             f"$O.{BUNDLES}.>",
-            event("gateway", identity),
+            *_telling("gateway", identity),
         ),
         subscribe=(
             frames_of(identity),
@@ -304,7 +330,7 @@ def node_rights(identity: str) -> Rights:
             f"sllm.logs.{token(identity)}.*",
             f"$JS.API.DIRECT.GET.OBJ_{BUNDLES}",
             f"$JS.API.DIRECT.GET.OBJ_{BUNDLES}.>",
-            event("node", identity),
+            *_telling("node", identity),
         ),
         subscribe=(
             f"sllm.node.{token(identity)}.*",
@@ -318,7 +344,7 @@ def node_rights(identity: str) -> Rights:
 
 def platform_rights(identity: str) -> Rights:
     """``sllm up``: its events, nothing else."""
-    return Rights(publish=(event("platform", identity),), subscribe=(f"{inbox(identity)}.>",), allow_responses=False)
+    return Rights(publish=_telling("platform", identity), subscribe=(f"{inbox(identity)}.>",), allow_responses=False)
 
 
 RIGHTS: Final = {

@@ -19,13 +19,15 @@ def events(
     context: typer.Context,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as things happen.")] = False,
     function: Annotated[str | None, typer.Option(help="Only what is about this function.")] = None,
+    call: Annotated[str | None, typer.Option(help="Only what is about the call of this id.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only of this kind: `call.failed`, or `call` for all of it.")] = None,
     limit: Annotated[int, typer.Option(min=0, max=10_000, help="At most so many of the latest.")] = 100,
     since: Annotated[float | None, typer.Option(help="Only of the last so many seconds.")] = None,
     json: Json = False,
 ) -> None:
     """Show what happened to nodes, functions, instances and calls."""
     query = {"limit": str(limit), "follow": "true" if follow else "false"}
-    query |= {"function": function} if function else {}
+    query |= {key: value for key, value in (("function", function), ("call", call), ("kind", kind)) if value}
     query |= {"since": str(time.time() - since)} if since is not None else {}
     with client(context) as connection:
         for event in connection.events("GET", f"{API}/events", params=query):

@@ -469,10 +469,26 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
 async def test_events_are_read(nats: Nats) -> None:
     async with world(nats) as w:
         event = Happened(kind="instance.ready", at=1.0, component="node", function="f")
-        w.node.bus.publish_now(subjects.event("node", NODE), event)
+        w.node.bus.publish_now(subjects.events_by("node", NODE), event)  # as earlier releases do
+        for kind, call in (("call.failed", "call-1"), ("call.moved", "call-2"), ("node.started", None)):
+            told = Happened(kind=kind, at=2.0, component="node", function="f" if call else None, call=call)
+            w.node.bus.publish_now(subjects.event("node", NODE, kind, told.function, call), told)
         await w.node.bus.flush()
-        found = events((await w.http.get(f"{API}/events", params={"function": "f"})).text)
-    assert json.loads(found[0].data)["kind"] == "instance.ready"
+
+        async def read(**wanted: str) -> list[str]:
+            found = events((await w.http.get(f"{API}/events", params=wanted)).text)
+            kinds = [json.loads(each.data)["kind"] for each in found if each.event == "event"]
+            return [kind for kind in kinds if kind != "gateway.ready"]
+
+        assert await read() == ["instance.ready", "call.failed", "call.moved", "node.started"]
+        assert await read(function="f") == ["instance.ready", "call.failed", "call.moved"]
+        assert await read(kind="call") == ["call.failed", "call.moved"]
+        assert await read(kind="instance.ready") == ["instance.ready"]
+        assert await read(call="call-2") == ["call.moved"]
+        assert await read(kind="call.failed", call="call-2") == []
+        for wrong in ({"kind": "a.b.c"}, {"call": "a b"}, {"function": "*"}):
+            answer = await w.http.get(f"{API}/events", params=wrong)
+            assert (answer.status_code, answer.json()["error"]["field"]) == (400, next(iter(wrong)))
 
 
 async def test_the_gateway_tells_of_itself_and_of_calls_that_fail_by_no_fault_of_their_caller(nats: Nats) -> None:

@@ -30,7 +30,7 @@ async def left(nats: Nats) -> int:
 async def test_fifty_questions_for_events_leave_no_consumer(nats: Nats) -> None:
     async with world(nats) as w:
         event = Event(kind="instance.ready", at=1.0, component="node", function="f")
-        w.node.bus.publish_now(subjects.event("node", NODE), event)
+        w.node.bus.publish_now(subjects.events_by("node", NODE), event)
         await w.node.bus.flush()
         before = await left(nats)
         for _ in range(50):
@@ -78,7 +78,7 @@ async def test_a_beginning_is_asked_for_again_for_as_long_as_an_election_takes(
             return await ask(*args)
 
         monkeypatch.setattr(bus.jetstream, "add_consumer", add_consumer)
-        nothing = subjects.event("node", "none")
+        nothing = subjects.events_by("node", "none")
         reading = messages(bus, subjects.EVENTS_STREAM, nothing, None, lambda: next(ticks))
         if answered:
             assert await anext(reading) is None

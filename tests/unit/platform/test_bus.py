@@ -350,7 +350,7 @@ async def test_logs_of_a_node_are_kept_and_read_by_a_gateway(nats: Nats) -> None
     for n in range(3):
         node.publish_now(subjects.logs(NODE, "chat"), Ping(n))
         node.publish_now(subjects.logs(NODE, "other"), Ping(n))
-        node.publish_now(subjects.event("node", NODE), Ping(n))
+        node.publish_now(subjects.events_by("node", NODE), Ping(n))
     await node.flush()
     reading = await gateway.jetstream.subscribe(
         subjects.logs_of("chat"), stream=subjects.LOGS_STREAM, ordered_consumer=True

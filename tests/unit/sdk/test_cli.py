@@ -625,7 +625,8 @@ def test_events_are_shown_as_they_come(gateway: Gateway) -> None:
     assert first.endswith("instance.ready        chat n1 v1  in 1 s")
     assert second.endswith("in 1 s  a=b")
     gateway.will(Answer((sse(event, event="event"), DONE)))
-    assert document(here("events", "--json")) == event
+    assert document(here("events", "--json", "--kind", "call", "--call", "call-1")) == event
+    assert gateway.queries[-1].items() >= {"kind": "call", "call": "call-1"}.items()
 
 
 def test_top_looks_once_where_nobody_watches(gateway: Gateway) -> None:
