@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -138,13 +138,7 @@ class Program:
 
     def usage(self) -> Usage:
         """Of it and everything below it that lives, and of what those have waited for."""
-        cpu_s, pss = 0.0, 0.0
-        for process in self.tree():
-            with contextlib.suppress(psutil.Error, OSError):
-                times = process.cpu_times()
-                cpu_s += times.user + times.system + times.children_user + times.children_system
-                pss += _pss_kib(process.pid) / 1024
-        return Usage(cpu_s, pss)
+        return usage(self.tree())
 
     def tree(self) -> list[psutil.Process]:
         """It and its descendants."""
@@ -187,6 +181,22 @@ class Program:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def usage(processes: Iterable[psutil.Process]) -> Usage:
+    """Of those that live, and of what they have waited for."""
+    cpu_s, pss = 0.0, 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            times = process.cpu_times()
+            cpu_s += times.user + times.system + times.children_user + times.children_system
+            pss += _pss_kib(process.pid) / 1024
+    return Usage(cpu_s, pss)
+
+
+def own_usage() -> Usage:
+    """Of this process, where what is measured runs in it."""
+    return usage([psutil.Process()])
 
 
 def _pss_kib(pid: int) -> int:

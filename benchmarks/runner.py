@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.charts import write_charts
-from benchmarks.programs import ProgramFailed
+from benchmarks.programs import ProgramFailed, Usage
 from benchmarks.record import Aim, Case, Record
 from sllm_runtime.protocol.errors import SllmError
 
@@ -59,14 +59,28 @@ class Run:
     @contextlib.contextmanager
     def attempt(self, case: str, unit: str = "ms") -> Iterator[None]:
         """What breaks inside (a program, a full disk, ``SllmError``) is recorded as why our figures are missing; other
-        cases are measured all the same."""
+        cases are measured all the same. It is a missed aim as well: else an error would make the case's aims vanish."""
         self.note(f"case {case}")
         try:
             yield
         except (ProgramFailed, SllmError, OSError, subprocess.SubprocessError) as error:
             self.failed.append(case)
+            self.aims.append(Aim(f"{case}: errors that ended it", 1.0, at_most=0.0))
             self.case(case, "sllm", unit).not_run = f"failed: {error}"[:1000]
             self.note(f"{case} failed: {error}")
+
+    @contextlib.contextmanager
+    def spending(self, of: Callable[[], Usage], *cases: Case) -> Iterator[None]:
+        """What is used meanwhile, by whom ``of`` asks, stands beside the times of ``cases``: CPU seconds, added up, and
+        as peak of memory the most that was seen before or after."""
+        before = of()
+        try:
+            yield
+        finally:
+            after = of()
+            for case in cases:  # less than before where a process that nobody waited for has ended
+                case.cpu_s = round((case.cpu_s or 0.0) + max(0.0, after.cpu_s - before.cpu_s), 3)
+                case.peak_rss_mib = round(max(case.peak_rss_mib or 0.0, before.pss_mib, after.pss_mib))
 
     def note(self, text: str) -> None:
         """What goes on, on stderr."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks import report
 from benchmarks.gateway import note
 from benchmarks.generator import Load, Outcome
-from benchmarks.programs import ProgramFailed, Usage
+from benchmarks.programs import ProgramFailed, Usage, own_usage
 from benchmarks.record import Aim, Case, percentile, ratio
 from benchmarks.runner import Run, figure, main
 
@@ -89,7 +89,9 @@ def test_a_case_that_breaks_ends_no_other(tmp_path: Path) -> None:
 
     file = tmp_path / "made.json"
     assert main("made", ("one", "two"), measure, ["--json", str(file)]) == 1
-    one, two = json.loads(file.read_text())["cases"]
+    record = json.loads(file.read_text())
+    one, two = record["cases"]
+    assert [(aim["aim"], aim["met"]) for aim in record["aims"]] == [("one: errors that ended it", False)]
     assert "No space left" in one["not_run"]
     assert two["samples"] == [1.0]
 
@@ -136,3 +138,16 @@ def test_a_case_that_breaks_is_recorded_and_the_others_are_measured(tmp_path: Pa
     cases = {case["case"]: case for case in json.loads(file.read_text())["cases"]}
     assert cases["one"]["not_run"] == "failed: the stream ended"
     assert cases["two"]["samples"] == [1.0]
+
+
+def test_what_is_used_meanwhile_stands_beside_the_times() -> None:
+    run = Run(quick=True)
+    case, said = run.case("one", "sllm"), iter([Usage(1.0, 30), Usage(3.5, 20), Usage(3.0, 10), Usage(2.0, 40)])
+    with run.spending(lambda: next(said), case):
+        pass
+    assert (case.cpu_s, case.peak_rss_mib) == (2.5, 30)
+    with pytest.raises(ProgramFailed), run.spending(lambda: next(said), case):
+        raise ProgramFailed
+    assert (case.cpu_s, case.peak_rss_mib) == (2.5, 40), "what a lost process used is not taken back"
+    used = own_usage()
+    assert used.cpu_s > 0 < used.pss_mib
