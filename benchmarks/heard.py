@@ -26,11 +26,13 @@ class Piece(NamedTuple):
 
     at: float
     data: bytes
+    anew: bool = False
+    """The first of a call that was made anew, after its stream had broken off."""
 
 
 @dataclass
 class Heard:
-    """One stream as its caller saw it. ``arrived``: what is not yet understood."""
+    """One stream as its caller saw it. ``arrived``: what is not yet understood. ``error``: it broke off by that."""
 
     ask: int
     ids: list[int] = field(default_factory=list)
@@ -39,19 +41,24 @@ class Heard:
     error: str = ""
     moves: list[float] = field(default_factory=list)
     """When it went over to another instance."""
+    anew: list[int] = field(default_factory=list)
+    """Its events, by their place, that were the first news after it was called anew."""
     arrived: list[Piece] = field(default_factory=list)
 
     @property
     def usual(self) -> float:
-        """The mean gap (events that came together have none between them, so a median says nothing)."""
-        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+        """The mean gap (events that came together have none between them, so a median says nothing), but for those in
+        which the call was made anew."""
+        without = sum(self.times[at] - self.times[at - 1] for at in self.anew)
+        return (self.times[-1] - self.times[0] - without) / max(1, len(self.times) - 1 - len(self.anew))
 
 
 @dataclass
 class Sums:
-    """Over all streams."""
+    """Over all streams. ``broken``: those that ended with an error, what they had not said being lost."""
 
     streams: int = 0
+    broken: int = 0
     events: int = 0
     lost: int = 0
     repeated: int = 0
@@ -65,6 +72,7 @@ class Sums:
         """Compare one whole stream with the answer of the same call."""
         seen = set(heard.ids)
         self.streams += 1
+        self.broken += bool(heard.error)
         self.events += len(heard.ids)
         self.lost += len(set(range(len(right))) - seen)
         self.repeated += len(heard.ids) - len(seen)
@@ -73,19 +81,26 @@ class Sums:
 
 
 def understand(heard: Heard) -> None:
-    """The events of what arrived."""
-    parser, comment = Parser(), ""
-    for at, data in heard.arrived:
+    """The events of what arrived, each once where the call was made anew. A stream without its end has broken off."""
+    parser, comment, ended, known = Parser(), "", False, frozenset[int]()
+    for at, data, anew in heard.arrived:
+        if anew:
+            parser, known, heard.error = Parser(), frozenset(heard.ids), ""
         for event in parser.feed(data):
+            ended = ended or event.done
             if event.event == "error":
                 heard.error = event.data[:300]
             elif event.comment is not None:
                 comment = event.comment if event.comment.startswith("timeline ") else comment
-            elif event.event == "message" and not event.done:
+            elif event.event == "message" and not event.done and int(event.id or 0) not in known:
+                if known and len(heard.ids) == len(known):
+                    heard.anew.append(len(heard.ids))
                 heard.ids.append(int(event.id or 0))
                 heard.values.append(json.loads(event.data))
                 heard.times.append(at)
     heard.arrived.clear()
+    if not ended and not heard.error:
+        heard.error = "the stream ended without its end"
     if comment and heard.times:
         heard.moves = moves(heard, comment)
 

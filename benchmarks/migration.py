@@ -1,20 +1,24 @@
 """``python -m benchmarks.migration``: running calls move between two nodes, back and forth, while their callers read.
 
 Four callers stream all the time, greedy and seeded, from one instance of the demo model that computes them in one
-batch; no token is delayed. ``move``: ``POST /instances/{instance}/migrate`` again and again, each carrying over what
-runs then; counted is each call that moved (the gateway's own count). ``restart``: the worker is killed instead, and its
-calls are resumed on a new instance from their tokens (stop and restart). ``still``: as long with neither. ``beside``:
-neither, but another function with the same model prefills and begins as many calls again and again, as a destination
-does: how far instances that share this machine's cores slow each other. ``large``: as ``move``, a few times, with a
-model of 0.5 G parameters (``migration_large``). ``figure3``: what a start that wants the place of a running call does
-to both, by policy (``migration_policies``).
+batch; no token is delayed. ``move``: ``POST /instances/{instance}/migrate`` again and again, the next one asked for
+when the last has ended and all callers hear something, each carrying over what runs then. A migration is one move of an
+instance that took calls along; counted are those, and the calls that moved (the gateway's own count). ``resume``: the
+worker is killed instead, and its calls go on at a new instance from their tokens. ``restart``: it is killed where
+nothing is resumable: a new instance begins from nothing, and the callers make their calls anew. ``still``: as long with
+none of it. ``beside``: neither, but another function with the same model prefills and begins as many calls again and
+again, as a destination does: how far instances that share this machine's cores slow each other. ``large``: as ``move``,
+until a hundred calls have moved, with a model of 0.5 G parameters (``migration_large``). ``figure3``: what a start that
+wants the place of a running call does to both, by policy (``migration_policies``).
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened: lost and repeated by
-the events' ids, different by their values. The pause of a call is the gap between two of its events in which it went
-over, by the timeline that ends its stream (the longest within one interval of that moment), in mean intervals of the
-same call. Beside it, as ``longest``, and for the other cases: the longest gap from the command until it is over; in it
-the destination starts, prefills, and computes on the cores that the source has. ``jitter``, of the other cases: what
-the rule of the pause finds at random moments, at none of which a call goes over.
+the events' ids, different by their values; one that breaks off is counted as such, and with what it did not say. The
+pause of a call is the gap between two of its events in which it went over, by the timeline that ends its stream (the
+longest within one interval of that moment), in mean intervals of the same call. Beside it, as ``longest``, and for the
+other cases: the longest gap from the command until it is over; in it the destination starts, prefills, and computes on
+the cores that the source has. Of ``restart`` it is the gap between what came last and the first event that had not come
+before. ``jitter``, of the other cases: what the rule of the pause finds at random moments, at none of which a call goes
+over.
 """
 
 from __future__ import annotations
@@ -24,16 +28,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import migration_large, migration_policies
 from benchmarks.cold_cases import CODER
-from benchmarks.heard import jitters, longest, pauses
-from benchmarks.migration_load import CALLERS, Called, Load, move, moved, restart
+from benchmarks.heard import Sums, Window, jitters, longest, pauses
+from benchmarks.migration_load import CALLERS, Called, Load, kill, move, moved
 from benchmarks.platform import Platform
+from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, percentile
 from benchmarks.runner import Run, main
 
@@ -44,20 +49,60 @@ ASKS: Final = tuple(
     for temperature in (0.0, 0.8)
 )
 BESIDE: Final = tuple({**ask, "prompt": "def f(x):\n    return x\n" * 40, "max_tokens": 60} for ask in ASKS[:CALLERS])
+LEAST: Final = 100
+"""Pauses below which their p99 is not judged."""
 STILL_S: Final = 1.0
+ANEW_S: Final = 2.0
+"""Of the three or so that a call takes: after its begin it is struck within them."""
 SEED: Final = 1
-SMALL: Final = ("still", "beside", "restart", "move")
+SMALL: Final = ("still", "beside", "resume", "restart", "move")
 LARGE: Final = "large"
 FIGURE3: Final = "figure3"
+ABANDONED: Final = 10
+"""Migrations that were abandoned: the next ones would be, too."""
+
+
+@dataclass
+class Counts:
+    """What became of the calls: of how many migrations that took calls along, and that were abandoned."""
+
+    migrations: int = 0
+    calls: int = 0
+    abandoned: int = 0
+
+    def add(self, done: bool, calls: int) -> None:
+        """One more, ``done`` or abandoned, by which so many calls moved. Raises ``ProgramFailed`` after too many that
+        were abandoned."""
+        self.abandoned += not done
+        self.migrations += calls > 0
+        self.calls += calls
+        if self.abandoned >= ABANDONED:
+            raise ProgramFailed(f"{self.abandoned} migrations were abandoned")
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What befalls the calls again and again. ``enough``: whether so many times are. ``moves``: they go over by it."""
+    """What befalls the calls of ``called`` again and again. ``enough``: whether so many times are. ``counts``: they go
+    over by it."""
 
+    called: Called
     act: Callable[[], object]
     enough: Callable[[int], bool]
-    moves: bool = False
+    counts: Counts | None = None
+    wanted: int = 0
+    """Migrations that are an aim."""
+
+    @classmethod
+    def moving(cls, called: Called, enough: Callable[[Counts], bool], wanted: int = 0) -> Fate:
+        """They move."""
+        counts = Counts()
+
+        def act() -> None:
+            before = moved(called.platform)
+            done = move(called)
+            counts.add(done, moved(called.platform) - before)
+
+        return cls(called, act, lambda _: enough(counts), counts, wanted)
 
 
 def measure(run: Run, cases: Sequence[str]) -> None:
@@ -65,7 +110,8 @@ def measure(run: Run, cases: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="bm-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         if small := [case for case in cases if case in SMALL]:
-            _small(run, directory / "p", small)
+            with run.attempt("demo model", "intervals"):
+                _small(run, directory / "p", small)
         if LARGE in cases:
             with run.attempt(LARGE, "intervals"):
                 _large(run, directory / LARGE)
@@ -75,67 +121,102 @@ def measure(run: Run, cases: Sequence[str]) -> None:
 
 
 def _small(run: Run, directory: Path, cases: Sequence[str]) -> None:
-    wanted = 100 if run.quick else 1000
-    run.settings.update(callers=CALLERS, tokens=TOKENS, migrations=wanted)
+    run.settings.update(callers=CALLERS, tokens=TOKENS)
     with Platform(directory, nodes=2) as platform:
-        called = Called(platform, platform.deploy(CODER, keep_alive=600.0, concurrency=2 * CALLERS), ASKS)
+        called = _called(platform, "coder", ASKS)
         right = called.right()
-        beside = called
-        if "beside" in cases:
-            name = platform.deploy(CODER, name="beside", keep_alive=600.0, concurrency=2 * CALLERS)
-            beside = Called(platform, name, BESIDE)
-        fates = {
-            "still": Fate(lambda: time.sleep(STILL_S), lambda count: count >= 2 * run.rounds),
-            "beside": Fate(beside.right, lambda count: count >= 2 * run.rounds),
-            "restart": Fate(lambda: restart(called), lambda count: count >= run.rounds),
-            "move": Fate(lambda: move(called), lambda _: moved(platform) >= wanted, moves=True),
-        }
         for case in cases:
             with run.attempt(case, "intervals"):
-                _case(run, called, case, fates[case], right)
+                _case(run, case, _fate(run, case, called), right)
+
+
+def _called(platform: Platform, name: str, asks: Sequence[Mapping[str, Any]], resumable: bool = True) -> Called:
+    """The demo model as a function of that name."""
+    platform.deploy(CODER, name=name, keep_alive=600.0, concurrency=2 * CALLERS, resumable=resumable)
+    return Called(platform, name, asks, anew=not resumable)
+
+
+def _fate(run: Run, case: str, called: Called) -> Fate:
+    wanted = 100 if run.quick else 1000
+    if case == "still":
+        return Fate(called, lambda: time.sleep(STILL_S), lambda count: count >= 2 * run.rounds)
+    if case == "beside":
+        beside = _called(called.platform, case, BESIDE)
+        return Fate(called, beside.right, lambda count: count >= 2 * run.rounds)
+    if case == "resume":
+        return Fate(called, lambda: kill(called), lambda count: count >= run.rounds)
+    if case == "restart":
+        again = _called(called.platform, case, ASKS, resumable=False)
+        return Fate(again, lambda: kill(again), lambda count: count >= run.rounds)
+    run.settings["migrations"] = wanted
+    return Fate.moving(called, lambda counts: counts.migrations >= wanted, wanted)
 
 
 def _large(run: Run, directory: Path) -> None:
-    times = 2 if run.quick else 10
     with Platform(directory / "p", nodes=2) as platform:
         called = migration_large.deployed(run, LARGE, platform, directory)
-        fate = Fate(lambda: move(called), lambda count: count >= times, moves=True)
-        _case(run, called, LARGE, fate, called.right())
+        # Of a call that ends while it moves no pause is known.
+        enough = (lambda counts: counts.migrations >= 2) if run.quick else (lambda counts: counts.calls >= 1.2 * LEAST)
+        _case(run, LARGE, Fate.moving(called, enough), called.right())
 
 
-def _case(run: Run, called: Called, name: str, fate: Fate, right: Sequence[Sequence[Any]]) -> None:
-    load = Load(called, right)
-    with load.running():
-        windows = load.windows_of(fate.act, fate.enough)
-        load.until_all_hear()
-    case, sums = run.case(name, "sllm", "intervals"), load.sums()
-    gaps = [round(gap, 2) for heard in load.heard for gap in longest(heard, windows)]
-    case.samples = [round(gap, 2) for heard in load.heard for gap in pauses(heard)] if fate.moves else gaps
-    took = statistics.median(window.end - window.begin for window in windows)
-    interval = statistics.median(heard.usual for heard in load.heard)
-    case.extra = {"lost": sums.lost, "repeated": sums.repeated, "different": sums.different}
-    case.extra |= {"streams": sums.streams, "events": sums.events, "times": len(windows), "took_s": round(took, 3)}
-    case.extra["interval_ms"] = round(interval * 1e3, 2)
+def _case(run: Run, name: str, fate: Fate, right: Sequence[Sequence[Any]]) -> None:
+    """Told and judged also where something broke meanwhile."""
+    load, windows, chance = Load(fate.called, right), list[Window](), random.Random(SEED)
+    try:
+        with run.spending(fate.called.platform.program.usage, run.case(name, "sllm", "intervals")), load.running():
+            while not fate.enough(len(windows)):
+                windows.append(load.window_of(fate.act))
+                if fate.called.anew:  # struck once each, at any of its tokens
+                    load.until_all_begin()
+                    time.sleep(chance.uniform(0.0, ANEW_S))
+            load.until_all_hear()
+    finally:
+        tell(run, name, load, windows, fate)
+
+
+def tell(run: Run, name: str, load: Load, windows: Sequence[Window], fate: Fate) -> None:
+    """What the streams of a case were, and its aims."""
+    case, sums, counts = run.case(name, "sllm", "intervals"), load.sums(), fate.counts
+    whole = [heard for heard in load.heard if len(heard.times) > 1]
+    gaps = [round(gap, 2) for heard in whole for gap in longest(heard, windows)]
+    case.samples = [round(gap, 2) for heard in whole for gap in pauses(heard)] if counts else gaps
+    case.extra = {"lost": sums.lost, "repeated": sums.repeated, "different": sums.different, "broken": sums.broken}
+    case.extra |= {"streams": sums.streams, "events": sums.events, "times": len(windows)}
+    if windows:
+        case.extra["took_s"] = round(statistics.median(window.end - window.begin for window in windows), 3)
+    if whole:
+        case.extra["interval_ms"] = round(statistics.median(heard.usual for heard in whole) * 1e3, 2)
     if case.samples:
         case.extra["p99"] = percentile(case.samples, 99)
-    if not fate.moves:
+    if counts is None:
         chance = random.Random(SEED)
-        jitter = [round(gap, 2) for heard in load.heard for gap in jitters(heard, windows, chance)]
+        jitter = [round(gap, 2) for heard in whole for gap in jitters(heard, windows, chance)]
         case.extra |= {"jitter_p50": percentile(jitter, 50), "jitter_p99": percentile(jitter, 99)} if jitter else {}
-    if fate.moves and gaps:
+    elif gaps:
         case.extra |= {"longest_p50": percentile(gaps, 50), "longest_p99": percentile(gaps, 99)}
-    if fate.moves:
-        _judge(run, case, moved(called.platform))
+    if error := next((heard.error for heard in load.heard if heard.error), ""):
+        case.notes = f"the first stream that broke off: {error}"
+    judge(run, case, sums, counts, fate.wanted)
 
 
-def _judge(run: Run, case: Case, count: int) -> None:
-    case.extra["calls_moved"] = count
-    for what in ("lost", "repeated", "different"):
-        run.aims.append(Aim(f"{case.case}: tokens {what}, {count} calls moved", case.extra[what], at_most=0))
+def judge(run: Run, case: Case, sums: Sums, counts: Counts | None, wanted: int) -> None:
+    """The zero aims of any case; of one that moves calls also how many, and their pauses."""
+    name, of = case.case, ""
+    if counts is not None:
+        case.extra |= {"migrations": counts.migrations, "calls_moved": counts.calls, "abandoned": counts.abandoned}
+        of = f", {counts.migrations} migrations of {counts.calls} calls"
+    for what, count in zip(("lost", "repeated", "different"), (sums.lost, sums.repeated, sums.different), strict=True):
+        run.aims.append(Aim(f"{name}: tokens {what}{of}", count, at_most=0))
+    run.aims.append(Aim(f"{name}: streams broken off{of}", sums.broken, at_most=0))
+    if counts is None:
+        return
+    if wanted:
+        run.aims.append(Aim(f"{name}: migrations", counts.migrations, at_least=wanted))
     enough = len(case.samples) >= run.least
-    run.aims.append(Aim(f"{case.case}: pause p50, token intervals", case.median if enough else None, at_most=2.0))
-    p99 = case.extra.get("p99") if len(case.samples) >= 100 else None
-    run.aims.append(Aim(f"{case.case}: pause p99, token intervals", p99, at_most=2.0))
+    run.aims.append(Aim(f"{name}: pause p50, token intervals", case.median if enough else None, at_most=2.0))
+    p99 = case.extra["p99"] if len(case.samples) >= LEAST else None
+    run.aims.append(Aim(f"{name}: pause p99, token intervals", p99, at_most=2.0))
 
 
 if __name__ == "__main__":

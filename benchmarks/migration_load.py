@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import os
@@ -25,15 +26,20 @@ from sllm_runtime.protocol.http import API
 CALLERS: Final = 4
 WAIT_S: Final = 60.0
 PIECE: Final = 2**16
+AGAIN_S: Final = 0.05
+"""A caller whose stream broke off waits so long before its next call."""
+END: Final = b"data: [DONE]"
 
 
 @dataclass(frozen=True)
 class Called:
-    """A function on a platform of two nodes, and what its callers ask, in turn."""
+    """A function on a platform of two nodes, and what its callers ask, in turn. ``anew``: they make a call anew when
+    its stream breaks off."""
 
     platform: Platform
     function: str
     asks: Sequence[Mapping[str, Any]]
+    anew: bool = False
 
     def right(self) -> list[Sequence[Any]]:
         """The answer of each ask where nothing happens."""
@@ -76,55 +82,76 @@ class Load:
             heard = self._now[caller] = Heard(next(self._numbers) % len(self._called.asks))
             receive(self._called, heard)
             self.heard.append(heard)
+            if heard.error and not self._called.anew:
+                self._stop.wait(AGAIN_S)
 
     def until_all_hear(self) -> None:
         """Until each caller has had something since now: nothing strikes a call twice before it has said a word."""
-        begin, until = time.monotonic(), time.monotonic() + WAIT_S
-        while not all(heard.arrived and heard.arrived[-1].at > begin for heard in list(self._now.values())):
+        begin = time.monotonic()
+        self._until(lambda each: bool(each.arrived) and each.arrived[-1].at > begin, "a caller heard nothing")
+
+    def until_all_begin(self) -> None:
+        """Until each caller has ended its call and hears another one: no call is struck twice."""
+        old = {id(heard) for heard in self._now.values()}
+        self._until(lambda each: id(each) not in old and bool(each.arrived), "a call did not end")
+
+    def _until(self, holds: Callable[[Heard], bool], what: str) -> None:
+        until = time.monotonic() + WAIT_S
+        while not all(holds(heard) for heard in list(self._now.values())):
             if time.monotonic() > until:
-                raise ProgramFailed(f"a caller heard nothing for {WAIT_S:g} s")
+                raise ProgramFailed(f"{what} for {WAIT_S:g} s")
             time.sleep(0.005)
 
-    def windows_of(self, act: Callable[[], object], enough: Callable[[int], bool]) -> list[Window]:
-        """``act`` again and again, and how long each took."""
-        windows: list[Window] = []
-        while not enough(len(windows)):
-            self.until_all_hear()
-            begin = time.monotonic()
-            act()
-            windows.append(Window(begin, time.monotonic()))
-        return windows
+    def window_of(self, act: Callable[[], object]) -> Window:
+        """``act``, once all callers hear something, and how long it took."""
+        self.until_all_hear()
+        begin = time.monotonic()
+        act()
+        return Window(begin, time.monotonic())
 
     def sums(self) -> Sums:
-        """Raises ``ProgramFailed`` if a stream broke off."""
+        """Of all streams."""
         return sums(self.heard, self._right)
 
 
 def sums(heard: Sequence[Heard], right: Sequence[Sequence[Any]]) -> Sums:
-    """All streams beside the answers of the same calls. Raises ``ProgramFailed`` if one broke off."""
+    """All streams beside the answers of the same calls, those that broke off too."""
     found = Sums()
     for each in heard:
-        if each.error:
-            raise ProgramFailed(f"a stream ended with {each.error}")
         found.add(each, right[each.ask])
     return found
 
 
 def receive(called: Called, heard: Heard) -> None:
-    """One stream to its end, as it arrived. It is understood when the measuring is over: who parses takes the cores
-    that the instances want."""
-    connection = called.platform.connect()
+    """One stream to its end, as it arrived; ``heard.error`` says why there is none. It is understood when the measuring
+    is over: who parses takes the cores that the instances want."""
+    until = time.monotonic() + WAIT_S
+    heard.error = _listen(called, heard, anew=False)
+    while called.anew and _broken(heard) and time.monotonic() < until:
+        heard.error = _listen(called, heard, anew=True)
+
+
+def _listen(called: Called, heard: Heard, *, anew: bool) -> str:
+    """What arrives of one call; why there was no answer, if there was none."""
     headers = {"Authorization": f"Bearer {called.platform.token}", "Accept": "text/event-stream"}
     body = json.dumps(called.asks[heard.ask])
     try:
-        connection.request("POST", f"/fn/{called.function}", body, {**headers, "Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != HTTPStatus.OK:
-            raise ProgramFailed(f"{called.function} answers {response.status}: {response.read()[:300]!r}")
-        while data := response.read1(PIECE):
-            heard.arrived.append(Piece(time.monotonic(), data))
-    finally:
-        connection.close()
+        with contextlib.closing(called.platform.connect()) as connection:
+            connection.request("POST", f"/fn/{called.function}", body, {**headers, "Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != HTTPStatus.OK:
+                return f"{called.function} answers {response.status}: {response.read()[:300]!r}"
+            while data := response.read1(PIECE):
+                heard.arrived.append(Piece(time.monotonic(), data, anew))
+                anew = False
+    except (OSError, http.client.HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _broken(heard: Heard) -> bool:
+    """Whether it is without its end, which may have come in two pieces."""
+    return END not in b"".join(piece.data for piece in heard.arrived[-2:])
 
 
 def ready(called: Called) -> dict[str, Any]:
@@ -151,21 +178,19 @@ def counted(platform: Platform, what: str) -> int:
     return sum(int(float(line.rpartition(" ")[2])) for line in lines)
 
 
-def move(called: Called) -> None:
-    """All that runs goes to the other node."""
+def move(called: Called) -> bool:
+    """All that runs goes to the other node. Whether the platform did so: it may have abandoned it."""
     instance = ready(called)
     to = "n2" if instance["node"] == "n1" else "n1"
     path = f"{API}/instances/{instance['instance']}/migrate"
     state = ""
     while state not in ("DONE", "ABANDONED"):
-        answer = called.platform.client.request("POST", path, json={"to": to})
-        state = answer["state"]
-    if state != "DONE":
-        raise ProgramFailed(f"a migration was abandoned: {answer['note']}")
+        state = str(called.platform.client.request("POST", path, json={"to": to})["state"])
+    return state == "DONE"
 
 
-def restart(called: Called) -> None:
-    """The worker dies; its calls go on at a new one."""
+def kill(called: Called) -> None:
+    """The worker dies; another one takes its place, for calls that go on from their tokens or are made anew."""
     old = ready(called)["instance"]
     os.kill(called.platform.process(f"sllm-worker {old}").pid, signal.SIGKILL)
     while ready(called)["instance"] == old:

@@ -26,8 +26,8 @@ from typing import Any, Final
 
 from benchmarks import cold_gigabyte, synthetic
 from benchmarks.cold_cases import CODER
-from benchmarks.heard import Heard, understand
-from benchmarks.migration_load import Called, counted, receive, sums
+from benchmarks.heard import Heard, Sums, understand
+from benchmarks.migration_load import Called, counted, receive
 from benchmarks.platform import Platform
 from benchmarks.programs import ROOT, Program, ProgramFailed
 from benchmarks.record import Aim
@@ -62,18 +62,24 @@ def measure(run: Run, case: str, directory: Path) -> None:
     """Each policy in turn. Those of one round stand side by side while their instances of A become old enough."""
     nbytes = (256 if run.quick else 512) * MIB
     run.settings.update({f"{case}_store_s": STORE_S, f"{case}_bytes": nbytes})
-    wrong = 0
+    total = Sums()
     tokens = 1000 if run.quick else 1500
-    with _models(directory, nbytes) as models:
-        for number in range(1 if run.quick else run.rounds):
-            with contextlib.ExitStack() as stack:
-                scenes = {}
-                for policy in POLICIES:
-                    place = directory / f"{policy}-{number}"
-                    scenes[policy] = stack.enter_context(_scene(policy, place, models, tokens))
-                for policy, scene in scenes.items():
-                    wrong += _strike(run, case, policy, scene)
-    run.aims.append(Aim(f"{case}: tokens of the running call lost, repeated or changed", float(wrong), at_most=0.0))
+    try:
+        with _models(directory, nbytes) as models:
+            for number in range(1 if run.quick else run.rounds):
+                _round(run, case, directory / f"{number}", models, tokens, total)
+    finally:
+        run.aims.append(Aim(f"{case}: tokens of the running call lost, repeated or changed", total.wrong, at_most=0))
+        run.aims.append(Aim(f"{case}: running calls broken off", total.broken, at_most=0))
+
+
+def _round(run: Run, case: str, directory: Path, models: Models, tokens: int, total: Sums) -> None:
+    with contextlib.ExitStack() as stack:
+        scenes = {
+            policy: stack.enter_context(_scene(policy, directory / policy, models, tokens)) for policy in POLICIES
+        }
+        for policy, scene in scenes.items():
+            _strike(run, case, policy, scene, total)
 
 
 @contextlib.contextmanager
@@ -125,11 +131,12 @@ def _wish(platform: Platform, node: str, wish: str) -> dict[str, Any]:
     return said
 
 
-def _strike(run: Run, case: str, policy: str, scene: Scene) -> int:
-    """B is called while A runs. How many tokens of A were lost, repeated or changed."""
+def _strike(run: Run, case: str, policy: str, scene: Scene, total: Sums) -> None:
+    """B is called while A runs."""
     time.sleep(max(0.0, scene.settled - time.monotonic()))
     heard, platform = Heard(0), scene.running.platform
-    with ThreadPoolExecutor(1) as pool:
+    first, gap = run.case(f"{case}_started", policy), run.case(f"{case}_running", policy)
+    with run.spending(platform.program.usage, first, gap), ThreadPoolExecutor(1) as pool:
         reading = pool.submit(receive, scene.running, heard)
         while len(heard.arrived) < AT:
             if reading.done():
@@ -139,12 +146,12 @@ def _strike(run: Run, case: str, policy: str, scene: Scene) -> int:
         answer = platform.stream(scene.started, {})
         reading.result()
     understand(heard)
+    total.add(heard, scene.right[0])
     if answer.text != scene.models.digest:
         raise ProgramFailed(f"{scene.started} says {answer.text}, of what was written it is {scene.models.digest}")
     gaps = [after - before for before, after in itertools.pairwise(heard.times) if after > struck]
     if not gaps:
         raise ProgramFailed("the running call had ended when the other one was called")
-    first, gap = run.case(f"{case}_started", policy), run.case(f"{case}_running", policy)
     first.samples.append(round(answer.first_ms, 1))
     gap.samples.append(round(max(gaps) * 1e3, 1))
     for what in ("moved", "resumed"):
@@ -152,4 +159,3 @@ def _strike(run: Run, case: str, policy: str, scene: Scene) -> int:
     totals = gap.extra.setdefault("totals_s", [])
     totals.append(round(heard.times[-1] - heard.times[0], 3))
     gap.extra["total_s"] = round(statistics.median(totals), 3)
-    return sums([heard], scene.right).wrong

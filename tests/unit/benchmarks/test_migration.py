@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.heard import Heard, Sums, Window, jitters, longest, moves, pauses
+import pytest
+
+from benchmarks.heard import Heard, Piece, Sums, Window, jitters, longest, moves, pauses, understand
+from benchmarks.migration import ABANDONED, LEAST, Counts, judge
+from benchmarks.programs import ProgramFailed
+from benchmarks.record import Case
+from benchmarks.runner import Run
 
 
 def test_what_was_lost_repeated_or_different() -> None:
@@ -40,3 +46,57 @@ def test_a_jitter_is_the_gap_at_a_moment_of_each_window_that_a_stream_ran_throug
     quiet, gap = Window(6.9, 7.1), Window(3.0, 4.0)
     assert jitters(heard, [quiet, gap, Window(20.0, 21.0)], random.Random(1)) == [1.0, 3.0]
     assert jitters(Heard(0), [quiet], random.Random(1)) == []
+
+
+def _piece(at: float, *ids: int, end: str = "", anew: bool = False) -> Piece:
+    events = "".join(f'id: {number}\ndata: "t{number}"\n\n' for number in ids)
+    return Piece(at, (events + end).encode(), anew)
+
+
+def test_a_stream_that_breaks_off_is_counted_with_what_it_did_not_say() -> None:
+    right = ["t0", "t1", "t2"]
+    error = Heard(0, arrived=[_piece(1.0, 0, 1), _piece(2.0, end="event: error\ndata: lost\n\n")])
+    cut = Heard(0, arrived=[_piece(1.0, 0, 1, 2)])
+    whole = Heard(0, arrived=[_piece(1.0, 0, 1, 2, end="data: [DONE]\n\n")])
+    refused = Heard(0, error="it answers 503")
+    sums = Sums()
+    for heard in (error, cut, whole, refused):
+        understand(heard)
+        sums.add(heard, right)
+    assert (sums.streams, sums.broken, sums.lost) == (4, 3, 1 + 3)
+    assert (error.error, refused.error, whole.error) == ("lost", "it answers 503", "")
+    assert cut.error == "the stream ended without its end"
+
+
+def test_of_a_call_that_was_made_anew_the_pause_lasts_until_there_is_news() -> None:
+    broken = "event: error\ndata: lost\n\n"
+    heard = Heard(0, arrived=[_piece(1.0, 0), _piece(2.0, 1, end=broken), _piece(5.0, 0, anew=True)])
+    heard.arrived += [_piece(6.0, 1), _piece(7.0, 2), _piece(8.0, 3, end="data: [DONE]\n\n")]
+    understand(heard)
+    assert (heard.ids, heard.values, heard.error) == ([0, 1, 2, 3], ["t0", "t1", "t2", "t3"], "")
+    assert (heard.anew, heard.usual) == ([2], 1.0), "the gap itself is no interval of the call"
+    assert longest(heard, [Window(2.5, 4.0)]) == [5.0]
+
+
+def test_a_migration_is_one_that_took_calls_along_and_its_calls_are_counted_apart() -> None:
+    counts = Counts()
+    for calls in (3, 0, 2):
+        counts.add(True, calls)
+    assert (counts.migrations, counts.calls, counts.abandoned) == (2, 5, 0)
+    counts.abandoned = ABANDONED - 1
+    with pytest.raises(ProgramFailed, match="abandoned"):
+        counts.add(False, 0)
+
+
+def test_a_broken_stream_and_too_few_migrations_make_aims_false() -> None:
+    run = Run(quick=True)
+    case = Case("move", "sllm", "intervals", samples=[1.0] * (LEAST - 1), extra={"p99": 1.0})
+    judge(run, case, Sums(streams=9, broken=1, lost=7), Counts(migrations=99, calls=300), wanted=100)
+    met = {aim.aim.partition(",")[0]: aim.met for aim in run.aims}
+    assert met["move: streams broken off"] is False
+    assert met["move: tokens lost"] is False
+    assert met["move: tokens repeated"] is True
+    assert met["move: migrations"] is False
+    assert met["move: pause p50"] is True
+    assert met["move: pause p99"] is None
+    assert (case.extra["migrations"], case.extra["calls_moved"]) == (99, 300)
