@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from benchmarks.programs import ProgramFailed
@@ -36,13 +36,15 @@ Call = Callable[[Arrival], Heard]
 @dataclass(frozen=True)
 class Told:
     """What came of one arrival. ``startup_ms``: from when the call was due to its first token, whoever was late; of a
-    call that was not served in time the whole limit."""
+    call that was not served in time, or wrongly, the whole limit."""
 
     arrival: Arrival
     startup_ms: float
     text: str = ""
     cold: bool = False
     error: str = ""
+    wrong: bool = False
+    """Its answer is another one than that of an idle platform."""
 
     @property
     def served(self) -> bool:
@@ -89,17 +91,21 @@ def _one(call: Call, arrival: Arrival, due: float) -> Told:
     return Told(arrival, (heard.first - due) * 1e3, heard.text, heard.cold)
 
 
-def check(told: Sequence[Told], right: dict[int, str], system: str) -> None:
-    """All answers of one length are the same text: that in ``right``, or the first one. Raises ``ProgramFailed``."""
-    for each in told:
-        if not each.served:
-            continue
-        expected = right.setdefault(each.arrival.tokens, each.text)
-        if not each.text or each.text != expected:
-            raise ProgramFailed(
-                f"{system}: {each.arrival.tokens} tokens of function {each.arrival.function} are"
-                f" {each.text[-60:]!r} at their end, not {expected[-60:]!r}"
-            )
+def checked(told: Sequence[Told], right: dict[int, str]) -> list[Told]:
+    """With those marked whose answer is wrong: all answers of one length are the same text, that in ``right``, or the
+    first one."""
+    return [_checked(each, right) for each in told]
+
+
+def _checked(told: Told, right: dict[int, str]) -> Told:
+    if not told.served:
+        return told
+    expected = right.setdefault(told.arrival.tokens, told.text)
+    if told.text and told.text == expected:
+        return told
+    what = f"{told.arrival.tokens} tokens of function {told.arrival.function}"
+    error = f"{what} are {told.text[-60:]!r} at their end, not {expected[-60:]!r}"
+    return replace(told, startup_ms=LIMIT_S * 1e3, error=error, wrong=True)
 
 
 def sums(told: Sequence[Told]) -> Sums:

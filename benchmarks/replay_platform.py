@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
+from benchmarks import beginning
 from benchmarks.chaos_faults import counted
 from benchmarks.cold_cases import CODER, MODEL
 from benchmarks.load_store import rclone
@@ -210,22 +210,8 @@ class Beginning:
     right: Mapping[int, str]
 
     def copy(self, directory: Path) -> None:
-        """The home of a platform in ``directory``. Models on SSDs are the same files, with the access times (which say
-        what goes first) of the beginning."""
-        shutil.copytree(self.home, directory / "home", ignore=_sockets, copy_function=_copied)
-
-
-def _sockets(directory: str, names: list[str]) -> set[str]:
-    return {name for name in names if stat.S_ISSOCK(os.lstat(Path(directory, name)).st_mode)}
-
-
-def _copied(source: str, target: str) -> None:
-    if Path(source).parent.name != "ssd":
-        shutil.copy2(source, target)
-        return
-    os.link(source, target)
-    written = os.stat(target).st_mtime_ns
-    os.utime(target, ns=(written, written))
+        """The home of a platform in ``directory``."""
+        beginning.copy(self.home, directory / "home")
 
 
 def caller(platform: Platform) -> Call:
@@ -243,8 +229,8 @@ def caller(platform: Platform) -> Call:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a platform has counted since it is up. ``read_mib``: what its loaderds have read of files, so of their SSDs
-    (and indexes, and what the page cache had); None where the kernel does not tell."""
+    """What a platform has counted since it is up. ``read_mib``: what a disk has given its loaderds, so nothing that the
+    page cache had; None where the kernel does not tell."""
 
     moved: int
     resumed: int
@@ -269,6 +255,6 @@ def _read_mib(platform: Platform) -> float | None:
     pids = running.pids if running is not None else {}
     try:
         loaders = [psutil.Process(pid) for name, pid in pids.items() if name.startswith("loaderd")]
-        return sum(loader.io_counters().read_chars for loader in loaders) / MIB
+        return sum(loader.io_counters().read_bytes for loader in loaders) / MIB
     except (psutil.Error, OSError):
         return None

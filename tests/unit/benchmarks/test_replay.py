@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.programs import ProgramFailed
 from benchmarks.replay import LEAST_CALLS, OURS, POLICIES, judge
-from benchmarks.replay_client import LIMIT_S, Heard, Told, check, play, sums
+from benchmarks.replay_client import LIMIT_S, Heard, Told, checked, play, sums
 from benchmarks.replay_platform import PUBLISHED, Beginning, Scene, name_of, share_out, write_models
 from benchmarks.replay_trace import CV, LENGTHS, Arrival, Shape, trace
 from benchmarks.runner import Run
@@ -87,14 +86,23 @@ def _told(ms: float, text: str = "a", tokens: int = 32, error: str = "") -> Told
     return Told(Arrival(0.0, 0, tokens), ms, text, error=error)
 
 
-def test_another_text_of_the_same_length_is_an_error() -> None:
+def test_another_text_of_the_same_length_is_wrong_and_counts_with_the_limit() -> None:
     right = {32: "a"}
-    check([_told(1.0), _told(1.0, "b", tokens=96), _told(1.0, error="gone", text="")], right, "x")
+    fine, other, gone = checked([_told(1.0), _told(1.0, "b", tokens=96), _told(1.0, error="gone", text="")], right)
     assert right == {32: "a", 96: "b"}
-    with pytest.raises(ProgramFailed, match="x: 96 tokens of function 0 are 'c' at their end, not 'b'"):
-        check([_told(1.0, "c", tokens=96)], right, "x")
-    with pytest.raises(ProgramFailed, match="are ''"):
-        check([_told(1.0, "", tokens=256)], {}, "x")
+    assert (fine.wrong, other.wrong, gone.wrong, gone.error) == (False, False, False, "gone")
+    wrong, nothing = checked([_told(1.0, "c", tokens=96), _told(1.0, "", tokens=256)], right)
+    assert (wrong.wrong, wrong.served, wrong.startup_ms) == (True, False, LIMIT_S * 1e3)
+    assert wrong.error == "96 tokens of function 0 are 'c' at their end, not 'b'"
+    assert nothing.wrong, "an empty answer is none"
+
+
+def test_a_wrong_answer_makes_an_aim_false_whatever_broke_then() -> None:
+    run = Run(quick=False)
+    judge(run, {"random": checked([_told(1.0, "c")], {32: "a"})})
+    met = {aim.aim: aim.met for aim in run.aims}
+    assert met["replay: wrong answers, random"] is False
+    assert met["replay: wrong answers, startup-time"] is True
 
 
 def test_the_sums_of_calls() -> None:
@@ -116,7 +124,7 @@ def test_ours_is_judged_beside_each_other_system() -> None:
     assert aims["replay: startup-time / ray serve, no cache, p99 startup latency"].met is None, "it did not run"
     few = Run(quick=True)
     judge(few, {system: told[1:] for system, told in many.items()})
-    assert {aim.met for aim in few.aims} == {None}
+    assert {aim.met for aim in few.aims if "wrong" not in aim.aim} == {None}
 
 
 def test_the_policies_are_all_that_there_are_and_the_settings_are_ones() -> None:
