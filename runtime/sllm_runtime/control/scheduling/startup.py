@@ -97,7 +97,7 @@ class Ways:
     def on(self, name: str) -> list[Decision]:
         """The quickest of each kind on server ``name``."""
         may, view, servers = self._start.may, self._view, self._servers
-        here = replace(self._start, may=lambda server: server.name == name and may(server))
+        here = replace(self._start, may=lambda node: node.record.node == name and may(node))
         found = (
             quickest_move(self._moving, here, inf),
             quickest_ending(self._request, here, view, servers, self._now, inf),
