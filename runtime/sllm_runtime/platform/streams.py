@@ -185,20 +185,30 @@ async def _patiently(attempt: Callable[[], Awaitable[None]], within_s: float) ->
 
 
 async def _ensure(bus: Bus, config: StreamConfig) -> None:
+    # Looked for first: who makes one again with a limit needs as much room as it has once more.
+    try:
+        there = (await bus.jetstream.stream_info(config.name or "")).config
+    except nats.js.errors.NotFoundError:
+        await _create(bus, config)
+    except nats.errors.Error as error:
+        raise _silent(config.name or "", error) from error
+    else:
+        await _update(bus, config.evolve(persist_mode=there.persist_mode))  # fixed when a stream is made
+
+
+async def _create(bus: Bus, config: StreamConfig) -> None:
     try:
         await bus.jetstream.add_stream(config)
     except nats.js.errors.APIError as error:
-        if error.err_code != _NAME_IN_USE:
-            raise _cannot(config, error) from error
-        await _update(bus, config)
+        if error.err_code == _NAME_IN_USE:
+            raise Unavailable(f"another controller has just made the stream {config.name} with other settings") from error
+        raise _cannot(config, error) from error
     except nats.errors.Error as error:
         raise _silent(config.name or "", error) from error
 
 
 async def _update(bus: Bus, config: StreamConfig) -> None:
     try:
-        there = (await bus.jetstream.stream_info(config.name or "")).config
-        config = config.evolve(persist_mode=there.persist_mode)  # fixed when a stream is made
         await bus.jetstream.update_stream(config)
     except nats.errors.Error as error:
         if isinstance(error, nats.js.errors.APIError) and error.err_code in _NO_RESOURCES:
