@@ -201,7 +201,9 @@ async def _create(bus: Bus, config: StreamConfig) -> None:
         await bus.jetstream.add_stream(config)
     except nats.js.errors.APIError as error:
         if error.err_code == _NAME_IN_USE:
-            raise Unavailable(f"another controller has just made the stream {config.name} with other settings") from error
+            raise Unavailable(
+                f"another controller has just made the stream {config.name} with other settings"
+            ) from error
         raise _cannot(config, error) from error
     except nats.errors.Error as error:
         raise _silent(config.name or "", error) from error
