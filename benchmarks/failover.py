@@ -109,7 +109,8 @@ def _faults(run: Run, platform: Platform, case: str, cold: Sequence[str]) -> Non
             usual += calls.usual(fault)
     finally:
         judge(run, found, broken, failed)
-    found.extra["usual_ms"] = round(statistics.median(usual) * 1e3, 1)
+    if usual:
+        found.extra["usual_ms"] = round(statistics.median(usual) * 1e3, 1)
 
 
 def judge(run: Run, found: Case, broken: int, failed: Sequence[str]) -> None:

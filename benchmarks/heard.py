@@ -109,8 +109,9 @@ def longest(heard: Heard, windows: Sequence[Window]) -> list[float]:
     """The longest gap in each window that this stream ran through, in its mean intervals."""
     gaps = list(itertools.pairwise(heard.times))
     inside = [[b - a for a, b in gaps if b >= window.begin and a <= window.end] for window in windows]
-    through = zip(windows, inside, strict=True)
-    return [max(found) / heard.usual for window, found in through if found and heard.times[-1] > window.end]
+    through = [found for window, found in zip(windows, inside, strict=True) if found and heard.times[-1] > window.end]
+    # One that broke off at once may have nothing but events that came together.
+    return [max(found) / heard.usual for found in through if heard.usual > 0.0]
 
 
 def pauses(heard: Heard) -> list[float]:

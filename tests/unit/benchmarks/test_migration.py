@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
+from typing import cast
 
 import pytest
 
 from benchmarks.heard import Heard, Piece, Sums, Window, jitters, longest, moves, pauses, understand
-from benchmarks.migration import ABANDONED, LEAST, Counts, judge
-from benchmarks.programs import ProgramFailed
+from benchmarks.migration import ABANDONED, LEAST, Counts, Fate, _case, judge
+from benchmarks.migration_load import Called
+from benchmarks.platform import Platform
+from benchmarks.programs import ProgramFailed, Usage
 from benchmarks.record import Case
 from benchmarks.runner import Run
 
@@ -29,6 +33,8 @@ def test_a_pause_is_counted_in_the_streams_own_intervals() -> None:
     assert longest(heard, [Window(20.0, 21.0)]) == []
     assert longest(heard, [Window(7.5, 30.0)]) == []
     assert longest(Heard(0), [Window(0.0, 1.0)]) == []
+    assert longest(Heard(0, times=[2.0, 2.0]), [Window(1.0, 1.5)]) == [], "broken off: nothing is known of its interval"
+    assert pauses(Heard(0, times=[2.0, 2.0], moves=[1.0])) == []
 
 
 def test_a_pause_is_the_gap_in_which_the_call_went_over() -> None:
@@ -100,3 +106,41 @@ def test_a_broken_stream_and_too_few_migrations_make_aims_false() -> None:
     assert met["move: pause p50"] is True
     assert met["move: pause p99"] is None
     assert (case.extra["migrations"], case.extra["calls_moved"]) == (99, 300)
+
+
+class Gone:
+    """A platform that nobody reaches any more."""
+
+    token = "t"
+
+    def __init__(self) -> None:
+        self.connected = threading.Event()
+
+    @property
+    def program(self) -> Gone:
+        return self
+
+    def usage(self) -> Usage:
+        return Usage(0.0, 0.0)
+
+    def connect(self) -> None:
+        self.connected.set()
+        raise ConnectionRefusedError("gone")
+
+
+def test_a_case_that_breaks_is_judged_by_what_its_callers_heard_until_then() -> None:
+    run, gone = Run(quick=True), Gone()
+    called = Called(cast(Platform, gone), "f", [{}])
+
+    def enough(_: Counts) -> bool:
+        gone.connected.wait(5.0)
+        raise ProgramFailed("the platform has ended")
+
+    with run.attempt("move", "intervals"):
+        _case(run, "move", Fate.moving(called, enough, wanted=100), [["t0", "t1"]])
+    met = {aim.aim.partition(",")[0]: aim.met for aim in run.aims}
+    assert met["move: streams broken off"] is False
+    assert met["move: tokens lost"] is False
+    assert met["move: migrations"] is False
+    assert met["move: errors that ended it"] is False
+    assert "ConnectionRefusedError: gone" in run.cases[0].notes
