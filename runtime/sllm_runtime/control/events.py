@@ -128,11 +128,13 @@ def _instance_event(instance: Instance, wall: float) -> Event:
 
 
 def _measured(instance: Instance) -> dict[str, str]:
-    """Of a start that is over, for programs: seconds as expected and as taken, and where the weights were."""
+    """Of a start that is over, for programs: seconds as expected (the whole and its terms) and as taken, and where the
+    weights were."""
     if instance.state is not InstanceState.READY or instance.predicted is None or instance.ready_at is None:
         return {}
     guess, took = instance.predicted, instance.ready_at - instance.placed
-    return {"expected_s": f"{guess.seconds:.6f}", "took_s": f"{took:.6f}", "tier": guess.tier}
+    terms = ",".join(f"{name}={seconds:.6f}" for name, seconds in guess.terms().items())
+    return {"expected_s": f"{guess.seconds:.6f}", "terms_s": terms, "took_s": f"{took:.6f}", "tier": guess.tier}
 
 
 def _start(instance: Instance) -> str:

@@ -74,6 +74,22 @@ def test_what_a_release_took_is_told_beside_what_was_expected() -> None:
     assert event.fields == {"expected_s": "0.500000", "took_s": "2.000000"}
 
 
+def test_what_a_start_took_is_told_beside_what_was_expected_of_it_term_by_term() -> None:
+    world, name = with_an_instance()
+    guess = world.view.instances[name].predicted
+    assert guess is not None
+    world.nodes["n1"].set(name, InstanceState.READY)
+    before = world.view
+    world.hear("n1")
+    (event,) = (each for each in events(before, world.view, 0.0) if each.kind == "instance.ready")
+    assert float(event.fields["expected_s"]) == pytest.approx(guess.seconds)
+    said = dict(each.split("=") for each in event.fields["terms_s"].split(","))
+    terms = {name: float(seconds) for name, seconds in said.items()}
+    assert terms["sandbox"] == pytest.approx(guess.sandbox)
+    waits = max(terms.pop("sandbox") + terms.pop("import"), terms.pop("queue") + terms.pop("read"))
+    assert waits + sum(terms.values()) == pytest.approx(guess.seconds), "these are all"
+
+
 @pytest.mark.parametrize(
     ("cordoned", "drain", "kind"),
     [(True, False, "node.cordoned"), (False, True, "node.draining"), (False, False, "node.uncordoned")],

@@ -48,6 +48,18 @@ class Estimate:
         """Until the weights are there."""
         return arrival(self.queue, self.lead, self.read)
 
+    def terms(self) -> dict[str, float]:
+        """Its terms in seconds, those that a span tells of by the name of that."""
+        return {
+            "release": self.release,
+            SANDBOX: self.sandbox,
+            IMPORT: self.imports,
+            "queue": self.queue,
+            "read": self.read,
+            SETUP: self.setup,
+            "rest": self.rest,
+        }
+
     def measured(self, spans: tuple[Span, ...]) -> Estimate:
         """With what its parts took where ``spans`` say so. Queueing and reading stay as they were expected: what the
         weights took in fact is seen in the whole."""
