@@ -18,7 +18,7 @@ Beside it Ray Serve with as many slots (``replay_peers``; its notes say what it 
 ``sweep_models``: other numbers of devices a node, or of models, by all policies, one with ``--quick``. ``long``: one
 trace of two minutes by all policies. Nothing is moved within half a minute of its start (``SETTLED_S``), so nothing can
 be in the short traces, of which seven rounds fit into half an hour; there it can. A full ``--only replay`` takes about
-35 minutes, the other cases together as long.
+half an hour, the other cases together as long.
 
 What the machine limits: all devices compute on the same cores, so that a burst is as much one of forks and of decoding
 as of loads, which all policies share; where each device computes for itself, their differences count for more.
@@ -78,9 +78,9 @@ class Scale:
 
 
 FULL: Final = Scale(
-    Scene(4, 4, 32), Shape(32, 43, 15.0), Shape(32, 250, 120.0), (1, 2, 4), (8, 16, 32), POLICIES, ROUNDS
+    Scene(4, 4, 32), Shape(32, 50, 20.0), Shape(32, 250, 120.0), (1, 2, 4), (8, 16, 32), POLICIES, ROUNDS
 )
-QUICK: Final = Scale(Scene(2, 2, 8), Shape(8, 20, 5.0), Shape(8, 20, 35.0), (1,), (4,), (OURS,), 1)
+QUICK: Final = Scale(Scene(2, 2, 8), Shape(8, 20, 5.0), Shape(8, 20, 5.0), (1,), (4,), (OURS,), 1)
 
 
 @dataclass
