@@ -78,11 +78,11 @@ class World:
 
 def measure(run: Run, nodes: int, directory: Path) -> None:
     """The case for ``nodes`` nodes."""
-    with _started(nodes, directory) as (url, program):
-        asyncio.run(_rounds(run, nodes, url, program))
+    with _started(nodes, directory) as (url, program, controller):
+        asyncio.run(_rounds(run, nodes, url, program, controller))
 
 
-async def _rounds(run: Run, nodes: int, url: str, program: Program) -> None:
+async def _rounds(run: Run, nodes: int, url: str, program: Program, controller: Program) -> None:
     async with _bus(url) as bus:
         await _leads(bus, nodes)
         _, keys = cluster(nodes, MODELS, random.Random(SEED))
@@ -93,8 +93,10 @@ async def _rounds(run: Run, nodes: int, url: str, program: Program) -> None:
         ready = run.case("acquire", f"{nodes} simulated nodes, an instance", "1/s")
         known: list[float] = []
         for _ in range(run.rounds):
-            starts.samples.append(round(await _round(world, samples)))
-            ready.samples.append(round(await _known(world, known)))
+            with run.spending(controller.usage, starts):
+                starts.samples.append(round(await _round(world, samples)))
+            with run.spending(controller.usage, ready):
+                ready.samples.append(round(await _known(world, known)))
         for case, times in ((starts, samples), (ready, known)):
             _latencies(case, times)
         starts.notes = f"{world.batch} starts a round, {AT_ONCE} questions at once; then one at a time"
@@ -142,7 +144,7 @@ def _latencies(case: Case, times: Sequence[float]) -> None:
 
 # --- what runs beside it ------------------------------------------------------------------------------
 @contextlib.contextmanager
-def _started(nodes: int, directory: Path) -> Iterator[tuple[str, Program]]:
+def _started(nodes: int, directory: Path) -> Iterator[tuple[str, Program, Program]]:
     """NATS, its store filled, the nodes and the controller; all end with the block."""
     directory.mkdir(parents=True)
     port = free_port()
@@ -162,8 +164,7 @@ def _started(nodes: int, directory: Path) -> Iterator[tuple[str, Program]]:
         asyncio.run(_fill(url, nodes))
         simulated = run("nodes", [*python, "benchmarks.scheduler_nodes", str(nodes), str(MODELS)])
         simulated.hear(READY_S)
-        run("controller", [*python, "sllm_runtime.control"])
-        yield url, simulated
+        yield url, simulated, run("controller", [*python, "sllm_runtime.control"])
 
 
 @contextlib.asynccontextmanager

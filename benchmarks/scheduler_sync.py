@@ -42,12 +42,13 @@ async def _measured(run: Run, directory: Path) -> None:
     writes = 100 if run.quick else 1000
     times: dict[str, list[float]] = {}
     async with (
-        _store(_configured(directory / "always", {"sync_interval": "always"})) as (bus, always),
-        _store(_configured(directory / "default", {})) as (_, default),
+        _store(_configured(directory / "always", {"sync_interval": "always"})) as (server, bus, always),
+        _store(_configured(directory / "default", {})) as (other, _, default),
     ):
         for number in range(run.rounds + 1):
-            for system, store in ((ALWAYS, always), (DEFAULT, default)):
-                took = [await _write(store, each) for each in range(writes)]
+            for system, program, store in ((ALWAYS, server, always), (DEFAULT, other, default)):
+                with run.spending(program.usage, run.case(CASE, system, "1/s")):
+                    took = [await _write(store, each) for each in range(writes)]
                 _sample(run, system, took, times, counts=number > 0)
             took = [await _flush(bus) for _ in range(writes)]
             _sample(run, ROUND_TRIP, took, times, counts=number > 0)
@@ -98,17 +99,17 @@ def _configured(directory: Path, more: dict[str, str]) -> _Server:
 
 
 @contextlib.asynccontextmanager
-async def _store(server: _Server) -> AsyncIterator[tuple[Bus, StateStore]]:
-    """The state on that server, which runs meanwhile; its fence is ours."""
+async def _store(server: _Server) -> AsyncIterator[tuple[Program, Bus, StateStore]]:
+    """That server, which runs meanwhile, and the state on it; its fence is ours."""
     argv = [str(find_binary()), "-c", str(server.config)]
     env = {"PATH": os.environ.get("PATH", "")}
-    with Program(argv, server.config.with_suffix(".log"), env=env, cwd=ROOT):
+    with Program(argv, server.config.with_suffix(".log"), env=env, cwd=ROOT) as program:
         bus = await Bus.connect(Settings.load({"SLLM_NATS_URL": server.url}), WRITER, name=WRITER)
         try:
             state = await StateStore.open(bus, create=True)
             try:
                 await state.elect(WRITER)
-                yield bus, state
+                yield program, bus, state
             finally:
                 await state.close()
         finally:
