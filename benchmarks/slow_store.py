@@ -18,21 +18,21 @@ IDLE_S: Final = 60.0
 
 
 class Store(http.server.ThreadingHTTPServer):
-    """One rate for all connections."""
+    """One ``rate`` for all connections, which may be set anew."""
 
     daemon_threads = True
 
     def __init__(self, directory: Path, rate: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.directory = directory
-        self._rate = rate
+        self.rate = rate
         self._free = time.monotonic()
         self._lock = threading.Lock()
 
     def wait_for(self, nbytes: int) -> None:
         """Until it is their turn."""
         with self._lock:
-            self._free = max(self._free, time.monotonic()) + nbytes / self._rate
+            self._free = max(self._free, time.monotonic()) + nbytes / self.rate
             until = self._free
         time.sleep(max(0.0, until - time.monotonic()))
 

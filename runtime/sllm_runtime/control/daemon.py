@@ -25,7 +25,8 @@ from sllm_runtime.control.providing.settings import ProviderSettings
 from sllm_runtime.control.providing.supplying import supplied
 from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.remembering import Remembering
-from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, StartupTime
+from sllm_runtime.control.scheduling.moving import SETTLED_S
+from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, Preemption, StartupTime
 from sllm_runtime.control.sealed_vault import Keyring, SealedVault
 from sllm_runtime.control.service import Service
 from sllm_runtime.control.spreading import Spreading
@@ -57,9 +58,15 @@ class ControllerSettings(ProviderSettings):
     """File with the key of secrets, the same for all controllers: then they are sealed records of the state."""
     policy: Literal["random", "availability", "locality", "preemption", "startup-time"] = DEFAULT
 
+    settled: float = SETTLED_S
+    """Seconds that an instance has been ready before its calls are moved, or it is stopped, for another start."""
+
     def chosen_policy(self) -> Policy:
         """The policy of that name."""
-        return POLICIES[self.policy]()
+        kind = POLICIES[self.policy]
+        if issubclass(kind, StartupTime | Preemption):
+            return kind(settled_s=self.settled)
+        return kind()
 
     def vault(self, store: StateStore) -> Vault:
         """What keeps the platform's secrets. Raises ``InvalidRequest`` for a key that is none."""

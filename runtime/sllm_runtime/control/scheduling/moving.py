@@ -40,18 +40,19 @@ class Moving:
     now: float
     moved: Set[str]
     """Instances that are left alone."""
+    settled_s: float
     _first: dict[_Held, tuple[Need | None, list[Room]]] = field(default_factory=dict)
     _more: dict[tuple[_Held, int], list[Room]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request, view: View, servers: Servers, now: float) -> Moving:
+    def of(cls, request: Request, view: View, servers: Servers, now: float, settled_s: float) -> Moving:
         """Of one decision."""
-        return cls(request, view, servers, now, _moved(view, now))
+        return cls(request, view, servers, now, _moved(view, now, settled_s), settled_s)
 
     def settled(self, server: Server) -> list[Instance]:
         """Who of ``server`` may be moved or stopped now."""
-        view, now, moved = self.view, self.now, self.moved
-        return [i for i in server.working if i.record.instance not in moved and _settled(view, i, now)]
+        view, moved, until = self.view, self.moved, self.now - self.settled_s
+        return [i for i in server.working if i.record.instance not in moved and _settled(view, i, until)]
 
     def going(self, server: Server) -> dict[str, Going]:
         """Who of ``server`` may be moved now, and has somewhere to go to, by name. That is looked for once for each
@@ -97,17 +98,19 @@ class Going(NamedTuple):
 def removable(view: View, instance: Instance, now: float) -> bool:
     """Whether its running calls could go on elsewhere now: it is engine-backed and resumable, has been ready for
     SETTLED_S, and nothing is being done to it."""
-    return at_work(instance) and _settled(view, instance, now) and instance.record.instance not in _moved(view, now)
+    settled = at_work(instance) and _settled(view, instance, now - SETTLED_S)
+    return settled and instance.record.instance not in _moved(view, now, SETTLED_S)
 
 
-def _settled(view: View, instance: Instance, now: float) -> bool:
+def _settled(view: View, instance: Instance, until: float) -> bool:
+    """Whether it was ready at ``until``."""
     since = instance.ready_at if instance.ready_at is not None else instance.placed
-    return now - since >= SETTLED_S and instance.key not in view.trials
+    return since <= until and instance.key not in view.trials
 
 
-def _moved(view: View, now: float) -> Set[str]:
+def _moved(view: View, now: float, settled_s: float) -> Set[str]:
     """Instances that are in a migration, or were lately."""
-    lately = (each for each in view.migrations.values() if each.ended is None or now - each.ended < SETTLED_S)
+    lately = (each for each in view.migrations.values() if each.ended is None or now - each.ended < settled_s)
     return view.moves.keys() | {name for each in lately for name in (each.source, each.destination)}
 
 

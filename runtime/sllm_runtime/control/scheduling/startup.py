@@ -10,7 +10,7 @@ from typing import Final
 from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, may_start, why_not
 from sllm_runtime.control.scheduling.ending import quickest_ending, release_s
 from sllm_runtime.control.scheduling.index import Servers
-from sllm_runtime.control.scheduling.moving import Moving, fewest_removed, quickest_move, under_way
+from sllm_runtime.control.scheduling.moving import SETTLED_S, Moving, fewest_removed, quickest_move, under_way
 from sllm_runtime.control.scheduling.rooms import Room, Start, by_time, quickest
 from sllm_runtime.control.scheduling.waiting import quickest_wait
 from sllm_runtime.control.view import Node, View
@@ -25,9 +25,10 @@ class StartupTime:
     running calls go on elsewhere where that is quicker; and where calls are expected to end soon beside the weights, it
     waits for that."""
 
-    def __init__(self, moves: bool = True) -> None:
+    def __init__(self, moves: bool = True, settled_s: float = SETTLED_S) -> None:
+        """``settled_s``: nothing is moved sooner after it became ready."""
         self._servers = Servers()
-        self._moves = moves
+        self._moves, self._settled_s = moves, settled_s
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         start = _start(request, view, self._servers, now)
@@ -42,7 +43,7 @@ class StartupTime:
         best = room.estimate.seconds if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
         if self._moves and self._servers.busy:
-            moving = Moving.of(request, view, self._servers, now)
+            moving = Moving.of(request, view, self._servers, now, self._settled_s)
             made = quickest_move(moving, start, made[0] if made is not None else best) or made
         other = made[0] if made is not None else best
         if request.patient and view.put_off_s(request.key, now) < other:  # calls may follow each other for ever there
@@ -58,8 +59,10 @@ class Preemption:
     """Shepherd* of the paper: the same choice of a server by estimated startup, but what runs there is stopped for it.
     Its calls go on from their tokens where there is room, or wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, settled_s: float = SETTLED_S) -> None:
+        """``settled_s``: nothing is stopped sooner after it became ready."""
         self._servers = Servers()
+        self._settled_s = settled_s
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         start = _start(request, view, self._servers, now)
@@ -68,7 +71,7 @@ class Preemption:
         made = quickest_ending(request, start, view, self._servers, now, best)
         if made is not None:
             return made[1]
-        stopped = self._stopped(Moving.of(request, view, self._servers, now), start, best)
+        stopped = self._stopped(Moving.of(request, view, self._servers, now, self._settled_s), start, best)
         return stopped or _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
 
     def _stopped(self, moving: Moving, start: Start, best: float) -> Evict | None:

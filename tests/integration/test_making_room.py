@@ -1,0 +1,89 @@
+"""The scheduler itself moves a running call, since another function starts sooner where it runs."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cold_gigabyte, synthetic
+from benchmarks.slow_store import Store
+from sllm_loaderd.convert import convert_directory
+from sllm_runtime.protocol.http import API
+from tests.fixtures.cluster import Cluster
+from tests.fixtures.deployed import deploy, events, view, wait_cold
+from tests.fixtures.moving import AT, moved, read_while, whole
+from tests.fixtures.streams import Stream
+
+MIB = 2**20
+SLOW, FAST = 8.0 * MIB, 1000.0 * MIB
+B_BYTES = 64 * MIB
+ONE_EACH = {"SLLM_CPU": "1", "SLLM_CPU_OVERCOMMIT": "1", "SLLM_SSD_BYTES": "0", "SLLM_SETTLED": "0"}
+"""Room for one instance, no copies on disks, and whoever is ready may be moved."""
+
+
+@pytest.fixture(scope="module")
+def models(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``a``, the demo model, and ``b``, some numbers."""
+    place = tmp_path_factory.mktemp("models")
+    shutil.copytree(coder / "model", place / "a")
+    made = synthetic.write(place / "numbers", B_BYTES, cold_gigabyte.STEP)
+    convert_directory(made.directory, place / "b")
+    (place / "digest").write_text(str(made.sampled))
+    return place
+
+
+@pytest.fixture
+def store(models: Path) -> Iterator[Store]:
+    with Store(models, SLOW) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def wish(cluster: Cluster, node: str, what: str) -> None:
+    assert cluster.http.post(f"{API}/nodes/{node}/{what}").status_code == 200
+
+
+def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
+    models: Path, store: Store, tmp_path: Path
+) -> None:
+    """ServerlessLLM, figure 3: n2 has B's weights in memory and runs A, n1 has A's and is idle. B would be read from a
+    slow store there, so A's call goes on at n1 and B starts on n2."""
+    url = f"http://127.0.0.1:{store.server_port}"
+    code = tmp_path / "code"  # alone there: what lies beside a function goes with it
+    code.mkdir()
+    function = shutil.copy(cold_gigabyte.FUNCTION, code / "started.py")
+    with Cluster(tmp_path, nodes=2, env=ONE_EACH) as cluster:
+        wish(cluster, "n2", "cordon")
+        deploy(cluster, "gated_coder::fn", name="coder", model=f"{url}/a", keep_alive=300, max_instances=2)
+        wish(cluster, "n1", "drain")
+        wait_cold(cluster, "coder")
+        store.rate = FAST
+        wish(cluster, "n2", "uncordon")
+        deploy(cluster, f"{function}", name="digest", model=f"{url}/b", keep_alive=0)
+        wait_cold(cluster, "digest")
+        heard: list[str] = []
+
+        def call_b() -> None:
+            wish(cluster, "n1", "uncordon")
+            with Stream(cluster, "digest") as stream:
+                heard.extend(stream.values())
+
+        pieces = read_while(cluster, tmp_path / "gate", call_b)
+        assert heard == [(models / "digest").read_text()]
+        assert moved(cluster) == 1
+        started = [
+            (event["node"], event["fields"].get("tier")) for event in events(cluster, "digest", "instance.ready")
+        ]
+        assert started == [("n2", "remote"), ("n2", "dram")]
+        (done,) = events(cluster, "coder", "migration.done")
+        assert (done["node"], float(done["fields"]["expected_s"]) < B_BYTES / SLOW) == ("n1", True)
+        assert [instance.node for instance in view(cluster, "coder").instances if instance.state == "READY"] == ["n1"]
+        assert pieces == whole(cluster, tmp_path / "open")
+        assert len(pieces) > AT
