@@ -13,9 +13,9 @@ STABLE_S: Final = 60.0
 """An instance that was ready for this long has proved itself: the count of its version's crashes begins anew."""
 
 
-def delay(attempts: int) -> float:
-    """Seconds to wait after the ``attempts``-th failure in a row (1, 2, 4 … 60)."""
-    return min(LONGEST_S, FIRST_S * 2.0 ** min(attempts - 1, 16))
+def delay(attempts: int, longest_s: float = LONGEST_S) -> float:
+    """Seconds to wait after the ``attempts``-th failure in a row (1, 2, 4 … ``longest_s``)."""
+    return min(longest_s, FIRST_S * 2.0 ** min(attempts - 1, 16))
 
 
 def after(previous: Failure | None, error: ErrorBody, now: float, *, blocking: bool) -> Failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -25,8 +25,11 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.records import ModelRecord
 
+STALLED_S: Final = 120.0
+"""A pull of which no more comes for so long is given up; its node may go on with it, and who asks again joins that."""
 BUSY_TRIES: Final = 240
 """Times that a copy which is being written beside a load is asked for again."""
 
@@ -49,8 +52,11 @@ class Pull:
 class Pulls:
     """Owns the pulls that go on: ``close`` ends them (the nodes go on with what they have begun)."""
 
-    def __init__(self, loop: Loop, nodes: Nodes) -> None:
+    def __init__(
+        self, loop: Loop, nodes: Nodes, clock: Callable[[], float] = time.monotonic, stalled_s: float = STALLED_S
+    ) -> None:
         self._loop, self._nodes = loop, nodes
+        self._clock, self._stalled_s = clock, stalled_s
         self._running: dict[tuple[str, str], Pull] = {}
         self._tasks = Tasks("pulls")
 
@@ -92,6 +98,7 @@ class Pulls:
 
     async def _ask(self, model: ModelRecord, pull: Pull) -> None:
         silent = busy = 0
+        moved = self._clock()
         while True:
             try:
                 reply = await self._nodes.pull(pull.node, model)
@@ -107,9 +114,21 @@ class Pulls:
                 if reply.model is not None:
                     return
                 silent = busy = 0
-                pull.progress = reply.progress or pull.progress
+                if reply.progress is not None and reply.progress != pull.progress:
+                    pull.progress, moved = reply.progress, self._clock()
+                self._stalled(model, pull, moved)
                 continue
             await asyncio.sleep(AGAIN_S)
+
+    def _stalled(self, model: ModelRecord, pull: Pull, moved: float) -> None:
+        """Raises ``DeadlineExceeded`` if no more has come for too long."""
+        if self._clock() - moved < self._stalled_s:
+            return
+        there = f"{show_bytes(pull.progress.done)} of {show_bytes(model.nbytes)}"
+        raise DeadlineExceeded(
+            f"no more of model {model.digest} has come for {self._stalled_s:g} s ({pull.progress.stage}, {there}); "
+            "look at the log of its loaderd, and ask again"
+        )
 
 
 def targets(view: View, nodes: Iterable[str], now: float) -> tuple[str, ...]:

@@ -18,6 +18,11 @@ from typing import Final
 STEPS: Final = 2
 """Steps of popularity from one value to twice as much."""
 
+AT_ONCE: Final = 16
+AT_ONCE_THERE: Final = 2
+"""Models that are brought at the same time, in all and to one node: a slow one holds up no other, and a store is not
+asked for everything at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -50,6 +55,23 @@ def spread(wishes: Iterable[Wish], disks: Sequence[Disk]) -> Mapping[str, frozen
     if counts.keys() <= frozenset().union(*placed.values()):
         return placed
     return dealt  # what lies there now is in the way of one that would have none then
+
+
+def next_pulls(
+    left: Mapping[str, Set[str]], going: Set[tuple[str, str]], resting: Set[str], popular: Mapping[str, float]
+) -> list[tuple[str, str]]:
+    """What is brought next, as (model, node), where ``left`` is to come to each node: the most popular first, at most
+    AT_ONCE_THERE to a node and AT_ONCE in all, those that are ``going`` among them; none that is ``resting``."""
+    there = Counter(node for _, node in going)
+    wanted = [(digest, node) for node, digests in left.items() for digest in digests if digest not in resting]
+    found: list[tuple[str, str]] = []
+    for digest, node in sorted(wanted, key=lambda each: (-popular.get(each[0], 0.0), each)):
+        if len(going) + len(found) >= AT_ONCE:
+            break
+        if (digest, node) not in going and there[node] < AT_ONCE_THERE:
+            there[node] += 1
+            found.append((digest, node))
+    return found
 
 
 def _kept(ordered: Sequence[Wish], disks: Sequence[Disk], counts: Mapping[str, int]) -> Mapping[str, frozenset[str]]:

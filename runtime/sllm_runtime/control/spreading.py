@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from sllm_runtime.control import popularity
+from sllm_runtime.control.backoff import delay
 from sllm_runtime.control.changes import Write
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.nodes import Nodes
-from sllm_runtime.control.pulling import Pulls
-from sllm_runtime.control.replicas import Disk, Wish, spread
+from sllm_runtime.control.pulling import Pull, Pulls
+from sllm_runtime.control.replicas import Disk, Wish, next_pulls, spread
 from sllm_runtime.control.view import View
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import Placed, Placements
@@ -27,6 +28,8 @@ from sllm_runtime.protocol.subjects import POPULARITY_KEY
 log = logging.getLogger(__name__)
 
 SPREAD_S: Final = 60.0
+LONGEST_S: Final = 3600.0
+"""A model that cannot be brought is left alone for 1 s, then twice as long each time, no longer than this."""
 SHOWN: Final = 1000
 """Models that people are told of, the most popular ones: as many as fit one message."""
 
@@ -49,7 +52,10 @@ class Spreading:
         self._starts = dict(loop.view.learned.starts)
         self._counted = time.monotonic()
         self._pause = pause
-        self._filling: dict[str, asyncio.Task[None]] = {}
+        self._telling: dict[str, asyncio.Task[None]] = {}
+        self._left: dict[str, set[str]] = {}
+        self._going: set[tuple[str, str]] = set()
+        self._failed: dict[str, tuple[int, float]] = {}
         self._tasks = Tasks("spreading")
 
     def start(self) -> None:
@@ -66,12 +72,13 @@ class Spreading:
     async def redo(self) -> Placements:
         """Decide anew, and begin to bring what lacks; nothing of it is waited for."""
         self._count()
+        self._failed = {digest: known for digest, known in self._failed.items() if digest in self._loop.view.models}
         view, now = self._loop.view, time.monotonic()
         placed = self._placed(view, now)
-        for node, digests in placed.items():
-            filling = self._filling.get(node)
-            if filling is None or filling.done():
-                self._filling[node] = self._tasks.start(self._fill(node, digests), f"fill {node}")
+        self._left = {node: left for node, left in self._left.items() if node in placed}
+        self._telling = {node: telling for node, telling in self._telling.items() if not telling.done()}
+        for node in placed.keys() - self._telling.keys():
+            self._telling[node] = self._tasks.start(self._tell(node, placed[node]), f"tell {node}")
         return self.shown()
 
     def shown(self) -> Placements:
@@ -105,22 +112,44 @@ class Spreading:
         wishes = [Wish(each.digest, each.nbytes, self._popular.get(each.digest, 0.0)) for each in _placeable(view)]
         return spread(wishes, disks(view, now))
 
-    async def _fill(self, node: str, digests: frozenset[str]) -> None:
-        """One model after the other, the most popular first. What fails is tried again at the next time."""
+    async def _tell(self, node: str, digests: frozenset[str]) -> None:
+        """What it keeps, before it is brought what it lacks of that."""
+        self._left.pop(node, None)
         try:
             await self._nodes.keep(node, tuple(sorted(digests)))
         except SllmError as error:
             log.warning("models of %s are not placed: %s", node, error.message)
             return
-        for digest in sorted(digests, key=lambda each: (-self._popular.get(each, 0.0), each)):
-            disk = next((disk for disk in disks(self._loop.view, time.monotonic()) if disk.node == node), None)
+        disk = next((disk for disk in disks(self._loop.view, time.monotonic()) if disk.node == node), None)
+        if disk is not None:
+            self._left[node] = set(digests - disk.holds - disk.owns)
+            self._bring()
+
+    def _bring(self) -> None:
+        """Begin to bring what is next. What fails is tried again at the next time, less and less often."""
+        now = time.monotonic()
+        resting = {digest for digest, (_, until) in self._failed.items() if until > now}
+        for digest, node in next_pulls(self._left, self._going, resting, self._popular):
             record = self._loop.view.models.get(digest)
-            if disk is None or record is None or digest in disk.holds | disk.owns:
+            if record is None:
+                self._left[node].discard(digest)
                 continue
-            pull = self._pulls.join(record, node)
-            await pull.done.wait()
-            if pull.error is not None:
-                log.warning("model %s is not brought to %s: %s", digest, node, pull.error.message)
+            self._going.add((digest, node))
+            self._tasks.start(self._brought(self._pulls.join(record, node), digest), f"{digest} to {node}")
+
+    async def _brought(self, pull: Pull, digest: str) -> None:
+        await pull.done.wait()
+        self._going.discard((digest, pull.node))
+        self._left.get(pull.node, set()).discard(digest)
+        if pull.error is None:
+            self._failed.pop(digest, None)
+        else:
+            attempts = self._failed.get(digest, (0, 0.0))[0] + 1
+            rest_s = delay(attempts, LONGEST_S)
+            self._failed[digest] = (attempts, time.monotonic() + rest_s)
+            text = "model %s is not brought to %s: %s; it is left alone for %g s"
+            log.warning(text, digest, pull.node, pull.error.message, rest_s)
+        self._bring()
 
 
 def disks(view: View, now: float) -> list[Disk]:

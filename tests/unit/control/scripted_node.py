@@ -64,6 +64,8 @@ class ScriptedNode:
         self.kept: tuple[str, ...] | None = None
         self.pulled = asyncio.Event()
         """Until it is set, pulls go on."""
+        self.stuck: set[str] = set()
+        """Models of which no more comes."""
         self.pulled.set()
         self.refuse: SllmError | None = None
         """Raised to every start."""
@@ -214,7 +216,8 @@ class ScriptedNode:
         self.pulls.append(command.model.digest)
         if self.problem is not None:
             raise self.problem
-        if not self.pulled.is_set():
+        if not self.pulled.is_set() or command.model.digest in self.stuck:
+            await asyncio.sleep(0.02)
             return PrepareReply(progress=Progress(stage="copy", done=1, total=command.model.nbytes))
         self.copied = {**self.copied, command.model.digest: command.model.nbytes}
         self.models = tuple({*self.models, command.model.digest})

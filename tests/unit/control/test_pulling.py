@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.protocol import ctl
-from sllm_runtime.protocol.errors import Forbidden, ModelNotFound, NodeNotFound
+from sllm_runtime.protocol.errors import DeadlineExceeded, Forbidden, ModelNotFound, NodeNotFound
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.control.bench import Bench
@@ -47,6 +48,24 @@ async def test_how_far_it_is_is_told_and_who_asks_again_joins(bench: Bench) -> N
     assert told.progress.total == 2**20
     bench.node.pulled.set()
     assert (await asked).nodes == ("n1",)
+
+
+async def test_one_of_which_no_more_comes_is_given_up(bench: Bench) -> None:
+    digest = await registered(bench)
+    bench.node.stuck.add(digest)
+    now = [0.0]
+    loop = bench.controller.loop
+    pulls = Pulls(loop, loop._nodes, clock=lambda: now[0], stalled_s=10.0)
+    try:
+        asked = pulls.join(loop.view.models[digest], "n1")
+        await until(lambda: len(bench.node.pulls) >= 3, what="the node is asked again")
+        assert not asked.done.is_set()
+        now[0] = 10.5
+        await asked.done.wait()
+        with pytest.raises(DeadlineExceeded, match=r"n1: no more of model .* for 10 s \(copy, 1 B of 1.0 MiB\)"):
+            asked.result()
+    finally:
+        await pulls.close()
 
 
 async def test_what_fails_is_told_with_the_node(bench: Bench) -> None:

@@ -1,8 +1,13 @@
 """Models are brought to where they should lie, by how often they are started."""
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sllm_runtime.control import popularity
+from sllm_runtime.control.replicas import AT_ONCE, AT_ONCE_THERE, next_pulls
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.node import Storage
@@ -80,7 +85,9 @@ async def test_one_that_fails_is_tried_again_the_next_time(bench: Bench) -> None
     await started(bench)
     bench.node.problem = Full("the SSD tier has no room")
     await bench.gateway.ask("placement", ctl.Placement(redo=True))
-    await until(lambda: bench.node.pulls == [MODEL], what="it is asked for")
+    failed = bench.controller.service._spreading._failed
+    await until(lambda: MODEL in failed, what="it has failed, and is left alone for a while")
+    assert bench.node.pulls == [MODEL]
     bench.node.problem = None
 
     async def again() -> bool:
@@ -88,6 +95,48 @@ async def test_one_that_fails_is_tried_again_the_next_time(bench: Bench) -> None
         return MODEL in bench.node.copied
 
     await until(again, what="it is brought")
+    await until(lambda: MODEL not in bench.controller.service._spreading._failed, what="that is forgotten")
+
+
+async def test_one_that_does_not_come_holds_up_no_other(bench: Bench) -> None:
+    other = digest_of("s3://bucket/other")
+    bench.node.storage, bench.node.remote = Storage(ssd_limit=8 * MIB), (MODEL, other)
+    await known(bench, "n1", bench.node)
+    await bench.gateway.deploy(manifest("often", model=SOURCE, engine=True))
+    await bench.gateway.deploy(manifest("chat", model=SOURCE, engine=True))
+    await bench.gateway.deploy(manifest("other", model="s3://bucket/other", engine=True))
+    bench.node.stuck.add(MODEL)
+    await bench.gateway.ask("placement", ctl.Placement(redo=True))
+    await until(lambda: other in bench.node.copied, what="the other one is brought")
+    assert MODEL in bench.node.pulls
+    assert MODEL not in bench.node.copied
+
+
+@given(
+    st.dictionaries(st.sampled_from("xyz"), st.frozensets(st.sampled_from("abcdefgh")), max_size=3),
+    st.frozensets(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from("xyz")), max_size=AT_ONCE),
+    st.frozensets(st.sampled_from("abcdefgh"), max_size=2),
+    st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 9)),
+)
+def test_what_is_brought_at_once_is_bounded_and_the_most_popular_comes_first(
+    left: dict[str, frozenset[str]],
+    going: frozenset[tuple[str, str]],
+    resting: frozenset[str],
+    popular: dict[str, float],
+) -> None:
+    found = next_pulls(left, going, resting, popular)
+    assert len(set(found)) == len(found)
+    assert not set(found) & going
+    assert all(digest in left[node] and digest not in resting for digest, node in found)
+    assert len(going) + len(found) <= max(AT_ONCE, len(going))
+    on = Counter(node for _, node in (*going, *found))
+    assert all(on[node] <= AT_ONCE_THERE for _, node in found)
+    for node, digests in left.items():
+        missed = {(each, node) for each in digests - resting} - going - set(found)
+        assert not missed or on[node] >= AT_ONCE_THERE or len(going) + len(found) >= AT_ONCE, "nobody waits for nothing"
+        mine = [popular.get(digest, 0.0) for digest, there in found if there == node]
+        if mine and on[node] >= AT_ONCE_THERE:
+            assert all(popular.get(digest, 0.0) <= min(mine) for digest, _ in missed)
 
 
 class Full(Unavailable):
