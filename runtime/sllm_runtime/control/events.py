@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sllm_runtime.control.changes import differing
+from sllm_runtime.control.outcomes import Outcome, of_releases, of_start
 from sllm_runtime.control.providing.pool import News
-from sllm_runtime.control.reports import released
 from sllm_runtime.control.view import Instance, Migration, Node, View
 from sllm_runtime.protocol.events import Event
-from sllm_runtime.protocol.node import InstanceStatus, NodeRecord
+from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState
 
@@ -22,7 +22,7 @@ def events(old: View, new: View, wall: float) -> list[Event]:
             found.append(_move_event(move, old, new, wall))
     for name, known, node in differing(old.nodes, new.nodes):
         found += [_node_event(kind, name, wall) for kind in _node_kinds(known, node)]
-        found += [_release_event(said, took, old, name, wall) for said, took in _released(known, node)]
+        found += [_release_event(came, wall) for came in of_releases(known, node, old, name)]
     if new.pool is not None and old.pool is not None and new.pool.news is not old.pool.news:
         found += [_told(news, wall) for news in new.pool.news]
     return found
@@ -79,24 +79,18 @@ def _move_event(move: Migration, old: View, new: View, wall: float) -> Event:
     )
 
 
-def _released(before: Node | None, after: Node | None) -> Iterator[tuple[InstanceStatus, float]]:
-    if after is not None and after.status is not None and before is not None:
-        yield from released(before.status, after.status)
-
-
-def _release_event(said: InstanceStatus, took: float, old: View, node: str, wall: float) -> Event:
+def _release_event(came: Outcome, wall: float) -> Event:
     """What it took beside what was expected of it until then."""
-    expected = old.learned.release_s((said.function, said.version))
     return Event(
         kind="instance.released",
         at=wall,
         component="controller",
-        message=f"in {took:.2f} s; expected {expected:.2f} s",
-        function=said.function,
-        version=said.version,
-        instance=said.instance,
-        node=node,
-        fields={"expected_s": f"{expected:.6f}", "took_s": f"{took:.6f}"},
+        message=f"in {came.took:.2f} s; expected {came.expected:.2f} s",
+        function=came.key[0],
+        version=came.key[1],
+        instance=came.instance,
+        node=came.node,
+        fields={"expected_s": f"{came.expected:.6f}", "took_s": f"{came.took:.6f}"},
     )
 
 
@@ -129,12 +123,16 @@ def _instance_event(instance: Instance, wall: float) -> Event:
 
 def _measured(instance: Instance) -> dict[str, str]:
     """Of a start that is over, for programs: seconds as expected (the whole and its terms) and as taken, and where the
-    weights were."""
-    if instance.state is not InstanceState.READY or instance.predicted is None or instance.ready_at is None:
-        return {}
-    guess, took = instance.predicted, instance.ready_at - instance.placed
-    terms = ",".join(f"{name}={seconds:.6f}" for name, seconds in guess.terms().items())
-    return {"expected_s": f"{guess.seconds:.6f}", "terms_s": terms, "took_s": f"{took:.6f}", "tier": guess.tier}
+    weights were; of what was decided before it the same, from then on."""
+    fields: dict[str, str] = {}
+    for came in of_start(instance) if instance.state is InstanceState.READY else ():
+        before = "" if came.what == "start" else "decided_"
+        fields |= {f"{before}expected_s": f"{came.expected:.6f}", f"{before}took_s": f"{came.took:.6f}"}
+        fields |= {"decided": came.what} if before else {}
+    if fields and (guess := instance.predicted) is not None:
+        fields["terms_s"] = ",".join(f"{name}={seconds:.6f}" for name, seconds in guess.terms().items())
+        fields["tier"] = guess.tier
+    return fields
 
 
 def _start(instance: Instance) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 from typing import Final, Literal
@@ -12,12 +12,13 @@ import msgspec
 
 from sllm_runtime.control.fits import free, short
 from sllm_runtime.control.history import Past
+from sllm_runtime.control.outcomes import Outcome
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.servers import server
-from sllm_runtime.control.scheduling.startup import StartupTime, Ways
+from sllm_runtime.control.scheduling.startup import StartupTime
 from sllm_runtime.control.view import Instance, Key, Node, View
-from sllm_runtime.protocol.ctl import Candidate, Explained, MoveTold, StartTold, Way
+from sllm_runtime.protocol.ctl import Candidate, Explained, MoveTold, OutcomeTold, StartTold, Way
 from sllm_runtime.protocol.node import NodeStatus
 
 MOST: Final = 256
@@ -31,11 +32,13 @@ _BY: Final[dict[type[Decision], Literal["ending", "moving", "waiting"]]] = {
     Migrate: "moving",
     Wait: "waiting",
 }
+MOST_OUTCOMES: Final = 32
+"""Predictions that are told of, the newest first."""
 
 
-def explained(view: View, key: Key, policy: Policy, now: float) -> Explained:
-    """What ``policy`` would decide for one more instance of version ``key`` now, what each node would cost, and what
-    the starts of its instances took beside what was expected."""
+def explained(view: View, key: Key, policy: Policy, now: float, outcomes: Sequence[Outcome] = ()) -> Explained:
+    """What ``policy`` would decide for one more instance of version ``key`` now, what each node would cost, what the
+    starts of its instances took beside what was expected, and what came of its last predictions (``outcomes``)."""
     version = view.versions[key]
     request = Request(key, version.manifest, version.model)
     decision = policy.place(request, view, now, random.Random(0))
@@ -50,12 +53,15 @@ def explained(view: View, key: Key, policy: Policy, now: float) -> Explained:
         candidates=_candidates(view, request, policy, now, view.nodes)[:MOST],
         starts=tuple(_told(instance) for instance in view.of(key) if not instance.ended),
         moves=(*_planned(view, key, decision), *_moved(view, key)),
+        outcomes=_came(outcomes),
     )
 
 
-def started(past: Past, policy: Policy, *, most: int = MOST, wall: float = 0.0) -> Explained:
-    """The start of one instance: what ``most`` nodes would have cost when it was decided, and what it took. ``wall``:
-    Unix seconds, where it is told later."""
+def started(
+    past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, most: int = MOST, wall: float = 0.0
+) -> Explained:
+    """The start of one instance: what ``most`` nodes would have cost when it was decided, what it took and what came of
+    its predictions (``outcomes``). ``wall``: Unix seconds, where it is told later."""
     instance, view = past.instance, past.view
     candidates: tuple[Candidate, ...] = ()
     moves: Iterable[MoveTold] = ()
@@ -75,6 +81,7 @@ def started(past: Past, policy: Policy, *, most: int = MOST, wall: float = 0.0) 
         candidates=candidates[:most],
         starts=(msgspec.structs.replace(_told(instance), at=wall),),
         moves=tuple(moves),
+        outcomes=_came(outcomes),
         past=True,
     )
 
@@ -88,7 +95,7 @@ def _candidates(
     full = [each.node for each in found if each.why and each.seconds is not None][:MOST_WAYS]
     if not full or not isinstance(policy, StartupTime):
         return tuple(found)
-    ways = Ways(request, view, now)
+    ways = policy.ways(request, view, now)
     made = {name: tuple(_way(decision) for decision in ways.on(name)) for name in full}
     return tuple(msgspec.structs.replace(each, ways=made.get(each.node, ())) for each in found)
 
@@ -160,6 +167,13 @@ def _why_not(view: View, request: Request, node: Node, status: NodeStatus, now: 
     capacity = free(view, node)
     lacks = short(request.need(view), capacity) if capacity is not None else ()
     return "needs " + "; ".join(lacks) if lacks else ""
+
+
+def _came(outcomes: Sequence[Outcome]) -> tuple[OutcomeTold, ...]:
+    return tuple(
+        OutcomeTold(what=each.what, instance=each.instance, node=each.node, expected=each.expected, took=each.took)
+        for each in outcomes[:MOST_OUTCOMES]
+    )
 
 
 def _told(instance: Instance) -> StartTold:

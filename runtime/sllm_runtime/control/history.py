@@ -1,15 +1,20 @@
-"""The last starts: what was known when each was decided, and what has come of it. For people; it decides nothing."""
+"""The last starts: what was known when each was decided, and what has come of it; and the last predictions of any
+kind beside what came. For people; it decides nothing."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final
 
 from sllm_runtime.control.changes import differing
-from sllm_runtime.control.view import Instance, View
+from sllm_runtime.control.outcomes import Outcome, outcomes
+from sllm_runtime.control.view import Instance, Key, View
 
 MOST: Final = 256
 """Starts that are remembered."""
+MOST_OUTCOMES: Final = 4096
+"""Predictions that are remembered."""
 MOST_REPORTS: Final = 4096
 """Reports of nodes that views of before may hold on to: of four nodes all starts are remembered with what was known
 then, of a thousand the last four."""
@@ -30,9 +35,11 @@ class History:
 
     def __init__(self) -> None:
         self._starts: dict[str, Past] = {}
+        self._outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
 
     def follow(self, old: View, new: View, now: float) -> list[str]:
         """``old`` has become ``new``. Instances whose starts have been decided, or are over."""
+        self._outcomes.extend(outcomes(old, new))
         found = []
         for name, before, after in differing(old.instances, new.instances):
             if after is None:
@@ -50,6 +57,12 @@ class History:
     def of(self, instance: str) -> Past | None:
         """The start of that instance, if it is remembered."""
         return self._starts.get(instance)
+
+    def outcomes(self, key: Key, instance: str = "") -> list[Outcome]:
+        """Of a version, or of one ``instance`` of it, the newest first."""
+        return [
+            each for each in reversed(self._outcomes) if each.key == key and (not instance or each.instance == instance)
+        ]
 
     def _remember(self, past: Past) -> None:
         while len(self._starts) >= MOST:

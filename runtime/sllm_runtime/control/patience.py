@@ -14,17 +14,20 @@ from typing import Final
 from sllm_runtime.control import instances
 from sllm_runtime.control.fits import free, short
 from sllm_runtime.control.placement import Request, evictable, may_start
+from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.view import Instance, Key, PutOff, View, without
 
 LINGER_S: Final = 2.0
 """Who asks for an instance asks again within this: between two questions nobody has given up."""
 
 
-def put_off(view: View, request: Request, now: float) -> View:
-    """The start could not be placed now. Keeps a node for it if it has waited long enough."""
+def put_off(view: View, request: Request, now: float, outlook: Outlook | None = None) -> View:
+    """The start could not be placed now; ``outlook``: what was decided for it. Keeps a node for it if it has waited
+    long enough."""
     key = request.key
-    since = view.put_off[key].since if key in view.put_off else now
-    view = _let_go(replace(view, put_off={**view.put_off, key: PutOff(since, now)}), key, now)
+    known = view.put_off.get(key, PutOff(now, now))
+    since, outlook = known.since, known.outlook or outlook
+    view = _let_go(replace(view, put_off={**view.put_off, key: PutOff(since, now, outlook)}), key, now)
     longest = _longest(view)
     if key in view.kept.values() or not longest or now - since < longest:
         return view

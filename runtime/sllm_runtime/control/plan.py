@@ -13,6 +13,7 @@ from sllm_runtime.control import autoscale, backoff, draining, instances, migrat
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
 from sllm_runtime.control.providing import awaiting
 from sllm_runtime.control.reason import Words
+from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.scheduling.serving import last_begins_s
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
@@ -177,7 +178,9 @@ def _place(view: View, version: VersionRecord, context: Context, *, for_calls: b
             why += f"would be ready after {decision.seconds:.2f} s"
             return replace(patience.served(view, [key]), pending={**view.pending, key: why}), False
     if isinstance(decision, Place):
-        return patience.served(view.put_instance(_new(version, decision, context)), [key]), True
+        known = view.put_off.get(key)
+        made = replace(_new(version, decision, context), outlook=known.outlook if known is not None else None)
+        return patience.served(view.put_instance(made), [key]), True
     if isinstance(decision, Evict):
         for name in decision.instances:
             idle = view.instances[name]
@@ -192,7 +195,9 @@ def _place(view: View, version: VersionRecord, context: Context, *, for_calls: b
         if not decision.room:
             view, reason = awaiting.told(view, key, request.need(view), reason, context.now)
     if not isinstance(decision, Refuse):
-        view = patience.put_off(view, request, context.now)
+        seconds = decision.seconds
+        outlook = Outlook(type(decision).__name__.lower(), context.now, seconds) if seconds is not None else None
+        view = patience.put_off(view, request, context.now, outlook)
     return replace(view, pending={**view.pending, key: reason}), False
 
 

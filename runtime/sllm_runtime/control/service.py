@@ -192,9 +192,11 @@ class Service:
         """What would be decided now; of an ``instance`` whose start is remembered, what was decided then."""
         past = self._loop.history.of(request.instance) if request.instance else None
         if past is not None:
-            return explain.started(past, self._loop.policy)
-        version = routes.locate(self._loop.view, request.function, request.version)
-        return explain.explained(self._loop.view, (request.function, version), self._loop.policy, time.monotonic())
+            came = self._loop.history.outcomes(past.instance.key, request.instance)
+            return explain.started(past, self._loop.policy, came)
+        key = (request.function, routes.locate(self._loop.view, request.function, request.version))
+        came = self._loop.history.outcomes(key)
+        return explain.explained(self._loop.view, key, self._loop.policy, time.monotonic(), came)
 
     async def warmup(self, request: ctl.Warmup) -> ctl.Warmed:
         """Long poll until so many are ready."""

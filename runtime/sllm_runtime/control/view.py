@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from sllm_runtime.control.providing.pool import Pool
 from sllm_runtime.control.reason import Words
 from sllm_runtime.control.scheduling.learned import Learned
-from sllm_runtime.control.scheduling.prediction import Estimate
+from sllm_runtime.control.scheduling.prediction import Estimate, Outlook
 from sllm_runtime.control.table import Table
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.limits import LOST_AFTER_S
@@ -85,6 +85,8 @@ class Instance:
     gpus: tuple[int, ...] = ()
     predicted: Estimate | None = None
     """What its start was expected to take."""
+    outlook: Outlook | None = None
+    """What was decided before it could be placed."""
     adopted: bool = False
     """Read from the KV at start: what it was told is not known, so it is never begun again."""
     seen: InstanceStatus | None = None
@@ -209,6 +211,8 @@ class PutOff:
 
     since: float
     last: float
+    outlook: Outlook | None = None
+    """Of the first decision that said how long it would take."""
 
 
 @dataclass(frozen=True, slots=True)

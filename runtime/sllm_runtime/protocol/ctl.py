@@ -356,6 +356,17 @@ class StartTold(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
 
 
+class OutcomeTold(msgspec.Struct, frozen=True, kw_only=True):
+    """A prediction beside what came, in seconds. ``what``: ``start``; ``wait``, ``evict`` or ``migrate``, from when
+    that was decided until the instance was ready; ``move``; ``release``."""
+
+    what: str
+    instance: str
+    node: str
+    expected: float
+    took: float
+
+
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
     """``decision``: what the policy would do for one more instance now; ``node``: where it would start, if it would.
     ``pending``: why one that is wanted cannot be placed. ``past``: all of it is of the one start in ``starts``, and of
@@ -373,6 +384,8 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     starts: tuple[StartTold, ...] = ()
     moves: tuple[MoveTold, ...] = ()
+    outcomes: tuple[OutcomeTold, ...] = ()
+    """The newest first."""
     past: bool = False
 
 

@@ -337,6 +337,17 @@ class StartView(Frozen):
     at: float = 0.0
 
 
+class OutcomeView(Frozen):
+    """A prediction beside what came, in seconds: of a ``start``; of a ``wait``, ``evict`` or ``migrate``, from when
+    that was decided until the instance was ready; of a ``move``; of a ``release``."""
+
+    what: str
+    instance: str
+    node: str
+    expected: float
+    took: float
+
+
 class ExplainView(Frozen):
     """``GET /api/v1/explain/{what}``, of a function, or of a call that a gateway has open or that has ended there of
     late: then ``call``, its ``state``, the ``instance`` that it runs or ran on, its ``timeline``, its ``error`` and
@@ -354,6 +365,7 @@ class ExplainView(Frozen):
     candidates: tuple[CandidateView, ...] = ()
     starts: tuple[StartView, ...] = ()
     moves: tuple[MoveView, ...] = ()
+    outcomes: tuple[OutcomeView, ...] = ()
     call: str | None = None
     state: str | None = None
     instance: str | None = None

@@ -58,6 +58,12 @@ def explain(
     ]
     columns = ("INSTANCE", "NODE", "STATE", "EXPECTED", "TOOK", "OF")
     output.table(columns, started, empty="no instances (scaled to zero)")
+    if found.outcomes:
+        came = [
+            (each.what, each.instance, each.node, _seconds(each.expected), _seconds(each.took))
+            for each in found.outcomes
+        ]
+        output.table(("PREDICTION", "INSTANCE", "NODE", "EXPECTED", "TOOK"), came, empty="")
 
 
 def _seconds(value: float | None) -> str:

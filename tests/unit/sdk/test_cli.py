@@ -34,6 +34,7 @@ from sllm_runtime.protocol.http import (
     InstanceView,
     MoveView,
     NodeDetailView,
+    OutcomeView,
     StartView,
     WayView,
 )
@@ -590,6 +591,7 @@ def test_a_placement_is_explained(gateway: Gateway) -> None:
         ),
         starts=(StartView(instance="i", node="n1", state="READY", seconds=0.5, took=0.625),),
         moves=(MoveView(instance="o", node="n2", to="n3", state="DONE", seconds=1.5, took=1.75),),
+        outcomes=(OutcomeView(what="evict", instance="i", node="n1", expected=0.75, took=1.5),),
         call="call-1", state="RUNNING", instance="i", timeline="timeline queue=1.0@0.0",
     ).model_dump(mode="json")  # fmt: skip
     gateway.will(Answer(json=found))
@@ -602,6 +604,7 @@ def test_a_placement_is_explained(gateway: Gateway) -> None:
     assert "needs 1 x L4\tmoving: 2.00 s" in said
     assert "makes room: o from n2 to n3, done, expected to take 1.50 s, took 1.75 s" in said
     assert "0.50 s\t0.62 s" in said
+    assert "evict\ti\tn1\t0.75 s\t1.50 s" in said
 
 
 def test_a_call_that_has_ended_is_explained_by_its_start(gateway: Gateway) -> None:

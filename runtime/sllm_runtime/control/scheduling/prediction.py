@@ -79,3 +79,13 @@ class Estimate:
         rest += f", rest {self.rest:.2f}" if self.rest else ""
         after = f"; after {self.release:.2f} until there is room" if self.release else ""
         return f"{self.seconds:.2f} s ({weights}{rest}{after})"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What was expected when a start was not made at once: ``what`` (wait, evict, migrate) was decided ``at`` that
+    time, for an instance that would be ready ``seconds`` later."""
+
+    what: str
+    at: float
+    seconds: float

@@ -30,6 +30,10 @@ class StartupTime:
         self._servers = Servers()
         self._moves, self._settled_s = moves, settled_s
 
+    def ways(self, request: Request, view: View, now: float) -> Ways:
+        """How room could be made for it."""
+        return Ways(request, view, now, self._settled_s)
+
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         start = _start(request, view, self._servers, now)
         room = _first(start, self._servers)
@@ -91,11 +95,11 @@ class Preemption:
 class Ways:
     """How room could be made for a start on one server after the other, as ``StartupTime`` weighs it; for people."""
 
-    def __init__(self, request: Request, view: View, now: float) -> None:
+    def __init__(self, request: Request, view: View, now: float, settled_s: float) -> None:
         self._servers = Servers()
         self._request, self._view, self._now = request, view, now
         self._start = _start(request, view, self._servers, now)
-        self._moving = Moving.of(request, view, self._servers, now)
+        self._moving = Moving.of(request, view, self._servers, now, settled_s)
 
     def on(self, name: str) -> list[Decision]:
         """The quickest of each kind on server ``name``."""
