@@ -26,12 +26,14 @@ class Outcome:
 
 def outcomes(old: View, new: View) -> Iterator[Outcome]:
     """What is over in ``new`` and was not in ``old``."""
-    for _, before, after in differing(old.instances, new.instances):
-        if after is not None and after.state is InstanceState.READY and (before is None or before.state != after.state):
-            yield from of_start(after)
     for _, begun, move in differing(old.migrations, new.migrations):
         if move is not None and move.state is MigrationState.DONE and (begun is None or begun.state != move.state):
             yield from _of_move(move, old, new)
+    if new.learned is old.learned:  # every start and release that is over teaches something: nothing is compared for it
+        return
+    for _, before, after in differing(old.instances, new.instances):
+        if after is not None and after.state is InstanceState.READY and (before is None or before.state != after.state):
+            yield from of_start(after)
     for name, known, node in differing(old.nodes, new.nodes):
         yield from of_releases(known, node, old, name)
 
