@@ -153,7 +153,7 @@ class Call:
         self.buffered = 0
         self.exact = True
         if self.resumption is not None:
-            self.resumption = Resumption()
+            self.resumption = self.resumption.anew()
         self.go_on(now)
 
     def bound(self, epoch: int, node: str) -> Binding | None:

@@ -15,7 +15,7 @@ from sllm_gateway.link import Incoming, Link, answer_stray
 from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import OutputTooLarge, ProtocolError
+from sllm_runtime.protocol.errors import NotDeterministic, OutputTooLarge, ProtocolError
 from sllm_runtime.protocol.frames import Ack, Beat, Cancel, End, Frame, FrameKind, Resend, Segment
 
 log = logging.getLogger(__name__)
@@ -55,14 +55,18 @@ class Delivery:
                 continue
             try:
                 self._on_item(call, binding, item, now)
-            except ProtocolError as error:
-                log.error("node %s: %s", node, error.message, extra={"call": call.id})
-                self._link.send(node, Cancel(call.id, binding.epoch, error.code, error.message))
-                if binding is call.binding:
-                    self._ending.ended(call, binding, End(error=error.body()))
-                else:
-                    self._moves.drop(call, error.message)
+            except (ProtocolError, NotDeterministic) as error:
+                self._broken(call, binding, error)
         self._moves.look(now)
+
+    def _broken(self, call: Call, binding: Binding, error: ProtocolError | NotDeterministic) -> None:
+        """What came of its instance is not to be had."""
+        log.error("node %s: %s", binding.node, error.message, extra={"call": call.id})
+        self._link.send(binding.node, Cancel(call.id, binding.epoch, error.code, error.message))
+        if binding is call.binding:
+            self._ending.ended(call, binding, End(error=error.body()))
+        else:
+            self._moves.drop(call, error.message)
 
     def _on_item(self, call: Call, binding: Binding, item: Incoming, now: float) -> None:
         if call.move is not None and binding is not call.binding:
@@ -97,7 +101,10 @@ class Delivery:
 
     def moved(self, call: Call, binding: Binding, frames: list[Frame], now: float) -> None:
         """Frames of ``binding`` that have waited until it was the call's."""
-        self._arrived(call, binding, frames, sum(frame.cost for frame in frames), now)
+        try:
+            self._arrived(call, binding, frames, sum(frame.cost for frame in frames), now)
+        except (ProtocolError, NotDeterministic) as error:
+            self._broken(call, binding, error)
 
     def _arrived(self, call: Call, binding: Binding, ready: list[Frame], cost: int, now: float) -> None:
         end = ready.pop() if ready and ready[-1].kind is _END else None

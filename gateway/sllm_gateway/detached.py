@@ -168,7 +168,7 @@ class Detached:
         resumable = version.manifest.engine and version.manifest.resumable
         if journaled.began is not None and not resumable and not (version.manifest.retries and not frames):
             raise InstanceLost("its gateway died while it ran, and it is not resumable; call again")
-        resumption = Resumption()
+        resumption = Resumption(asked.delivered, asked.delivered_hash)
         resumption.take(frames)
         earlier = Earlier(
             epoch=(journaled.began.epoch if journaled.began is not None else 0) + EPOCHS,

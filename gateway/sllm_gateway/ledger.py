@@ -115,13 +115,24 @@ def _entry(line: _Line, now: float) -> Whole | More | None:
         if count > before.get(generation, 0)
     ]
     line.counts, line.epoch = counts, call.epoch
-    return More(call=call.id, epoch=call.epoch, numerics=call.numerics, exact=call.exact, ids=tuple(ids))
+    return More(
+        call=call.id,
+        epoch=call.epoch,
+        numerics=call.numerics,
+        exact=call.exact,
+        ids=tuple(ids),
+        delivered=known.delivered,
+        delivered_hash=known.digest,
+    )
 
 
 def _whole(line: _Line) -> Whole:
     call, known = line.call, line.call.resumption
+    order = line.asked
+    if known is not None:
+        order = replace(order, delivered=known.delivered, delivered_hash=known.digest)
     return Whole(
-        order=line.asked,
+        order=order,
         body=call.order.body,
         epoch=call.epoch,
         numerics=call.numerics,
@@ -146,8 +157,10 @@ def streams(logs: Iterable[Log]) -> list[Whole]:
         elif isinstance(entry, Gone):
             found.pop(entry.call, None)
         elif entry.call in found:  # else its beginning has aged, and it is written whole further on
+            before = found[entry.call]
+            order = replace(before.order, delivered=entry.delivered, delivered_hash=entry.delivered_hash)
             found[entry.call] = replace(
-                found[entry.call], epoch=entry.epoch, numerics=entry.numerics, exact=entry.exact
+                before, order=order, epoch=entry.epoch, numerics=entry.numerics, exact=entry.exact
             )
             for new in entry.ids:
                 known = ids[entry.call].setdefault(new.generation, [])

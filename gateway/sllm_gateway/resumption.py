@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import NotDeterministic
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MOST_GENERATIONS, MOST_IDS
 
@@ -20,7 +21,9 @@ VALUES: Final = (FrameKind.OUTPUT, FrameKind.DELTA)
 class Resumption:
     """Kept of a call that may go on elsewhere (an engine-backed one that is ``resumable``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, had: int = 0, had_digest: bytes = b"") -> None:
+        """``had``: whole outputs of an earlier gateway, which come once more; ``had_digest``: theirs, as ``digest``."""
+        self._had, self._had_digest = had, had_digest
         self.delivered = 0
         """Whole outputs so far."""
         self._hash = hashlib.blake2b(digest_size=16)
@@ -33,13 +36,18 @@ class Resumption:
         self._trail: list[bytes] = []
         self._trail_from: int | None = None
 
+    def anew(self) -> Resumption:
+        """Of the same call, begun again."""
+        return Resumption(self._had, self._had_digest)
+
     @property
     def count(self) -> int:
         """Ids that are known."""
         return self._count
 
     def take(self, frames: Sequence[Frame]) -> None:
-        """Frames have come, in order. Raises ``ProtocolError`` if ids cannot be read."""
+        """Frames have come, in order. Raises ``ProtocolError`` if ids cannot be read, ``NotDeterministic`` where
+        they are not what an earlier gateway had: nobody may read on from that."""
         for frame in frames:
             if frame.kind in VALUES:
                 self._parts.append(frame.data)
@@ -48,6 +56,11 @@ class Resumption:
                         self._hash.update(part)
                     self._parts.clear()
                     self.delivered += 1
+                    if self.delivered == self._had and self.digest != self._had_digest:
+                        raise NotDeterministic(
+                            f"the first {self._had} outputs are not what they were before the call's gateway died: its"
+                            " function is not deterministic; call again"
+                        )
                     if self._trail_from is not None:
                         self._trail.append(self._hash.digest())
             elif frame.kind is FrameKind.IDS:

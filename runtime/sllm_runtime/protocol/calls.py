@@ -50,6 +50,10 @@ class CallOrder(Record, frozen=True, kw_only=True, tag="order"):
     key_body: bytes = b""
     life: str = ""
     """As ``lives.Life`` names it; empty in entries of earlier releases."""
+    delivered: int = 0
+    """Of a stream whose gateway died: so many outputs its caller may have had. They are not in the journal, but made
+    again, and must be the same: ``delivered_hash`` as in ``frames.CallHead``."""
+    delivered_hash: bytes = b""
 
     @property
     def claim(self) -> KeyClaim:

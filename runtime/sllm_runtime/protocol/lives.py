@@ -63,6 +63,9 @@ class More(msgspec.Struct, frozen=True, kw_only=True, tag="more"):
     numerics: str
     exact: bool
     ids: tuple[Ids, ...]
+    delivered: int = 0
+    """As in ``CallOrder``."""
+    delivered_hash: bytes = b""
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.ctl import Acquire, Acquired
-from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART, MOST_IDS
 from sllm_runtime.protocol.manifest import Manifest
@@ -36,6 +36,18 @@ def part(data: bytes, *, more: bool = False) -> Frame:
 
 
 # --- what is kept ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("more", [0, 1, 3])
+def test_what_an_earlier_gateway_had_comes_again_or_nothing_does(more: int) -> None:
+    """Also where the call begins again, and however little of it is whole."""
+    before = Resumption()
+    before.take([part(b"a"), part(b"b", more=True), part(b"c"), part(b"d", more=True)])
+    for state in (Resumption(before.delivered, before.digest), Resumption(before.delivered, before.digest).anew()):
+        state.take([part(b"a"), part(b"bc"), *[part(b"e")] * more])
+        assert state.delivered == 2 + more
+        with pytest.raises(NotDeterministic, match="first 2 outputs"):
+            state.anew().take([part(b"a"), part(b"x"), *[part(b"e")] * more])
+
+
 @given(st.lists(st.lists(st.binary(max_size=3), min_size=1, max_size=3), max_size=6), st.data())
 def test_whole_outputs_count_however_they_come(outputs: list[list[bytes]], data: st.DataObject) -> None:
     """The hash is the worker's: over the bytes of all whole outputs; a half one is taken out again."""

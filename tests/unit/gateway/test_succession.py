@@ -85,7 +85,8 @@ class Gateway:
             generation = number % 2
             known = len(call.resumption.known(generation))
             new = tuple(range(known, known + count))
-            call.resumption.take([Frame(0, FrameKind.IDS, codec.pack(Ids(generation, known, new)))])
+            drawn = Frame(0, FrameKind.IDS, codec.pack(Ids(generation, known, new)))
+            call.resumption.take([drawn, Frame(0, FrameKind.OUTPUT, str(new).encode())])
         elif what == "moves":
             call.epoch, call.numerics = call.epoch + 1, "f"
         elif what == "again":
@@ -93,12 +94,21 @@ class Gateway:
         elif what == "end":
             self.ledger.end(self.calls.pop(number).id)
 
-    def left(self) -> dict[str, tuple[int, str, tuple[tuple[int, ...], ...]]]:
+    def left(self) -> dict[str, tuple[int, str, tuple[tuple[int, ...], ...], int, bytes]]:
+        known = ((call, call.resumption) for call in self.calls.values())
         return {
-            call.id: (call.epoch, call.numerics, call.resumption.recorded)
-            for call in self.calls.values()
-            if call.resumption is not None
+            call.id: (call.epoch, call.numerics, kept.recorded, kept.delivered, kept.digest)
+            for call, kept in known
+            if kept is not None
         }
+
+
+def told(found: list[Whole]) -> dict[str, tuple[int, str, tuple[tuple[int, ...], ...], int, bytes]]:
+    """The same, as a log says it."""
+    return {
+        each.order.call: (each.epoch, each.numerics, each.ids, each.order.delivered, each.order.delivered_hash)
+        for each in found
+    }
 
 
 STEPS = st.tuples(
@@ -123,7 +133,7 @@ def test_what_is_written_is_what_there_was(
     gateway.do("write", 0, 1)
     for logs in (gateway.logs, gateway.logs[aged:]):
         found = streams(codec.unpack(Log, codec.pack(log)) for log in logs)
-        assert {each.order.call: (each.epoch, each.numerics, each.ids) for each in found} == gateway.left()
+        assert told(found) == gateway.left()
 
 
 def test_a_stream_that_is_never_written_leaves_nothing() -> None:
@@ -562,6 +572,45 @@ async def test_what_its_heir_does_not_know_is_written_before_its_caller_is_sent_
             *(f"data: {number}" for number in range(1, 6)),
             "data: [DONE]",
         ]
+
+
+async def test_a_function_that_says_something_else_after_its_gateways_death_is_no_answer(nats: Nats) -> None:
+    """Who reads on from an output it had would read the end of another text."""
+    async with world(nats) as w:
+        waiting = asyncio.Event()
+
+        async def moody(run: Run) -> None:
+            again = bool(run.head.recorded)
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (0, 1))))
+            for value in (0, "other" if again else 1):
+                run.out(value)
+            waiting.set()
+            if not again:
+                await run.cancelled.wait()
+            run.out(2)
+            run.end()
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=moody)
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            call = stream.headers["sllm-call-id"]
+            other = await another(nats)
+            life = await _life_of(other, call)
+            await until(waiting.is_set)
+
+            async def logged() -> bool:
+                return [each.order.delivered for each in streams((await other.log_of(life)).values())] == [2]
+
+            await until(logged, what="what its caller had is logged")
+
+            async def claimed() -> bool:
+                found = await other.find(life)
+                return found is not None and await other.claim(found) is not None
+
+            await until(claimed, what="it is declared over between two beats")
+            await stream.aread()
+        answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": "1"})
+        assert '"code":"not_deterministic"' in answer.text
+        assert "id: " not in answer.text
 
 
 async def test_a_gateway_that_stood_still_takes_no_call_before_it_knows_that_it_lives(nats: Nats) -> None:
