@@ -25,7 +25,7 @@ from sllm_gateway.taking_up import TakingUp
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder
+from sllm_runtime.protocol.calls import Batch, Began, BodyPart
 from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
@@ -165,7 +165,7 @@ class Succession:
             await self._keep(left)
         for call, _ in streams_left:
             self._fail(call, moved(call.id))
-        self._taking_up.look(left.order for _, left in streams_left)
+        self._taking_up.look(call.id for call, _ in streams_left)
         self._lives.begin()
         self._ledger.anew()
         self._due = 0.0
@@ -204,15 +204,16 @@ class Succession:
             del self._taken[next(iter(self._taken))]
         self._taken[life.life] = taken
 
-    async def _keep_left(self, life: str, taken: _Taken) -> list[CallOrder]:
+    async def _keep_left(self, life: str, taken: _Taken) -> set[str]:
         """Its streams that were not among those ``taken`` before."""
         logs = await self._log_of(life)
         found = [each for each in streams(logs[n] for n in sorted(logs)) if each.order.call not in taken.calls]
         for stream in found:
             await self._keep(stream)
         taken.last = max(logs, default=taken.last)
-        taken.calls |= {stream.order.call for stream in found}
-        return [stream.order for stream in found]
+        new = {stream.order.call for stream in found}
+        taken.calls |= new
+        return new
 
     async def _log_of(self, life: str) -> dict[int, Log]:
         """All that is stored of it, and what was told and is not, by number."""

@@ -55,9 +55,9 @@ class TakingUp:
         """Calls of this gateway that do not run yet, with the sequences of their orders."""
         self._tried: set[str] = set()
         """Calls whose orders may be this gateway's without its knowledge: of the write it has not heard."""
-        self._left: dict[str, CallOrder] = {}
+        self._left: set[str] = set()
         """What gateways that are gone have left to this one, which a list of all calls may lack: it is read from any
-        server."""
+        server. What was asked is read from their journals: several may have written it, of whom the first counts."""
         self._tasks = Tasks("taking up")
 
     def start(self) -> None:
@@ -68,9 +68,9 @@ class TakingUp:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def look(self, left: Iterable[CallOrder]) -> None:
+    def look(self, left: Iterable[str]) -> None:
         """The life of a gateway is over, and has ``left`` these calls."""
-        self._left |= {order.call: order for order in left}
+        self._left |= set(left)
         self._due.set()
 
     async def _run(self) -> None:
@@ -89,7 +89,13 @@ class TakingUp:
     async def _take_up(self) -> None:
         """Raises ``Unavailable``; what was begun is gone on with in the next round."""
         listed = [known for known in (await self._journal.all()).values() if known.ended is None]
-        left = self._left | {known.order.call: known.order for known in listed if known.order is not None}
+        left = {known.order.call: known.order for known in listed if known.order is not None}
+        for call in self._left - left.keys():
+            try:
+                left[call] = (await self._journal.find(call))[1]
+            except (CallNotFound, JournalExpired, ProtocolError) as error:
+                log.info("%s", error.message, extra={"call": call})
+                self._left.discard(call)
         for order in left.values():
             idle = order.call not in self._claimed and not self._detached.runs(order.call)
             try:
@@ -97,7 +103,7 @@ class TakingUp:
                     await self._claim(order)
             except ProtocolError as error:
                 log.error("call is left to gateways that can read it: %s", error.message, extra={"call": order.call})
-            self._left.pop(order.call, None)
+            self._left.discard(order.call)
         for order, fence in list(self._claimed.values()):
             if await self._go_on(order, fence):
                 del self._claimed[order.call]

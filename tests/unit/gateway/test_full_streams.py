@@ -321,7 +321,7 @@ async def test_a_call_that_is_taken_up_ends_where_its_key_is_another_calls(nats:
         await kept.claim("k", KeyClaim(call="call-2", body=b""))
         known: CallOrder = asked("call-1", "0" * 12, function="gate", parts=0, key="k", durable=True)
         await kept.write(CALLS_STREAM, "call-1", "order", known, 60)
-        w.gateway._taking_up.look([known])
+        w.gateway._taking_up.look(["call-1"])
         assert (await reaches(w.http, "call-1", "FAILED"))["error"]["code"] == "conflict"
         await until(lambda: all(run.cancelled.is_set() for run in gate.runs), what="nothing of it runs")
         assert await kept.claim("k", KeyClaim(call="call-3", body=b"")) == KeyClaim(call="call-2", body=b"")

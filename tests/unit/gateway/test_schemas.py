@@ -67,7 +67,7 @@ async def test_calls_and_lives_of_a_later_release_are_left_to_it(nats: Nats) -> 
         known = asked("call-8", "8" * 12, function="count", parts=1, durable=True)
         await other.publish(call_entry(subjects.BODIES_STREAM, "call-8", "body-0"), codec.pack(BodyPart(0, b'{"n":1}')))
         await other.publish(call_entry(CALLS_STREAM, "call-8", "order"), codec.pack(known))
-        w.gateway._taking_up.look([])
+        w.gateway._taking_up.look(["call-9"])
         assert (await reaches(w.http, "call-8", "SUCCEEDED"))["result"] == [0]
         answer = await w.http.get("/v1/calls/call-9")
         assert answer.json()["error"]["code"] == "protocol_error"

@@ -26,7 +26,7 @@ from sllm_gateway.stored import Stored
 from sllm_gateway.succession import Succession, id_frames
 from sllm_gateway.table import Version
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.calls import Batch, CallOrder
+from sllm_runtime.protocol.calls import Batch, CallOrder, Journaled
 from sllm_runtime.protocol.errors import CallMoved, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.lives import MOST_LOGGED, SILENT_BEATS, TAG, WHOLE_S, Gone, Life, Log, More, Whole
@@ -572,6 +572,27 @@ async def test_what_its_heir_does_not_know_is_written_before_its_caller_is_sent_
             *(f"data: {number}" for number in range(1, 6)),
             "data: [DONE]",
         ]
+
+
+async def test_what_was_left_is_found_whoever_has_written_it_and_whatever_a_list_lacks(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gateways may write the same stream, of which they know more and less: the first one counts."""
+
+    async def lacks_all(_: Journal) -> dict[str, Journaled]:
+        return {}
+
+    monkeypatch.setattr(Journal, "all", lacks_all)
+    async with world(nats, {"tokens": six}) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+        succession = w.gateway._succession
+        first, later = (asked("call-1", "0" * 12, parts=0, delivered=number) for number in (0, 1))
+        for order in (first, later):
+            await succession._keep(Whole(order=order, body=b"", epoch=0, numerics="", exact=True, ids=()))
+        w.gateway._taking_up.look(["call-1", "call-2"])
+        answer = await w.http.get("/v1/calls/call-1/events")
+        assert "data: [DONE]" in answer.text
+        assert '"code"' not in answer.text
 
 
 async def test_a_function_that_says_something_else_after_its_gateways_death_is_no_answer(nats: Nats) -> None:
