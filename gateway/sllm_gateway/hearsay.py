@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from sllm_gateway.ledger import streams
 from sllm_gateway.lives import log_of
 from sllm_gateway.overheard import Overheard
 from sllm_runtime.platform.bus import Bus, Subscription
@@ -59,6 +60,11 @@ class Hearsay:
     def last(self, life: str) -> int:
         """Number of the last message that was heard of a life's log; -1: none, or none that is kept."""
         return self._heard.last(life)
+
+    def tells_of(self, life: str, call: str) -> bool:
+        """Whether ``call`` is among the open streams of a life's log, as far as it was heard here."""
+        logs = (log_of(data) for data in self._heard.after(life).values())
+        return any(stream.order.call == call for stream in streams(logs))
 
     async def of(self, life: str, after: int, others: Iterable[str]) -> dict[int, Log]:
         """What this gateway and those ``others`` that answer have heard of a life's log after message ``after``."""

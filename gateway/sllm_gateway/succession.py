@@ -26,7 +26,7 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, Began, BodyPart
-from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.errors import CallNotFound, ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.lives import BEAT_S, Life, Log, Whole
@@ -248,7 +248,9 @@ class Succession:
             if life is None and self._watch is not None and self._watch.synced.is_set():
                 return
             if life is not None:
-                if life.settled or life.life == mine.life:
+                if life.life == mine.life or (life.settled and not self._hearsay.tells_of(life.life, call)):
+                    return
+                if life.settled and await self._kept(call):
                     return
                 if beats is None and self._roll.beat_of(mine.life) > mine.beat:
                     beats = self._roll.beats(life.life)
@@ -256,6 +258,15 @@ class Succession:
                     return
             await self._pause(ORDERS_S)
         raise Unavailable(f"whether the gateway of {call} has died is not known yet; ask again")
+
+    async def _kept(self, call: str) -> bool:
+        """Whether its heir has written a stream of which it was told late; else it does after its next beat."""
+        try:
+            await self._journal.find(call)
+        except CallNotFound:
+            await self._pause(BEAT_S / 4)
+            return False
+        return True
 
     def _lives_on(self, life: Life, beats: int) -> bool:
         """Whether it has beaten twice: one beat may have been under way when it died."""

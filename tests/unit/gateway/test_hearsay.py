@@ -128,6 +128,9 @@ async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> Non
     more = More(call=call, epoch=4, numerics="f", exact=True, ids=(Ids(0, 2, (2,)),))
     dead.tell(Log((more, Gone(ended))))
     await until(lambda: len(hearsay._heard.after(dead.me.life)) == 3, what="all is heard")
+    assert hearsay.tells_of(dead.me.life, call)
+    assert not hearsay.tells_of(dead.me.life, ended)
+    assert not hearsay.tells_of(listens.me.life, call)
     await gone_on_with(nats, call, ended)
     await hearsay.close()
 

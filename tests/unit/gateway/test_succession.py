@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sllm_gateway.call import Call, Marks, Order
+from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal
 from sllm_gateway.ledger import Ledger, streams
 from sllm_gateway.lives import STILL_S, Lives, Lost, Over
@@ -27,7 +28,7 @@ from sllm_gateway.succession import Succession, id_frames
 from sllm_gateway.table import Version
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, CallOrder, Journaled
-from sllm_runtime.protocol.errors import CallMoved, Unavailable
+from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.lives import MOST_LOGGED, SILENT_BEATS, TAG, WHOLE_S, Gone, Life, Log, More, Whole
 from sllm_runtime.protocol.records import Route
@@ -275,8 +276,11 @@ def beat_of(life: Life, beat: int, **fields: object) -> Life:
     return replace(life, beat=beat, **fields)
 
 
-async def asked_when(news: list[Life], call: str = f"call-{OTHER.life[:TAG]}1") -> int:
-    """How much of the ``news`` a gateway waits for before it says that there is no such call. Raises as it does."""
+async def asked_when(
+    news: list[Life], call: str = f"call-{OTHER.life[:TAG]}1", kept: Callable[[int], bool] | None = None
+) -> int:
+    """How much of the ``news`` a gateway waits for before it says that there is no such call. Raises as it does.
+    ``kept``: it was told of the call, and whether that is in a journal after so much of them."""
     heard, told, now = roll(beat_of(OTHER, 3)), 0, 0.0
 
     async def next_news(seconds: float) -> None:
@@ -288,7 +292,14 @@ async def asked_when(news: list[Life], call: str = f"call-{OTHER.life[:TAG]}1") 
 
     lives = cast(Lives, SimpleNamespace(me=replace(ME, beat=7)))
     none = cast(Any, None)
-    succession = Succession(lives, heard, Ledger(), none, none, none, none, lambda: now, next_news)
+
+    async def find(_: str) -> None:
+        if kept is None or not kept(told):
+            raise CallNotFound("not yet")
+
+    journal = cast(Journal, SimpleNamespace(find=find))
+    hearsay = cast(Hearsay, SimpleNamespace(tells_of=lambda *_: kept is not None))
+    succession = Succession(lives, heard, Ledger(), hearsay, journal, none, none, lambda: now, next_news)
     succession._watch = cast(Any, SimpleNamespace(synced=asyncio.Event()))
     succession._watch.synced.set()
     await succession.coming(call)
@@ -306,6 +317,16 @@ async def test_a_gateway_lives_if_it_has_beaten_twice_since_the_question() -> No
 async def test_who_has_been_taken_over_has_left_what_it_had() -> None:
     left = [beat_of(OTHER, 4, heir=ME.life), beat_of(OTHER, 4, heir=ME.life, settled=True)]
     assert await asked_when([beat_of(ME, 8), *left]) == 3
+
+
+async def test_what_was_told_of_a_life_that_is_over_is_waited_for() -> None:
+    """Its gateway woke, and was killed before it found out: the heir looks for more after its next beat."""
+    over = beat_of(OTHER, 4, heir=ME.life, settled=True)
+    beats = [beat_of(ME, 8), over, beat_of(ME, 9), beat_of(ME, 10), beat_of(ME, 11)]
+    assert await asked_when(beats) == 2
+    assert await asked_when(beats, kept=lambda told: told >= 4) == 4
+    with pytest.raises(Unavailable, match="ask again"):
+        await asked_when(beats, kept=lambda told: False)
 
 
 async def test_where_nothing_is_known_of_it_in_the_end_it_is_to_be_asked_again() -> None:
