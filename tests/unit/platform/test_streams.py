@@ -21,7 +21,17 @@ from sllm_runtime.platform.streams import (
 )
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.limits import KIB, MIB
-from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, LIVES_STREAM, call_entry, life_beat, life_log
+from sllm_runtime.protocol.subjects import (
+    CALLS_STREAM,
+    JOURNAL_STREAM,
+    KEY_CLAIMS,
+    KEYS_STREAM,
+    LIVES_STREAM,
+    call_entries,
+    call_entry,
+    life_beat,
+    life_log,
+)
 from tests.fixtures.nats import CONTROLLER, GATEWAY, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 
@@ -130,3 +140,14 @@ async def test_who_gives_up_says_which_stream_was_waited_for(nats: Nats, unanswe
         await ensure_streams(controller, within_s=0.1)
     with pytest.raises(Unavailable, match=r"no controller has started \(asked again"):
         await await_streams(controller, within_s=0.1)
+
+
+async def test_a_stream_that_had_the_subjects_of_a_newer_one_gives_them_away(nats: Nats) -> None:
+    """Of an earlier release, which kept all keys beside the answers."""
+    controller = await nats.bus(CONTROLLER)
+    both = [call_entries(CALLS_STREAM), KEY_CLAIMS]
+    before = next(config for config in _configs(1) if config.name == CALLS_STREAM)
+    await controller.jetstream.add_stream(before.evolve(subjects=both))
+    await ensure_streams(controller, within_s=GIVE_UP_S)
+    made = [(await controller.jetstream.stream_info(name)).config.subjects for name in (CALLS_STREAM, KEYS_STREAM)]
+    assert made == [both[:1], both[1:]]
