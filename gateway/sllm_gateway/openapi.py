@@ -83,7 +83,10 @@ OPERATIONS = (
         "get", f"{API}/functions/{{name}}/logs", "A function's log", answer=http.LogView,
         query=("follow", "call", "limit", "since"), media=EVENTS,
     ),
-    Operation("get", f"{API}/events", "What happened", query=("follow", "function", "limit", "since"), media=EVENTS),
+    Operation(
+        "get", f"{API}/events", "What happened",
+        query=("follow", "function", "call", "kind", "limit", "since"), media=EVENTS,
+    ),
     Operation("head", f"{API}/bundles/{{digest}}", "Whether a bundle is stored", media=()),
     Operation(
         "put", f"{API}/bundles/{{digest}}", "Store a bundle by its sha-256", answer=http.BundleView, statuses=(201,),
@@ -104,7 +107,7 @@ OPERATIONS = (
         "post", f"{API}/instances/{{instance}}/migrate", "Move an instance's running calls. 202: it still goes on",
         http.MigrateRequest, http.MigrationView, statuses=(200, 202),
     ),
-    Operation("get", f"{API}/nodes", "All nodes", answer=http.NodeListView),
+    Operation("get", f"{API}/nodes", "All nodes", answer=http.NodeListView, query=("detail",)),
     Operation("get", f"{API}/nodes/{{node}}", "One node, and what lies where on it", answer=http.NodeDetailView),
     Operation(
         "post", f"{API}/nodes/{{node}}/{{wish}}", "cordon, uncordon or drain a node", answer=http.NodeView

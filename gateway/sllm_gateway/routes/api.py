@@ -38,6 +38,7 @@ from sllm_runtime.protocol.http import (
     FunctionListView,
     MigrateRequest,
     ModelListView,
+    NodeDetailListView,
     NodeListView,
     RollbackRequest,
     StatusView,
@@ -204,6 +205,10 @@ class Api:
                 return shown(views.migration(found), 200 if over else 202)
 
     async def nodes(self, request: Request) -> Response:
+        """All of them; ``detail``: each with what lies where on it."""
+        if flag_of(request, "detail"):
+            details = tuple(views.node_detail(info) for info in await self._controller.nodes())
+            return shown(NodeDetailListView(nodes=details))
         return shown(NodeListView(nodes=tuple(views.node(info) for info in await self._controller.nodes())))
 
     async def node(self, request: Request) -> Response:

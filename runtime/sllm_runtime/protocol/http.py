@@ -293,6 +293,12 @@ class NodeListView(Frozen):
     nodes: tuple[NodeView, ...]
 
 
+class NodeDetailListView(Frozen):
+    """``GET /api/v1/nodes?detail=true``."""
+
+    nodes: tuple[NodeDetailView, ...]
+
+
 class WayView(Frozen):
     """How room could be made on a node: ``by`` ``ending``, ``moving`` or ``waiting``; seconds until the start would be
     ready there."""

@@ -14,7 +14,7 @@ from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.cli.lazy import LazyGroup, load_contributed
 from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound
-from sllm_runtime.protocol.http import API, ModelListView, ModelView, NodeDetailView, NodeListView, PlacementView
+from sllm_runtime.protocol.http import API, ModelListView, ModelView, NodeDetailListView, NodeDetailView, PlacementView
 from sllm_runtime.protocol.quantities import show_bytes
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def list_(
     """All registered models."""
     with client(context) as connection:
         found = ModelListView.model_validate(connection.request("GET", f"{API}/models"))
-        nodes = _nodes(connection) if tiers else []
+        nodes = _nodes(connection) if tiers else ()
     if json:
         where = {node.node: node.tiers for node in nodes}
         output.value(found.model_dump(mode="json") | ({"tiers": where} if tiers else {}))
@@ -124,11 +124,10 @@ def list_(
     show.models(found.models, places if tiers else None)
 
 
-def _nodes(connection: Client) -> list[NodeDetailView]:
+def _nodes(connection: Client) -> tuple[NodeDetailView, ...]:
     """Every node with what lies on it."""
-    names = [n.node for n in NodeListView.model_validate(connection.request("GET", f"{API}/nodes")).nodes]
-    details = (connection.request("GET", f"{API}/nodes/{quote(name, safe='')}") for name in names)
-    return [NodeDetailView.model_validate(each) for each in details]
+    found = connection.request("GET", f"{API}/nodes", params={"detail": "true"})
+    return NodeDetailListView.model_validate(found).nodes
 
 
 def _directory(target: str) -> Path | None:

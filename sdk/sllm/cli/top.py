@@ -6,17 +6,17 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
-from urllib.parse import quote
 
 import typer
 
 from sllm.cli import output
 from sllm.cli.context import Json, client
 from sllm_runtime.protocol.errors import SllmError
-from sllm_runtime.protocol.http import API, FunctionListView, NodeDetailView, NodeListView
+from sllm_runtime.protocol.http import API, FunctionListView, NodeDetailListView, NodeDetailView
 from sllm_runtime.protocol.quantities import show_bytes
 
 if TYPE_CHECKING:
@@ -25,48 +25,70 @@ if TYPE_CHECKING:
 _SAMPLE: Final = re.compile(r"^(\w+)\{([^}]*)\} ([0-9.e+-]+)$", re.MULTILINE)
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 CLEAR: Final = "\x1b[H\x1b[2J"
+SAMPLE_S: Final = 0.5
+"""Between the two counts that the first rates are of."""
 
 
 def top(
     context: typer.Context,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once. So it is where stdout is no terminal.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once. So it is without --json where stdout is no terminal.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Watch the cluster."""
+    once = once or not (json or sys.stdout.isatty())
     with client(context) as connection:
-        before: Mapping[str, float] = {}
-        looked = 0.0
+        before = Look({}, 0.0)
+        if once or json:  # what is read by programs has its rates from the beginning
+            before = _counted(connection)
+            time.sleep(SAMPLE_S)
         while True:
-            nodes, functions, counted = _looked_at(connection)
-            now = time.monotonic()
-            rates = {name: max(counted.get(name, 0.0) - was, 0.0) / (now - looked) for name, was in before.items()}
-            if json:
-                output.value(_document(nodes, functions, counted, rates))
+            try:
+                nodes, functions = _looked_at(connection)
+                now = _counted(connection)
+            except SllmError as error:
+                if once or not error.retryable:
+                    raise
+                output.error(error, as_json=json)
             else:
-                _draw(nodes, functions, counted, rates, clear=sys.stdout.isatty() and not once)
-            if once or not sys.stdout.isatty():
+                if json:
+                    output.value(_document(nodes, functions, now.counts, now.since(before)))
+                else:
+                    _draw(nodes, functions, now.counts, now.since(before), clear=sys.stdout.isatty() and not once)
+                before = now
+            if once:
                 return
-            before, looked = counted, now
             time.sleep(every)
 
 
-def _looked_at(connection: Client) -> tuple[list[NodeDetailView], FunctionListView, dict[str, float]]:
-    names = [each.node for each in NodeListView.model_validate(connection.request("GET", f"{API}/nodes")).nodes]
-    details = (connection.request("GET", f"{API}/nodes/{quote(name, safe='')}") for name in names)
-    nodes = [NodeDetailView.model_validate(each) for each in details]
-    functions = FunctionListView.model_validate(connection.request("GET", f"{API}/functions"))
-    return nodes, functions, _counted(connection)
+@dataclass(frozen=True)
+class Look:
+    """What was counted, and when."""
+
+    counts: Mapping[str, float]
+    at: float
+
+    def since(self, before: Look) -> dict[str, float]:
+        """What came a second, of what was counted before too."""
+        passed = self.at - before.at
+        return {name: max(self.counts.get(name, 0.0) - was, 0.0) / passed for name, was in before.counts.items()}
 
 
-def _counted(connection: Client) -> dict[str, float]:
+def _looked_at(connection: Client) -> tuple[tuple[NodeDetailView, ...], FunctionListView]:
+    nodes = NodeDetailListView.model_validate(connection.request("GET", f"{API}/nodes", params={"detail": "true"}))
+    return nodes.nodes, FunctionListView.model_validate(connection.request("GET", f"{API}/functions"))
+
+
+def _counted(connection: Client) -> Look:
     """Over all gateways of the profile; one that does not answer counts nothing now."""
     found: dict[str, float] = defaultdict(float, counts(connection.text("/metrics")))
     for other in connection.profile.urls[1:]:
         with suppress(SllmError):
             for name, count in counts(connection.text(f"{other}/metrics")).items():
                 found[name] += count
-    return dict(found)
+    return Look(found, time.monotonic())
 
 
 def counts(metrics: str) -> dict[str, float]:
@@ -84,7 +106,10 @@ def counts(metrics: str) -> dict[str, float]:
 
 
 def _document(
-    nodes: list[NodeDetailView], functions: FunctionListView, counted: Mapping[str, float], rates: Mapping[str, float]
+    nodes: Sequence[NodeDetailView],
+    functions: FunctionListView,
+    counted: Mapping[str, float],
+    rates: Mapping[str, float],
 ) -> dict[str, object]:
     return {
         "nodes": [each.model_dump(mode="json") for each in nodes],
@@ -95,7 +120,7 @@ def _document(
 
 
 def _draw(
-    nodes: list[NodeDetailView],
+    nodes: Sequence[NodeDetailView],
     functions: FunctionListView,
     counted: Mapping[str, float],
     rates: Mapping[str, float],

@@ -245,6 +245,7 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
         assert found[0]["gpus"][0]["kind"] == "L4"
         assert [each["condition"] for each in found] == ["podman hangs", ""]
         one, other = [(await w.http.get(f"{API}/nodes/{name}")).json() for name in ("n1", "n2")]
+        assert (await w.http.get(f"{API}/nodes", params={"detail": "true"})).json()["nodes"] == [one, other]
         assert (await w.http.get(f"{API}/nodes/none")).json()["error"]["code"] == "node_not_found"
         up = (await w.http.get(f"{API}/status")).json()
     assert one["tiers"] == {"sha256:ab": ["dram", "ssd"], "sha256:cd": ["ssd"], "sha256:ef": ["dram", "source"]}

@@ -492,7 +492,7 @@ def test_top_is_drawn_again_and_again_with_tokens_of_calls_that_run(gateway: Gat
     ended = 'sllm_tokens_total{function="chat",kind="completion"} 12.0\n'
     for tokens in (5, 5000):
         metrics = Answer(raw=f'{ended}sllm_tokens_open{{function="chat"}} {tokens}.0\n'.encode())
-        gateway.answers += [Answer(json={"nodes": [node]}), Answer(json=node), metrics]
+        gateway.answers += [Answer(json={"nodes": [node]}), metrics]
     gateway.answers.append(Answer(hangs=True))
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "NO_COLOR": "1"}
     leader, follower = pty.openpty()
@@ -521,8 +521,30 @@ def test_top_adds_up_what_all_gateways_of_the_profile_count(
     again = gateway.url.replace("127.0.0.1", "localhost")
     write_profile(home, "default", gateway.url, "t", (gateway.url, again, "http://127.0.0.1:1"))
     queued = [Answer(raw=f'sllm_queue_depth{{function="chat"}} {depth}.0\n'.encode()) for depth in (3, 4)]
-    gateway.will(Answer(json={"nodes": []}), *queued)
-    assert document(here("top", "--json"))["counts"] == {"queued chat": 7.0}
+    gateway.will(*queued, Answer(json={"nodes": []}), *queued)
+    assert document(here("top", "--json", "--once"))["counts"] == {"queued chat": 7.0}
+
+
+def test_top_has_rates_for_programs_and_goes_on_where_the_controller_does_not_answer(gateway: Gateway) -> None:
+    def counted(tokens: int) -> Answer:
+        text = f'sllm_tokens_total{{function="chat",kind="completion"}} {tokens}.0\n'
+        return Answer(raw=text.encode())
+
+    none, away = Answer(json={"nodes": []}), Answer(problem=NoCapacity("nobody leads"))
+    gateway.answers = [counted(0), none, counted(500), *[away] * 3, none, counted(1500), Answer(hangs=True)]
+    env = {**os.environ, "NO_COLOR": "1"}
+    with subprocess.Popen(
+        [*SLLM, "top", "--json", "--every", "0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(GIVE_UP_S) == 130
+        said = json.loads(process.stderr.readline())
+    assert first["rates"]["tokens chat"] > 100
+    assert second["rates"]["tokens chat"] > 100
+    assert said["error"]["message"] == "nobody leads"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "a?b", "a\n", "Chat", "", "é", "x" * 5000])
@@ -638,15 +660,17 @@ def test_top_looks_once_where_nobody_watches(gateway: Gateway) -> None:
         free_memory=2**29, gpus=(GpuView(index=0, kind="L4", memory=1, used_by="i"),), dram_limit=2**30, instances=1,
     ).model_dump(mode="json")  # fmt: skip
     metrics = 'sllm_queue_depth{function="chat"} 3.0\nsllm_tokens_total{function="chat",kind="completion"} 12.0\n'
-    gateway.will(Answer(json={"nodes": [node]}), Answer(json=node), Answer(raw=metrics.encode()))
+    counted = Answer(raw=metrics.encode())
+    gateway.will(counted, Answer(json={"nodes": [node]}), counted)
     rows = [row.split("\t") for row in here("top").stdout.splitlines()]
     assert rows[1][:5] == ["n1", "alive", "3/4", "512.0 MiB/1.0 GiB", "1/1 used"]
     (chat,) = [row for row in rows if row[0] == "chat"]
-    assert chat[3:] == ["3", "-"]
-    gateway.will(Answer(json={"nodes": [node]}), Answer(json=node), Answer(raw=metrics.encode()))
-    assert document(here("top", "--json"))["counts"] == {"queued chat": 3.0, "tokens chat": 12.0}
+    assert chat[3:] == ["3", "0.0"]
+    assert gateway.queries[-2:] == [{"detail": "true"}, {}]
+    gateway.will(counted, Answer(json={"nodes": [node]}), counted)
+    assert document(here("top", "--json", "--once"))["counts"] == {"queued chat": 3.0, "tokens chat": 12.0}
     broken = node | {"condition": "podman hangs"}
-    gateway.will(Answer(json={"nodes": [broken]}), Answer(json=broken), Answer(raw=metrics.encode()))
+    gateway.will(counted, Answer(json={"nodes": [broken]}), counted)
     assert "n1\tmakes no sandboxes" in here("top").stdout
 
 
