@@ -111,6 +111,7 @@ class Instances:
         self._living.add(living)
         living.add_done_callback(self._gone)
         self._changed()
+        log.info("instance %s of %s v%d begins", order.instance, order.function, order.version)
         return "begun"
 
     async def _live(self, instance: Instance) -> None:

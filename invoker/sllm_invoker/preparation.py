@@ -17,6 +17,7 @@ from sllm_invoker.sandbox import Sandbox, Wish
 from sllm_invoker.start_times import StartTimes
 from sllm_invoker.wiring import clustered, members
 from sllm_invoker.workdir import Workdirs
+from sllm_runtime.platform import trace
 from sllm_runtime.protocol.errors import ImageFailed, InvalidCheckpoint, PythonMismatch, SllmError
 from sllm_runtime.protocol.loader import CPU
 from sllm_runtime.protocol.node import Progress, StartInstance
@@ -260,6 +261,7 @@ def assignment(order: StartInstance, prepared: Prepared, seat: Seat, proofs: Pro
         threads=max(1, int(manifest.cpu)),
         gpus=order.gpus,
         proof=proofs.get(order),
+        traceparent=trace.current(),
         workdir=home,
         member=seat.member,
         cluster=clustered(order),

@@ -22,6 +22,7 @@ from tests.fixtures.waiting import GIVE_UP_S
 
 MODEL = Path(__file__).parents[2] / "functions" / "coder" / "model"
 WAITERS = 5
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 @pytest.fixture(scope="module")
@@ -282,3 +283,14 @@ def test_after_all_this_the_platform_is_well(cluster: Cluster) -> None:
     wait(lambda: idle_sandboxes(cluster), "a warm sandbox waits")
     for component in ("gateway-g1", "controller", "invoker-n1", "loaderd-n1"):
         assert "Traceback" not in (cluster.data / "logs" / f"{component}.log").read_text(), component
+
+
+def test_a_start_belongs_to_the_trace_of_the_call_that_it_is_for(cluster: Cluster) -> None:
+    """What the module reads when it is imported, and what the invoker logs of the start."""
+    deploy(cluster, "traced::module", keep_alive=0)
+    wait_cold(cluster, "module")
+    told = cluster.http.post("/fn/module", headers={"traceparent": TRACE}, timeout=GIVE_UP_S)
+    assert told.json() == TRACE
+    (log,) = (cluster.data / "logs").glob("*invoker*.log")
+    of_it = [line for line in log.read_text().splitlines() if f"trace={TRACE.split('-')[1]}" in line]
+    assert any("begins" in line for line in of_it), of_it

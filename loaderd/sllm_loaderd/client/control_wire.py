@@ -12,7 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast
 
+from msgspec import structs
+
 from sllm_loaderd.client.keeping import KeptChunks
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.codec import pack, unpack
 from sllm_runtime.protocol.errors import DeadlineExceeded, ProtocolError, SllmError, Unavailable
@@ -115,7 +118,8 @@ class ControlWire:
             raise Unavailable(f"loaderd at {self._path} is gone; it will be started again")
         pending = self._pending[request.request] = _Pending(report)
         try:
-            wire.send(pack(request), fds)
+            traced = trace.current()
+            wire.send(pack(structs.replace(request, traceparent=traced) if traced else request), fds)
             async with asyncio.timeout(deadline_s):
                 answer, received = await pending.answer
         except TimeoutError as error:

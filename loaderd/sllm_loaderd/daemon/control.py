@@ -14,6 +14,7 @@ from sllm_loaderd.daemon.sandbox import Rights
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.device_adoption import adopt_device
 from sllm_loaderd.store import StoredModel
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.errors import ProtocolError, SllmError
 from sllm_runtime.protocol.loader import (
@@ -95,7 +96,8 @@ class ControlConnection:
             else:
                 # Descriptors are taken here, in the order of the messages they came with.
                 fds = self._connection.take_fds(message.fds) if isinstance(message, Grant | Adopt | AdoptDevice) else []
-                self._tasks[message.request] = group.create_task(self._answer(message, fds))
+                with trace.within(message.traceparent):
+                    self._tasks[message.request] = group.create_task(self._answer(message, fds))
 
     async def _answer(self, request: Request, fds: list[int]) -> None:
         try:
@@ -203,6 +205,7 @@ class ControlConnection:
             request.holder, request.model, request.partitions, request.adapters, request.devices, request.sources
         )
         theirs = self._holders.grant(self, rights, fds[0] if fds else None)
+        log.info("sandbox %s may load %s", request.holder, request.model)
         try:
             self._connection.say(Granted(request=request.request), [theirs])
         finally:

@@ -21,6 +21,7 @@ from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
 from sllm_runtime.control.reports import news, observe, still
 from sllm_runtime.control.view import Key, Refusal, View
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits, subjects
@@ -61,6 +62,8 @@ class Loop:
         self._policy, self._rng, self._may_act = policy, rng, may_act
         self._routes: dict[Key, Route] = dict(routes)
         self._alive: frozenset[str] = frozenset()
+        self.traces: dict[Key, str] = {}
+        """Of calls that wait for an instance, one of each version."""
         self.history = History()
         self._decisions = Decisions(bus, self.history, policy, time.time)
         self._wake = asyncio.Event()
@@ -232,7 +235,13 @@ class Loop:
             self._tell(event)
         self._alive = alive
         for action in made.actions:
-            self._commands.start(self._send(action), f"{type(action).__name__} {action.instance}")
+            with trace.within(self._trace_of(action)):
+                self._commands.start(self._send(action), f"{type(action).__name__} {action.instance}")
+
+    def _trace_of(self, action: Action) -> str:
+        """Of the call that an instance is started for; empty: none, or one without a trace."""
+        instance = self.view.instances.get(action.instance) if isinstance(action, SendStart) else None
+        return self.traces.get(instance.key, "") if instance is not None else ""
 
     # --- commands -----------------------------------------------------------------------------------
     async def _send(self, action: Action) -> None:

@@ -19,6 +19,7 @@ from sllm_runtime.control.reports import suspect
 from sllm_runtime.control.spreading import Spreading
 from sllm_runtime.control.vault import Vault
 from sllm_runtime.control.view import Key
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.limits import LONG_POLL_S
@@ -116,8 +117,10 @@ class Service:
         at_once = routes.answer(self._loop.view, request, time.monotonic())
         if at_once is not None:
             return at_once
-        mine = object()
+        mine, traced = object(), trace.current()
         self._polls[key, request.gateway] = mine
+        if traced:
+            self._loop.traces[key] = traced
         self._loop.change(lambda view: view.put_waiting(key, request.gateway, request.waiting))
         try:
             found = await self._loop.until(
@@ -126,6 +129,8 @@ class Service:
                 waited(request.wait_s),
             )
         finally:
+            if self._loop.traces.get(key) is traced:
+                del self._loop.traces[key]
             # A later poll of the same gateway has taken over its count.
             if self._polls.get((key, request.gateway)) is mine:
                 del self._polls[key, request.gateway]

@@ -77,9 +77,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 
 
 class Request(Message, frozen=True, kw_only=True):
-    """Base of what expects an answer; the answers carry the same ``request`` number."""
+    """Base of what expects an answer; the answers carry the same ``request`` number. ``traceparent``: of the call that
+    it is for (W3C Trace Context)."""
 
     request: int
+    traceparent: str = ""
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -6,4 +6,4 @@ from contextvars import ContextVar
 from typing import Final
 
 TRACEPARENT: Final[ContextVar[str]] = ContextVar("sllm_traceparent", default="")
-"""As ``CallHead.traceparent``."""
+"""As ``CallHead.traceparent``; while an instance starts, as ``Assign.traceparent``."""

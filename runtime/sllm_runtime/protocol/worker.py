@@ -64,6 +64,8 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     gpus: tuple[int, ...] = ()
     proof: str = ""
     """``Ready.proof`` of an earlier instance of the same version on this node, which the worker checks; empty: none."""
+    traceparent: str = ""
+    """Of the call that it is started for; empty: of none, or by an invoker of before."""
     workdir: str = ""
     """Directory of this instance alone, removed by the invoker."""
     member: Member = Member()

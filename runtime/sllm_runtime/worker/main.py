@@ -20,6 +20,7 @@ from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, SllmError
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.own_trace import TRACEPARENT
 from sllm_runtime.protocol.timeline import WEIGHTS
 from sllm_runtime.protocol.worker import (
     Assign,
@@ -133,12 +134,15 @@ class Worker:
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
         stages = Stages(self._report, began)
+        traced = TRACEPARENT.set(assign.traceparent)
         try:
             started = await start(assign, fds, stages)
         except SllmError as error:
             self._sender.log(None, "stderr", error.detail or error.message, level="error")
             self._sender.send(Failed(error=error.body()))
             return 1
+        finally:
+            TRACEPARENT.reset(traced)
         self._begin(assign, started, loop)
         threading.Thread(target=self._read, args=(loop,), name="reader", daemon=True).start()
         self._sender.send(

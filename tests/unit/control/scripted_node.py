@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol.errors import ErrorBody, SllmError, StaleTerm
 from sllm_runtime.protocol.node import (
@@ -52,6 +53,8 @@ class ScriptedNode:
         self.gpus = gpus
         self.python = "3.11"
         self.starts: list[StartInstance] = []
+        self.traces: list[str] = []
+        """Of ``starts``."""
         self.stops: list[StopInstance] = []
         self.prepares: list[PrepareModel] = []
         self.commands: list[ModelCommand] = []
@@ -164,6 +167,7 @@ class ScriptedNode:
     async def _start(self, command: StartInstance) -> Ok:
         self._obey(command.term)
         self.starts.append(command)
+        self.traces.append(trace.current())
         if self.refuse is not None:
             raise self.refuse
         if command.instance in self.instances:

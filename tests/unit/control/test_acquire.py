@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from sllm_runtime.control import loop, view
+from sllm_runtime.platform import trace
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import (
     ErrorBody,
@@ -21,6 +22,8 @@ from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.control.bench import Bench, Gateway, controller_of, has_events, manifest
 from tests.unit.control.scripted_node import ScriptedNode
+
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 async def cold(bench: Bench, **fields: Any) -> None:
@@ -45,6 +48,14 @@ async def test_many_acquires_make_one_start(bench: Bench, nats: Nats) -> None:
     assert {answer.route.entries[0].instance for answer in answers if answer.route} == {bench.node.starts[0].instance}
     assert all(answer.route is not None and answer.error is None for answer in answers)
     assert len({command.instance for command in bench.node.starts}) == 1
+
+
+async def test_a_start_belongs_to_the_trace_of_a_call_that_waits_for_it(bench: Bench) -> None:
+    await cold(bench)
+    with trace.within(TRACE):
+        await bench.gateway.acquire()
+    assert bench.node.traces[-1] == TRACE
+    assert not bench.controller.loop.traces, "nobody waits any more"
 
 
 async def test_a_cold_start_waits_for_no_tick(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
