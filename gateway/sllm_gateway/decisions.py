@@ -1,32 +1,48 @@
-"""What controllers have recorded of starts: read where the one that leads does not remember them."""
+"""What is recorded of starts and of calls: read where nobody who runs remembers them."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from typing import TypeVar
+
+import msgspec
 
 from sllm_gateway.follow import messages
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.ctl import Explained
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
+from sllm_runtime.protocol.events import Event
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def recorded(bus: Bus, function: str) -> dict[str, Explained]:
     """The last starts of ``function`` by instance, the oldest first; none while JetStream does not answer."""
-    found: dict[str, Explained] = {}
+    told = await _all(bus, subjects.DECISIONS_STREAM, subjects.decision(function), Explained)
+    return {start.instance: each for each in told for start in each.starts}
+
+
+async def events_of(bus: Bus, call: str) -> list[Event]:
+    """What was told of the call of that id, the oldest first; nothing while JetStream does not answer."""
+    if not subjects.is_token(call):
+        return []
+    own, _ = subjects.events_of(call=call)
+    return await _all(bus, subjects.EVENTS_STREAM, own, Event)
+
+
+async def _all(bus: Bus, stream: str, subject: str, kind: type[T]) -> list[T]:
+    found: list[T] = []
     try:
-        async with aclosing(messages(bus, subjects.DECISIONS_STREAM, subjects.decision(function), None)) as read:
+        async with aclosing(messages(bus, stream, subject, None)) as read:
             async for data in read:
                 if data is None:
                     break
-                try:
-                    told = codec.unpack(Explained, data)
-                except ProtocolError:
-                    continue  # of a controller that this release does not understand
-                found.update((start.instance, told) for start in told.starts)
+                with suppress(ProtocolError):  # of a writer that this release does not understand
+                    found.append(codec.unpack(kind, data))
     except Unavailable as error:
-        log.warning("recorded starts of %s: %s", function, error.message)
+        log.warning("%s is not read: %s", subject, error.message)
     return found

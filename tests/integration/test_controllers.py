@@ -74,6 +74,11 @@ def test_the_standby_takes_over_under_a_stream_and_the_old_one_changes_nothing(
             assert cluster.http.post("/fn/cold", json={"text": "a"}).json() == "A"
             after = term(cluster)
             assert after.term > before.term
+            explained = cluster.http.get(f"/api/v1/explain/{stream.call}").json()
+            assert (explained["past"], explained["starts"][0]["instance"]) == (True, instance), (
+                "of the controller before"
+            )
+            assert explained["starts"][0]["took"] is not None
             assert number is signal.SIGKILL or after.controller in CONTROLLERS - {before.controller}
         finally:
             if number is signal.SIGSTOP:

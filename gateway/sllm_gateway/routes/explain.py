@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 import msgspec
 from msgspec import structs
@@ -11,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from sllm_gateway.controller import Controller
-from sllm_gateway.decisions import recorded
+from sllm_gateway.decisions import events_of, recorded
 from sllm_gateway.errors import quoted
 from sllm_gateway.recent import Recent
 from sllm_gateway.routes.api import shown
@@ -19,11 +21,13 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.calls import CallTold
 from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound, Unavailable
+from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.http import API, ExplainView
 from sllm_runtime.protocol.manifest import NAME
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.states import CallState, InstanceState
 
-READY = InstanceState.READY.value
+READY: Final = InstanceState.READY.value
+_ENDS: Final[dict[str, CallState]] = {Kind.CALL_FAILED: CallState.FAILED, Kind.CALL_CANCELLED: CallState.CANCELLED}
 
 
 class Explaining:
@@ -47,6 +51,8 @@ class Explaining:
                 return shown(_view(await self._of_function(what)))
         except FunctionNotFound:
             if (known := await self._recent.anywhere(what)) is None:
+                if told := await events_of(self._bus, what):
+                    return shown(await self._of_events(told))
                 raise
         else:
             known = await self._recent.anywhere(what)
@@ -55,6 +61,21 @@ class Explaining:
                 f"{quoted(what)} is no function's name, and no call that any gateway has, or had of late"
             )
         return shown(await self._of_call(known))
+
+    async def _of_events(self, told: Sequence[Event]) -> ExplainView:
+        """A call whose gateway is no more, or has forgotten it: as far as it was told of."""
+        last, function = told[-1], told[-1].function
+        assert function is not None
+        instance = next((event.instance for event in reversed(told) if event.instance), None)
+        asked = ctl.Explain(function=function, version=last.version, instance=instance or "")
+        state = _ENDS.get(last.kind)
+        of_call = {
+            "call": last.call,
+            "state": state.value if state is not None else None,
+            "instance": instance,
+            "error": last.message if state is not None else "",
+        }
+        return _view(await self._of_start(asked)).model_copy(update=of_call)
 
     async def _of_call(self, known: CallTold) -> ExplainView:
         """The start that it waited for, else that of the instance which it found."""

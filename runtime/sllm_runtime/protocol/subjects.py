@@ -10,9 +10,14 @@ import msgspec
 _TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,80}$")
 
 
+def is_token(text: str) -> bool:
+    """Whether ``text`` can be one token of a subject."""
+    return _TOKEN.match(text) is not None
+
+
 def token(text: str) -> str:
     """``text``, checked to be one token of a subject. Raises ``ValueError``."""
-    if not _TOKEN.match(text):
+    if not is_token(text):
         raise ValueError(f"{text!r} cannot be part of a subject")
     return text
 

@@ -26,7 +26,8 @@ def explain(
         output.value(found.model_dump(mode="json"))
         return
     if found.call is not None:
-        output.text(f"call {found.call} is {found.state}" + (f" on {found.instance}" if found.instance else ""))
+        state = f"is {found.state}" if found.state else "is no longer known to any gateway, nor how it ended; it was"
+        output.text(f"call {found.call} {state}" + (f" on {found.instance}" if found.instance else ""))
         if found.error or found.waits:
             output.text(found.error or f"it waits: {found.waits}")
         show.timeline(parse_comment(found.timeline))

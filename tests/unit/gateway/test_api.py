@@ -31,7 +31,7 @@ from sllm_runtime.protocol.http import API, EVENT_STREAM
 from sllm_runtime.protocol.node import DeviceMemory, Gpu, NodeRecord, NodeStatus, Ok, PathLoad, Progress, Storage
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
-from tests.fixtures.nats import GATEWAY_2, NODE, Nats
+from tests.fixtures.nats import GATEWAY, GATEWAY_2, NODE, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
 from tests.unit.platform.test_trace import TRACE
@@ -433,6 +433,8 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
     async def explain(request: ctl.Explain) -> ctl.Explained:
         if not leads:
             raise Unavailable("nobody leads")
+        if request.function != "f":
+            raise FunctionNotFound(request.function)
         here = ctl.StartTold(instance=entry().instance, node="n1", state="READY")
         return ctl.Explained(
             function="f", version=1, policy="StartupTime", decision="all capacity is in use", possible=False,
@@ -446,12 +448,21 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
         )
 
     async with world(nats) as w:
+        for kind, message in (("call.cold", ""), ("call.failed", "it raised")):
+            lost = Happened(
+                kind=kind, at=1.0, component="gateway", function="f", version=1, call="call-of-before",
+                instance="before" if kind == "call.cold" else None, message=message,
+            )  # fmt: skip
+            subject = subjects.event("gateway", GATEWAY, kind, "f", lost.call)
+            w.gateway._bus.publish_now(subject, lost)
+        await w.gateway._bus.flush()
         for told in (of("before", None), of("before", 0.75), of(entry().instance, 0.25)):
             w.controller.bus.publish_now(subjects.decision("f"), told)
         await w.controller.bus.flush()
         await w.controller.serve("explain", ctl.Explain, explain)
         await w.deploy(manifest("f"), entry(), script=hang)
         of_function = (await w.http.get(f"{API}/explain/f")).json()
+        forgotten = (await w.http.get(f"{API}/explain/call-of-before")).json()
         async with w.http.stream("POST", "/fn/f", headers=SSE) as response:
             call = response.headers["sllm-call-id"]
             remembered = (await w.http.get(f"{API}/explain/{call}")).json()
@@ -462,6 +473,8 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
         await until(lambda: len(w.gateway.calls) == 0, what="it is over")
     starts = {each["instance"]: (each["state"], each["seconds"], each["took"]) for each in of_function["starts"]}
     assert starts == {"before": ("", 0.5, 0.75), entry().instance: ("READY", 0.5, 0.25)}
+    assert (forgotten["state"], forgotten["instance"], forgotten["error"]) == ("FAILED", "before", "it raised")
+    assert forgotten["starts"][0]["took"] == 0.75
     assert of_function["decision"] == "all capacity is in use", "what would be done now"
     for each in (remembered, alone):
         assert (each["decision"], each["past"], each["call"]) == ("a start on n1", True, call)
