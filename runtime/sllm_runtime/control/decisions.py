@@ -13,13 +13,13 @@ from sllm_runtime.control.history import History
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.ctl import Explained
 from sllm_runtime.protocol.errors import SllmError
 
 log = logging.getLogger(__name__)
 
 MOST_WAITING: Final = 256
 """Starts that wait to be told of; the oldest of more are left out."""
-MOST_CANDIDATES: Final = 16
 
 
 class Decisions:
@@ -27,6 +27,8 @@ class Decisions:
 
     def __init__(self, bus: Bus, history: History, policy: Policy, wall: Callable[[], float]) -> None:
         self._bus, self._history, self._policy, self._wall = bus, history, policy, wall
+        self._going: dict[str, Explained] = {}
+        """Of starts that are not over: what was known when they were decided."""
         self._waiting: deque[tuple[str, float]] = deque(maxlen=MOST_WAITING)
         self._some = asyncio.Event()
 
@@ -49,7 +51,13 @@ class Decisions:
         past = self._history.of(name)
         if past is None:
             return
-        told = explain.started(past, self._policy, most=MOST_CANDIDATES, wall=at)
+        told = self._going.pop(name, None)
+        if told is None:
+            told = explain.started(past, self._policy, short=True)
+            while len(self._going) >= MOST_WAITING:
+                del self._going[next(iter(self._going))]
+            self._going[name] = told
+        told = explain.as_of(told, past, at)
         try:
             self._bus.publish_now(subjects.decision(told.function), told)
         except SllmError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from math import inf
 from typing import Final, Literal
 
@@ -23,8 +22,8 @@ from sllm_runtime.protocol.node import NodeStatus
 
 MOST: Final = 256
 """Candidates that are told of, those that fit first: as many as fit one message."""
-LOOKED_AT: Final = 64
-"""Nodes that are looked at for what is recorded of each start."""
+RECORDED: Final = 16
+"""Nodes that are looked at for what is recorded of each start, those with the weights first."""
 MOST_WAYS: Final = 16
 """Candidates without room, the quickest first, of which it is looked for how it could be made."""
 _BY: Final[dict[type[Decision], Literal["ending", "moving", "waiting"]]] = {
@@ -57,19 +56,17 @@ def explained(view: View, key: Key, policy: Policy, now: float, outcomes: Sequen
     )
 
 
-def started(
-    past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, most: int = MOST, wall: float = 0.0
-) -> Explained:
-    """The start of one instance: what ``most`` nodes would have cost when it was decided, what it took and what came of
-    its predictions (``outcomes``). ``wall``: Unix seconds, where it is told later."""
+def started(past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, short: bool = False) -> Explained:
+    """The start of one instance: what each node would have cost when it was decided, what it took and what came of its
+    predictions (``outcomes``). ``short``: of some nodes, for a record of every start."""
     instance, view = past.instance, past.view
     candidates: tuple[Candidate, ...] = ()
     moves: Iterable[MoveTold] = ()
     if view is not None and instance.key in view.versions:
         version = view.versions[instance.key]
         request = Request(instance.key, version.manifest, version.model)
-        asked = {instance.record.node: None, **dict.fromkeys(islice(view.nodes, LOOKED_AT if most < MOST else None))}
-        candidates = _candidates(view, request, policy, past.now, asked)
+        asked = _nearest(view, request, instance.record.node) if short else view.nodes
+        candidates = _candidates(view, request, policy, past.now, asked, 0 if short else MOST_WAYS)
         moves = (each for each in _moved(view, instance.key) if each.node in ("", instance.record.node))
     place = Place(instance.record.node, instance.gpus, instance.predicted)
     return Explained(
@@ -78,21 +75,45 @@ def started(
         policy=type(policy).__name__,
         decision=_words(place),
         node=place.node,
-        candidates=candidates[:most],
-        starts=(msgspec.structs.replace(_told(instance), at=wall),),
+        candidates=candidates[:MOST],
+        starts=(_told(instance),),
         moves=tuple(moves),
         outcomes=_came(outcomes),
         past=True,
     )
 
 
+def _nearest(view: View, request: Request, chosen: str) -> Iterable[str]:
+    """Some nodes: ``chosen``, then those with the weights in memory, on the disk, others."""
+
+    def order() -> Iterator[str]:
+        yield chosen
+        reports = [(name, node.status) for name, node in view.nodes.items() if node.status is not None]
+        yield from (name for name, status in reports if request.model in status.resident)
+        yield from (name for name, status in reports if request.model in status.models)
+        yield from view.nodes
+
+    found: dict[str, None] = {}
+    for name in order():
+        found[name] = None
+        if len(found) >= RECORDED:
+            break
+    return found
+
+
+def as_of(told: Explained, past: Past, at: float) -> Explained:
+    """The same with what the start has come to at ``at``, in Unix seconds."""
+    return msgspec.structs.replace(told, starts=(msgspec.structs.replace(_told(past.instance), at=at),))
+
+
 def _candidates(
-    view: View, request: Request, policy: Policy, now: float, names: Iterable[str]
+    view: View, request: Request, policy: Policy, now: float, names: Iterable[str], weighed: int = MOST_WAYS
 ) -> tuple[Candidate, ...]:
-    """Nodes ``names``: those first that it fits, the quickest of them first."""
+    """Nodes ``names``: those first that it fits, the quickest of them first. Of ``weighed`` others it is looked for how
+    room could be made: that takes some milliseconds."""
     found = [_candidate(view, request, view.nodes[name], now) for name in names if name in view.nodes]
     found.sort(key=lambda each: (bool(each.why), each.seconds if each.seconds is not None else inf, each.node))
-    full = [each.node for each in found if each.why and each.seconds is not None][:MOST_WAYS]
+    full = [each.node for each in found if each.why and each.seconds is not None][:weighed]
     if not full or not isinstance(policy, StartupTime):
         return tuple(found)
     ways = policy.ways(request, view, now)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sllm_runtime.control.events import events
-from sllm_runtime.control.explain import explained, started
+from sllm_runtime.control.explain import RECORDED, explained, started
 from sllm_runtime.control.history import MOST, MOST_REPORTS, History, Past
 from sllm_runtime.control.placement import Place
 from sllm_runtime.control.scheduling.policies import Random
@@ -109,6 +109,19 @@ def test_what_making_room_costs_is_told_and_what_is_moved_for_it() -> None:
     then = replace(made, migrations={gone.source: gone})
     (moved,) = started(Past(replace(placed, record=record), NOW, then), StartupTime()).moves
     assert (moved.state, moved.seconds, moved.took) == ("DONE", 1.5, 2.0)
+
+
+def test_a_record_is_of_few_nodes_those_with_the_weights_first() -> None:
+    nodes = [node(f"n{number:02d}") for number in range(40)]
+    nodes += [node("zdisk", models=(M.digest,)), node("zmemory", resident=(M.digest,), models=(M.digest,))]
+    made, _ = function(cluster(*nodes, models=(M,)), "chat", M)
+    made = idle(made, "chat", "n39")
+    (instance,) = made.of(KEY)
+    told = started(Past(instance, NOW, made), StartupTime(), short=True)
+    names = {each.node for each in told.candidates}
+    assert len(names) == RECORDED
+    assert names >= {"n39", "zdisk", "zmemory"}
+    assert len(started(Past(instance, NOW, made), StartupTime()).candidates) == 42
 
 
 async def test_starts_are_recorded_as_decided_and_with_what_they_took(bench: Bench) -> None:
