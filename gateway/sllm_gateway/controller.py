@@ -10,17 +10,21 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from sllm_gateway.leader import Leader
+from sllm_runtime.platform.requests import Unserved
 from sllm_runtime.protocol import ctl
-from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
-from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
+from sllm_runtime.protocol.errors import DeadlineExceeded, NoController
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import Progress
 
 R = TypeVar("R", bound=msgspec.Struct)
 L = TypeVar("L", ctl.FunctionList, ctl.FunctionInfo, ctl.ModelList, ctl.NodeList, ctl.SecretList)
 
-PATIENCE_S = 30.0
-"""A long poll goes on over a restart of the controller for so long."""
+ANSWER_S = CONTROLLER_WAIT_S + RPC_TIMEOUT_S
+"""For one question: a controller that leads is waited for, or what keeps it from answering, and then it answers."""
 AGAIN_S = 0.25
+TOLD_AFTER_S = 1.0
+"""Who waits for so long is told for what."""
+AWAITED = Progress(stage="controller", message="waits for a controller that leads")
 
 
 class Controller:
@@ -31,14 +35,31 @@ class Controller:
         self._clock = clock
 
     async def ask(
-        self, verb: str, request: msgspec.Struct, reply: type[R], *, timeout_s: float = 2 * RPC_TIMEOUT_S
+        self,
+        verb: str,
+        request: msgspec.Struct,
+        reply: type[R],
+        *,
+        timeout_s: float = ANSWER_S,
+        wait_s: float | None = None,
     ) -> R:
-        """One answer. Raises what the controller raises, or ``Unavailable``."""
+        """One answer. Raises what the controller raises; ``NoController`` where none leads for ``wait_s`` seconds
+        (CONTROLLER_WAIT_S), or has not answered after ``timeout_s``. What is asked again changes nothing twice."""
         assert ctl.VERBS[verb] == (type(request), reply)
+        wait_s = CONTROLLER_WAIT_S if wait_s is None else wait_s
         try:
-            return await self._leader.ask(verb, request, reply, timeout_s=timeout_s)
+            return await self._leader.ask(verb, request, reply, timeout_s=timeout_s, wait_s=wait_s)
+        except Unserved as error:
+            raise NoController(
+                f"no controller leads: {verb!r} was not done; see that one runs, then ask again",
+                retry_after_s=CONTROLLER_WAIT_S,
+            ) from error
         except DeadlineExceeded as error:
-            raise Unavailable(f"the controller does not answer {verb!r}; try again") from error
+            raise NoController(
+                f"no controller has answered {verb!r} within {timeout_s:g} s: it may have been done, and asked again it"
+                " is done once",
+                retry_after_s=CONTROLLER_WAIT_S,
+            ) from error
 
     # --- lists: all pages of them -------------------------------------------------------------------
     async def functions(self) -> tuple[ctl.FunctionInfo, ...]:
@@ -57,9 +78,9 @@ class Controller:
         pages = [page async for page in self._pages("models", ctl.Listing(), ctl.ModelList)]
         return tuple(info for page in pages for info in page.models)
 
-    async def nodes(self, timeout_s: float = 2 * RPC_TIMEOUT_S) -> tuple[ctl.NodeInfo, ...]:
+    async def nodes(self, timeout_s: float = ANSWER_S, wait_s: float | None = None) -> tuple[ctl.NodeInfo, ...]:
         """All nodes by name."""
-        pages = [page async for page in self._pages("nodes", ctl.Listing(), ctl.NodeList, timeout_s)]
+        pages = [page async for page in self._pages("nodes", ctl.Listing(), ctl.NodeList, timeout_s, wait_s)]
         return tuple(info for page in pages for info in page.nodes)
 
     async def secrets(self) -> tuple[ctl.SecretInfo, ...]:
@@ -68,10 +89,15 @@ class Controller:
         return tuple(info for page in pages for info in page.secrets)
 
     async def _pages(
-        self, verb: str, request: ctl.Listing, reply: type[L], timeout_s: float = 2 * RPC_TIMEOUT_S
+        self,
+        verb: str,
+        request: ctl.Listing,
+        reply: type[L],
+        timeout_s: float = ANSWER_S,
+        wait_s: float | None = None,
     ) -> AsyncGenerator[L, None]:
         while True:
-            page = await self.ask(verb, request, reply, timeout_s=timeout_s)
+            page = await self.ask(verb, request, reply, timeout_s=timeout_s, wait_s=wait_s)
             yield page
             if page.next <= request.after:
                 return
@@ -81,19 +107,24 @@ class Controller:
     async def poll(
         self, verb: str, request: msgspec.Struct, reply: type[R], over: Callable[[R], bool]
     ) -> AsyncGenerator[Progress | R, None]:
-        """Ask again and again: progress, whenever it has changed, and at last the answer that is ``over``."""
+        """Ask again and again: progress, whenever it has changed, and at last the answer that is ``over``. A controller
+        that leads is waited for as in ``ask``, which is progress too."""
         shown: Progress | None = None
-        patience = self._clock() + PATIENCE_S
+        patience = self._clock() + CONTROLLER_WAIT_S
         while True:
             began = self._clock()
             try:
-                answer = await self.ask(verb, request, reply, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S)
-            except Unavailable:
+                answer = await self.ask(
+                    verb, request, reply, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S, wait_s=TOLD_AFTER_S
+                )
+            except NoController:
                 if self._clock() > patience:
                     raise
-                await asyncio.sleep(AGAIN_S)
+                if shown != AWAITED:
+                    shown = AWAITED
+                    yield shown
                 continue
-            patience = self._clock() + PATIENCE_S
+            patience = self._clock() + CONTROLLER_WAIT_S
             if over(answer):
                 yield answer
                 return

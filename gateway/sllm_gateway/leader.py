@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from sllm_runtime.platform.bus import Bus, Subscription
-from sllm_runtime.protocol import subjects
+from sllm_runtime.platform.requests import Unserved
+from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import DeadlineExceeded
 from sllm_runtime.protocol.limits import RPC_TIMEOUT_S
 from sllm_runtime.protocol.records import Term
@@ -17,6 +18,9 @@ from sllm_runtime.protocol.records import Term
 log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+AGAIN_S: Final = 0.25
+"""Who leads says so; that it serves again after its connection was gone nobody says."""
 
 
 class Leader:
@@ -26,8 +30,9 @@ class Leader:
         self._bus = bus
         self._term = 0
         self._another = asyncio.Event()
-        """Set, and replaced by a new one, when another controller leads."""
+        """Set, and replaced by a new one, when another controller leads, or answers may have been lost."""
         self._subscription: Subscription | None = None
+        self._off = bus.on_reconnect(self._ask_again)
 
     async def start(self) -> None:
         """Listen. Raises ``Unavailable``."""
@@ -35,6 +40,7 @@ class Leader:
 
     async def close(self) -> None:
         """Listen no longer. Repeatable."""
+        self._off()
         if self._subscription is not None:
             await self._subscription.unsubscribe()
             self._subscription = None
@@ -44,21 +50,33 @@ class Leader:
             return
         log.info("controller %s leads with term %d", leads.controller, leads.term)
         self._term = leads.term
+        self._ask_again()
+
+    def _ask_again(self) -> None:
         another, self._another = self._another, asyncio.Event()
         another.set()
 
-    async def ask(self, verb: str, request: Any, reply: type[R], *, timeout_s: float = RPC_TIMEOUT_S) -> R:
-        """The answer, of the next leader where another one takes over meanwhile. Raises what the controller raises,
-        ``Unavailable`` if none serves, ``DeadlineExceeded`` after ``timeout_s`` seconds."""
+    async def ask(
+        self, verb: str, request: Any, reply: type[R], *, timeout_s: float = RPC_TIMEOUT_S, wait_s: float = 0.0
+    ) -> R:
+        """The answer within ``timeout_s`` seconds, of the next leader where another one takes over meanwhile; for
+        ``wait_s`` of them one that serves is waited for. Raises what the controller raises, ``Unserved`` if none
+        serves, ``DeadlineExceeded``."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while (left := deadline - loop.time()) > 0:
+        began = loop.time()
+        while (left := began + timeout_s - loop.time()) > 0:
             another = asyncio.ensure_future(self._another.wait())
             asking = asyncio.ensure_future(self._bus.call(subjects.ctl(verb), request, reply, timeout_s=left))
             try:
                 await asyncio.wait({another, asking}, return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
                     return asking.result()
+                if isinstance(request, ctl.Ending):  # the one before may have done it
+                    request = msgspec.structs.replace(request, again=True)
+            except Unserved:
+                if loop.time() - began >= wait_s:
+                    raise
+                await asyncio.wait({another}, timeout=min(AGAIN_S, left))
             finally:
                 another.cancel()
                 asking.cancel()

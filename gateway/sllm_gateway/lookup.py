@@ -68,7 +68,7 @@ class Lookup:
         try:
             async with self._turns:
                 request = Locate(function=named[0], version=named[1])
-                await self._controller.ask("locate", request, Located, timeout_s=ASK_S)
+                await self._controller.ask("locate", request, Located, timeout_s=ASK_S, wait_s=0.0)
         except SllmError:
             self._remember(named)
             return False

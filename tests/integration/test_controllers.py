@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.local import Layout
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
+from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import TERM_KEY
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, live, wait, wait_cold
 from tests.fixtures.streams import Stream
+from tests.fixtures.waiting import GIVE_UP_S
 
 CONTROLLERS = {"controller", "controller-2"}
 
@@ -88,3 +94,39 @@ def test_the_standby_takes_over_under_a_stream_and_the_old_one_changes_nothing(
     cluster.wait_restarted(before.controller, old)
     assert live(cluster, "slow-stream") == [instance]
     assert cluster.http.post("/fn/cold", json={"text": "b"}).json() == "B"
+
+
+def test_whatever_is_asked_while_the_leader_changes_is_waited_for_and_done(cluster: Cluster) -> None:
+    """Each of them failed at once: nobody served it."""
+    deploy(cluster, "kinds::awaited", name="goes")
+    asked: tuple[tuple[str, str, dict[str, object] | None], ...] = (
+        ("POST", "/nodes/n1/cordon", None),
+        ("POST", "/functions/cold/rollback", {"version": 1}),
+        ("PUT", "/secrets/token", {"value": "dG9rZW4="}),
+        ("DELETE", "/functions/goes", None),
+        ("GET", "/explain/cold", None),
+        ("GET", "/nodes", None),
+    )
+
+    def sllm(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "sllm", *words]
+        return subprocess.run(argv, env=cluster.env, capture_output=True, text=True, check=False, timeout=GIVE_UP_S)
+
+    def ask(method: str, path: str, body: dict[str, object] | None) -> httpx.Response:
+        return cluster.http.request(method, f"{API}{path}", json=body)
+
+    before = term(cluster)
+    os.kill(cluster.pid(before.controller), signal.SIGKILL)
+    with ThreadPoolExecutor(len(asked) + 2) as threads:
+        told = threads.submit(sllm, "node", "list")
+        silent = threads.submit(sllm, "node", "list", "--json")
+        answers = [asking.result() for asking in [threads.submit(ask, *each) for each in asked]]
+    assert [answer.status_code for answer in answers] == [200] * len(asked), [answer.text for answer in answers]
+    assert term(cluster).term > before.term
+    assert told.result().returncode == 0
+    assert told.result().stderr in ("", "waiting for a controller that leads ...\n"), (
+        "it may have begun too late for it"
+    )
+    assert (silent.result().returncode, silent.result().stderr) == (0, "")
+    assert cluster.http.get(f"{API}/functions/goes").status_code == 404
+    assert cluster.http.post(f"{API}/nodes/n1/uncordon").json()["cordoned"] is False

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from sllm_gateway import views
 from sllm_gateway.arguments import path_text
 from sllm_gateway.asgi import read_body
-from sllm_gateway.controller import Controller
+from sllm_gateway.controller import ANSWER_S, Controller
 from sllm_gateway.errors import quoted
 from sllm_gateway.lookup import ROUTE_WAIT_S
 from sllm_gateway.openapi import document
@@ -51,6 +52,8 @@ from sllm_runtime.protocol.states import MIGRATION, final
 B = TypeVar("B", bound=BaseModel)
 DELETE_WAIT_S = 40.0
 MIGRATE_WAIT_S = 20.0
+POLLED_S = ANSWER_S + limits.LONG_POLL_S
+"""For one long poll of those verbs."""
 MAX_JSON = 2 * 2**20
 _YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
 _DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
@@ -139,8 +142,9 @@ class Api:
 
     async def rollback(self, request: Request) -> Response:
         wanted = await body_of(request, RollbackRequest)
-        verb = ctl.Rollback(function=name_of(request), version=wanted.version)
-        info = await self._controller.ask("rollback", verb, ctl.FunctionInfo, timeout_s=30)
+        by = wanted.request or uuid4().hex
+        verb = ctl.Rollback(function=name_of(request), version=wanted.version, request=by)
+        info = await self._controller.ask("rollback", verb, ctl.FunctionInfo)
         if info.record.active is not None:
             await self._table.until_active(info.record.function, info.record.active, ROUTE_WAIT_S)
         return shown(views.function(await self._controller.function(info.record.function) if info.next else info))
@@ -169,7 +173,7 @@ class Api:
         """200 when so many instances are ready; 202 when they are not after a while: ask again."""
         wanted = await body_of(request, WarmupRequest)
         verb = ctl.Warmup(function=name_of(request), version=wanted.version, instances=wanted.instances)
-        found = await self._controller.ask("warmup", verb, ctl.Warmed, timeout_s=2 * limits.LONG_POLL_S)
+        found = await self._controller.ask("warmup", verb, ctl.Warmed, timeout_s=POLLED_S)
         return shown(views.warmed(found), 200 if found.ready >= found.wanted else 202)
 
     async def models(self, request: Request) -> Response:
@@ -199,7 +203,7 @@ class Api:
         verb = ctl.Migrate(instance=request.path_params["instance"], to=wanted.to)
         until = self._clock() + MIGRATE_WAIT_S
         while True:
-            found = await self._controller.ask("migrate", verb, ctl.Migrated, timeout_s=2 * limits.LONG_POLL_S)
+            found = await self._controller.ask("migrate", verb, ctl.Migrated, timeout_s=POLLED_S)
             over = final(MIGRATION, found.state)
             if over or self._clock() > until:
                 return shown(views.migration(found), 200 if over else 202)
@@ -231,7 +235,7 @@ class Api:
         """What is there, also when the controller is not."""
         nodes, there = 0, True
         try:
-            nodes = len(await self._controller.nodes(timeout_s=2))
+            nodes = len(await self._controller.nodes(timeout_s=2, wait_s=0))
         except SllmError:
             there = False
         view = StatusView(

@@ -45,7 +45,8 @@ class Deletions:
         """Long poll: ``deleted``, or after LONG_POLL_S ``draining: …``; ask again. Raises ``FunctionNotFound``,
         ``Unavailable`` where it cannot be stored that it goes."""
         name = request.function
-        registry.function_of(self._loop.view, name)
+        if request.again and name not in self._loop.view.functions:
+            return Ok(note="deleted")
         await self._loop.commit(lambda view: leaving(view, name, force=request.force))
         done = self._start(name)
         try:

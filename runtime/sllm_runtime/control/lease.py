@@ -19,6 +19,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks, end
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S
 from sllm_runtime.protocol.records import Lease, Term
 from sllm_runtime.protocol.subjects import LEADER, LEASE_KEY
 
@@ -28,8 +29,6 @@ RENEW_S: Final = 0.4
 SURE_S: Final = 1.5
 """A leader that has not read or written its own term for so long does nothing until it has. Below
 ``standby.SILENT_S``."""
-WAIT_S: Final = 15.0
-"""Longest wait of a question for that: the store's servers may be electing a leader of their own."""
 RELEASE_S: Final = 2.0
 
 
@@ -63,7 +62,7 @@ class Leadership:
         """Whether this controller may act now."""
         return self._clock() - self._proved < SURE_S
 
-    async def assured(self, within_s: float = WAIT_S) -> None:
+    async def assured(self, within_s: float = CONTROLLER_WAIT_S) -> None:
         """Wait until it may act. Raises ``Unavailable`` after ``within_s`` seconds."""
         if self.sure:
             return

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-STORE_S: Final = 30.0
+STORE_S: Final = limits.CONTROLLER_WAIT_S
 """How long a decision waits to be stored."""
 TICK_S: Final = 0.25
 """Longest time between two plans: silence, back-off and keep-alive end without any message."""

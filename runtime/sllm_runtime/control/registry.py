@@ -107,9 +107,12 @@ def activate(view: View, key: Key) -> View:
     return _state(view, key, VersionState.ACTIVE)
 
 
-def rollback(view: View, name: str, number: int | None) -> View:
-    """Give the route back, at once. Raises ``VersionNotFound``, ``Conflict`` if there is nothing to go back to."""
+def rollback(view: View, name: str, number: int | None, request: str = "") -> View:
+    """Give the route back, at once; by one ``request`` once. Raises ``VersionNotFound``, ``Conflict`` if there is
+    nothing to go back to."""
     function = present(view, name)
+    if request and function.rolled_back == request:
+        return view
     if number is None:
         usable = [n for n in function.previous if view.routable((name, n)) and n != function.active]
         if not usable:
@@ -123,7 +126,7 @@ def rollback(view: View, name: str, number: int | None) -> View:
     kept = function.previous[: function.previous.index(number)] if number in function.previous else function.previous
     view = activate(view, (name, number))
     # Going back forgets the way: the next rollback goes further back, not forth again.
-    return view.put_function(msgspec.structs.replace(view.functions[name], previous=kept))
+    return view.put_function(msgspec.structs.replace(view.functions[name], previous=kept, rolled_back=request))
 
 
 def discard(view: View, key: Key, error: ErrorBody) -> View:

@@ -22,6 +22,7 @@ from sllm_runtime.control.view import Key
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.errors import SecretNotFound
 from sllm_runtime.protocol.limits import LONG_POLL_S
 from sllm_runtime.protocol.node import Ok
 
@@ -149,7 +150,8 @@ class Service:
 
     async def rollback(self, request: ctl.Rollback) -> ctl.FunctionInfo:
         """The route is back when this answers; instances of the version that lost it end by their keep-alive."""
-        view = await self._loop.commit(lambda view: registry.rollback(view, request.function, request.version))
+        function, version, by = request.function, request.version, request.request
+        view = await self._loop.commit(lambda view: registry.rollback(view, function, version, by))
         return listing.function(view, request.function)
 
     # --- models and nodes ---------------------------------------------------------------------------
@@ -227,7 +229,11 @@ class Service:
 
     async def delete_secret(self, request: ctl.SecretRef) -> Ok:
         secret_users.unneeded(self._loop.view, request.name)
-        await self._vault.remove(request.name)
+        try:
+            await self._vault.remove(request.name)
+        except SecretNotFound:
+            if not request.again:
+                raise
         return Ok(note="deleted")
 
     async def ping(self, _: ctl.Nothing) -> Ok:

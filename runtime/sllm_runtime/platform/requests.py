@@ -27,6 +27,10 @@ R = TypeVar("R", bound=msgspec.Struct)
 NO_RESPONDERS: Final = "503"
 
 
+class Unserved(Unavailable):
+    """Nobody serves what was asked: nobody has heard the question."""
+
+
 class Questions:
     """What one client asks. The answers come to one inbox, and straight to who waits for them."""
 
@@ -45,8 +49,8 @@ class Questions:
     async def ask(self, subject: str, request: Any, reply_type: type[R], timeout_s: float) -> R:
         """The answer of whoever serves ``subject``.
 
-        Raises what the other side raised, ``Unavailable`` if nobody serves it, ``DeadlineExceeded`` after
-        ``timeout_s`` seconds.
+        Raises what the other side raised, ``Unserved`` if nobody is there, ``Unavailable`` where the connection is
+        closed, ``DeadlineExceeded`` after ``timeout_s`` seconds.
         """
         data = encode(request, subject)
         inbox = f"{self._inbox}.{next(self._numbers)}"
@@ -62,7 +66,7 @@ class Questions:
         finally:
             del self._waiting[inbox]
         if found is None:
-            raise Unavailable(f"nobody serves {subject} now; try again")
+            raise Unserved(f"nobody serves {subject} now; try again")
         reply = codec.unpack(Reply, found)
         if reply.error is not None:
             raise reply.error.to_error()

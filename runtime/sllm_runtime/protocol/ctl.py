@@ -123,13 +123,21 @@ class FunctionRef(Listing, frozen=True, kw_only=True):
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True):
-    """Give the route back: to ``version``, or to the one before."""
+    """Give the route back: to ``version``, or to the one before; by one ``request`` once."""
 
     function: str
     version: int | None = None
+    request: str = ""
 
 
-class Delete(msgspec.Struct, frozen=True, kw_only=True):
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes an end of something. ``again``: it was asked before, and another controller may have done it: what is
+    not there is gone then."""
+
+    again: bool = False
+
+
+class Delete(Ending, frozen=True, kw_only=True):
     """Remove a function: drain, or with ``force`` cancel what runs."""
 
     function: str
@@ -399,7 +407,7 @@ class PutSecret(msgspec.Struct, frozen=True, kw_only=True):
         return f"PutSecret({self.name!r})"
 
 
-class SecretRef(msgspec.Struct, frozen=True, kw_only=True):
+class SecretRef(Ending, frozen=True, kw_only=True):
     """A secret to be forgotten; refused while the active version of a function names it."""
 
     name: str

@@ -267,6 +267,12 @@ class Unavailable(SllmError):
     code, status, retryable, exit_code = "unavailable", 503, True, 5
 
 
+class NoController(Unavailable):
+    """No controller that leads has answered. What was asked may have been done; asked again it is done once."""
+
+    code = "no_controller"
+
+
 class NoCapacity(Unavailable):
     code = "no_capacity"
 

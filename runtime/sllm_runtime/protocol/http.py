@@ -125,6 +125,8 @@ class WithdrawnView(Frozen):
 
 class RollbackRequest(Frozen):
     version: int | None = None
+    request: str | None = Field(default=None, pattern=REQUEST_ID)
+    """A fresh random name: sent again, it is done once."""
 
 
 class WarmupRequest(Frozen):

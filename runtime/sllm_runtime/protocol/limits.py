@@ -53,6 +53,9 @@ SSE_HEARTBEAT_S: Final = 10.0
 LONG_POLL_S: Final = 5.0
 """Long requests (acquire, deploy, prepare) are asked again after this long: a lost reply costs no more."""
 RPC_TIMEOUT_S: Final = 5.0
+CONTROLLER_WAIT_S: Final = 15.0
+"""Longest wait for a controller that leads, for its proof that it does, and for the store to take what it decides: the
+servers of a cluster elect a leader of their own within this."""
 
 CHUNK_BYTES: Final = 16 * MIB
 MAX_PROOF: Final = 4 * KIB

@@ -72,6 +72,8 @@ class FunctionRecord(Record, frozen=True, kw_only=True):
     previous: tuple[int, ...] = ()
     """Versions that had the route before, newest last: what ``rollback`` goes back to."""
     deleting: bool = False
+    rolled_back: str = ""
+    """The last ``Rollback.request``: asked again, perhaps of another controller, it goes no further back."""
 
 
 class InstanceRecord(Record, frozen=True, kw_only=True):

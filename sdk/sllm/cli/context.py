@@ -21,14 +21,15 @@ class Target:
     token: str | None = None
     profile: str | None = None
 
-    def client(self) -> Client:
-        """A client of the chosen platform. Use it as a context manager."""
+    def client(self, *, quiet: bool = False) -> Client:
+        """A client of the chosen platform. Use it as a context manager. Unless ``quiet`` it says what it waits for."""
+        from sllm.cli.patient import Patient
         from sllm.client import Client
 
-        return Client(self.url, self.token, profile=self.profile)
+        return (Client if quiet else Patient)(self.url, self.token, profile=self.profile)
 
 
 def client(context: typer.Context) -> Client:
     """The client for a verb's context."""
     target = context.find_object(Target) or Target()
-    return target.client()
+    return target.client(quiet=bool(context.params.get("json")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import uuid4
 
 import typer
 
@@ -91,8 +92,9 @@ def rollback(
     json: Json = False,
 ) -> None:
     """Give the route back to an earlier version, at once."""
+    body = {"version": version, "request": uuid4().hex}
     with client(context) as connection, naming(f"the rollback may be done: `sllm fn history {name}` says so"):
-        answer: Any = connection.request("POST", f"{transport.about(name)}/rollback", json={"version": version})
+        answer: Any = connection.request("POST", f"{transport.about(name)}/rollback", json=body)
     view = FunctionView.model_validate(answer)
     if json:
         output.value(view.model_dump(mode="json"))

@@ -11,12 +11,15 @@ from sllm_runtime.protocol.errors import (
     Conflict,
     CorruptCheckpoint,
     FunctionNotFound,
+    SecretNotFound,
     VersionNotFound,
 )
 from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
 from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
-from tests.unit.control.bench import Bench, manifest
+from tests.unit.control.bench import Bench, Gateway, controller_of, manifest
+from tests.unit.control.scripted_node import ScriptedNode
 
 
 async def test_rollback_moves_the_route_at_once(bench: Bench) -> None:
@@ -30,6 +33,25 @@ async def test_rollback_moves_the_route_at_once(bench: Bench) -> None:
         await bench.gateway.ask("rollback", ctl.Rollback(function="chat"))
     with pytest.raises(VersionNotFound, match="version 7"):
         await bench.gateway.ask("rollback", ctl.Rollback(function="chat", version=7))
+
+
+async def test_what_is_asked_again_is_done_once(nats: Nats, node: ScriptedNode) -> None:
+    """Of the next controller too: the one before may have died between what it did and its answer."""
+    gateway = Gateway(await nats.bus("gw"))
+    rollback = ctl.Rollback(function="chat", request="a" * 32)
+    async with controller_of(nats):
+        for data in (b"one", b"two", b"three"):
+            await gateway.deploy(manifest(), data)
+        first: ctl.FunctionInfo = await gateway.ask("rollback", rollback)
+    async with controller_of(nats, "ctl2"):
+        again: ctl.FunctionInfo = await gateway.ask("rollback", rollback)
+        assert (first.record.active, again.record.active) == (2, 2)
+        other: ctl.FunctionInfo = await gateway.ask("rollback", ctl.Rollback(function="chat", request="b" * 32))
+        assert other.record.active == 1
+        assert (await gateway.ask("delete", ctl.Delete(function="gone", again=True))).note == "deleted"
+        assert (await gateway.ask("delete_secret", ctl.SecretRef(name="gone", again=True))).note == "deleted"
+        with pytest.raises(SecretNotFound):
+            await gateway.ask("delete_secret", ctl.SecretRef(name="gone"))
 
 
 async def test_delete_drains_and_force_cancels(bench: Bench) -> None:

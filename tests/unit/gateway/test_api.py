@@ -11,7 +11,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from sllm.sse import Event, Parser
-from sllm_gateway import views
+from sllm_gateway import controller, views
 from sllm_gateway.app import running
 from sllm_gateway.openapi import OPERATIONS, document
 from sllm_gateway.settings import GatewaySettings
@@ -32,7 +32,7 @@ from sllm_runtime.protocol.node import DeviceMemory, Gpu, NodeRecord, NodeStatus
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, NODE, Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
 from tests.unit.platform.test_trace import TRACE
 
@@ -257,11 +257,26 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
     assert (down["controller"], up["controller"], up["nodes"]) == (False, True, 2)
 
 
-async def test_without_a_controller_the_answer_is_503(nats: Nats) -> None:
+async def test_a_controller_is_waited_for_and_without_one_the_answer_is_503(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "CONTROLLER_WAIT_S", 0.5)
     async with world(nats) as w:
         response = await w.http.get(f"{API}/functions")
+        monkeypatch.setattr(controller, "CONTROLLER_WAIT_S", GIVE_UP_S)
+        asking = asyncio.create_task(w.http.post(f"{API}/nodes/n1/cordon"))
+        done, _ = await asyncio.wait({asking}, timeout=0.5)
+        assert not done, "it waits for one"
+        await w.controller.serve("cordon", ctl.Cordon, _cordoned)
+        cordoned = await asking
     assert response.status_code == 503
-    assert response.json()["error"]["retryable"] is True
+    assert (response.json()["error"]["code"], response.json()["error"]["retryable"]) == ("no_controller", True)
+    assert float(response.headers["retry-after"]) >= 0.5, "who asked has waited already, and is not to ask at once"
+    assert cordoned.json()["cordoned"]
+
+
+async def _cordoned(request: ctl.Cordon) -> ctl.NodeInfo:
+    return ctl.NodeInfo(record=NodeRecord(node=request.node, cordoned=request.cordoned))
 
 
 def line(text: str, call: str | None = None) -> LogRecord:

@@ -44,3 +44,31 @@ async def test_a_question_to_one_that_is_gone_is_asked_again(nats: Nats) -> None
         assert len(asked) == 4, "only a greater term is another leader"
     finally:
         await leader.close()
+
+
+async def test_what_makes_an_end_says_when_it_is_asked_again(nats: Nats) -> None:
+    """The leader that was asked first may have done it, and died before it answered."""
+    controller, gateway = await nats.bus(CONTROLLER), await nats.bus(GATEWAY)
+    asked: list[bool] = []
+    never = asyncio.Event()
+
+    async def answer(request: ctl.Delete) -> Ok:
+        asked.append(request.again)
+        if not request.again:
+            await never.wait()
+        return Ok(note="deleted")
+
+    leader = Leader(gateway)
+    await leader.start()
+    try:
+        asking = asyncio.create_task(
+            leader.ask("delete", ctl.Delete(function="f"), Ok, timeout_s=GIVE_UP_S, wait_s=GIVE_UP_S)
+        )
+        await asyncio.sleep(0)  # nobody serves yet: that is no question that anybody has heard
+        await controller.serve(subjects.ctl("delete"), ctl.Delete, answer)
+        await until(lambda: asked, what="it is asked")
+        await controller.publish(subjects.LEADER, Term(term=2, controller="b"))
+        assert (await asking).note == "deleted"
+        assert asked == [False, True]
+    finally:
+        await leader.close()
