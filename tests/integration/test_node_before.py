@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.nats_cluster import NatsCluster
 from benchmarks.programs import ROOT
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import QUICK, Cluster
 from tests.fixtures.deployed import deploy, wait, worker_of
+from tests.fixtures.existing_nats import server
 from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -33,7 +33,8 @@ def interpreter(directory: Path) -> Path:
     """A Python that imports our packages of BEFORE, and everybody else's as this one does."""
     archive = subprocess.run(["git", "-C", ROOT, "archive", BEFORE, *PARTS], capture_output=True, check=False)
     if archive.returncode:
-        pytest.skip(f"there is no commit {BEFORE} here: {archive.stderr.decode().strip()}")
+        why = archive.stderr.decode().strip()
+        pytest.fail(f"the version before cannot be had, commit {BEFORE}: {why}; `git fetch --unshallow` brings it")
     tree = directory / "tree"
     tree.mkdir()
     subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
@@ -72,14 +73,13 @@ def node(python: Path, directory: Path, env: dict[str, str]) -> Iterator[None]:
     assert all(start_time(pid) is None for pid in pids.values()), pids
 
 
-@pytest.mark.slow
 def test_a_node_of_the_version_before_serves_and_its_calls_outlive_a_worker(coder: Path, tmp_path: Path) -> None:
     """A function that streams, and one of the engine, whose worker is killed in the middle of a call."""
     python = interpreter(tmp_path)
     with (
-        NatsCluster(tmp_path / "nats") as nats,
-        Cluster(tmp_path, nodes=0, env=nats.env) as cluster,
-        node(python, tmp_path, nats.env),
+        server(tmp_path) as url,
+        Cluster(tmp_path, nodes=0, env={"SLLM_NATS_URL": url}) as cluster,
+        node(python, tmp_path, {"SLLM_NATS_URL": url}),
     ):
         wait(lambda: cluster.http.get(f"{API}/nodes").json()["nodes"], "the node is known")
         deploy(cluster, "slow_stream", name="paced", memory="64MiB")
