@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
@@ -98,7 +99,7 @@ class Loop:
         """Change the view by what somebody has decided, once its records are stored: before that nothing of it is done,
         and where they are not taken nothing is, and what stood is stored again. Raises what ``step`` does,
         ``NotStorable``, ``Unavailable``."""
-        async with self._committing:
+        async with self._turn():
             stored: list[changes.Write] = []
             after = step(self.view)
             try:
@@ -116,6 +117,19 @@ class Loop:
         except Unavailable as error:
             log.warning("it is decided and stored, its routes are not: %s", error.message)
         return view
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One decision is stored after the other. Raises ``Unavailable``."""
+        try:
+            async with asyncio.timeout(STORE_S):
+                await self._committing.acquire()
+        except TimeoutError as error:
+            raise Unavailable("the state cannot be stored now: other decisions wait for it; try again") from error
+        try:
+            yield
+        finally:
+            self._committing.release()
 
     def begin(self, repair: Callable[[View], View]) -> None:
         """First change: every route is made anew and compared with what is stored."""

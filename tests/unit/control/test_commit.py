@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm_runtime.control import deletion, ledger, registry
+from sllm_runtime.control import deletion, ledger, loop, registry
 from sllm_runtime.control.view import View
 from sllm_runtime.platform.streams import STATE_STREAM
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, NotStorable, Unavailable
-from sllm_runtime.protocol.node import Ok
+from sllm_runtime.protocol.node import Ok, StartInstance
 from sllm_runtime.protocol.records import FunctionRecord, ModelRecord, Route
-from sllm_runtime.protocol.states import VersionState
+from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, manifest
@@ -25,11 +25,13 @@ FUNCTION = subjects.function_key("chat")
 
 
 class Shut:
-    """The controller's store takes no record for which ``refuses(key, record)``; ``open`` ends that."""
+    """The controller's store takes no record for which ``refuses(key, record)``, where it is ``full`` for want of room,
+    which nobody waits for for long; ``open`` ends that."""
 
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         self.refuses: Callable[[str, Any], bool] = lambda key, record: False
         self.refused: list[str] = []
+        self.full = False
         store = bench.controller.loop._ledger._store
         put, delete = store.put, store.delete
 
@@ -45,14 +47,19 @@ class Shut:
         monkeypatch.setattr(store, "delete", delete_or_not)
         monkeypatch.setattr(ledger, "FULL_S", 0.3)
         monkeypatch.setattr(ledger, "AGAIN_S", 0.02)
-        monkeypatch.setattr(bench.controller.loop._ledger, "_shortage", lambda: "the disk is full")
+        monkeypatch.setattr(bench.controller.loop._ledger, "_shortage", lambda: "the disk is full" if self.full else "")
 
     def _look(self, key: str, record: Any) -> None:
         if self.refuses(key, record):
             self.refused.append(key)
             raise Unavailable(f"{key} was not written: no space")
 
+    def fill(self) -> None:
+        """Nothing is taken, for want of room."""
+        self.full, self.refuses = True, lambda key, record: True
+
     def open(self) -> None:
+        self.full = False
         self.refuses = lambda key, record: False
 
 
@@ -63,7 +70,7 @@ def shut(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Shut:
 
 async def test_a_function_whose_deletion_is_not_stored_is_not_deleted(bench: Bench, shut: Shut) -> None:
     await bench.gateway.deploy(manifest())
-    shut.refuses = lambda key, record: True
+    shut.fill()
     with pytest.raises(Unavailable, match="cannot be stored now: the disk is full"):
         await bench.gateway.ask("delete", ctl.Delete(function="chat"))
     assert not bench.controller.loop.view.functions["chat"].deleting
@@ -78,16 +85,22 @@ async def test_deleted_is_said_once_the_store_has_it(bench: Bench, shut: Shut, m
     monkeypatch.setattr(deletion, "LONG_POLL_S", 1.0)
     await bench.gateway.deploy(manifest())
     shut.refuses = lambda key, record: key == FUNCTION and record is None
-    told = await bench.gateway.ask("delete", ctl.Delete(function="chat"))
-    assert told.note == "draining: nothing runs any more; its records wait to be removed"
+
+    async def said() -> str:
+        answer: Ok = await bench.gateway.ask("delete", ctl.Delete(function="chat"))
+        return answer.note
+
+    async def waits() -> bool:
+        return await said() == "draining: nothing runs any more; its records wait to be removed"
+
+    await until(waits, what="its instance has ended")
     kept = await bench.store.get(FUNCTION, FunctionRecord)
     assert kept is not None
     assert kept.deleting, "another controller would go on with it"
     shut.open()
 
     async def gone() -> bool:
-        answer: Ok = await bench.gateway.ask("delete", ctl.Delete(function="chat"))
-        return answer.note == "deleted"
+        return await said() == "deleted"
 
     with contextlib.suppress(FunctionNotFound):
         await until(gone, what="it is deleted")
@@ -97,7 +110,12 @@ async def test_deleted_is_said_once_the_store_has_it(bench: Bench, shut: Shut, m
 async def test_a_version_gets_the_route_once_that_is_stored(bench: Bench, shut: Shut) -> None:
     """Until then, and where it cannot be, the version before has it: here, in the store and for gateways."""
     await bench.gateway.deploy(manifest())
-    shut.refuses = lambda key, record: key == FUNCTION and record is not None and record.active == 2
+
+    def full_from_here(command: StartInstance) -> InstanceState:
+        shut.full, shut.refuses = True, lambda key, record: key == FUNCTION
+        return InstanceState.READY
+
+    bench.node.behave = full_from_here
     deploying = asyncio.create_task(bench.gateway.deploy(manifest(), b"other"))
     await until(lambda: shut.refused, what="it is ready, and its activation is written")
     assert bench.controller.loop.view.functions["chat"].active == 1
@@ -106,6 +124,7 @@ async def test_a_version_gets_the_route_once_that_is_stored(bench: Bench, shut: 
     view = bench.controller.loop.view
     assert (view.functions["chat"].active, view.versions["chat", 2].state) == (1, VersionState.FAILED)
     shut.open()
+    bench.node.behave = lambda command: InstanceState.READY
     assert (await bench.stored(FUNCTION, FunctionRecord)).active == 1
     assert (await bench.stored(subjects.route_key("chat", 1), Route)).active
     again = await bench.gateway.deploy(manifest(), b"other")
@@ -117,7 +136,7 @@ async def test_rollback_cordon_and_a_model_s_deletion_are_stored_first_too(bench
     await bench.gateway.deploy(manifest())
     await bench.gateway.deploy(manifest(), b"other")
     await bench.gateway.ask("register", ctl.RegisterModel(uri="/models/tiny"))
-    shut.refuses = lambda key, record: True
+    shut.fill()
     model = digest_of("/models/tiny")
     for verb, request in (
         ("rollback", ctl.Rollback(function="chat")),
@@ -142,33 +161,42 @@ async def test_what_changes_while_a_decision_is_stored_is_in_it(bench: Bench, sh
     """A record that others change meanwhile is decided anew from how it is then."""
     await bench.gateway.deploy(manifest())
     await bench.gateway.deploy(manifest(), b"other")
-    loop = bench.controller.loop
+    own_loop = bench.controller.loop
     shut.refuses = lambda key, record: True
-    rolling = asyncio.create_task(loop.commit(lambda view: registry.rollback(view, "chat", None)))
+    rolling = asyncio.create_task(own_loop.commit(lambda view: registry.rollback(view, "chat", None)))
     await until(lambda: shut.refused)
 
     def counted(view: View) -> View:
         return view.put_function(msgspec.structs.replace(view.functions["chat"], last_version=7))
 
-    loop.change(counted)
+    own_loop.change(counted)
     shut.open()
     await rolling
     record = await bench.stored(FUNCTION, FunctionRecord)
-    assert record == loop.view.functions["chat"]
+    assert record == own_loop.view.functions["chat"]
     assert (record.active, record.last_version) == (1, 7)
+
+
+async def test_a_decision_waits_no_longer_for_others_than_for_the_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "STORE_S", 0.05)
+    async with bench.controller.loop._turn():
+        with pytest.raises(Unavailable, match="other decisions wait"):
+            await bench.controller.loop.commit(lambda view: view)
 
 
 async def test_a_record_that_can_never_be_stored_fails_its_writer_alone(bench: Bench) -> None:
     """The server refuses what is larger than its limit, and would end the connection for it."""
-    loop = bench.controller.loop
+    own_loop = bench.controller.loop
     huge = ModelRecord(digest="sha256:huge", uri="x" * 2**20, nbytes=1, partitions=(1,))
     own = ModelRecord(digest="sha256:own", uri="/own", nbytes=1, partitions=(1,))
-    refused = asyncio.create_task(loop.commit(lambda view: registry.know(view, huge)))
-    later = asyncio.create_task(loop.commit(lambda view: registry.know(view, own)))
+    refused = asyncio.create_task(own_loop.commit(lambda view: registry.know(view, huge)))
+    later = asyncio.create_task(own_loop.commit(lambda view: registry.know(view, own)))
     with pytest.raises(NotStorable, match=r"models\.huge cannot be stored: it has .*, .* fit"):
         await asyncio.wait_for(refused, GIVE_UP_S)
     await asyncio.wait_for(later, GIVE_UP_S)
-    assert huge.digest not in loop.view.models
+    assert huge.digest not in own_loop.view.models
     assert await bench.stored(subjects.model_key(own.digest), ModelRecord) == own
 
 
