@@ -5,7 +5,9 @@ with a copy of every stream (``cluster``), of which one at a time is struck. Fou
 of the demo model all the time, half of them kept (``Prefer: respond-async`` with an ``Idempotency-Key``), from either
 gateway. Faults come in the order that ``--seed`` gives (``chaos_schedule``): every component killed (SIGKILL) and
 stopped for 2 to 8 s (SIGSTOP), each kind once before any comes again. The next one strikes when each caller has heard
-something since the last and there is somebody to strike, whatever is still being started again by then. A sample is the
+something since the last and there is somebody to strike, whatever is still being started again by then. All the while
+one instance after the other is moved to the other node (``sllm migrate``), with the calls that run there; a fault that
+comes upon a move is counted as such. A sample is the
 longest gap of one stream between one fault and the next; one that both fall into counts for both.
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened. Lost is a call that
@@ -32,6 +34,7 @@ from typing import Any, Final
 
 from benchmarks.chaos_client import Callers, Told
 from benchmarks.chaos_faults import Field, Tally, Victim, counted, gateways_of, shared_mib, strike
+from benchmarks.chaos_moves import Mover, Moves
 from benchmarks.chaos_schedule import KINDS, STOPPED_S, Fault, schedule
 from benchmarks.cold_cases import CODER
 from benchmarks.heard import Sums
@@ -42,6 +45,7 @@ from benchmarks.runner import Run, main
 
 CALLERS: Final = 4
 INSTANCES: Final = 2
+NODES: Final = ("n1", "n2")
 SLOTS: Final = 3
 """Of each instance: one that is ready has a call of four that run."""
 TOKENS: Final = 400
@@ -59,13 +63,14 @@ CHUNKS_MIB: Final = 64.0
 
 @dataclass(frozen=True)
 class Struck:
-    """A fault that happened. ``met``: a call was in flight at its victim."""
+    """A fault that happened. ``met``: a call was in flight at its victim; ``moving``: an instance was being moved."""
 
     fault: Fault
     victim: Victim
     begin: float
     end: float
     met: bool
+    moving: bool = False
 
 
 @dataclass
@@ -78,6 +83,8 @@ class Outcome:
     shared_mib: tuple[float, float] = (0.0, 0.0)
     """Before and after."""
     sums: Sums = field(default_factory=Sums)
+    moves: Moves = field(default_factory=Moves)
+    """Of instances."""
     tallies: dict[str, Tally] = field(default_factory=lambda: {"resumed": Tally(), "moved": Tally()})
 
     def count(self, gateways: Sequence[str], token: str) -> None:
@@ -129,7 +136,7 @@ class Plan:
 def measure(run: Run, cases: Sequence[str]) -> None:
     """For each case one platform and one time of faults."""
     minutes = 1.0 if run.quick else float(run.settings["minutes"])
-    run.settings.update(minutes=minutes, callers=CALLERS, tokens=TOKENS, nodes=2, gateways=2, controllers=2)
+    run.settings.update(minutes=minutes, callers=CALLERS, tokens=TOKENS, nodes=len(NODES), gateways=2, controllers=2)
     for case in cases:
         with run.attempt(case), tempfile.TemporaryDirectory(prefix="bx-", ignore_cleanup_errors=True) as name:
             each, cluster = 0 if run.quick else LEAST_OF_EACH, case == "cluster"
@@ -143,7 +150,7 @@ def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
     with contextlib.ExitStack() as stack:
         nats = stack.enter_context(NatsCluster(directory / "nats")) if plan.cluster else None
         settings = {**SETTINGS, **nats.env} if nats is not None else SETTINGS
-        platform = stack.enter_context(Platform(directory / "p", settings, nodes=2, gateways=2))
+        platform = stack.enter_context(Platform(directory / "p", settings, nodes=len(NODES), gateways=2))
         name = platform.deploy(
             plan.function,
             keep_alive=3600.0,
@@ -161,9 +168,10 @@ def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
         run.note("the right answers are known, and all processes there")
         before, held = place.processes(), shared_mib(platform)
         callers = Callers(urls, platform.token, name, plan.asks, CALLERS)
-        with callers.running():
-            _strike_on(run, place, callers, plan, outcome)
-        outcome.told = callers.told
+        mover = Mover(place, urls, platform.token, NODES, plan.seed)
+        with callers.running(), mover.running():
+            _strike_on(run, place, callers, mover, plan, outcome)
+        outcome.told, outcome.moves = callers.told, mover.moves
         outcome.count(urls, platform.token)
         outcome.processes_left = place.beyond(before)
         outcome.shared_mib = (held, shared_mib(platform))
@@ -171,7 +179,7 @@ def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
     return outcome
 
 
-def _strike_on(run: Run, place: Field, callers: Callers, plan: Plan, outcome: Outcome) -> None:
+def _strike_on(run: Run, place: Field, callers: Callers, mover: Mover, plan: Plan, outcome: Outcome) -> None:
     """One fault after the other, until the time is over and enough of them met a call."""
     faults, until = schedule(plan.seed, plan.longest_s), time.monotonic() + plan.seconds
     while time.monotonic() < until or not plan.enough(outcome.met()):
@@ -180,12 +188,13 @@ def _strike_on(run: Run, place: Field, callers: Callers, plan: Plan, outcome: Ou
         victim = place.victim(fault)
         callers.until_all_hear(time.monotonic())
         outcome.count(callers.gateways, callers.token)
-        met = _meets(callers, victim)
+        met, moving = _meets(callers, victim), mover.moving
         begin = time.monotonic()
         strike(victim, fault)
         place.mend()
-        outcome.struck.append(Struck(fault, victim, begin, time.monotonic(), met))
-        run.note(f"{victim.name} {fault.kind.signal} {fault.stopped_s:.1f} s, {'met' if met else 'met no call'}")
+        outcome.struck.append(Struck(fault, victim, begin, time.monotonic(), met, moving))
+        how = f"{'met' if met else 'met no call'}{', in a move' if moving else ''}"
+        run.note(f"{victim.name} {fault.kind.signal} {fault.stopped_s:.1f} s, {how}")
     callers.until_all_hear(time.monotonic())
 
 
@@ -226,6 +235,9 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
         "called_again": sum(told.again for told in outcome.told),
     }
     whole.extra |= {what: tally.sum for what, tally in outcome.tallies.items()}
+    moves = {"asked": outcome.moves.asked, "done": outcome.moves.done, "refused": outcome.moves.refused}
+    whole.extra |= {f"moves_{what}": count for what, count in moves.items()}
+    whole.extra["faults_in_moves"] = sum(each.moving for each in outcome.struck)
     for kind in map(str, KINDS):
         found = run.case(f"{case}: {kind}", "sllm")
         found.samples = [round(gap * 1e3, 1) for gap in outcome.gaps(kind)]

@@ -28,6 +28,7 @@ def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path, c
     assert [(told.call, told.heard.error) for told in outcome.lost()] == []
     assert (outcome.sums.lost, outcome.sums.repeated, outcome.sums.different) == (0, 0, 0)
     assert outcome.sums.events > 0
+    assert outcome.moves.asked > 0
     assert not outcome.processes_left
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.chaos import LEAST_IN_ALL, Outcome, Struck, judge
 from benchmarks.chaos_client import Cut, Reader, Told
 from benchmarks.chaos_faults import Tally, Victim
+from benchmarks.chaos_moves import Moves, outcome_of
 from benchmarks.chaos_schedule import GAP_S, KINDS, STOPPED_S, Fault, Kind, schedule
 from benchmarks.heard import Heard
 from benchmarks.runner import Run
@@ -119,3 +120,27 @@ def test_a_counter_over_several_lives() -> None:
         tally.take({"one": one, "other": other})
     tally.take({"one": 6})
     assert tally.sum == 5 + 6 + 4 + 0
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "moves"),
+    [
+        (200, "DONE", Moves(asked=1, done=1)),
+        (200, "ABANDONED", Moves(asked=1, refused=1)),
+        (409, "", Moves(asked=1, refused=1)),
+        (202, "MOVING", Moves(asked=1)),
+        (503, "", Moves(asked=1)),
+    ],
+)
+def test_what_came_of_a_move(status: int, state: str, moves: Moves) -> None:
+    """Of one that goes on, or of which nobody can say anything, nothing is counted: it is asked again."""
+    counted = Moves(asked=1)
+    counted.count(outcome_of(httpx.Response(status, json={"state": state} if state else {"error": {}})))
+    assert counted == moves
+
+
+def test_the_record_says_what_came_of_the_moves() -> None:
+    run, moved = Run(quick=True), Struck(struck("nats", 3.0).fault, Victim("nats", 1), 3.0, 3.0, met=True, moving=True)
+    judge(run, Outcome(struck=[moved, struck("worker", 4.0)], told=[told(1.0, 5.0)], moves=Moves(9, 6, 2)), "embedded")
+    extra = run.cases[0].extra
+    assert (extra["moves_asked"], extra["moves_done"], extra["moves_refused"], extra["faults_in_moves"]) == (9, 6, 2, 1)
