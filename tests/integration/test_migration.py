@@ -12,7 +12,7 @@ import pytest
 from sllm_runtime.protocol.http import API, InstanceView
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import sllm_json
-from tests.fixtures.deployed import deploy, view
+from tests.fixtures.deployed import deploy, view, wait
 from tests.fixtures.moving import ask, deploy_gated, moved, other, read_while, settled, whole
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -49,9 +49,9 @@ def test_sllm_migrate_moves_a_running_call(cluster: Cluster, text: list[str], tm
     assert moved(cluster) == before + 1
 
 
-def completion(cluster: Cluster, **more: Any) -> dict[str, Any]:
-    body = {"model": "coder", "prompt": "def ", "max_tokens": 120, "temperature": 0.7, "seed": 3, **more}
-    answer = cluster.http.post("/v1/completions", json=body, timeout=GIVE_UP_S)
+def completion(cluster: Cluster, more: dict[str, Any]) -> dict[str, Any]:
+    body = {"model": "coder", "prompt": "def ", "max_tokens": 400, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+    answer = cluster.http.post("/v1/completions", json={**body, **more}, timeout=GIVE_UP_S)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -60,8 +60,8 @@ def completion(cluster: Cluster, **more: Any) -> dict[str, Any]:
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
-    "several": {"n": 3, "max_tokens": 60},
-    "stop": {"stop": ["\n\n\n\n", "zzzz"]},
+    "several": {"n": 3},
+    "stop": {"stop": ["\n\n\n\n\n\n", "zzzz"]},
     "logprobs": {"logprobs": 2},
     "long": {"prompt": "def f(x):\n    return x\n" * 100},
 }
@@ -69,19 +69,27 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def test_all_calls_of_an_instance_move_whatever_they_carry(cluster: Cluster, text: list[str], tmp_path: Path) -> None:
     """At once, while they are computed in one batch: text, finish, log probabilities and usage are the same."""
-    right = {name: completion(cluster, **more) for name, more in KINDS.items()}
-    source = settled(cluster)
     calls: dict[str, Future[dict[str, Any]]] = {}
     with ThreadPoolExecutor(len(KINDS)) as pool:
 
+        def begin() -> None:
+            calls.update({name: pool.submit(completion, cluster, more) for name, more in KINDS.items()})
+
+        def results() -> dict[str, dict[str, Any]]:
+            return {name: call.result(GIVE_UP_S) for name, call in calls.items()}
+
+        begin()
+        right = results()
+        source, before = settled(cluster), moved(cluster)
+
         def act() -> None:
-            for name, more in KINDS.items():
-                calls[name] = pool.submit(completion, cluster, **more)
+            begin()
+            wait(lambda: f"sllm_calls_open {1.0 + len(KINDS)}" in cluster.http.get("/metrics").text, "all have begun")
             assert ask(cluster, source)["state"] == "DONE"
 
         assert read_while(cluster, tmp_path / "gate", act) == text
-        for name, call in calls.items():
-            found = call.result(GIVE_UP_S)
+        assert moved(cluster) == before + 1 + len(KINDS), "all of them were in the middle"
+        for name, found in results().items():
             assert found["choices"] == right[name]["choices"], name
             for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 assert found["usage"][field] == right[name]["usage"][field], name
