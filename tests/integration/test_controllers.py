@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -13,15 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.local import Layout
-from sllm_runtime.platform.settings import Settings
-from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.http import API
-from sllm_runtime.protocol.records import Term
-from sllm_runtime.protocol.subjects import TERM_KEY
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, live, wait, wait_cold
+from tests.fixtures.leading import term
 from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -34,23 +28,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         deploy(running, "slow_stream", keep_alive=300)
         deploy(running, "kinds::awaited", name="cold", keep_alive=0)
         yield running
-
-
-def term(cluster: Cluster) -> Term:
-    """Who leads, by the store."""
-
-    async def read() -> Term | None:
-        identity = Layout(cluster.data).identity_file("g1")
-        own = {"SLLM_NATS_URL": str(cluster.document["nats_url"]), "SLLM_IDENTITY_FILE": str(identity)}
-        bus = await Bus.connect(Settings.load(own), "g1", name="test")
-        try:
-            return await (await StateStore.open(bus, create=False)).get(TERM_KEY, Term)
-        finally:
-            await bus.close()
-
-    found = asyncio.run(read())
-    assert found is not None
-    return found
 
 
 def test_one_leads_and_an_orderly_end_is_followed(cluster: Cluster) -> None:

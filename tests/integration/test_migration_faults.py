@@ -1,180 +1,158 @@
-"""Whoever dies or falls silent while running calls move: not a token lost, repeated or different. At each step of a
-move, each with real processes."""
+"""Whoever dies or falls silent while a running call moves: not a token lost, repeated or different. In each step of a
+move, which is held there, each with real processes. The table in docs/migration.md has a row for each of these."""
 
 from __future__ import annotations
 
+import http.client
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final
+from urllib.parse import urlsplit
 
 import pytest
 
-from sllm_runtime.protocol.http import InstanceView
+from sllm_gateway.move import Stage
 from sllm_runtime.protocol.limits import LOST_AFTER_S
-from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import wait, workers
-from tests.fixtures.kept import begin, first_events, read_on
-from tests.fixtures.moving import AT, asked, deploy_gated, instances, moved, other, read_while, ready, settled, whole
-from tests.fixtures.suspended import suspended
+from tests.fixtures.held import STEPS, Flow, Met, flowing
+from tests.fixtures.leading import term
+from tests.fixtures.moving import other
+from tests.fixtures.suspended import suspend, suspended
 from tests.fixtures.waiting import GIVE_UP_S
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
-STEPS = ("asked", "starting", "moving", "moved")
-"""``migrate`` is on its way; there is a destination; the source takes no new call; the call has gone over."""
-PROCESSES = {"nats", "controller", "gateway-g1", "gateway-g2", "invoker-n1", "invoker-n2", "loaderd-n1", "loaderd-n2"}
-Fault: TypeAlias = Callable[[Cluster, InstanceView], AbstractContextManager[None]]
-"""Befalls the move of an instance. Who falls silent in it is heard again at its end."""
+pytestmark = pytest.mark.chaos
 
 
-@pytest.fixture(scope="module")
-def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("platform"), nodes=2, gateways=2) as running:
-        deploy_gated(running, coder)
-        yield running
+def destination(_: Flow, met: Met) -> int:
+    (pid,) = workers(met.destination)
+    return pid
 
 
-@pytest.fixture(scope="module")
-def text(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The pieces that a call gives where it stays."""
-    return whole(cluster, tmp_path_factory.mktemp("open") / "gate")
-
-
-# --- faults -----------------------------------------------------------------------------------------
-def source(_: Cluster, instance: InstanceView) -> list[int]:
-    return list(workers(instance.instance))
-
-
-def destination(cluster: Cluster, instance: InstanceView) -> list[int]:
-    """Its worker, as soon as it is there, starting or ready."""
-    found: list[int] = []
-
-    def there() -> bool:
-        names = [each.instance for each in instances(cluster) if each.node != instance.node]
-        found[:] = [pid for name in names for pid in workers(name)]
-        return bool(found)
-
-    wait(there, "a destination")
-    return found
-
-
-def daemon(of: Callable[[InstanceView], str]) -> Callable[[Cluster, InstanceView], list[int]]:
-    return lambda cluster, instance: [cluster.pid(of(instance))]
-
-
-VICTIMS: dict[str, Callable[[Cluster, InstanceView], list[int]]] = {
-    "source": source,
-    "destination": destination,
-    "controller": daemon(lambda _: "controller"),
-    "nats": daemon(lambda _: "nats"),
-    "source-node": daemon(lambda instance: f"invoker-{instance.node}"),
-    "destination-node": daemon(lambda instance: f"invoker-{other(instance.node)}"),
+VICTIMS: Final[dict[str, Callable[[Flow, Met], int]]] = {
+    "source-worker": lambda _, met: met.worker,
+    "source-invoker": lambda flow, met: flow.cluster.pid(f"invoker-{met.source.node}"),
+    "destination-worker": destination,
+    "destination-invoker": lambda flow, met: flow.cluster.pid(f"invoker-{other(met.source.node)}"),
+    "controller": lambda flow, _: flow.cluster.pid(term(flow.cluster).controller),
+    "gateway": lambda _, met: met.gateway,
+    "nats": lambda flow, _: flow.cluster.pid("nats"),
+}
+"""Of the controllers the one that leads."""
+USUAL: Final = {
+    ("preparing", "destination-invoker"),
+    ("preparing", "controller"),
+    ("opened", "destination-worker"),
+    ("follows", "source-worker"),
+    ("beside", "gateway"),
+    ("handed", "source-invoker"),
+    ("over", "nats"),
+}
+"""In these each step and each victim is met. The others take minutes (``slow``)."""
+ALL: Final = [(step, victim) for step in STEPS for victim in VICTIMS]
+DIES: Final = [
+    pytest.param(*case, id="-".join(case), marks=() if case in USUAL else (pytest.mark.slow,)) for case in ALL
+]
+SILENT: Final = [pytest.param(*case, id="-".join(case), marks=(pytest.mark.slow,)) for case in ALL]
+ENDS: Final = {
+    how: [pytest.param(step, marks=() if step == usual else (pytest.mark.slow,)) for step in STEPS]
+    for how, usual in (("ends", "handed"), ("cancelled", "beside"), ("left", "follows"))
 }
 
 
-@contextmanager
-def dies(victim: str, cluster: Cluster, instance: InstanceView) -> Iterator[None]:
-    for pid in VICTIMS[victim](cluster, instance):
-        with suppress(ProcessLookupError):  # a source that all calls have left ends
-            os.kill(pid, signal.SIGKILL)
-    yield
+@pytest.fixture(scope="module")
+def flow(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flow]:
+    with flowing(tmp_path_factory.mktemp("platform"), coder) as found:
+        yield found
 
 
-@contextmanager
-def is_silent(victim: str, cluster: Cluster, instance: InstanceView) -> Iterator[None]:
-    """Until the call has ended."""
-    with ExitStack() as stack:
-        for pid in VICTIMS[victim](cluster, instance):
-            with suppress(ProcessLookupError, FileNotFoundError):  # as above
-                stack.enter_context(suspended(pid))
-        yield
+def early(step: str, victim: str) -> bool:
+    """Whether the victim is hit before what is said in this step: a source that is told that the call is over ends."""
+    return (step, victim) == (Stage.OVER, "source-worker")
 
 
-@contextmanager
-def was_silent(victim: str, cluster: Cluster, instance: InstanceView) -> Iterator[None]:
-    """For longer than anybody may be who counts as alive; no call ends meanwhile."""
-    with is_silent(victim, cluster, instance):
-        time.sleep(LOST_AFTER_S + 2.0)  # the fault is that long
-    yield
+def kill(pid: int) -> None:
+    """SIGKILL to a process that is there, and wait until it is not."""
+    with open(os.pidfd_open(pid), "rb", buffering=0) as handle:
+        signal.pidfd_send_signal(handle.fileno(), signal.SIGKILL)
+        assert select.select([handle], [], [], GIVE_UP_S)[0], f"{pid} does not die"
 
 
-FAULTS: dict[str, Fault] = {
-    **{f"{victim}-dies": partial(dies, victim) for victim in VICTIMS},
-    **{f"{victim}-silent": partial(is_silent, victim) for victim in VICTIMS if victim != "nats"},
-    "nats-silent": partial(was_silent, "nats"),
-}
+@pytest.mark.parametrize(("step", "victim"), DIES)
+def test_dies(flow: Flow, step: str, victim: str) -> None:
+    with flow.move(step, first=early(step, victim)) as met:
+        kill(VICTIMS[victim](flow, met))
+        assert flow.rest(met) == flow.right
 
 
-# --- tests ------------------------------------------------------------------------------------------
-class Moving:
-    """A move that is asked for at the gateway of ``url`` until it goes on, and how far it is."""
-
-    def __init__(self, cluster: Cluster, instance: InstanceView, url: str) -> None:
-        self._cluster, self._instance, self._url = cluster, instance, url
-        self._before = moved(cluster, url)
-        self._threads = [asked(cluster, instance, url)]
-
-    def until(self, step: str) -> None:
-        wait(lambda: self._is(step), lambda: f"the move is {step}; there are {instances(self._cluster)}")
-
-    def _is(self, step: str) -> bool:
-        if not self._threads[-1].is_alive():  # refused, or given up: that node is back and not heard yet
-            self._threads.append(asked(self._cluster, self._instance, self._url))
-        if step == "moved":
-            return moved(self._cluster, self._url) > self._before
-        if step == "moving":
-            return self._instance.instance not in [each.instance for each in ready(self._cluster)]
-        return step == "asked" or len(instances(self._cluster)) > 1
-
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join(GIVE_UP_S)
+@pytest.mark.parametrize(("step", "victim"), SILENT)
+def test_is_silent(flow: Flow, step: str, victim: str) -> None:
+    """Until the call has ended; NATS, without which nothing goes on, for longer than whoever counts as alive may be."""
+    with flow.move(step, first=early(step, victim)) as met, ExitStack() as stack:
+        pid = VICTIMS[victim](flow, met)
+        stack.enter_context(suspended(pid))
+        if victim == "gateway":
+            assert flow.read_on(met) == flow.right
+            return
+        met.hold.close()
+        suspend(pid)  # it may be the one that held the move
+        if victim == "nats":
+            time.sleep(LOST_AFTER_S + 2.0)  # the fault is that long
+            stack.close()
+        assert flow.rest(met) == flow.right
 
 
-def whole_again(cluster: Cluster) -> InstanceView:
-    """The function's only instance, when what the case before has killed is back."""
-    wait(lambda: cluster.running().pids.keys() >= PROCESSES, lambda: f"all are back: {cluster.running().pids}")
-    wait(lambda: cluster.http.get("/readyz").status_code == 200, "the platform is ready")
-    return settled(cluster)
+# --- calls that come to their end -------------------------------------------------------------------
+@pytest.mark.parametrize("step", ENDS["ends"])
+def test_ends(flow: Flow, step: str) -> None:
+    """By itself, at the source, before that is told anything of this step."""
+    with flow.move(step, first=True) as met:
+        flow.until_ended(met.source.instance)
+        assert flow.rest(met) == flow.right
+    nothing_is_left(flow)
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_whoever_fails_the_answer_is_the_same(
-    cluster: Cluster, text: list[str], tmp_path: Path, fault: str, step: str
-) -> None:
-    instance, moves = whole_again(cluster), list[Moving]()
-    with ExitStack() as stack:
+@pytest.mark.parametrize("step", ENDS["cancelled"])
+def test_cancelled(flow: Flow, step: str) -> None:
+    """Neither source nor destination goes on with it, and the next call is answered as ever."""
+    with flow.move(step) as met:
+        flow.slowly()
+        answer = said_while_held(flow, met)
+        assert answer.status == 202
+        seen = met.seen + list(met.stream.values())
+        assert met.stream.error is not None
+        assert met.stream.error["code"] == "cancelled"
+        assert seen == flow.right[: len(seen)]
+        assert len(seen) < len(flow.right)
+    nothing_is_left(flow)
+    assert not flow.ended()
 
-        def act() -> None:
-            moves.append(Moving(cluster, instance, cluster.url))
-            moves[0].until(step)
-            stack.enter_context(FAULTS[fault](cluster, instance))
 
-        assert read_while(cluster, tmp_path / "gate", act) == text
-    moves[0].join()
+@pytest.mark.parametrize("step", ENDS["left"])
+def test_left(flow: Flow, step: str) -> None:
+    """By its caller."""
+    with flow.move(step) as met:
+        flow.slowly()
+        met.stream.close()
+        met.hold.close()
+    nothing_is_left(flow)
+    assert not flow.ended()
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_gateway_dies_and_the_calls_of_others_move(
-    cluster: Cluster, text: list[str], tmp_path: Path, step: str
-) -> None:
-    """What was kept of its own goes on, wherever its instance is by then."""
-    instance, gate = whole_again(cluster), tmp_path / "gate"
-    arguments, there = {"gate": str(gate), "at": AT}, cluster.document["urls"][1]
-    call, killed, moves = begin(cluster, "coder", arguments), list[int](), list[Moving]()
-    first_events(cluster, call, AT)
+def said_while_held(flow: Flow, met: Met) -> http.client.HTTPResponse:
+    """Its cancel lies there when the gateway goes on."""
+    place = urlsplit(flow.cluster.url).netloc
+    with closing(http.client.HTTPConnection(place, timeout=GIVE_UP_S)) as connection:
+        connection.request("POST", f"/v1/calls/{met.stream.call}/cancel", headers=flow.cluster.headers)
+        met.hold.close()
+        return connection.getresponse()
 
-    def act() -> None:
-        moves.append(Moving(cluster, instance, there))
-        moves[0].until(step)
-        killed.append(cluster.kill("gateway"))
 
-    assert read_while(cluster, gate, act, url=there) == text
-    assert read_on(cluster, call, -1) == text
-    cluster.wait_restarted("gateway", killed[0])
-    moves[0].join()
+def nothing_is_left(flow: Flow) -> None:
+    """No call at the gateway, one instance, and that answers as ever."""
+    wait(lambda: "sllm_calls_open 0.0" in flow.cluster.http.get("/metrics").text, "no call is open")
+    flow.settled()
