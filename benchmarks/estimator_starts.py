@@ -72,8 +72,11 @@ class Start:
         if self.tier not in ("dram", "none"):
             taken = self.stages.get(WEIGHTS, loading)
             found[LOADING] = (loading, taken)
-        around = max(found[SANDBOX][1] + found[IMPORT][1], taken) + found[SETUP][1] + guess["release"]
-        return {**found, REST: (guess[REST], self.took - around)}
+        rest = [
+            whole - max(found[SANDBOX][k] + found[IMPORT][k], weights) - found[SETUP][k] - guess["release"]
+            for k, (whole, weights) in enumerate(((self.expected, loading), (self.took, taken)))
+        ]
+        return {**found, REST: (rest[0], rest[1])}
 
 
 def deployed(platform: Platform, directory: Path, mib: int) -> str:

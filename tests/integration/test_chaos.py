@@ -17,12 +17,12 @@ from tests.fixtures.modules import own_modules
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)  # each wait within has a deadline of its own; together they are far beyond the usual limit
 def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path, coder: Path) -> None:
-    """As many faults as make a run count, whatever time they take; nothing here is decided by how fast anything is."""
+    """For a minute, and until as many faults met a call as make a run count, whatever time they take."""
     function = tmp_path / "paced" / "function.py"
     shutil.copytree(coder, function.parent)
     shutil.copy(FUNCTIONS / "paced_coder.py", function)
     with own_modules():
-        plan = Plan(seed=SEED, seconds=0.0, longest_s=STOPPED_S[0], function=function, tokens=TOKENS)
+        plan = Plan(seed=SEED, seconds=60.0, longest_s=STOPPED_S[0], function=function, tokens=TOKENS)
         outcome = wreck(Run(quick=True), tmp_path, plan)
     assert outcome.met().total() >= LEAST_IN_ALL
     assert [(told.call, told.heard.error) for told in outcome.lost()] == []

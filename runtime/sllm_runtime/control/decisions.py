@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from sllm_runtime.control import explain
-from sllm_runtime.control.history import History
+from sllm_runtime.control.history import History, Past, over
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
@@ -18,46 +17,54 @@ from sllm_runtime.protocol.errors import SllmError
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING: Final = 256
+MOST_WAITING: Final = 32
 """Starts that wait to be told of; the oldest of more are left out."""
+MOST_GOING: Final = 256
+"""Starts of which it is remembered what was told."""
+PACE_S: Final = 0.1
+"""After each of them: to look at the nodes takes a millisecond or two, which starts of now would wait for."""
 
 
 class Decisions:
-    """Tells the stream. ``run`` until cancelled. What it computes is for people, so it comes after what is urgent."""
+    """Tells the stream. ``run`` until cancelled. What it computes is for people, so it comes behind what is urgent: of
+    what is over by then once."""
 
     def __init__(self, bus: Bus, history: History, policy: Policy, wall: Callable[[], float]) -> None:
         self._bus, self._history, self._policy, self._wall = bus, history, policy, wall
         self._going: dict[str, Explained] = {}
         """Of starts that are not over: what was known when they were decided."""
-        self._waiting: deque[tuple[str, float]] = deque(maxlen=MOST_WAITING)
+        self._waiting: dict[str, tuple[Past, float]] = {}
+        """As they were decided, and when something was last heard of them."""
         self._some = asyncio.Event()
 
     def note(self, instances: Iterable[str]) -> None:
         """Their starts have been decided, or are over."""
-        self._waiting.extend((name, self._wall()) for name in instances)
+        for name in instances:
+            past, _ = self._waiting.get(name, (self._history.of(name), 0.0))
+            if past is not None:
+                self._waiting[name] = (past, self._wall())
+        while len(self._waiting) > MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
         if self._waiting:
             self._some.set()
 
     async def run(self) -> None:
         while True:
             await self._some.wait()
-            name, at = self._waiting.popleft()
+            await asyncio.sleep(PACE_S)
+            name = next(iter(self._waiting))
+            self._tell(name, *self._waiting.pop(name))
             if not self._waiting:
                 self._some.clear()
-            self._tell(name, at)
-            await asyncio.sleep(0)  # others first: there may be many
 
-    def _tell(self, name: str, at: float) -> None:
-        past = self._history.of(name)
-        if past is None:
-            return
-        told = self._going.pop(name, None)
-        if told is None:
-            told = explain.started(past, self._policy, short=True)
-            while len(self._going) >= MOST_WAITING:
+    def _tell(self, name: str, decided: Past, at: float) -> None:
+        now = self._history.of(name) or decided
+        told = self._going.pop(name, None) or explain.started(decided, self._policy, short=True)
+        if not over(now.instance):
+            while len(self._going) >= MOST_GOING:
                 del self._going[next(iter(self._going))]
             self._going[name] = told
-        told = explain.as_of(told, past, at)
+        told = explain.as_of(told, now, at)
         try:
             self._bus.publish_now(subjects.decision(told.function), told)
         except SllmError as error:

@@ -47,7 +47,7 @@ class History:
             known = self._starts.get(name)
             if known is not None:
                 self._starts[name] = replace(known, instance=after)
-                if not _over(known.instance) and _over(after):
+                if not over(known.instance) and over(after):
                     found.append(name)
             elif before is None and not after.adopted:
                 self._remember(Past(after, now, old))
@@ -75,6 +75,6 @@ class History:
                 self._starts[name] = replace(old, view=None)
 
 
-def _over(instance: Instance) -> bool:
-    """Whether its start is: it was ready, or never will be."""
+def over(instance: Instance) -> bool:
+    """Whether its start is over: it was ready, or never will be."""
     return instance.ready_at is not None or instance.ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import msgspec
@@ -124,22 +125,26 @@ def test_a_record_is_of_few_nodes_those_with_the_weights_first() -> None:
     assert len(started(Past(instance, NOW, made), StartupTime()).candidates) == 42
 
 
-async def test_starts_are_recorded_as_decided_and_with_what_they_took(bench: Bench) -> None:
-    await bench.gateway.deploy(small())
-    (instance,) = bench.live()
+async def recorded(bench: Bench) -> list[ctl.Explained]:
     stream = bench.controller.loop._bus.jetstream
+    count = (await stream.stream_info(subjects.DECISIONS_STREAM)).state.messages
+    found = [await stream.get_msg(subjects.DECISIONS_STREAM, number + 1) for number in range(count)]
+    assert all(each.subject == subjects.decision("chat") for each in found)
+    return [codec.unpack(ctl.Explained, each.data or b"") for each in found]
 
-    async def told() -> list[ctl.Explained]:
-        count = (await stream.stream_info(subjects.DECISIONS_STREAM)).state.messages
-        found = [await stream.get_msg(subjects.DECISIONS_STREAM, number + 1) for number in range(count)]
-        assert all(each.subject == subjects.decision("chat") for each in found)
-        return [codec.unpack(ctl.Explained, each.data or b"") for each in found]
 
-    async def both() -> bool:
-        return len(await told()) == 2
+async def test_starts_are_recorded_as_decided_and_with_what_they_took(bench: Bench) -> None:
+    async def told(count: int) -> bool:
+        return len(await recorded(bench)) == count
 
-    await until(both, what="it was decided, and is ready")
-    first, last = await told()
+    bench.node.behave = lambda command: InstanceState.STARTING
+    deploying = asyncio.create_task(bench.gateway.deploy(small()))
+    await until(lambda: told(1), what="it was decided")
+    (instance,) = bench.live()
+    bench.node.put(instance, InstanceState.READY)
+    await deploying
+    await until(lambda: told(2), what="it is ready")
+    first, last = await recorded(bench)
     assert first.decision == last.decision
     assert first.candidates == last.candidates
     assert [each.node for each in last.candidates] == [bench.node.name]
@@ -147,6 +152,18 @@ async def test_starts_are_recorded_as_decided_and_with_what_they_took(bench: Ben
     assert (last.starts[0].state, last.past) == ("READY", True)
     assert last.starts[0].took is not None
     assert last.starts[0].at > 1e9
+
+
+async def test_a_quick_start_is_recorded_once(bench: Bench) -> None:
+    await bench.gateway.deploy(small())
+
+    async def told() -> bool:
+        return bool(await recorded(bench))
+
+    await until(told, what="it is over")
+    (only,) = await recorded(bench)
+    assert only.starts[0].took is not None
+    assert [each.node for each in only.candidates] == [bench.node.name]
 
 
 async def test_it_is_asked_for_over_the_bus(bench: Bench) -> None:

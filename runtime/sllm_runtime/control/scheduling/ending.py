@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import inf
 
 from sllm_runtime.control.fits import Need
@@ -28,7 +27,7 @@ def quickest_ending(
         idle = room_made(request, start.need, view, server.node, now)
         if idle is None or (best != inf and not idle and _ends_late(server)):
             continue
-        ready = replace(guess, release=release_s(view, idle or _leaving(server))).seconds
+        ready = guess.after(release_s(view, idle or _leaving(server))).seconds
         seconds = ready + sum(again_s(view, server, instance) for instance in idle)
         if seconds < limit:
             limit, found = seconds, (seconds, server.name, ending(server.name, idle, ready))

@@ -134,7 +134,7 @@ def quickest_move(moving: Moving, start: Start, best: float) -> tuple[float, Mig
         if moves is None or not moves.chosen or guess.seconds + moves.seconds >= limit:
             continue
         limit = guess.seconds + moves.seconds
-        found = (limit, Migrate(server.name, _promised(moving, going, moves), replace(guess, release=moves.seconds)))
+        found = (limit, Migrate(server.name, _promised(moving, going, moves), guess.after(moves.seconds)))
     return found
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from heapq import heappop, heappush, merge
 from math import inf
 from typing import Final, TypeAlias
+
+import msgspec
 
 from sllm_runtime.control.fits import Need
 from sllm_runtime.control.placement import May
@@ -22,13 +23,11 @@ from sllm_runtime.protocol.records import ModelRecord
 
 CLOSE_S: Final = 0.005
 """What could be quicker by less than this is not looked for: no estimate is so good."""
-_TIERS: Final[tuple[Tier, ...]] = ("dram", "ssd", "remote")
 FEW: Final = 16
 """So many servers with a model on their SSD are looked at one by one, without an order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """A start that looks for a place. ``may``: whether a node may be asked, room aside."""
 
     key: Key
@@ -50,8 +49,7 @@ class Start:
         return release + there + learned.setup_s(key) + learned.rest_s(key, tier, there)
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """A server where it fits now. ``rank``: how far down its list of preferred accelerators these are."""
 
     server: Server
@@ -131,19 +129,19 @@ def _tiers(start: Start, servers: Servers, kind: str = "") -> Iterator[_Tier]:
         yield "none", _weightless(servers, kind)
         return
     digest = model.digest
-    lead = {tier: start.learned.lead_s(start.key, tier) for tier in _TIERS}
-    yield "dram", _roomiest(servers.in_dram(digest), lead["dram"], kind)
-    near = servers.on_ssd(digest)
+    learned, key = start.learned, start.key
+    yield "dram", _roomiest(servers.in_dram(digest), learned.lead_s(key, "dram"), kind)
+    near, lead = servers.on_ssd(digest), learned.lead_s(key, "ssd")
     if len(near) <= FEW:
-        yield "ssd", _roomiest([server for server in near if digest not in server.stored.dram], lead["ssd"], kind)
+        yield "ssd", _roomiest([server for server in near if digest not in server.stored.dram], lead, kind)
     elif near:
-        ordered = _waits(servers, DISK, model, lead["ssd"], kind)
+        ordered = _waits(servers, DISK, model, lead, kind)
         yield (
             "ssd",
             (each for each in ordered if digest in each[1].stored.ssd and digest not in each[1].stored.dram),
         )
     if len(near) < len(servers):
-        ordered = _waits(servers, path_of(model.uri), model, lead["remote"], kind)
+        ordered = _waits(servers, path_of(model.uri), model, learned.lead_s(key, "remote"), kind)
         yield (
             "remote",
             (each for each in ordered if digest not in each[1].stored.ssd and digest not in each[1].stored.dram),

@@ -7,6 +7,8 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
+import msgspec
+
 from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, may_start, why_not
 from sllm_runtime.control.scheduling.ending import quickest_ending, release_s
 from sllm_runtime.control.scheduling.index import Servers
@@ -43,7 +45,8 @@ class StartupTime:
             waits = Wait(f"waits for {len(moves)} instance(s) to go on elsewhere")
             return _here(room) or waits if late else waits
         if room is not None and room.rank + 1 < len(start.need.gpus):  # nobody makes way for what is less wanted
-            start = replace(start, need=replace(start.need, gpus=start.need.gpus[: room.rank + 1]))
+            need = replace(start.need, gpus=start.need.gpus[: room.rank + 1])
+            start = msgspec.structs.replace(start, need=need)
         best = room.estimate.seconds if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
         if self._moves and self._servers.busy:
@@ -86,7 +89,7 @@ class Preemption:
                 break
             names = fewest_removed(moving, start, server)
             release = release_s(view, (view.instances[name] for name in names))
-            if names and (seconds := replace(guess, release=release).seconds) < limit:
+            if names and (seconds := guess.after(release).seconds) < limit:
                 why = f"makes room on {server.name} by stopping {len(names)} at work"
                 limit, found = seconds, Evict(names, why, at_once=True, seconds=seconds)
         return found
@@ -104,7 +107,7 @@ class Ways:
     def on(self, name: str) -> list[Decision]:
         """The quickest of each kind on server ``name``."""
         may, view, servers = self._start.may, self._view, self._servers
-        here = replace(self._start, may=lambda node: node.record.node == name and may(node))
+        here = msgspec.structs.replace(self._start, may=lambda node: node.record.node == name and may(node))
         found = (
             quickest_move(self._moving, here, inf),
             quickest_ending(self._request, here, view, servers, self._now, inf),
