@@ -91,7 +91,7 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
         took = instance.ready_at - instance.placed - seen.release
         there = _there(instance) - seen.release
         own = sum(span.ms for span in status.spans if span.name == CONVERT) / 1000.0
-        alone = not guess.queue  # who is served when is no matter of its version
+        alone = not (guess.queue or guess.coming)  # who is served when is no matter of its version
         if there > 0.0:
             learned = learned.missed(key, guess.tier, took - max(seen.sandbox + seen.imports, there) - seen.setup)
             learned = learned.led(key, guess.tier, there, seen.read, own) if alone else learned

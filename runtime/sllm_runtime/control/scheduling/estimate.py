@@ -14,7 +14,7 @@ def estimate(
 ) -> Estimate:
     """Of a start of version ``key`` with ``model`` on ``server``, which has room or will after ``release`` seconds.
     ``device``: its weights go on to an accelerator."""
-    tier, queue, read = _weights(server, model)
+    tier, queue, coming, read = _weights(server, model)
     if device and server.link and model is not None:  # chunks go on as they come: the slower way counts
         read = max(read, model.largest / server.link)
     warm = server.status.pool_idle > 0
@@ -24,21 +24,23 @@ def estimate(
         sandbox=learned.sandbox_s(server.name, warm),
         imports=learned.import_s(key),
         queue=queue,
+        coming=coming,
         read=read,
         setup=learned.setup_s(key),
         release=release,
         lead=learned.lead_s(key, tier),
-        rest=learned.rest_s(key, tier, queue + read),
+        rest=learned.rest_s(key, tier, queue + coming + read),
     )
 
 
-def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, float]:
-    """Where the weights are, and seconds of waiting and of reading."""
+def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, float, float]:
+    """Where the weights are, and seconds of what is being served, of what comes before, and of reading."""
     if model is None:
-        return "none", 0.0, 0.0
+        return "none", 0.0, 0.0, 0.0
     path = server.path(model)
     if path is None:
-        return "dram", 0.0, 0.0
+        return "dram", 0.0, 0.0, 0.0
     near = model.digest in server.stored.ssd
     bandwidth = path.bandwidth or (SSD_BANDWIDTH if near else REMOTE_BANDWIDTH)
-    return "ssd" if near else "remote", (path.queued + server.coming) / bandwidth, model.nbytes / bandwidth
+    tier: Tier = "ssd" if near else "remote"
+    return tier, path.queued / bandwidth, server.coming / bandwidth, model.nbytes / bandwidth

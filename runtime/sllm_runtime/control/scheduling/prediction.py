@@ -14,7 +14,7 @@ Tier: TypeAlias = Literal["none", "dram", "ssd", "remote"]
 
 
 def arrival(queue: float, lead: float, read: float) -> float:
-    """Seconds until weights are there that wait for ``queue`` and come in ``read``; ``lead`` as in ``Estimate``."""
+    """Seconds until weights are there that wait for ``queue`` and come in ``read`` then; ``lead`` as in ``Estimate``."""
     return max(queue, lead) + read + min(lead, 0.0)
 
 
@@ -29,22 +29,24 @@ class Estimate(msgspec.Struct, frozen=True):
     sandbox: float
     imports: float
     queue: float
-    """q: what is served before it on the same path."""
+    """q: what is being served before it on the same path."""
     read: float
     """n/b by the slowest path on the way: n of all partitions where they share it, of the largest one on links."""
     setup: float
     release: float = 0.0
     """Until what is in the way has gone, moved away or ended."""
+    coming: float = 0.0
+    """q of starts before it whose weights have yet to be asked for."""
     lead: float = 0.0
-    """Until the weights are asked for; below zero: they come in so much less than n/b. Who waits for others on the path
-    does not wait for this as well."""
+    """Until the weights are asked for; below zero: they come in so much less than n/b. What is being served is served
+    meanwhile; those that come have as long to go."""
     rest: float = 0.0
     """What earlier starts took beyond these: reports on their way, mapping of what is in memory."""
 
     @property
     def seconds(self) -> float:
         """From the decision to READY."""
-        there = arrival(self.queue, self.lead, self.read)
+        there = arrival(self.queue, self.lead, self.coming + self.read)
         return self.release + max(self.sandbox + self.imports, there) + self.setup + self.rest
 
     def after(self, release: float) -> Estimate:
@@ -58,7 +60,7 @@ class Estimate(msgspec.Struct, frozen=True):
             SANDBOX: self.sandbox,
             IMPORT: self.imports,
             "lead": self.lead,
-            "queue": self.queue,
+            "queue": self.queue + self.coming,
             "read": self.read,
             SETUP: self.setup,
             "rest": self.rest,
@@ -78,7 +80,8 @@ class Estimate(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """For people: ``1.24 s (ssd: queue 0.20 + read 0.90; sandbox 0.02, import 0.10, setup 0.04)``."""
         lead = f"lead {self.lead:.2f}, " if self.lead else ""
-        weights = f"{self.tier}: {lead}queue {self.queue:.2f} + read {self.read:.2f}; " if self.tier != "none" else ""
+        queue = self.queue + self.coming
+        weights = f"{self.tier}: {lead}queue {queue:.2f} + read {self.read:.2f}; " if self.tier != "none" else ""
         rest = f"sandbox {self.sandbox:.2f}, import {self.imports:.2f}, setup {self.setup:.2f}"
         rest += f", rest {self.rest:.2f}" if self.rest else ""
         after = f"; after {self.release:.2f} until there is room" if self.release else ""

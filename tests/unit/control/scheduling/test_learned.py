@@ -98,6 +98,8 @@ def test_who_waits_for_the_path_does_not_wait_for_its_own_command_as_well() -> N
     disk = PathLoad(path="disk", bandwidth=1e9, queued=GB)
     behind = Servers().of(cluster(node("a", models=(m.digest,), paths=(disk,)), models=(m,)))["a"]
     assert estimate(behind, KEY, m, learned).seconds == pytest.approx(2.0)
+    comes = Servers().of(cluster(node("a", models=(m.digest,), coming=GB), models=(m,)))["a"]
+    assert estimate(comes, KEY, m, learned).seconds == pytest.approx(2.25), "it has to wait for its own command, too"
     sooner = Learned().led(KEY, "ssd", 0.1, 1.0)
     assert estimate(alone, KEY, m, sooner).seconds == pytest.approx(1.0 - OVER)
     assert estimate(behind, KEY, m, sooner).seconds == pytest.approx(2.0 - OVER)

@@ -60,7 +60,7 @@ def test_partitions_that_come_by_one_path_count_together_and_on_links_each_for_i
     behind = place(StartupTime(), view.put_instance(sent), "chat")
     assert isinstance(behind, Place)
     assert behind.estimate is not None
-    assert behind.estimate.queue == pytest.approx(8.0)
+    assert behind.estimate.coming == pytest.approx(8.0)
     slow = msgspec.structs.replace(near, paths=(*near.paths, link))
     view, _ = function(cluster(slow, models=(parted,)), "parted", parted)
     linked = place(StartupTime(), view, "parted")
@@ -83,7 +83,7 @@ def test_what_was_sent_for_since_the_report_counts_as_queued() -> None:
     assert isinstance(second, Place)
     assert second.node != first.node
     assert second.estimate is not None
-    assert second.estimate.queue == 0.0
+    assert second.estimate.coming == 0.0
 
 
 def test_an_idle_instance_ends_for_a_much_quicker_start() -> None:
