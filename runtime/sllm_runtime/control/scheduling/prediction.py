@@ -14,7 +14,7 @@ Tier: TypeAlias = Literal["none", "dram", "ssd", "remote"]
 
 
 def arrival(queue: float, lead: float, read: float) -> float:
-    """Seconds until weights are there that wait for ``queue`` and come in ``read`` then; ``lead`` as in ``Estimate``."""
+    """Seconds until weights are there that wait for ``queue``, then come in ``read``; ``lead`` as in ``Estimate``."""
     return max(queue, lead) + read + min(lead, 0.0)
 
 
