@@ -47,7 +47,7 @@ from sllm_gateway.succession import Succession
 from sllm_gateway.table import RouteTable, Version
 from sllm_gateway.taking_up import TakingUp
 from sllm_runtime.platform.announce import Announcer
-from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.platform.disk import shortage
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.state import StateStore
@@ -128,6 +128,7 @@ class Gateway:
             random,
         )
         self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls), self.calls.drawn)
+        self._statuses: Subscription | None = None
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, clock)]
         self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics)
@@ -211,10 +212,12 @@ class Gateway:
         await self.calls.drain(self.settings.drain)
 
     async def stop(self) -> None:
-        """End everything. Repeatable."""
+        """End everything, or as much of it as has begun. Repeatable."""
         if self._watch is not None:
             await self._watch.close()
+        if self._statuses is not None:
             await self._statuses.unsubscribe()
+            self._statuses = None
         await self._kept.close()
         await self._recent.close()
         await self._taking_up.close()

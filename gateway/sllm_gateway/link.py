@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
 from sllm_runtime.protocol.frames import (
@@ -56,6 +56,7 @@ class Link:
         self._pending: dict[str, list[Outgoing]] = {}
         self._flushing: asyncio.Handle | None = None
         self._hurry = False
+        self._subscription: Subscription | None = None
 
     async def start(self, receiver: Receiver) -> None:
         """Subscribe; frames go to ``receiver`` from now on."""
@@ -126,10 +127,13 @@ class Link:
                     raise
 
     async def close(self) -> None:
-        """Send what is left, stop receiving."""
+        """Send what is left, stop receiving. Repeatable, also where nothing was begun."""
         self._flush()
+        if self._subscription is None:
+            return
+        subscription, self._subscription = self._subscription, None
         try:
-            await self._subscription.unsubscribe()
+            await subscription.unsubscribe()
         except SllmError as error:
             log.debug("unsubscribing: %s", error)
 

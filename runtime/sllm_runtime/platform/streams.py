@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import fields
 from typing import Final
 
 import nats.errors
 import nats.js.errors
-from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StoreCompression, StreamConfig
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
@@ -33,6 +34,9 @@ _OVERHEAD: Final = 32 * MIB
 """Of a store: what messages take beside what they hold."""
 _DAY_S: Final = 24 * 3600.0
 _NAME_IN_USE: Final = 10058
+_SERVERS_OWN: Final = frozenset({"duplicate_window", "metadata", "consumer_limits"})
+"""Settings that we never make, and a server does."""
+_NOTHING_SAID: Final = (None, 0, -1, False, "", StoreCompression.NONE)
 _NO_RESOURCES: Final = (10005, 10023, 10047, 10074)
 
 
@@ -193,7 +197,19 @@ async def _ensure(bus: Bus, config: StreamConfig) -> None:
     except nats.errors.Error as error:
         raise _silent(config.name or "", error) from error
     else:
-        await _update(bus, config.evolve(persist_mode=there.persist_mode))  # fixed when a stream is made
+        wanted = config.evolve(persist_mode=there.persist_mode)  # fixed when a stream is made
+        if not _same(wanted, there):  # servers that are a cluster answer but one of two who change a stream at once
+            await _update(bus, wanted)
+
+
+def _same(wanted: StreamConfig, there: StreamConfig) -> bool:
+    """Whether a server has what is ``wanted``, which leaves some to it."""
+    names = {each.name for each in fields(StreamConfig)} - _SERVERS_OWN
+    return all(_said(getattr(wanted, name)) == _said(getattr(there, name)) for name in names)
+
+
+def _said(value: object) -> object:
+    return None if value in _NOTHING_SAID else value
 
 
 async def _create(bus: Bus, config: StreamConfig) -> None:

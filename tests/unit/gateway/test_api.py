@@ -591,3 +591,11 @@ async def test_the_openapi_document_names_every_route(nats: Nats) -> None:
 def test_every_schema_that_is_named_is_there(reference: str) -> None:
     name = reference.split('"')[0]
     assert name in document()["components"]["schemas"]
+
+
+async def test_a_gateway_that_is_ended_before_it_has_begun_leaves_nothing(nats: Nats) -> None:
+    """No controller has made the streams that it waits for; why it ended is not hidden by how."""
+    settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2), running(await nats.bus(GATEWAY_2), settings):
+            pytest.fail("it runs without the platform's state")

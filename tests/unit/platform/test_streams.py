@@ -6,7 +6,7 @@ from typing import Any
 
 import nats.errors
 import pytest
-from nats.js.api import StorageType
+from nats.js.api import StorageType, StreamConfig
 from nats.js.manager import JetStreamManager
 
 from sllm_runtime.platform import bundles, nats_server
@@ -153,3 +153,34 @@ async def test_a_stream_that_had_the_subjects_of_a_newer_one_gives_them_away(nat
     await ensure_streams(controller, within_s=GIVE_UP_S)
     made = [(await controller.jetstream.stream_info(name)).config.subjects for name in (CALLS_STREAM, KEYS_STREAM)]
     assert made == [both[:1], both[1:]]
+
+
+@pytest.mark.parametrize("bundle_bytes", [0, MIB])
+async def test_streams_that_are_as_they_should_be_are_not_made_again(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, bundle_bytes: int
+) -> None:
+    """Of two controllers that change a stream at once, servers that are a cluster answer one."""
+    controller = await nats.bus(CONTROLLER)
+    await ensure_streams(controller, bundle_bytes=bundle_bytes, within_s=GIVE_UP_S)
+    updated, update = list[str](), JetStreamManager.update_stream
+
+    async def told(self: JetStreamManager, config: StreamConfig) -> Any:
+        updated.append(config.name or "")
+        return await update(self, config)
+
+    monkeypatch.setattr(JetStreamManager, "update_stream", told)
+    await ensure_streams(controller, bundle_bytes=bundle_bytes, within_s=GIVE_UP_S)
+    assert updated == []
+    await ensure_streams(controller, bundle_bytes=2 * MIB, within_s=GIVE_UP_S)
+    assert updated == [BUNDLE_STREAM]
+    limit = (await controller.jetstream.stream_info(BUNDLE_STREAM)).config.max_bytes
+    assert limit == 2 * MIB
+
+
+async def test_a_setting_that_was_made_and_is_wanted_no_more_is_taken_back(nats: Nats) -> None:
+    controller = await nats.bus(CONTROLLER)
+    before = next(config for config in _configs(1) if config.name == CALLS_STREAM)
+    await controller.jetstream.add_stream(before.evolve(no_ack=True, max_age=60.0, max_msgs=7))
+    await ensure_streams(controller, within_s=GIVE_UP_S)
+    made = (await controller.jetstream.stream_info(CALLS_STREAM)).config
+    assert (made.no_ack, made.max_age, made.max_msgs) == (False, 0.0, -1)
