@@ -1,7 +1,8 @@
 """The case of ``migration`` with a large model: of random weights in bfloat16, 0.5 G parameters (0.1 G in quick runs).
 
 A step of it takes so long that messages and timers between the nodes are nothing beside it: what a pause is made of
-there is computing.
+there is computing. Random weights also say bytes that are half a character, of which there is no event until the rest
+has come: calls with such an answer pause for as long where nothing moves, and are not made.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.engine_models import write_synthetic
 from benchmarks.load_model import ONE, QUICK
 from benchmarks.migration_load import CALLERS, Called
 from benchmarks.platform import Platform
-from benchmarks.programs import ROOT
+from benchmarks.programs import ROOT, ProgramFailed
 from benchmarks.runner import Run
 
 FUNCTION: Final = ROOT / "benchmarks" / "functions" / "unending" / "function.py"
@@ -46,4 +47,13 @@ def deployed(run: Run, case: str, platform: Platform, directory: Path) -> Called
         for prompt in prompts
         for temperature in (0.0, 0.8)
     ]
-    return Called(platform, name, asks)
+    return telling(Called(platform, name, asks))
+
+
+def telling(called: Called) -> Called:
+    """Of what its callers ask that of which each token is an event. Raises ``ProgramFailed`` if that is too little."""
+    answers = zip(called.asks, called.right(), strict=True)
+    asks = [ask for ask, answer in answers if len(answer) == ask["max_tokens"]]
+    if len(asks) < CALLERS:
+        raise ProgramFailed(f"of {len(called.asks)} answers {len(asks)} have an event for each token")
+    return replace(called, asks=asks)

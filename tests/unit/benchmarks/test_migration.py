@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from benchmarks import migration_large
 from benchmarks.heard import Heard, Piece, Sums, Window, jitters, longest, moves, pauses, understand
 from benchmarks.migration import ABANDONED, LEAST, Counts, Fate, _case, judge
 from benchmarks.migration_load import Called
@@ -144,3 +145,17 @@ def test_a_case_that_breaks_is_judged_by_what_its_callers_heard_until_then() -> 
     assert met["move: migrations"] is False
     assert met["move: errors that ended it"] is False
     assert "ConnectionRefusedError: gone" in run.cases[0].notes
+
+
+def test_calls_whose_answers_hold_half_characters_back_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their events are late by themselves; with too few others it is told."""
+    asks = [{"max_tokens": 3, "seed": seed} for seed in range(6)]
+    answers = [["a", "b", "c"]] * 6
+    monkeypatch.setattr(Called, "right", lambda self: answers)
+    called = Called(cast(Platform, None), "f", asks)
+    assert migration_large.telling(called).asks == asks
+    answers[2] = ["a", "\N{SNOWMAN}"]
+    assert [ask["seed"] for ask in migration_large.telling(called).asks] == [0, 1, 3, 4, 5]
+    answers[:3] = [["a"]] * 3
+    with pytest.raises(ProgramFailed, match="of 6 answers 3 have an event for each token"):
+        migration_large.telling(called)
