@@ -15,7 +15,9 @@ from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import ModelNotFound, Unavailable
+from sllm_runtime.protocol.loader import DISK, path_of
 
+_PEER: Final = "peer://"
 _MOST_SOURCES: Final = 64
 """Sources whose connections are kept."""
 
@@ -56,7 +58,7 @@ class Origins:
         found: list[ChunkSource] = []
         if (copy := self._ssd.open(checkpoint.digest, rank, nbytes)) is not None:
             found.append(copy)
-        for record in sorted(records(), key=lambda record: not record.uri.startswith("peer://")):
+        for record in sorted(records(), key=lambda record: not record.uri.startswith(_PEER)):
             if (source := self._partition(checkpoint, rank, record)) is not None:
                 found.append(source)
         if not found:
@@ -79,6 +81,19 @@ class Origins:
         source = self._source(record.uri)
         segments = [Segment(LazyObject(source, entries[s.name]), 0, s.offset, s.nbytes) for s in wanted]
         return SegmentedPartition(f"{record.uri} (partition {rank})", segments)
+
+    def largest(self, records: Iterable[SourceRecord]) -> list[ByteSource]:
+        """By the path of each store that loads read from: its largest object. Nothing is asked before the first read;
+        other nodes are no store."""
+        found: dict[str, tuple[Entry, str]] = {}
+        for record in records:
+            path = path_of(record.uri)
+            if path == DISK or record.uri.startswith(_PEER) or not record.entries:
+                continue
+            entry = max(record.entries, key=lambda entry: entry.nbytes)
+            if path not in found or entry.nbytes > found[path][0].nbytes:
+                found[path] = entry, record.uri
+        return [LazyObject(self._source(uri), entry) for entry, uri in found.values()]
 
     def forget(self, uri: str) -> None:
         """End the connections to a source."""

@@ -14,7 +14,7 @@ from typing import Final
 from sllm_loaderd.reader import CACHED
 from sllm_loaderd.task import Order, Task, TaskState
 from sllm_runtime.protocol.errors import InternalError, SllmError
-from sllm_runtime.protocol.loader import PRIORITIES, PathStatus
+from sllm_runtime.protocol.loader import PRIORITIES, PathStatus, is_link, unused_bandwidth
 
 _IDLE_S: Final = 30.0
 """A thread with nothing to do for this long ends; the next task starts one again."""
@@ -39,6 +39,11 @@ class Bandwidth:
     def value(self) -> float:
         """Bytes per second; 0 if nothing came yet."""
         return self._bytes / self._seconds if self._seconds else 0.0
+
+    def at_most(self, nbytes: int, seconds: float) -> float:
+        """What ``value`` would be had ``nbytes`` just come in ``seconds``."""
+        kept = math.exp(-seconds / self._horizon)
+        return (self._bytes * kept + nbytes) / (self._seconds * kept + seconds)
 
 
 class PathQueue:
@@ -65,6 +70,8 @@ class PathQueue:
         self.bandwidth = Bandwidth()
         self.running: list[Task] = []
         """What is under way, until its end was told."""
+        self._reading: set[Task] = set()
+        """Those of them whose bytes are not there yet."""
         self._shared: set[Task] = set()
         """Those that wait here and that another path could serve."""
         self._places = self._most_places = threads
@@ -129,7 +136,16 @@ class PathQueue:
                 name: sum(task.nbytes for task in ahead if task.priority == number)
                 for number, name in enumerate(PRIORITIES)
             }
-            return PathStatus(path=self.path, bandwidth=self.bandwidth.value, queued=queued, mode=self._mode)
+            return PathStatus(path=self.path, bandwidth=self._bandwidth(), queued=queued, mode=self._mode)
+
+    def _bandwidth(self) -> float:
+        """As measured; less where what is under way takes longer than that, and before anything has come less than what
+        an unused path is taken to have: a large chunk from a slow store may take as long as many decisions."""
+        known, since = self.bandwidth.value, self._clock() - self._measured_at
+        if not self._reading or since <= 0 or is_link(self.path):
+            return known
+        most = self.bandwidth.at_most(sum(task.nbytes for task in self._reading), since)
+        return min(known, most) if known else most if most < unused_bandwidth(self.path) else 0.0
 
     @property
     def idle(self) -> bool:
@@ -187,6 +203,7 @@ class PathQueue:
                     task.path = self.path
                     task.move(TaskState.RUNNING)
                     self.running.append(task)
+                    self._reading.add(task)
                     return task
                 if not self._changed.wait(timeout=_IDLE_S) and not self._heap:
                     self._threads.remove(threading.current_thread())
@@ -204,6 +221,7 @@ class PathQueue:
         """It has run. What is checked behind it takes none of the path's time: a small load would else seem to have had
         a slower one than a large load has."""
         now = self._clock()
+        self._reading.discard(task)
         if task.mode == CACHED:  # what else runs takes its time as it would without
             self._measured_at = now if self._places + 1 == self._most_places else self._measured_at
             return

@@ -1,15 +1,17 @@
-"""How fast the disk is, found before the first load: some of what lies there is read as loads read it, and behind them.
-Nothing of it is kept, neither in the pool nor in the page cache."""
+"""How fast the disk and the stores of models are, found before the first load: some of what lies there is read as loads
+read it, and behind them. Nothing of it is kept, neither in the pool nor in the page cache."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from sllm_loaderd.paths import Paths
+from sllm_loaderd.reader import ByteSource
 from sllm_loaderd.task import Task
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB
@@ -20,6 +22,12 @@ MOST: Final = 64 * MIB
 LEAST: Final = 4 * MIB
 """A file that is smaller says little."""
 _PIECE: Final = 4 * MIB
+STORE_S: Final = 0.25
+"""No more is read of a store after this: one that is slow, or that many nodes ask at once, is measured by less."""
+MOST_OF_STORE: Final = 16 * MIB
+_STORE_PIECE: Final = MIB
+MOST_STORES: Final = 8
+"""Stores that are measured at a time; of further ones the first load finds it out."""
 
 
 class ProbeRead(Task):
@@ -57,6 +65,44 @@ def probe(files: Iterable[Path], paths: Paths) -> int:
     memory.write(bytes(_PIECE))  # its pages are there before the clock runs; all reads may share them
     paths.put([ProbeRead(number, file, _PIECE, memory) for number in range(pieces)], len(PRIORITIES) - 1)
     return pieces * _PIECE
+
+
+class StoreRead(Task):
+    """A piece of ``source`` into memory that nobody looks at, unless the first one of ``pieces`` began long ago."""
+
+    def __init__(
+        self, number: int, source: ByteSource, memory: mmap.mmap, began: list[float], clock: Callable[[], float]
+    ) -> None:
+        super().__init__(number, _STORE_PIECE, (source.path,), _ended)
+        self._source, self._memory, self._began, self._clock = source, memory, began, clock
+
+    def run(self, path: str) -> None:
+        """Raises ``Unavailable`` when it is measured, and what the source raises; neither counts."""
+        self._began.append(self._clock())
+        if self._began[-1] - self._began[0] > STORE_S:
+            raise Unavailable(f"{path} is measured")
+        with memoryview(self._memory)[: self.nbytes] as view:
+            self._source.read(view, self.number * _STORE_PIECE)
+
+
+def probe_stores(sources: Iterable[ByteSource], paths: Paths, clock: Callable[[], float] = time.monotonic) -> list[str]:
+    """Have a large object of each store read whose path was neither measured yet nor is being used; the paths that will
+    be. The first read of each makes its connections."""
+    known = {status.path for status in paths.status() if status.bandwidth or any(status.queued.values())}
+    found: dict[str, ByteSource] = {}
+    for source in sorted(sources, key=lambda source: -source.nbytes):
+        if source.path not in known and source.nbytes >= LEAST and len(found) < MOST_STORES:
+            found.setdefault(source.path, source)
+    for source in found.values():
+        paths.put(_pieces(source, clock), len(PRIORITIES) - 1)
+    return list(found)
+
+
+def _pieces(source: ByteSource, clock: Callable[[], float]) -> Sequence[StoreRead]:
+    memory, began = mmap.mmap(-1, _STORE_PIECE), list[float]()
+    memory.write(bytes(_STORE_PIECE))
+    count = min(source.nbytes, MOST_OF_STORE) // _STORE_PIECE
+    return [StoreRead(number, source, memory, began, clock) for number in range(count)]
 
 
 def _sizes(files: Iterable[Path]) -> Iterable[tuple[int, Path]]:

@@ -24,7 +24,7 @@ from sllm_loaderd.files import sync_directory, write_durable
 from sllm_loaderd.learnt import LearntDigests
 from sllm_loaderd.origins import Origins, SourceRecord
 from sllm_loaderd.pool import F_ADD_SEALS
-from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.reader import ByteSource, ChunkSource
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
@@ -240,13 +240,16 @@ class ModelStore:
 
     def sources(self, digest: str) -> list[SourceRecord]:
         """Sources that gave this model, by URI."""
-        found = []
+        return [record for record in self._records() if record.digest == digest]
+
+    def stores(self) -> list[ByteSource]:
+        """As ``Origins.largest``, of every model. Blocking."""
+        return self.origins.largest(self._records())
+
+    def _records(self) -> Iterator[SourceRecord]:
         for path in sorted(self._sources.glob("*.json")):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                record = msgspec.json.decode(path.read_bytes(), type=SourceRecord)
-                if record.digest == digest:
-                    found.append(record)
-        return found
+                yield msgspec.json.decode(path.read_bytes(), type=SourceRecord)
 
     def disk_free(self) -> int:
         """Bytes that can still be written."""

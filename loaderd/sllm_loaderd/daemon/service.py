@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -24,13 +25,20 @@ from sllm_loaderd.peer.exports import Exports
 from sllm_loaderd.peer.server import open_peer_server
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.prefaulting import LEAST, bytes_ahead, model_sizes
-from sllm_loaderd.probe import probe
+from sllm_loaderd.probe import probe, probe_stores
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_loaderd.verify import Checkpoint, describe, validate_checkpoint
-from sllm_runtime.protocol.errors import Conflict, DigestMismatch, InvalidCheckpoint, ModelNotFound, SllmError
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    DigestMismatch,
+    InvalidCheckpoint,
+    ModelNotFound,
+    SllmError,
+    Unavailable,
+)
 from sllm_runtime.protocol.loader import (
     CONVERT,
     CPU,
@@ -88,16 +96,19 @@ class LoaderService:
         """Bytes of each model of the store, as far as they are known."""
 
     async def look(self) -> None:
-        """Learn what models there are, to have memory ready for the largest one, and how fast the disk is that they lie
-        on. The daemon serves meanwhile."""
+        """Learn what models there are, to have memory ready for the largest one, and how fast the disk and the stores
+        are that they lie on. The daemon serves meanwhile."""
         found = await asyncio.to_thread(model_sizes, self.store)
         self._sizes = found | self._sizes
         self._prepare()
         await self._probe()
 
     async def _probe(self) -> None:
-        """Have the disk measured behind all loads, unless it was: what is in the page cache says nothing of it."""
+        """Have the disk measured behind all loads, unless it was: what is in the page cache says nothing of it; and
+        stores of which no load has told."""
         await asyncio.to_thread(lambda: probe(self.store.files(), self.paths))
+        with contextlib.suppress(Unavailable):  # this loader is stopping
+            await asyncio.to_thread(lambda: probe_stores(self.store.stores(), self.paths))
 
     def _prepare(self) -> None:
         """Have as much memory ready as the next start may need."""

@@ -59,7 +59,8 @@ class ControllerSettings(ProviderSettings):
     policy: Literal["random", "availability", "locality", "preemption", "startup-time"] = DEFAULT
 
     settled: float = SETTLED_S
-    """Seconds that an instance has been ready before its calls are moved, or it is stopped, for another start."""
+    """Seconds for which the calls of an instance stay where they are after they were moved for another start, and for
+    which one that became ready is not stopped for one."""
 
     def chosen_policy(self) -> Policy:
         """The policy of that name."""

@@ -48,6 +48,12 @@ def is_link(path: str) -> bool:
     return path.startswith(_LINK)
 
 
+def unused_bandwidth(path: str) -> float:
+    """Bytes per second that a path is taken to have of which nothing has come yet: too little rather than too much, one
+    load corrects it."""
+    return 1e9 if path == DISK else 1e8
+
+
 def path_of(uri: str) -> str:
     """The path that the bytes of a model at ``uri`` come by: whatever shares a path shares its bandwidth."""
     scheme, found, rest = uri.partition("://")

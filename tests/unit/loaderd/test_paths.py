@@ -337,3 +337,42 @@ def test_a_chunk_changes_paths_only_if_it_is_there_sooner(speeds: tuple[int, int
     stays, goes = (ahead + 1) / speeds[0], (busy + 1) / speeds[1]
     if stays != pytest.approx(goes):
         assert sooner(Nothing.of(SIZE), ahead * SIZE, owner, thief) is (goes < stays)
+
+
+def test_a_path_that_gives_nothing_for_long_says_so_before_its_first_chunk_is_there() -> None:
+    """Many starts may be decided on while the first large chunk of a slow store is on its way."""
+    now = [100.0]
+    paths, source = Paths(lambda path: 1, lambda: now[0]), GatedSource("s3 a")
+    ended: queue.Queue[object] = queue.Queue()
+    with contextlib.closing(paths), contextlib.closing(ChunkPool(SIZE, 2 * SIZE, 0)) as pool:
+
+        def read(number: int) -> None:
+            chunk = pool.allocate(1)[0]
+            task = ReadChunk(number, number * SIZE, SIZE, None, chunk, [source], lambda task, error: ended.put(error))
+            paths.put([task], 0)
+            assert source.began.get(timeout=WAIT) == number
+
+        def bandwidth() -> float:
+            (status,) = paths.status()
+            return status.bandwidth
+
+        read(0)
+        assert bandwidth() == 0
+        now[0] += SIZE / 1e9
+        assert bandwidth() == 0, "it may be as fast as an unused path is taken to be"
+        now[0] = 100.0 + 2.0
+        assert bandwidth() == pytest.approx(SIZE / 2.0)
+        now[0] = 100.0 + 4.0
+        assert bandwidth() == pytest.approx(SIZE / 4.0)
+        source.gate.set()
+        assert ended.get(timeout=WAIT) is None
+        source.gate.clear()
+        assert bandwidth() == pytest.approx(SIZE / 4.0)
+        now[0] += 60.0
+        assert bandwidth() == pytest.approx(SIZE / 4.0), "nothing is asked of it"
+        read(1)
+        assert bandwidth() == pytest.approx(SIZE / 4.0)
+        now[0] += 400.0
+        assert bandwidth() == pytest.approx(SIZE / 400.0, rel=0.01)
+        source.gate.set()
+        assert ended.get(timeout=WAIT) is None

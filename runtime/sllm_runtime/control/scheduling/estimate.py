@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate, Tier
-from sllm_runtime.control.scheduling.servers import REMOTE_BANDWIDTH, SSD_BANDWIDTH, Server
+from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.view import Key
+from sllm_runtime.protocol.loader import unused_bandwidth
 from sllm_runtime.protocol.records import ModelRecord
 
 
@@ -40,7 +41,6 @@ def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, fl
     path = server.path(model)
     if path is None:
         return "dram", 0.0, 0.0, 0.0
-    near = model.digest in server.stored.ssd
-    bandwidth = path.bandwidth or (SSD_BANDWIDTH if near else REMOTE_BANDWIDTH)
-    tier: Tier = "ssd" if near else "remote"
+    bandwidth = path.bandwidth or unused_bandwidth(path.path)
+    tier: Tier = "ssd" if model.digest in server.stored.ssd else "remote"
     return tier, path.queued / bandwidth, server.coming / bandwidth, model.nbytes / bandwidth

@@ -18,7 +18,8 @@ from sllm_runtime.control.scheduling.servers import Server, at_work
 from sllm_runtime.control.view import Instance, Key, Move, View
 
 SETTLED_S: Final = 30.0
-"""No instance is moved or preempted sooner after it became ready, which is also when it took over what was moved."""
+"""No instance is moved sooner after it was moved or took over what was, nor preempted sooner after it became ready: its
+calls may have been preempted before. Of one of a controller before nobody knows what befell it."""
 MOST_SERVERS: Final = 4
 MOST_LOOKED: Final = 64
 """Servers of which it is asked whether moving could make room there."""
@@ -49,16 +50,21 @@ class Moving:
         """Of one decision."""
         return cls(request, view, servers, now, _moved(view, now, settled_s), settled_s)
 
-    def settled(self, server: Server) -> list[Instance]:
-        """Who of ``server`` may be moved or stopped now."""
+    def movable(self, server: Server) -> list[Instance]:
+        """Who of ``server`` may be moved now."""
         view, moved, until = self.view, self.moved, self.now - self.settled_s
         return [i for i in server.working if i.record.instance not in moved and _settled(view, i, until)]
+
+    def stoppable(self, server: Server) -> list[Instance]:
+        """Who of ``server`` may be stopped now."""
+        until = self.now - self.settled_s
+        return [instance for instance in self.movable(server) if _there_since(instance) <= until]
 
     def going(self, server: Server) -> dict[str, Going]:
         """Who of ``server`` may be moved now, and has somewhere to go to, by name. That is looked for once for each
         version: a cluster runs many instances of few."""
         found = {}
-        for instance in self.settled(server):
+        for instance in self.movable(server):
             name = instance.record.instance
             held = (instance.key, server.kinds.get(name, ()))
             known = self._first.get(held)
@@ -96,16 +102,19 @@ class Going(NamedTuple):
 
 
 def removable(view: View, instance: Instance, now: float) -> bool:
-    """Whether its running calls could go on elsewhere now: it is engine-backed and resumable, has been ready for
+    """Whether its running calls could go on elsewhere now: it is engine-backed and resumable, was not moved within
     SETTLED_S, and nothing is being done to it."""
     settled = at_work(instance) and _settled(view, instance, now - SETTLED_S)
     return settled and instance.record.instance not in _moved(view, now, SETTLED_S)
 
 
 def _settled(view: View, instance: Instance, until: float) -> bool:
-    """Whether it was ready at ``until``."""
-    since = instance.ready_at if instance.ready_at is not None else instance.placed
-    return since <= until and instance.key not in view.trials
+    """Whether it is known not to have been moved since ``until``, but for what ``_moved`` says, and not on trial."""
+    return (not instance.adopted or _there_since(instance) <= until) and instance.key not in view.trials
+
+
+def _there_since(instance: Instance) -> float:
+    return instance.ready_at if instance.ready_at is not None else instance.placed
 
 
 def _moved(view: View, now: float, settled_s: float) -> Set[str]:
@@ -154,7 +163,7 @@ def _promised(moving: Moving, going: Mapping[str, Going], moves: Moves) -> tuple
 def fewest_removed(moving: Moving, start: Start, server: Server) -> tuple[str, ...]:
     """Instances of ``server`` that could be stopped so that it fits there: the fewest, those first that have worked
     least; empty if that does not help."""
-    for lack in _lacks(moving, start.need, server, moving.settled(server), in_turn=True):
+    for lack in _lacks(moving, start.need, server, moving.stoppable(server), in_turn=True):
         left, chosen = lack.amounts, []
         for instance, gives in lack.useful:
             if _helps(gives, left):

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
 from sllm_runtime.control.view import EMPTY, STARTING, Instance, Key, Node, View
-from sllm_runtime.protocol.loader import DISK, is_link, path_of
+from sllm_runtime.protocol.loader import DISK, is_link, path_of, unused_bandwidth
 from sllm_runtime.protocol.node import Gpu, NodeStatus, PathLoad
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.states import InstanceState
-
-SSD_BANDWIDTH: Final = 1e9
-REMOTE_BANDWIDTH: Final = 1e8
-"""Bytes per second of a path that was never used. Too low rather than too high: one start corrects it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +93,7 @@ class Server:
         if not path:
             return 0.0, 0.0
         load = self.paths.get(path)
-        unused = SSD_BANDWIDTH if path == DISK else REMOTE_BANDWIDTH
-        bandwidth = (load.bandwidth if load is not None else 0.0) or unused
+        bandwidth = (load.bandwidth if load is not None else 0.0) or unused_bandwidth(path)
         return ((load.queued if load is not None else 0) + self.coming) / bandwidth, bandwidth
 
     def devices(self, need: Need, rank: int) -> tuple[int, ...] | None:

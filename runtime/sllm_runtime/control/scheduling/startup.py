@@ -28,7 +28,7 @@ class StartupTime:
     waits for that."""
 
     def __init__(self, moves: bool = True, settled_s: float = SETTLED_S) -> None:
-        """``settled_s``: nothing is moved sooner after it became ready."""
+        """``settled_s``: nothing is moved again sooner."""
         self._servers = Servers()
         self._moves, self._settled_s = moves, settled_s
 

@@ -23,8 +23,9 @@ from sllm_runtime.control.scheduling.moving import MOST_SERVERS, SETTLED_S, remo
 from sllm_runtime.control.scheduling.rooms import CLOSE_S
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.scheduling.startup import Preemption, StartupTime
-from sllm_runtime.control.view import Instance, Key, Stop, View
+from sllm_runtime.control.view import Instance, Key, Migration, Stop, View
 from sllm_runtime.protocol.node import Gpu
+from sllm_runtime.protocol.states import MigrationState
 from tests.fixtures.examples import examples
 from tests.unit.control.scheduling.cluster import GB, cluster, function, idle, model, node, place
 from tests.unit.control.world import GIB
@@ -82,14 +83,36 @@ def test_calls_that_cannot_go_on_elsewhere_stay(policy: Policy) -> None:
     assert isinstance(place(policy, view.put_instance(replace(running, manifest=once)), "chat"), Place)
 
 
-@pytest.mark.parametrize("policy", [MOVES, Preemption()], ids=["startup-time", "preemption"])
-def test_nothing_moves_twice_within_thirty_seconds(policy: Policy) -> None:
+@pytest.mark.parametrize(
+    ("policy", "adopted"),
+    [(MOVES, True), (Preemption(), False), (Preemption(), True)],
+    ids=["startup-time, of a controller before", "preemption", "preemption, of a controller before"],
+)
+def test_who_may_have_been_moved_just_now_stays(policy: Policy, adopted: bool) -> None:
     view = crowded()
     running = view.instances["other-on-full-0"]
-    young = replace(running, ready_at=NOW - SETTLED_S + 1.0)
+    young = replace(running, ready_at=NOW - SETTLED_S + 1.0, adopted=adopted)
     assert isinstance(place(policy, view.put_instance(young), "chat"), Place)
-    old = replace(running, ready_at=NOW - SETTLED_S)
+    old = replace(running, ready_at=NOW - SETTLED_S, adopted=adopted)
     assert not isinstance(place(policy, view.put_instance(old), "chat"), Place)
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_nothing_moves_twice_within_thirty_seconds(side: str) -> None:
+    """But at once, if it has just begun and was never moved."""
+    view = crowded()
+    name = "other-on-full-0"
+    view = view.put_instance(replace(view.instances[name], ready_at=NOW - 0.1))
+    assert isinstance(place(MOVES, view, "chat"), Migrate)
+    for state, ended, moves in (
+        (MigrationState.MOVING, None, False),
+        (MigrationState.DONE, NOW - SETTLED_S + 1.0, False),
+        (MigrationState.DONE, NOW - SETTLED_S, True),
+    ):
+        known = Migration("gone", "full", state, NOW - 2 * SETTLED_S, ended=ended)
+        known = replace(known, source=name) if side == "source" else replace(known, destination=name)
+        decision = place(MOVES, replace(view, migrations={"gone": known}), "chat")
+        assert isinstance(decision, Migrate if moves else Place), (state, ended)
 
 
 def test_it_moves_to_its_own_kind_of_accelerator_only() -> None:
@@ -189,7 +212,7 @@ def test_accelerators_of_each_kind_count_for_themselves() -> None:
 
 
 def test_a_move_is_looked_for_beyond_servers_where_none_could_make_room() -> None:
-    """On the five where it would start soonest what runs has only just begun."""
+    """On the five where it would start soonest what runs may have been moved just now."""
     young = [node(f"n{number}", resident=(M.digest, OTHER.digest)) for number in range(MOST_SERVERS + 1)]
     nodes = (*young, node("old", models=(M.digest,), resident=(OTHER.digest,)), node("free", resident=(OTHER.digest,)))
     view, _ = function(cluster(*nodes, models=(M, OTHER)), "chat", M)
@@ -198,7 +221,7 @@ def test_a_move_is_looked_for_beyond_servers_where_none_could_make_room() -> Non
         view = idle(view, "other", each.node, running=1, carries=True)
     for each in young:
         instance = view.instances[f"other-on-{each.node}-0"]
-        view = view.put_instance(replace(instance, ready_at=NOW - SETTLED_S + 1.0))
+        view = view.put_instance(replace(instance, ready_at=NOW - SETTLED_S + 1.0, adopted=True))
     decision = place(MOVES, view, "chat")
     assert isinstance(decision, Migrate)
     assert decision.node == "old"
