@@ -539,16 +539,8 @@ async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_n
             other = await another(nats)
             life = await _life_of(other, call)
 
-            async def logged() -> bool:
-                return [each.order.call for each in streams((await other.log_of(life)).values())] == [call]
-
-            await until(logged, what="its stream is logged")
-
-            async def claimed() -> bool:
-                found = await other.find(life)
-                return found is not None and await other.claim(found) is not None
-
-            await until(claimed, what="it is declared over between two beats")
+            await _logged(other, life, lambda order: order.call == call)
+            await _declared_over(other, life)
             text = "".join([part async for part in stream.aiter_text()])
         assert '"code":"call_moved"' in text
         assert text.count("id: ") == 1
@@ -639,16 +631,8 @@ async def test_a_function_that_says_something_else_after_its_gateways_death_is_n
             life = await _life_of(other, call)
             await until(waiting.is_set)
 
-            async def logged() -> bool:
-                return [each.order.delivered for each in streams((await other.log_of(life)).values())] == [2]
-
-            await until(logged, what="what its caller had is logged")
-
-            async def claimed() -> bool:
-                found = await other.find(life)
-                return found is not None and await other.claim(found) is not None
-
-            await until(claimed, what="it is declared over between two beats")
+            await _logged(other, life, lambda order: order.delivered == 2)
+            await _declared_over(other, life)
             await stream.aread()
         answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": "1"})
         assert '"code":"not_deterministic"' in answer.text
@@ -717,6 +701,25 @@ async def another(nats: Nats) -> Lives:
     """What another gateway would see of them."""
     bus = await nats.bus(GATEWAY_2)
     return Lives(bus, Stored(bus), GATEWAY_2, repeating(b"o"), time.monotonic)
+
+
+async def _logged(lives: Lives, life: str, as_it_is: Callable[[CallOrder], bool]) -> None:
+    """Until the log of ``life`` has one stream, and that ``as_it_is``."""
+
+    async def logged() -> bool:
+        return [as_it_is(each.order) for each in streams((await lives.log_of(life)).values())] == [True]
+
+    await until(logged, what="its stream is logged as it is")
+
+
+async def _declared_over(lives: Lives, life: str) -> None:
+    """By ``lives``, between two beats of it."""
+
+    async def claimed() -> bool:
+        found = await lives.find(life)
+        return found is not None and await lives.claim(found) is not None
+
+    await until(claimed, what="it is declared over between two beats")
 
 
 async def _life_of(lives: Lives, call: str) -> str:
