@@ -1,6 +1,7 @@
 """The other side of a gateway, scripted: a node and a controller that speak the protocol over a real NATS server."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from sllm_runtime.protocol.frames import (
     Unknown,
     Usage,
 )
+from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.manifest import Handler, Manifest
 from sllm_runtime.protocol.node import InstanceStatus, NodeStatus
 from sllm_runtime.protocol.records import Route, RouteEntry
@@ -315,6 +317,12 @@ class World:
             self.node.scripts[described.name] = script
         route = await self.controller.route(described, *entries, **more)
         await self.until_known(route)
+
+    async def told(self, call: str = "") -> list[tuple[str, str | None, str]]:
+        """The events of calls, or of that one: kind, instance, message."""
+        text = (await self.http.get(f"{API}/events", params={"kind": "call", "call": call})).text
+        found = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+        return [(each["kind"], each["instance"], each["message"]) for each in found]
 
     async def until_known(self, route: Route) -> None:
         def known() -> bool:

@@ -1,7 +1,6 @@
 """``max_queue``: who waits for capacity that is coming, and who is refused."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 
 import httpx
@@ -12,7 +11,7 @@ from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
+from tests.unit.gateway.peer import Run, entry, hang, manifest, world
 
 SSE = {"accept": "text/event-stream"}
 
@@ -94,13 +93,6 @@ async def test_who_waits_for_a_node_sees_when_it_is_expected_and_does_not_queue(
         await until(lambda: not len(w.gateway.calls))
 
 
-async def _told(w: World, call: str = "") -> list[tuple[str, str | None, str]]:
-    """The events of calls: kind, instance, message."""
-    text = (await w.http.get("/api/v1/events", params={"kind": "call", "call": call})).text
-    found = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
-    return [(each["kind"], each["instance"], each["message"]) for each in found]
-
-
 async def _lines(response: httpx.Response, wanted: str) -> AsyncIterator[str]:
     async for line in response.aiter_lines():
         if wanted in line:
@@ -142,7 +134,7 @@ async def test_who_waits_for_room_is_told_why_when_that_changes(nats: Nats) -> N
         assert asked[:2] == [False, True], "whoever does not know why asks so"
         await w.http.post(f"/v1/calls/{kept}/cancel")
         await until(lambda: not len(w.gateway.calls))
-        told = await _told(w, kept)
+        told = await w.told(kept)
     assert [(kind, why) for kind, _, why in told] == [
         ("call.queued", reasons[0]),
         ("call.cancelled", "cancelled on request"),
@@ -160,7 +152,7 @@ async def test_who_waits_behind_all_instances_is_told_so(nats: Nats) -> None:
         running.cancel()
         await asyncio.wait([running])
         await until(lambda: not len(w.gateway.calls))
-        told = await _told(w)
+        told = await w.told()
     assert {kind for kind, _, _ in told} == {"call.queued", "call.failed", "call.cancelled"}
     progress, error = [each for each in behind.text.split("\n\n") if each]
     reason = "all 1 instance(s) that it may have (`max_instances`) are taken"
@@ -195,7 +187,7 @@ async def test_of_two_calls_that_wait_for_one_start_the_later_queues_behind_it(n
         await until(lambda: len(w.node.runs) == 1, what="one of them has the slot")
         gate.set()
         told = [(await each).headers["server-timing"] for each in calls]
-        cold = await _told(w)
+        cold = await w.told()
     assert ("call.cold", "i1") in [(kind, instance) for kind, instance, _ in cold]
     names = sorted([part.partition(";")[0] for part in each.split(", ")] for each in told)
     assert names == [

@@ -245,6 +245,8 @@ async def test_retries_begin_again_only_before_the_first_byte(nats: Nats) -> Non
         )
         assert "event: error" in (await w.http.post("/fn/after", headers=SSE)).text
         assert [opened.head.epoch for opened in w.node.opened] == [1, 2, 1]
+        first = w.node.opened[0].head.call
+        assert [(kind, why) for kind, _, why in await w.told(first)] == [("call.retried", "ValueError: once")]
 
 
 async def test_a_call_waits_for_the_start_and_sees_its_progress(nats: Nats) -> None:

@@ -896,6 +896,7 @@ async def test_an_answer_that_is_not_streamed_moves_too(nats: Nats) -> None:
         await s.deploy(moves=True)
         assert (await call).json() == list(range(TOTAL))
         assert await s.moved() == 1
+        assert await s.w.told(s.w.node.opened[0].head.call) == [("call.moved", "i2", "from i1 to i2")]
 
 
 async def test_it_is_fed_until_it_keeps_up_and_goes_over_when_its_source_rests(nats: Nats) -> None:

@@ -167,6 +167,7 @@ async def test_the_stream_goes_on_where_it_stopped(nats: Nats, streamed: bool) -
         assert second.recorded == (tuple(range(8)),)
         assert second.delivered == 8
         assert second.delivered_hash == hashlib.blake2b(b"01234567", digest_size=16).digest()
+        assert [(kind, why) for kind, _, why in await w.told(second.call)] == [("call.resumed", "the worker died")]
         assert first.seed == second.seed
         metrics = (await w.http.get("/metrics")).text
         assert 'sllm_calls_resumed_total{function="twenty"} 1.0' in metrics
