@@ -242,9 +242,12 @@ class ModelStore:
         """Sources that gave this model, by URI."""
         return [record for record in self._records() if record.digest == digest]
 
-    def stores(self) -> list[ByteSource]:
-        """As ``Origins.largest``, of every model. Blocking."""
-        return self.origins.largest(self._records())
+    def stores(self, uri: str = "") -> list[ByteSource]:
+        """As ``Origins.largest``, of every source that gave a model, or of ``uri`` alone. Blocking."""
+        if not uri:
+            return self.origins.largest(self._records())
+        record = self.recall(uri)
+        return self.origins.largest([record] if record is not None else [])
 
     def _records(self) -> Iterator[SourceRecord]:
         for path in sorted(self._sources.glob("*.json")):

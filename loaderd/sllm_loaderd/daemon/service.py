@@ -103,12 +103,12 @@ class LoaderService:
         self._prepare()
         await self._probe()
 
-    async def _probe(self) -> None:
+    async def _probe(self, uri: str = "") -> None:
         """Have the disk measured behind all loads, unless it was: what is in the page cache says nothing of it; and
-        stores of which no load has told."""
+        stores of which no load has told, all of them or that of ``uri``."""
         await asyncio.to_thread(lambda: probe(self.store.files(), self.paths))
         with contextlib.suppress(Unavailable):  # this loader is stopping
-            await asyncio.to_thread(lambda: probe_stores(self.store.stores(), self.paths))
+            await asyncio.to_thread(lambda: probe_stores(self.store.stores(uri), self.paths))
 
     def _prepare(self) -> None:
         """Have as much memory ready as the next start may need."""
@@ -171,7 +171,7 @@ class LoaderService:
         info = await self.describe(digest)
         self._sizes[digest] = info.nbytes
         self._prepare()
-        await self._probe()
+        await self._probe(uri)
         return info
 
     def lacks(self, digest: str) -> bool:

@@ -20,7 +20,7 @@ from sllm_runtime.worker.engine.ours.batch import Batches
 from sllm_runtime.worker.engine.ours.kernels.loaded import kernels
 from sllm_runtime.worker.engine.ours.kv import KvShape, KvStore
 from sllm_runtime.worker.engine.ours.lora import Product
-from sllm_runtime.worker.engine.ours.model import turned
+from sllm_runtime.worker.engine.ours.model import slabs, turned
 from sllm_runtime.worker.engine.ours.model.backend import Gate, Kv, Linear, Mlp, Norm, Projection, Rows, Steps
 from sllm_runtime.worker.engine.ours.model.compiled import Compiled
 from sllm_runtime.worker.engine.ours.model.parts import ActivationGate, Experts, activation
@@ -62,7 +62,7 @@ class Host:
         return (
             kernels().digest, np.__version__, torch.__version__, torch.__config__.show(),
             torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(turned.available()),
-            str(kernels().tiles),
+            str(kernels().tiles), str(slabs.available()),
             *(os.environ.get(name, "") for name in _VARIABLES),
         )  # fmt: skip
 
@@ -178,12 +178,12 @@ class HostLinear:
             self._slabs = [Slabs.of(weight) for weight in self._weights]
         out: Floats = np.empty((len(x), self._outputs), np.float32)
         at = 0
-        for slabs, weight, columns in zip(self._slabs, self._weights, self._columns, strict=True):
+        for made, weight, columns in zip(self._slabs, self._weights, self._columns, strict=True):
             into = out[:, at : at + len(weight)]
-            if slabs is None:
+            if made is None:
                 into[:] = torch.mm(F.pad(x, (0, 0, 0, -len(x) % 4)), columns)[: len(x)].numpy()
             else:
-                slabs(x.numpy(), into)
+                made(x.numpy(), into)
             at += len(weight)
         return out
 
