@@ -34,7 +34,7 @@ everywhere = pytest.mark.parametrize("check", CHECKS)
 def _found(device: str, *checks: str) -> dict[str, str | None]:
     """What each check found (all, unless some are named), by name; None: nothing."""
     own = {"TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    if device == "cpu":  # numpy multiplies: of the kernels that it chooses on some processors a row has not its own bits
+    if device == "cpu":  # numpy multiplies, on some processors by kernels in which a row has not its own bits
         own["OPENBLAS_CORETYPE"] = "Prescott"
     done = subprocess.run(
         [sys.executable, "-m", "tests.fixtures.gpu_kernels", device, *checks],
