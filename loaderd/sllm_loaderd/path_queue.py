@@ -31,9 +31,7 @@ class Bandwidth:
 
     def add(self, nbytes: int, seconds: float) -> None:
         """``nbytes`` came while the path was busy for ``seconds``."""
-        kept = math.exp(-seconds / self._horizon)
-        self._bytes = self._bytes * kept + nbytes
-        self._seconds = self._seconds * kept + seconds
+        self._bytes, self._seconds = self._with(nbytes, seconds)
 
     @property
     def value(self) -> float:
@@ -42,8 +40,12 @@ class Bandwidth:
 
     def at_most(self, nbytes: int, seconds: float) -> float:
         """What ``value`` would be had ``nbytes`` just come in ``seconds``."""
+        sums = self._with(nbytes, seconds)
+        return sums[0] / sums[1]
+
+    def _with(self, nbytes: int, seconds: float) -> tuple[float, float]:
         kept = math.exp(-seconds / self._horizon)
-        return (self._bytes * kept + nbytes) / (self._seconds * kept + seconds)
+        return self._bytes * kept + nbytes, self._seconds * kept + seconds
 
 
 class PathQueue:
@@ -71,11 +73,11 @@ class PathQueue:
         self.running: list[Task] = []
         """What is under way, until its end was told."""
         self._reading: set[Task] = set()
-        """Those of them whose bytes are not there yet."""
+        """Those of them whose bytes are not there yet: each has a place."""
         self._shared: set[Task] = set()
         """Those that wait here and that another path could serve."""
-        self._places = self._most_places = threads
-        """That no task runs in."""
+        self._places = threads
+        """For tasks that run at a time."""
         self._most_threads = threads + spare
         self._clock = clock
         self._steal = steal
@@ -173,7 +175,6 @@ class PathQueue:
             error = self._attempt(task, functools.partial(task.run, self.path))
             with self._changed:
                 self._measure(task, error)
-                self._places += 1
                 self._changed.notify()
             if error is None:
                 error = self._attempt(task, task.check)
@@ -196,10 +197,9 @@ class PathQueue:
         """The task to serve, now running in a place of its own; None when it is time for this thread to end."""
         with self._changed:
             while not self._closing:
-                if self._places and (task := self._pop() or self._steal(self)) is not None:
-                    if self._places == self._most_places:
+                if len(self._reading) < self._places and (task := self._pop() or self._steal(self)) is not None:
+                    if not self._reading:
                         self._measured_at = self._clock()
-                    self._places -= 1
                     task.path = self.path
                     task.move(TaskState.RUNNING)
                     self.running.append(task)
@@ -223,7 +223,7 @@ class PathQueue:
         now = self._clock()
         self._reading.discard(task)
         if task.mode == CACHED:  # what else runs takes its time as it would without
-            self._measured_at = now if self._places + 1 == self._most_places else self._measured_at
+            self._measured_at = self._measured_at if self._reading else now
             return
         if error is None and now > self._measured_at:
             self.bandwidth.add(task.nbytes, now - self._measured_at)

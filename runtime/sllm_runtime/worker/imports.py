@@ -71,8 +71,10 @@ def preload() -> float:
                 importlib.import_module(name)
         loop_factory()  # imports uvloop
         from sllm_runtime.worker.engine.ours.kernels.loaded import kernels  # with LLVM, which process 1 has no need of
+        from sllm_runtime.worker.engine.ours.model import slabs
 
         kernels()
+        slabs.available()  # found out by products, the first of which take 14 ms: no start is to wait for that
     return time.perf_counter() - began
 
 
