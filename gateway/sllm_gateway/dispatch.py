@@ -306,17 +306,23 @@ class Dispatcher:
         """Let those who wait know why, if that is news."""
         if (pending, awaits) != (line.pending, line.awaits):
             known, line.pending, line.awaits = line.why, pending, awaits
-            for call in tuple(line.slots.waiting):
-                call.wake()
-                if line.why and not known:
-                    self._tell(Kind.CALL_QUEUED, call, line.why)
+            self._explain(line, known)
+
+    def _explain(self, line: _Line, known: str) -> None:
+        """Let those who wait see why that has changed; it is an event for each when it was not ``known`` before."""
+        for call in tuple(line.slots.waiting):
+            call.wake()
+            if line.why and not known:
+                self._tell(Kind.CALL_QUEUED, call, line.why)
 
     def _take_route(self, line: _Line, route: Route) -> None:
-        now = self._clock()
+        now, known = self._clock(), line.why
         line.slots.on_route(route.entries, now)
         if route.entries:
             line.pending = ""
         self._pump(line, now)
+        if line.why != known:
+            self._explain(line, known)
         if not line.polling:
             self._poll(line)
 

@@ -86,7 +86,7 @@ def kill(pid: int) -> None:
 def test_dies(flow: Flow, step: str, victim: str) -> None:
     with flow.move(step, first=early(step, victim)) as met:
         kill(VICTIMS[victim](flow, met))
-        assert flow.rest(met) == flow.right
+        assert flow.rest(met) == met.right
 
 
 @pytest.mark.parametrize(("step", "victim"), SILENT)
@@ -96,14 +96,14 @@ def test_is_silent(flow: Flow, step: str, victim: str) -> None:
         pid = VICTIMS[victim](flow, met)
         stack.enter_context(suspended(pid))
         if victim == "gateway":
-            assert flow.read_on(met) == flow.right
+            assert flow.read_on(met) == met.right
             return
         met.hold.close()
         suspend(pid)  # it may be the one that held the move
         if victim == "nats":
             time.sleep(LOST_AFTER_S + 2.0)  # the fault is that long
             stack.close()
-        assert flow.rest(met) == flow.right
+        assert flow.rest(met) == met.right
 
 
 # --- calls that come to their end -------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_ends(flow: Flow, step: str) -> None:
     """By itself, at the source, before that is told anything of this step."""
     with flow.move(step, first=True) as met:
         flow.until_ended(met.source.instance)
-        assert flow.rest(met) == flow.right
+        assert flow.rest(met) == met.right
     nothing_is_left(flow)
 
 
@@ -126,8 +126,8 @@ def test_cancelled(flow: Flow, step: str) -> None:
         seen = met.seen + list(met.stream.values())
         assert met.stream.error is not None
         assert met.stream.error["code"] == "cancelled"
-        assert seen == flow.right[: len(seen)]
-        assert len(seen) < len(flow.right)
+        assert seen == met.right[: len(seen)]
+        assert len(seen) < len(met.right)
     nothing_is_left(flow)
     assert not flow.ended()
 

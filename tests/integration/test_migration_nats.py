@@ -47,5 +47,5 @@ def test_a_server_dies(place: Place, step: str, victim: str) -> None:
     with flow.move(step) as met:
         name = nats.leader() if victim == "leader" else server_of(nats, met.gateway)
         nats.kill(name)
-        assert flow.rest(met) == flow.right
+        assert flow.rest(met) == met.right
     nats.start(name)

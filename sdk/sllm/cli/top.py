@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -40,12 +39,12 @@ def top(
     """Watch the cluster."""
     once = once or not (json or sys.stdout.isatty())
     with client(context) as connection:
-        before = Look({}, 0.0)
-        if once or json:  # what is read by programs has its rates from the beginning
-            before = _counted(connection)
-            time.sleep(SAMPLE_S)
+        before: Look | None = None
         while True:
             try:
+                if before is None and (once or json):  # what is read by programs has its rates from the beginning
+                    before = _counted(connection)
+                    time.sleep(SAMPLE_S)
                 nodes, functions = _looked_at(connection)
                 now = _counted(connection)
             except SllmError as error:
@@ -70,8 +69,10 @@ class Look:
     counts: Mapping[str, float]
     at: float
 
-    def since(self, before: Look) -> dict[str, float]:
+    def since(self, before: Look | None) -> dict[str, float]:
         """What came a second, of what was counted before too."""
+        if before is None:
+            return {}
         passed = self.at - before.at
         return {name: max(self.counts.get(name, 0.0) - was, 0.0) / passed for name, was in before.counts.items()}
 
@@ -82,12 +83,20 @@ def _looked_at(connection: Client) -> tuple[tuple[NodeDetailView, ...], Function
 
 
 def _counted(connection: Client) -> Look:
-    """Over all gateways of the profile; one that does not answer counts nothing now."""
-    found: dict[str, float] = defaultdict(float, counts(connection.text("/metrics")))
-    for other in connection.profile.urls[1:]:
-        with suppress(SllmError):
-            for name, count in counts(connection.text(f"{other}/metrics")).items():
-                found[name] += count
+    """Over all gateways of the profile; one that does not answer counts nothing now. Raises the typed error of the
+    last where none does."""
+    found: dict[str, float] = defaultdict(float)
+    failed: list[SllmError] = []
+    for gateway in connection.profile.urls:
+        try:
+            counted = counts(connection.text(f"{gateway}/metrics"))
+        except SllmError as error:
+            failed.append(error)
+            continue
+        for name, count in counted.items():
+            found[name] += count
+    if len(failed) == len(connection.profile.urls):
+        raise failed[-1]
     return Look(found, time.monotonic())
 
 

@@ -189,6 +189,8 @@ async def test_of_two_calls_that_wait_for_one_start_the_later_queues_behind_it(n
         told = [(await each).headers["server-timing"] for each in calls]
         cold = await w.told()
     assert ("call.cold", "i1") in [(kind, instance) for kind, instance, _ in cold]
+    reasons = [why for kind, _, why in cold if kind == "call.queued"]
+    assert reasons == ["all 1 instance(s) that it may have (`max_instances`) are taken"], "of the later one, once"
     names = sorted([part.partition(";")[0] for part in each.split(", ")] for each in told)
     assert names == [
         ["queue", "sandbox", "setup", "first_token", "tokens"],

@@ -513,13 +513,16 @@ def test_top_is_drawn_again_and_again_with_tokens_of_calls_that_run(gateway: Gat
     assert any(float(word) > 100 for word in now if re.fullmatch(r"\d+\.\d", word)), now
 
 
+@pytest.mark.parametrize("silent", [1, 2])
 def test_top_adds_up_what_all_gateways_of_the_profile_count(
-    gateway: Gateway, home: Path, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, home: Path, monkeypatch: pytest.MonkeyPatch, silent: int
 ) -> None:
     """One of three does not answer."""
     monkeypatch.delenv("SLLM_URL")
     again = gateway.url.replace("127.0.0.1", "localhost")
-    write_profile(home, "default", gateway.url, "t", (gateway.url, again, "http://127.0.0.1:1"))
+    urls = [gateway.url, again]
+    urls.insert(silent, "http://127.0.0.1:1")
+    write_profile(home, "default", gateway.url, "t", tuple(urls))
     queued = [Answer(raw=f'sllm_queue_depth{{function="chat"}} {depth}.0\n'.encode()) for depth in (3, 4)]
     gateway.will(*queued, Answer(json={"nodes": []}), *queued)
     assert document(here("top", "--json", "--once"))["counts"] == {"queued chat": 7.0}
@@ -531,7 +534,8 @@ def test_top_has_rates_for_programs_and_goes_on_where_the_controller_does_not_an
         return Answer(raw=text.encode())
 
     none, away = Answer(json={"nodes": []}), Answer(problem=NoCapacity("nobody leads"))
-    gateway.answers = [counted(0), none, counted(500), *[away] * 3, none, counted(1500), Answer(hangs=True)]
+    begun = [*[away] * 3, counted(0), none, counted(500)]
+    gateway.answers = [*begun, *[away] * 3, none, counted(1500), Answer(hangs=True)]
     env = {**os.environ, "NO_COLOR": "1"}
     with subprocess.Popen(
         [*SLLM, "top", "--json", "--every", "0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True
