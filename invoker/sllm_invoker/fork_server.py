@@ -7,6 +7,7 @@ start can outlive it, however it detaches itself. Elsewhere it is a subreaper th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ from sllm_runtime.platform.process import PARENT, Child
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
-from sllm_runtime.protocol.worker import Exited, FromZygote, Spawn, Spawned, ToZygote, ZygoteReady
+from sllm_runtime.protocol.worker import Exited, FromZygote, Spawn, Spawned, Started, ToZygote, ZygoteReady
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,12 @@ class ForkServer:
             self._births.pop(name, None)
             if birth.done() and not birth.cancelled() and sys.exc_info()[0] is not None and not birth.exception():
                 os.close(birth.result().pidfd)  # it came in the moment we gave up
+
+    def started(self, name: str) -> None:
+        """The worker's instance is ready. A fork server that has just ended does not need to know."""
+        if self._wire is not None:
+            with contextlib.suppress(Unavailable):
+                self._wire.send(codec.pack(ToZygote(Started(sandbox=name))))
 
     async def run(self) -> None:
         """Keep a fork server running until cancelled; then it and all its workers are killed."""

@@ -262,6 +262,8 @@ class Instance:
         self._timer.cancel()
         self._account.ready(ready)
         self._around.suppliers.proofs.keep(self.order, ready.proof)
+        for sandbox in self._sandboxes.values():
+            sandbox.started()
         work.open(holds=HOLDS in ready.capabilities)
         self._move(InstanceState.READY)
 

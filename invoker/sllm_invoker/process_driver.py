@@ -41,10 +41,11 @@ def host_pid(pidfd: int) -> int:
 class ProcessSandbox:
     """One forked worker. Owns its socket, both pipes and the pidfd."""
 
-    def __init__(self, name: str, wire: AsyncWire, stdout: int, stderr: int, pidfd: int) -> None:
+    def __init__(self, name: str, wire: AsyncWire, stdout: int, stderr: int, pidfd: int, server: ForkServer) -> None:
         self._name = name
         self._wire = wire
         self._stdout, self._stderr, self._pidfd = stdout, stderr, pidfd
+        self._server = server
         self._pid = host_pid(pidfd)
         self._asked = False
         self._closed = False
@@ -91,6 +92,10 @@ class ProcessSandbox:
 
     async def confine(self, memory: int, cpu: float) -> None:
         """The worker limits itself."""
+
+    def started(self) -> None:
+        """The fork server looks which of its pages the start has touched."""
+        self._server.started(self._name)
 
     def short_of_memory(self) -> bool:
         """Never: a limit of a process refuses at once, and what it has is not taken from it."""
@@ -257,7 +262,7 @@ class ProcessDriver:
             os.close(err_end)
         os.set_blocking(out, False)
         os.set_blocking(err, False)
-        sandbox = ProcessSandbox(name, AsyncWire(ours, max_fds=0), out, err, born.pidfd)
+        sandbox = ProcessSandbox(name, AsyncWire(ours, max_fds=0), out, err, born.pidfd, server)
         self._living[name] = sandbox
         sandbox.exited.add_done_callback(lambda _future: self._living.pop(name, None))
         return sandbox

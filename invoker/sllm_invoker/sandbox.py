@@ -86,6 +86,9 @@ class Sandbox(Protocol):
     async def confine(self, memory: int, cpu: float) -> None:
         """Set the limits of the instance that it becomes: bytes of private memory, cores. Raises ``Unavailable``."""
 
+    def started(self) -> None:
+        """Its instance is ready: later sandboxes may learn from what its start did."""
+
     def short_of_memory(self) -> bool:
         """Whether it has used up the memory that it may have, so that it may be silent for that."""
 

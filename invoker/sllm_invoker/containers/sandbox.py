@@ -145,6 +145,9 @@ class ContainerSandbox:
         elif group.systemd:  # it writes its own idea of them again whenever it is reloaded, and the engine tells it
             self._tasks.start(self._repeat(*limits), f"limit {self._name}")
 
+    def started(self) -> None:
+        """Containers share no memory with a fork server."""
+
     def short_of_memory(self) -> bool:
         """As its control group says, where that can be read."""
         memory = shortage.read(self._parts.group.memory) if self._parts.group is not None else None

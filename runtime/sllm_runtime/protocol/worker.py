@@ -259,6 +259,13 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag="spawn"):
     fds: int = 3
 
 
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """The instance that the worker became is ready: what pages a start touches can be seen of it."""
+
+    sandbox: str
+    fds: int = 0
+
+
 class Spawned(msgspec.Struct, frozen=True, kw_only=True, tag="spawned"):
     """Done; comes with one descriptor: a pidfd (readable when the worker is dead; works across pid namespaces)."""
 
@@ -288,7 +295,7 @@ class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag="zygote"):
 
 
 class ToZygote(msgspec.Struct, frozen=True):
-    body: Spawn
+    body: Spawn | Started
     version: int = PROTOCOL_VERSION
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import io
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +16,16 @@ current_call: contextvars.ContextVar[int | None] = contextvars.ContextVar("sllm_
 """Number of the call whose code runs here. A thread that a function starts itself belongs to none."""
 
 Emit = Callable[[int | None, str, str], None]
+
+
+def own_loggers() -> tuple[logging.Logger, ...]:
+    """Those of the platform, which tell nothing to the function's root logger."""
+    loggers = tuple(map(logging.getLogger, ("sllm_runtime", "sllm_loaderd")))
+    for logger in loggers:
+        logger.propagate = False
+        if logger.level != logging.INFO:  # a level that is set again has each logger there is look anew: 2 ms
+            logger.setLevel(logging.INFO)
+    return loggers
 
 
 class LineWriter(io.TextIOBase):

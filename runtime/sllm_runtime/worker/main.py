@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import platform
+import select
 import socket
 import sys
 import threading
@@ -43,12 +44,13 @@ from sllm_runtime.protocol.worker import (
 from sllm_runtime.worker import isolation
 from sllm_runtime.worker.calls import Calls
 from sllm_runtime.worker.cluster import leave_network
-from sllm_runtime.worker.console import Console
+from sllm_runtime.worker.console import Console, own_loggers
 from sllm_runtime.worker.engine.sinks import Mailbox
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.openai import answer
 from sllm_runtime.worker.sender import Sender
 from sllm_runtime.worker.start import Stages, Started, start
+from sllm_runtime.worker.working_set import Pages, take
 
 log = logging.getLogger(__name__)
 _FLUSH_S = 5.0
@@ -57,6 +59,8 @@ _LINE_S = 0.1
 _SWITCH_S = 0.0005
 """A thread waits no longer than this for the interpreter. The engine lets go of it for moments that are too short for
 others to take it: with the usual 5 ms a token waited for most of the next step before its call's thread told it."""
+_WARM_S = 0.1
+"""A worker for which nobody waited for so long prepares itself: before, others may be starting that need the cores."""
 _BROKEN_S = 10.0
 """Calls that need no weights have so long to end in an instance whose weights do not come."""
 
@@ -79,11 +83,13 @@ class Worker:
             running=calls.count() if calls is not None else 0, context=handle.context if handle is not None else 0
         )
 
-    def run(self, import_s: float) -> int:
-        """Greet, wait for the assignment, serve."""
+    def run(self, import_s: float, pages: Sequence[Pages] = ()) -> int:
+        """Greet, wait for the assignment, ``pages`` taken meanwhile, serve."""
         self._wire.send(
             codec.pack(FromWorker(Hello(pid=os.getpid(), python=platform.python_version(), import_s=import_s)))
         )
+        if pages and not self._wanted(_WARM_S):
+            take(pages, self._wanted)
         payload = self._wire.receive()  # a warm sandbox waits for as long as its invoker lives
         if payload is None:
             return 0
@@ -109,6 +115,10 @@ class Worker:
         self._console.end_call(None)
         self._sender.close(_FLUSH_S)
         return status
+
+    def _wanted(self, within_s: float = 0.0) -> bool:
+        """Whether the invoker has said something."""
+        return bool(select.select([self._wire.sock], [], [], within_s)[0])
 
     def _forked(self) -> None:
         """In a child that user code forked: it must not speak for this worker, whose socket it has."""
@@ -250,20 +260,17 @@ def _log_to_console() -> None:
     """Our own records are lines of stderr as the function's are; its root logger stays its own."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    for name in ("sllm_runtime", "sllm_loaderd"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+    for logger in own_loggers():
         logger.addHandler(handler)
 
 
-def main(sock: socket.socket, import_s: float) -> int:
+def main(sock: socket.socket, import_s: float, pages: Sequence[Pages] = ()) -> int:
     """Run one worker on ``sock`` and return its exit status. Threads of user code may still run then: exit by
-    ``os._exit``."""
+    ``os._exit``. ``pages``: see ``working_set``."""
     set_title("sllm-worker (warm)")
     wire = BlockingWire(sock)
     try:
-        return Worker(wire).run(import_s)
+        return Worker(wire).run(import_s, pages)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,6 +4,7 @@ and where our engine runs the model they may go on coming when the instance is r
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -187,7 +188,7 @@ def fingerprint(assign: Assign, handle: ModelHandle | None) -> str:
     dtype = next((str(p.dtype) for p in handle.module.parameters()), "") if handle is not None else ""
     parts = (
         torch.__version__,
-        "" if handle is None else importlib.metadata.version("transformers"),  # imported or not: that is chance
+        "" if handle is None else transformers_version(),
         torch.backends.cpu.get_cpu_capability(),
         str(assign.threads),
         dtype,
@@ -195,6 +196,12 @@ def fingerprint(assign: Assign, handle: ModelHandle | None) -> str:
         "transformers",
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def transformers_version() -> str:
+    """Imported or not: that is chance. Its file is parsed for it, which takes 3 ms."""
+    return importlib.metadata.version("transformers")
 
 
 def failed(error: BaseException, stage: str) -> SllmError:

@@ -18,9 +18,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from sllm_runtime.platform.framing import make_room
 from sllm_runtime.platform.process import (
@@ -42,11 +42,15 @@ from sllm_runtime.protocol.worker import (
     Private,
     Spawn,
     Spawned,
+    Started,
     ToZygote,
     ZygoteReady,
 )
 from sllm_runtime.worker import isolation
 from sllm_runtime.worker.imports import QUIET_S, Later, preload
+
+if TYPE_CHECKING:
+    from sllm_runtime.worker.working_set import Pages
 
 _SEND_S: Final = 10.0
 _END_S: Final = 5.0
@@ -57,10 +61,13 @@ class Zygote:
     """Forks and reaps workers. Single-threaded; ``serve`` returns when the invoker is gone."""
 
     def __init__(self, wire: BlockingWire, import_s: float, later: Later) -> None:
+        from sllm_runtime.worker.working_set import WorkingSet  # numpy comes with what is imported for workers
+
         self._wire = wire
         self._import_s = import_s
         self._later = later
         self._workers: dict[int, str] = {}
+        self._working_set = WorkingSet()
         self._stopping = False
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -120,13 +127,22 @@ class Zygote:
                 self._stopping = True
                 return
             message = codec.unpack(ToZygote, payload).body
-            self._spawn(message, self._wire.fds.take(message.fds))
+            fds = self._wire.fds.take(message.fds)
+            if isinstance(message, Started):
+                self._look(message.sandbox)
+            else:
+                self._spawn(message, fds)
+
+    def _look(self, sandbox: str) -> None:
+        for pid, name in self._workers.items():
+            if name == sandbox:
+                self._working_set.look(pid)
 
     def _spawn(self, request: Spawn, fds: list[int]) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            become_worker(fds, parent, lambda: self._import_s)
+            become_worker(fds, parent, lambda: self._import_s, self._working_set.pages)
         for fd in fds:
             os.close(fd)
         self._workers[pid] = request.sandbox
@@ -194,9 +210,9 @@ def _end_all() -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def become_worker(fds: list[int], parent: int, importing: Callable[[], float]) -> NoReturn:
+def become_worker(fds: list[int], parent: int, importing: Callable[[], float], pages: Sequence[Pages] = ()) -> NoReturn:
     """In a child: nothing of its parent is left but its imports; ``importing`` does the rest of them and returns the
-    seconds that all took. Ends by ``os._exit`` whatever happens."""
+    seconds that all took. Takes ``pages`` while it is warm. Ends by ``os._exit`` whatever happens."""
     status = 70
     try:
         lead_group()
@@ -210,7 +226,7 @@ def become_worker(fds: list[int], parent: int, importing: Callable[[], float]) -
         _reseed()
         from sllm_runtime.worker.main import main
 
-        status = main(sock, import_s)
+        status = main(sock, import_s, pages)
     except BaseException as error:  # nothing may return into the fork server's loop
         import traceback
 

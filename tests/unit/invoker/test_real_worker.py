@@ -1,5 +1,6 @@
 """The node with the real fork server, the real worker and the real loaderd: what the scripts stand for elsewhere."""
 
+import contextlib
 import io
 import json
 import time
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from sllm_invoker import machine
@@ -137,6 +139,31 @@ async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_
     spans = node.instance(wanted.instance)
     assert spans is not None
     assert [span.name for span in spans.spans] == ["sandbox", "import", "setup"]
+
+
+async def test_after_a_start_warm_workers_have_the_pages_that_it_touched(node: NodeUnderTest) -> None:
+    """Those that are forked from then on."""
+    packed = bundle()
+    digest = await store_bundle(node.controller, packed)
+    await until(lambda: len(warm()) == 2, what="the pool is full")
+    bare = warm()
+    assert await answer(node, order(digest, len(packed), "spell", "generator"), {"text": "a"}) == ["a"]
+    await until(lambda: len(warm()) == 2, what="it is full again")
+    between = warm()  # of which one may have been forked before the instance was ready
+    for _ in between:
+        assert await answer(node, order(digest, len(packed), "spell", "generator"), {"text": "b"}) == ["b"]
+    await until(lambda: len(warm()) == 2 and not warm().keys() & between.keys(), what="others wait")
+    await until(lambda: min(warm().values()) > max(bare.values()) + 2**21, what="they have the pages")
+
+
+def warm() -> dict[int, int]:
+    """Bytes that each warm worker shares with nobody."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith("sllm-worker (warm)"):
+                found[process.pid] = process.memory_full_info().uss
+    return found
 
 
 async def test_a_start_without_what_it_needs_names_it(node: NodeUnderTest) -> None:

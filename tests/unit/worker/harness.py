@@ -42,6 +42,7 @@ from sllm_runtime.protocol.worker import (
     Spawned,
     Stage,
     StartCall,
+    Started,
     Stop,
     ToWorker,
     ToZygote,
@@ -310,6 +311,10 @@ class Zygote:
             self._exit(body)
         (pidfd,) = self.wire.fds.take(1)
         return Worker(BlockingWire(ours), pidfd, body.pid, (out, err))
+
+    def started(self, number: int) -> None:
+        """The ``number``-th worker's instance is ready."""
+        self.wire.send(codec.pack(ToZygote(Started(sandbox=f"s{number}"))))
 
     def exited(self, number: int) -> Exited:
         """The exit report of the ``number``-th worker."""

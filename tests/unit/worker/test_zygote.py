@@ -182,3 +182,42 @@ def test_memory_of_who_started_the_fork_server_is_not_taken_for_its_own() -> Non
     done = subprocess.run([sys.executable, "-c", large], capture_output=True, text=True, timeout=60, check=True)
     own, handed_on = map(int, done.stdout.split())
     assert own < 2**18 < handed_on, "KiB"
+
+
+def test_a_warm_worker_has_what_starts_touch(own: Zygote, tmp_path: Path) -> None:
+    """Of the first start nothing is known; the second has its pages before it is asked for."""
+    first = own.spawn()
+    try:
+        bare, before = private_kib(first.pid), faults(first.pid)
+        first.start(manifest(), bundle_of({"user.py": LOOK}), workdir=tmp_path / "1")
+        cold = faults(first.pid) - before
+        own.started(own.count)
+        second = own.spawn()
+        try:
+            wait(lambda: private_kib(second.pid) > bare + 4096, "its pages are there")
+            taken = faults_settle(second.pid)
+            second.start(manifest(), bundle_of({"user.py": LOOK}), workdir=tmp_path / "2")
+            warm = faults(second.pid) - taken
+        finally:
+            second.close()
+    finally:
+        first.close()
+    assert warm < cold / 3, (cold, warm)
+
+
+def faults(pid: int) -> int:
+    """Minor faults of the process until now."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
+def faults_settle(pid: int) -> int:
+    """The same, when they have not grown between two looks."""
+    seen = [-1]
+    wait(lambda: seen.append(faults(pid)) or seen[-1] == seen[-2], "nothing is taken any more")  # type: ignore[func-returns-value]
+    return seen[-1]
+
+
+def private_kib(pid: int) -> int:
+    """Memory that it shares with nobody."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(rollup.partition("Private_Dirty:")[2].split()[0])
