@@ -28,6 +28,8 @@ MOST: Final = 32 * 2**20
 _PAGE: Final = mmap.PAGESIZE
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _PRESENT, _FILE, _ALONE = 63, 61, 56
+_LARGEST: Final = 2**32
+"""Bytes of a mapping that is looked at: larger ones are address space that something has set aside."""
 _NEAR: Final = 16
 """Pages of a file that lie no further apart are mapped in one go: the kernel maps so many around each by itself."""
 _ROUND: Final = 32
@@ -105,8 +107,9 @@ def _mappings() -> Iterator[tuple[int, int, bool]]:
     """Start, end and whether it can be written to, of each private mapping of this process that can be read."""
     with open("/proc/self/maps", "rb") as file:
         for start, stop, writable, kernels in _MAPPED.findall(file.read()):
-            if not kernels:
-                yield int(start, 16), int(stop, 16), writable == b"w"
+            first, last = int(start, 16), int(stop, 16)
+            if not kernels and last - first <= _LARGEST:
+                yield first, last, writable == b"w"
 
 
 def _ranges(numbers: Any, near: int, *, copied: bool) -> Iterator[Pages]:

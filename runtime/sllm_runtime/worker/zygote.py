@@ -50,7 +50,7 @@ from sllm_runtime.worker import isolation
 from sllm_runtime.worker.imports import QUIET_S, Later, preload
 
 if TYPE_CHECKING:
-    from sllm_runtime.worker.working_set import Pages
+    from sllm_runtime.worker.working_set import Pages, WorkingSet
 
 _SEND_S: Final = 10.0
 _END_S: Final = 5.0
@@ -60,14 +60,12 @@ _MOST = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 class Zygote:
     """Forks and reaps workers. Single-threaded; ``serve`` returns when the invoker is gone."""
 
-    def __init__(self, wire: BlockingWire, import_s: float, later: Later) -> None:
-        from sllm_runtime.worker.working_set import WorkingSet  # numpy comes with what is imported for workers
-
+    def __init__(self, wire: BlockingWire, import_s: float, later: Later, working_set: WorkingSet) -> None:
         self._wire = wire
         self._import_s = import_s
         self._later = later
         self._workers: dict[int, str] = {}
-        self._working_set = WorkingSet()
+        self._working_set = working_set
         self._stopping = False
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -290,7 +288,13 @@ def run(fd: int, node: str) -> int:
     wire = BlockingWire(socket.socket(fileno=fd))
     _load_kernels()
     _isolate()
-    zygote = Zygote(wire, preload(), Later(os.environ.pop(PRELOAD, "all")))
+    import_s = preload()
+    from sllm_runtime.worker.rehearsal import rehearse
+    from sllm_runtime.worker.working_set import WorkingSet
+
+    working_set = WorkingSet()
+    rehearse(working_set)
+    zygote = Zygote(wire, import_s, Later(os.environ.pop(PRELOAD, "all")), working_set)
     try:
         zygote.serve()
     finally:

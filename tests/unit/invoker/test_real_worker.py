@@ -141,19 +141,24 @@ async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_
     assert [span.name for span in spans.spans] == ["sandbox", "import", "setup"]
 
 
-async def test_after_a_start_warm_workers_have_the_pages_that_it_touched(node: NodeUnderTest) -> None:
-    """Those that are forked from then on."""
+async def test_warm_workers_have_the_pages_that_starts_touched(node: NodeUnderTest, tmp_path: Path) -> None:
+    """Those of a start that was rehearsed, and, forked from then on, those of this one, which goes through a model."""
+    numbers_model(tmp_path / "source")
     packed = bundle()
     digest = await store_bundle(node.controller, packed)
-    await until(lambda: len(warm()) == 2, what="the pool is full")
-    bare = warm()
-    assert await answer(node, order(digest, len(packed), "spell", "generator"), {"text": "a"}) == ["a"]
-    await until(lambda: len(warm()) == 2, what="it is full again")
-    between = warm()  # of which one may have been forked before the instance was ready
-    for _ in between:
-        assert await answer(node, order(digest, len(packed), "spell", "generator"), {"text": "b"}) == ["b"]
-    await until(lambda: len(warm()) == 2 and not warm().keys() & between.keys(), what="others wait")
-    await until(lambda: min(warm().values()) > max(bare.values()) + 2**21, what="they have the pages")
+    reply = await node.controller.call(
+        subjects.node_command(NODE, "prepare"),
+        PrepareModel(term=1, uri=str(tmp_path / "source"), wait_s=20.0),
+        PrepareReply,
+        timeout_s=25.0,
+    )
+    await until(lambda: len(warm()) == 2 and min(warm().values()) > 6 * 2**20, what="the pool is full and has them")
+    first = warm()
+    for _ in range(3):  # the one that takes the first one's place may be forked before that is ready
+        assert await answer(node, order(digest, len(packed), "total", "function", reply.model))
+        await until(lambda: len(warm()) == 2, what="it is full again")
+    await until(lambda: not warm().keys() & first.keys() and len(warm()) == 2, what="others wait")
+    await until(lambda: max(warm().values()) > max(first.values()) + 2**20, what="they have more")
 
 
 def warm() -> dict[int, int]:

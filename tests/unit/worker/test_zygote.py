@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -185,36 +186,43 @@ def test_memory_of_who_started_the_fork_server_is_not_taken_for_its_own() -> Non
 
 
 def test_a_warm_worker_has_what_starts_touch(own: Zygote, tmp_path: Path) -> None:
-    """Of the first start nothing is known; the second has its pages before it is asked for."""
-    first = own.spawn()
-    try:
-        bare, before = private_kib(first.pid), faults(first.pid)
-        first.start(manifest(), bundle_of({"user.py": LOOK}), workdir=tmp_path / "1")
-        cold = faults(first.pid) - before
+    """The first already, by a start that was rehearsed; the next also what this function touched of what was there."""
+    with started(own, tmp_path / "cold", warm=False) as cold:
+        pass
+    with started(own, tmp_path / "first", warm=True) as first:
         own.started(own.count)
-        second = own.spawn()
-        try:
-            wait(lambda: private_kib(second.pid) > bare + 4096, "its pages are there")
-            taken = faults_settle(second.pid)
-            second.start(manifest(), bundle_of({"user.py": LOOK}), workdir=tmp_path / "2")
-            warm = faults(second.pid) - taken
-        finally:
-            second.close()
+        with started(own, tmp_path / "later", warm=True) as later:
+            pass
+    assert later < first < cold / 2, (cold, first, later)
+
+
+LARGE = """
+import torch
+names = [name for name, value in sorted(vars(torch).items()) if callable(value)]
+def fn():
+    return len(names)
+"""
+
+
+@contextmanager
+def started(zygote: Zygote, workdir: Path, *, warm: bool) -> Iterator[int]:
+    """A worker's faults until it is ready: all of them, or, of a ``warm`` one, those since its assignment."""
+    worker = zygote.spawn()
+    try:
+        if warm:
+            wait(lambda: private_kib(worker.pid) > 6 * 1024, "it takes pages")
+            taken = [-1]
+            wait(lambda: taken.append(faults(worker.pid)) or taken[-1] == taken[-2], "it has them")  # type: ignore[func-returns-value]
+        before = faults(worker.pid) if warm else 0
+        worker.start(manifest(), bundle_of({"user.py": LARGE}), workdir=workdir)
+        yield faults(worker.pid) - before
     finally:
-        first.close()
-    assert warm < cold / 3, (cold, warm)
+        worker.close()
 
 
 def faults(pid: int) -> int:
     """Minor faults of the process until now."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
-
-
-def faults_settle(pid: int) -> int:
-    """The same, when they have not grown between two looks."""
-    seen = [-1]
-    wait(lambda: seen.append(faults(pid)) or seen[-1] == seen[-2], "nothing is taken any more")  # type: ignore[func-returns-value]
-    return seen[-1]
 
 
 def private_kib(pid: int) -> int:
