@@ -16,16 +16,19 @@ from sllm_runtime.worker.engine.ours.parallel.meeting import TOLD, lost
 _OWN: Final = Path("/proc/self/ns/net")
 
 
-def leave_network(assign: Assign, fds: Sequence[int]) -> None:
+def leave_network(assign: Assign, fds: Sequence[int], left: int | None = None) -> None:
     """Leave the network for one that has nothing but a loopback, unless the function may have it: each process for its
-    own, or, in a cluster, all for rank 0's. ``fds``: those that came with ``assign``.
+    own, or, in a cluster, all for rank 0's. ``fds``: those that came with ``assign``. ``left``: the network, where this
+    process has left it for now; it goes back if the function may have it.
 
     Only where the kernel permits it, which the fork server has looked at; members that are containers are in one
-    namespace already. Raises ``InstanceLost`` where rank 0 is gone or hangs.
+    namespace already. Raises ``InstanceLost`` where rank 0 is gone or hangs, ``OSError`` if it cannot go back.
     """
     member, network = assign.member, assign.manifest.network
     edges = fds[-member.edges :] if assign.cluster else ()
-    if not network and not (edges and member.number):
+    if network and left is not None and not isolation.enter_network(left):
+        raise OSError("the network that this worker had left cannot be entered again")
+    if left is None and not network and not (edges and member.number):
         isolation.leave_network()
     if network or not edges:
         return

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable
+from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
@@ -96,12 +97,33 @@ def enter_network(fd: int) -> bool:
     return bool(_libc.setns(fd, _CLONE_NEWNET) == 0)
 
 
-def can_leave_network() -> bool:
-    """Whether ``leave_network`` works here; tried in a child."""
+def leave_network_for_now() -> int | None:
+    """``leave_network``, which takes a millisecond, before it is known whether the function may have the network. What
+    was left, for ``enter_network``, while it has its privileges; the caller closes it. None where nothing was left."""
+    fd = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    if leave_network():
+        return fd
+    os.close(fd)
+    return None
+
+
+class Leave(IntEnum):
+    """Whether a worker can leave the network, and come back: not where its user namespace has no rights to it."""
+
+    NEVER = 1
+    FOR_GOOD = 2
+    FOR_NOW = 3
+
+
+def leave() -> Leave:
+    """Which it is here; tried in a child."""
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if _libc.unshare(_CLONE_NEWNET) == 0 else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        left = leave_network_for_now()
+        found = Leave.NEVER if left is None else Leave.FOR_NOW if enter_network(left) else Leave.FOR_GOOD
+        os._exit(found)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return Leave(code) if code in tuple(Leave) else Leave.NEVER
 
 
 def drop_privileges() -> None:

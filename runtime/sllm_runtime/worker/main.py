@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sllm_runtime.platform.daemon import loop_factory
@@ -65,6 +66,16 @@ _BROKEN_S = 10.0
 """Calls that need no weights have so long to end in an instance whose weights do not come."""
 
 
+@dataclass(frozen=True, slots=True)
+class Warming:
+    """What a worker does while nobody waits for it, so that no start has to."""
+
+    pages: Sequence[Pages]
+    """It takes them."""
+    leaves_network: bool
+    """It leaves the network, and comes back if its function may have it: most may not."""
+
+
 class Worker:
     """One instance's life over ``wire``. ``run`` returns the exit status."""
 
@@ -83,13 +94,15 @@ class Worker:
             running=calls.count() if calls is not None else 0, context=handle.context if handle is not None else 0
         )
 
-    def run(self, import_s: float, pages: Sequence[Pages] = ()) -> int:
-        """Greet, wait for the assignment, ``pages`` taken meanwhile, serve."""
+    def run(self, import_s: float, warming: Warming | None = None) -> int:
+        """Greet, wait for the assignment, ``warming`` done meanwhile, serve."""
         self._wire.send(
             codec.pack(FromWorker(Hello(pid=os.getpid(), python=platform.python_version(), import_s=import_s)))
         )
-        if pages and not self._wanted(_WARM_S):
-            take(pages, self._wanted)
+        left = None
+        if warming is not None and not self._wanted(_WARM_S):
+            take(warming.pages, self._wanted)
+            left = isolation.leave_network_for_now() if warming.leaves_network else None
         payload = self._wire.receive()  # a warm sandbox waits for as long as its invoker lives
         if payload is None:
             return 0
@@ -100,7 +113,9 @@ class Worker:
         if not isinstance(message.body, Assign) or message.version not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
             raise ProtocolError(f"first message is {type(message.body).__name__} of version {message.version}")
         fds = self._wire.fds.take(message.body.fds)
-        leave_network(message.body, fds)  # where it cannot, the fork server has said so
+        leave_network(message.body, fds, left)  # where it cannot, the fork server has said so
+        if left is not None:
+            os.close(left)
         isolation.drop_privileges()  # before the first thread: each has its own
         number = message.body.member.number
         sys.setswitchinterval(_SWITCH_S)
@@ -264,13 +279,13 @@ def _log_to_console() -> None:
         logger.addHandler(handler)
 
 
-def main(sock: socket.socket, import_s: float, pages: Sequence[Pages] = ()) -> int:
+def main(sock: socket.socket, import_s: float, warming: Warming | None = None) -> int:
     """Run one worker on ``sock`` and return its exit status. Threads of user code may still run then: exit by
-    ``os._exit``. ``pages``: see ``working_set``."""
+    ``os._exit``."""
     set_title("sllm-worker (warm)")
     wire = BlockingWire(sock)
     try:
-        return Worker(wire).run(import_s, pages)
+        return Worker(wire).run(import_s, warming)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -50,7 +50,8 @@ from sllm_runtime.worker import isolation
 from sllm_runtime.worker.imports import QUIET_S, Later, preload
 
 if TYPE_CHECKING:
-    from sllm_runtime.worker.working_set import Pages, WorkingSet
+    from sllm_runtime.worker.main import Warming
+    from sllm_runtime.worker.working_set import WorkingSet
 
 _SEND_S: Final = 10.0
 _END_S: Final = 5.0
@@ -60,12 +61,15 @@ _MOST = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 class Zygote:
     """Forks and reaps workers. Single-threaded; ``serve`` returns when the invoker is gone."""
 
-    def __init__(self, wire: BlockingWire, import_s: float, later: Later, working_set: WorkingSet) -> None:
+    def __init__(
+        self, wire: BlockingWire, import_s: float, later: Later, working_set: WorkingSet, leave: isolation.Leave
+    ) -> None:
         self._wire = wire
         self._import_s = import_s
         self._later = later
         self._workers: dict[int, str] = {}
         self._working_set = working_set
+        self._leave = leave
         self._stopping = False
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -136,11 +140,16 @@ class Zygote:
             if name == sandbox:
                 self._working_set.look(pid)
 
+    def _warming(self) -> Warming:
+        from sllm_runtime.worker.main import Warming  # of what is imported for workers
+
+        return Warming(self._working_set.pages, self._leave is isolation.Leave.FOR_NOW)
+
     def _spawn(self, request: Spawn, fds: list[int]) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            become_worker(fds, parent, lambda: self._import_s, self._working_set.pages)
+            become_worker(fds, parent, lambda: self._import_s, self._warming())
         for fd in fds:
             os.close(fd)
         self._workers[pid] = request.sandbox
@@ -208,9 +217,11 @@ def _end_all() -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def become_worker(fds: list[int], parent: int, importing: Callable[[], float], pages: Sequence[Pages] = ()) -> NoReturn:
+def become_worker(
+    fds: list[int], parent: int, importing: Callable[[], float], warming: Warming | None = None
+) -> NoReturn:
     """In a child: nothing of its parent is left but its imports; ``importing`` does the rest of them and returns the
-    seconds that all took. Takes ``pages`` while it is warm. Ends by ``os._exit`` whatever happens."""
+    seconds that all took. ``warming`` is done while it waits. Ends by ``os._exit`` whatever happens."""
     status = 70
     try:
         lead_group()
@@ -224,7 +235,7 @@ def become_worker(fds: list[int], parent: int, importing: Callable[[], float], p
         _reseed()
         from sllm_runtime.worker.main import main
 
-        status = main(sock, import_s, pages)
+        status = main(sock, import_s, warming)
     except BaseException as error:  # nothing may return into the fork server's loop
         import traceback
 
@@ -263,8 +274,9 @@ def _load_kernels() -> None:
     os.environ.pop(KERNELS, None)
 
 
-def _isolate() -> None:
-    """Hide the platform's files from the workers to come, where this process is the first of a namespace of its own."""
+def _isolate() -> isolation.Leave:
+    """Hide the platform's files from the workers to come, where this process is the first of a namespace of its own.
+    Whether they can leave the network."""
     private = Private.from_json(os.environ.pop(PRIVATE, "{}"))
     if os.getpid() != 1 and private.hide:
         sys.stderr.write("no mount namespace here: functions can read the platform's files\n")
@@ -276,8 +288,10 @@ def _isolate() -> None:
                 )
         except OSError as error:
             sys.stderr.write(f"functions can read the platform's files: {error}\n")
-    if not isolation.can_leave_network():
+    leave = isolation.leave()
+    if leave is isolation.Leave.NEVER:
         sys.stderr.write("no network namespaces here: functions reach the network whatever their manifest says\n")
+    return leave
 
 
 def run(fd: int, node: str) -> int:
@@ -287,14 +301,14 @@ def run(fd: int, node: str) -> int:
     set_title(f"sllm-zygote {node}".strip())
     wire = BlockingWire(socket.socket(fileno=fd))
     _load_kernels()
-    _isolate()
+    leave = _isolate()
     import_s = preload()
     from sllm_runtime.worker.rehearsal import rehearse
     from sllm_runtime.worker.working_set import WorkingSet
 
     working_set = WorkingSet()
     rehearse(working_set)
-    zygote = Zygote(wire, import_s, Later(os.environ.pop(PRELOAD, "all")), working_set)
+    zygote = Zygote(wire, import_s, Later(os.environ.pop(PRELOAD, "all")), working_set, leave)
     try:
         zygote.serve()
     finally:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sllm_runtime.protocol.limits import MAX_FDS
+from sllm_runtime.worker import isolation
 from sllm_runtime.worker.imports import QUIET_S, SINGLE_THREADED, Later
 from tests.fixtures.deployed import wait
 from tests.fixtures.waiting import GIVE_UP_S
@@ -194,6 +195,44 @@ def test_a_warm_worker_has_what_starts_touch(own: Zygote, tmp_path: Path) -> Non
         with started(own, tmp_path / "later", warm=True) as later:
             pass
     assert later < first < cold / 2, (cold, first, later)
+
+
+NETWORK = """
+import os
+def fn():
+    return [os.readlink("/proc/self/ns/net"), sorted(os.listdir("/proc/self/fd")), open("/proc/self/status").read()]
+"""
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_warm_worker_has_left_the_network_and_comes_back_for_a_function_that_may_have_it(
+    own: Zygote, tmp_path: Path, network: bool
+) -> None:
+    if isolation.leave() is not isolation.Leave.FOR_NOW:
+        pytest.skip("this user may not enter this machine's network again")
+    found = []
+    for warm in (False, True):
+        worker = own.spawn()
+        try:
+            if warm:
+                until_left(worker.pid, network_of(own.process.pid))
+            worker.start(manifest(network=network), bundle_of({"user.py": NETWORK}), workdir=tmp_path / str(warm))
+            (answer,) = worker.run().outputs
+            found.append(answer)
+        finally:
+            worker.close()
+    (_, fds, _), (own_network, warm_fds, status) = found
+    assert (own_network == network_of(own.process.pid)) is network
+    assert len(warm_fds) == len(fds), "what it left is closed"
+    assert "CapEff:\t0000000000000000" in status
+
+
+def until_left(pid: int, network: str) -> None:
+    wait(lambda: network_of(pid) != network, f"it has left {network}")
+
+
+def network_of(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
 
 
 LARGE = """
