@@ -100,6 +100,8 @@ class Call:
     """Its way to another instance; it runs at ``binding`` all the while."""
     move_after: float = 0.0
     """No move is begun before."""
+    queued: bool = False
+    """Whether it was told that it waits, and for what."""
     stays: bool = False
     """Another instance did not say the same: it is moved no more."""
     numerics: str = ""

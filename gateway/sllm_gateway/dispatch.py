@@ -114,8 +114,8 @@ class Dispatcher:
                 "try again later",
                 retry_after_s=1.0,
             )
-        if last and line.why:
-            self._tell(Kind.CALL_QUEUED, call, line.why)
+        if last:
+            self._tell_queued(line, call)
         self._poll(line)
 
     def submit_again(self, call: Call) -> None:
@@ -305,15 +305,20 @@ class Dispatcher:
     def _say(self, line: _Line, pending: str, awaits: Progress | None) -> None:
         """Let those who wait know why, if that is news."""
         if (pending, awaits) != (line.pending, line.awaits):
-            known, line.pending, line.awaits = line.why, pending, awaits
-            self._explain(line, known)
+            line.pending, line.awaits = pending, awaits
+            self._explain(line)
 
-    def _explain(self, line: _Line, known: str) -> None:
-        """Let those who wait see why that has changed; it is an event for each when it was not ``known`` before."""
+    def _explain(self, line: _Line) -> None:
+        """Let those who wait see why that has changed."""
         for call in tuple(line.slots.waiting):
             call.wake()
-            if line.why and not known:
-                self._tell(Kind.CALL_QUEUED, call, line.why)
+            self._tell_queued(line, call)
+
+    def _tell_queued(self, line: _Line, call: Call) -> None:
+        """An event for each call, once: the reason comes and goes while it waits."""
+        if line.why and not call.queued:
+            call.queued = True
+            self._tell(Kind.CALL_QUEUED, call, line.why)
 
     def _take_route(self, line: _Line, route: Route) -> None:
         now, known = self._clock(), line.why
@@ -322,7 +327,7 @@ class Dispatcher:
             line.pending = ""
         self._pump(line, now)
         if line.why != known:
-            self._explain(line, known)
+            self._explain(line)
         if not line.polling:
             self._poll(line)
 

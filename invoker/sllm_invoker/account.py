@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from sllm_invoker.bounds import NAME_BYTES, clip, clip_names, clip_report, clip_spans, clip_tokens
+from sllm_invoker.bounds import NAME_BYTES, REPORTED_BYTES, clip, clip_names, clip_report, clip_spans, clip_tokens
 from sllm_invoker.work import Work
 from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.limits import PROOF_S
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import SANDBOX, Span, shift
@@ -28,6 +29,8 @@ class Account:
         self._spans: tuple[Span, ...] = ()
         self._fingerprint = ""
         self._capabilities: tuple[str, ...] = ()
+        self._proof = ""
+        self._ready_at = 0.0
 
     @property
     def stage(self) -> str:
@@ -42,8 +45,9 @@ class Account:
         """Its worker says how far it is."""
         self.progress = Progress(stage=clip(stage.stage, NAME_BYTES), done=stage.done, total=stage.total)
 
-    def ready(self, ready: Ready) -> None:
+    def ready(self, ready: Ready, now: float) -> None:
         """Its worker serves."""
+        self._proof, self._ready_at = ready.proof if len(ready.proof) <= REPORTED_BYTES else "", now
         self._fingerprint = clip(ready.fingerprint, NAME_BYTES)
         self._capabilities = clip_names(ready.capabilities)
         self._spans = (*self._prepared, *shift(clip_spans(ready.spans), self._assigned_ms))
@@ -72,4 +76,5 @@ class Account:
             idle_s=work.idle_s(now) if work is not None else 0.0,
             context=self.context if work is not None and work.running else 0,
             release_s=self.release_s,
+            proof=self._proof if now - self._ready_at < PROOF_S else "",
         )

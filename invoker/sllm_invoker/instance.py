@@ -260,7 +260,7 @@ class Instance:
             return
         assert self._timer is not None
         self._timer.cancel()
-        self._account.ready(ready)
+        self._account.ready(ready, self._around.clock())
         self._around.suppliers.proofs.keep(self.order, ready.proof)
         for sandbox in self._sandboxes.values():
             sandbox.started()

@@ -261,6 +261,7 @@ def assignment(order: StartInstance, prepared: Prepared, seat: Seat, proofs: Pro
         threads=max(1, int(manifest.cpu)),
         gpus=order.gpus,
         proof=proofs.get(order),
+        proofs=order.proofs,
         traceparent=trace.current(),
         workdir=home,
         member=seat.member,

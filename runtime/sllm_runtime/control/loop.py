@@ -281,7 +281,8 @@ class Loop:
         if instance is None or version is None or instance.ended or instance.stop is not None:
             return
         key = instance.key
-        await self._nodes.start(instance, version, self.view.model_of(key), self.view.adapters_of(key))
+        model, adapters = self.view.model_of(key), self.view.adapters_of(key)
+        await self._nodes.start(instance, version, model, adapters, self.view.learned.proofs.get(key, ()))
 
     async def _check_term(self, error: StaleTerm) -> None:
         """A node refuses our term. Only if another controller has really been elected do we step down."""

@@ -44,9 +44,10 @@ class Nodes:
         version: VersionRecord,
         model: ModelRecord | None,
         adapters: Mapping[str, ModelRecord],
+        proofs: tuple[str, ...] = (),
     ) -> None:
-        """Begin ``instance``. Raises what the node answers: ``NoCapacity``, ``StaleTerm`` …; ``StartFailed`` where one
-        of its secrets is gone."""
+        """Begin ``instance``; ``proofs`` are of others of its version. Raises what the node answers: ``NoCapacity``,
+        ``StaleTerm`` …; ``StartFailed`` where one of its secrets is gone."""
         command = StartInstance(
             term=self._term,
             instance=instance.record.instance,
@@ -59,6 +60,7 @@ class Nodes:
             adapters=dict(adapters),
             gpus=instance.gpus,
             secrets=await self._secrets(version),
+            proofs=proofs,
         )
         await self._bus.call(node_command(instance.record.node, "start"), command, Ok, timeout_s=COMMAND_S)
 

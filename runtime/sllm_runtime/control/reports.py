@@ -110,7 +110,7 @@ def released(before: NodeStatus | None, after: NodeStatus) -> Iterator[tuple[Ins
 
 
 def _steady(status: NodeStatus) -> NodeStatus:
-    told = {"idle_s": 0.0, "context": 0, "served": 0, "worked_s": 0.0}
+    told = {"idle_s": 0.0, "context": 0, "served": 0, "worked_s": 0.0, "proof": ""}
     there = tuple([msgspec.structs.replace(instance, **told) for instance in status.instances])
     return msgspec.structs.replace(status, sequence=0, instances=there)
 

@@ -60,6 +60,10 @@ servers of a cluster elect a leader of their own within this."""
 CHUNK_BYTES: Final = 16 * MIB
 MAX_PROOF: Final = 4 * KIB
 """Longest ``Ready.proof`` that an invoker keeps."""
+PROOF_S: Final = 10.0
+"""So long a node's reports have the proof of an instance that became ready: one may be lost, not all of them."""
+MOST_PROOFS: Final = 4
+"""Of one version, on machines of different kinds."""
 MAX_FDS: Final = 253
 """Most descriptors one SCM_RIGHTS message carries on Linux."""
 MOST_IDS: Final = 65_536

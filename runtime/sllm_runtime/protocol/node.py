@@ -68,6 +68,9 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     release_s: float | None = None
     """Of one that was told to end, once all that it held is free: seconds since it had nothing left to do. None until
     then, and of a node of before."""
+    proof: str = ""
+    """``Ready.proof``, for its version's starts on other nodes: told in the first PROOF_S seconds. Empty: it has none,
+    or its node is of before."""
 
 
 class PathLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +186,8 @@ class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
     """By the names that calls choose them by."""
     gpus: tuple[int, ...] = ()
     secrets: Secrets = Secrets()
+    proofs: tuple[str, ...] = ()
+    """``InstanceStatus.proof`` of instances of the same version, on whichever nodes."""
 
     @property
     def models(self) -> dict[str, int]:

@@ -64,6 +64,8 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     gpus: tuple[int, ...] = ()
     proof: str = ""
     """``Ready.proof`` of an earlier instance of the same version on this node, which the worker checks; empty: none."""
+    proofs: tuple[str, ...] = ()
+    """The same of instances on other nodes."""
     traceparent: str = ""
     """Of the call that it is started for; empty: of none, or by an invoker of before."""
     workdir: str = ""

@@ -25,7 +25,13 @@ KV_SHARE: Final = 4
 
 
 def load_model(
-    manifest: Manifest, home: Path, pending: Weights, module: ModuleType | None, report: Report, proof: str = ""
+    manifest: Manifest,
+    home: Path,
+    pending: Weights,
+    module: ModuleType | None,
+    report: Report,
+    proof: str = "",
+    proofs: tuple[str, ...] = (),
 ) -> ModelHandle:
     """The model of ``pending``. Where our engine knows it and has its ``proof`` (see ``Assign``), its bytes may still
     come when this returns: a first prefill follows them layer by layer. Else all of them are there."""
@@ -33,7 +39,8 @@ def load_model(
     config = weights.read_config(files)
     tensors = _tensors(index, pending)
     dtype = weights.compute_dtype(manifest.dtype, config, tensors)
-    settings = Settings(manifest.memory // KV_SHARE, pending.session.model, proof, granted(manifest, index.nbytes))
+    room, gpu_room = manifest.memory // KV_SHARE, granted(manifest, index.nbytes)
+    settings = Settings(room, pending.session.model, proof, gpu_room, proofs=proofs)
 
     def make_module() -> Any:
         net = _empty(manifest, module, config, dtype)

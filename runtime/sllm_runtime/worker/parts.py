@@ -224,7 +224,7 @@ def _kv_bytes(part: Part) -> int:
 
 
 def _settings(assign: Assign, model: str) -> Settings:
-    return Settings(assign.manifest.memory // KV_SHARE, model, assign.proof)
+    return Settings(assign.manifest.memory // KV_SHARE, model, assign.proof, proofs=assign.proofs)
 
 
 def _unknown(config: Mapping[str, Any]) -> UnsupportedModel:

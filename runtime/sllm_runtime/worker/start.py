@@ -148,7 +148,7 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
         pending, handle = parts.head(assign, joined, fds[1], home, stages.report)
     elif pending is not None:
         stages.begin(WEIGHTS)
-        handle = load_model(manifest, home, pending, module, stages.report, assign.proof)
+        handle = load_model(manifest, home, pending, module, stages.report, assign.proof, assign.proofs)
     if handle is not None and pending is not None:
         load = adapters.loader(pending.session, manifest.startup_timeout)
         room = manifest.memory // adapters.SHARE

@@ -58,6 +58,16 @@ async def test_a_start_belongs_to_the_trace_of_a_call_that_waits_for_it(bench: B
     assert not bench.controller.loop.traces, "nobody waits any more"
 
 
+async def test_what_the_self_test_of_one_start_found_is_told_to_the_next(bench: Bench) -> None:
+    await cold(bench)
+    await bench.gateway.acquire()
+    assert bench.node.starts[-1].proofs == ()
+    bench.node.put(bench.node.starts[-1].instance, InstanceState.READY, proof="found", idle_s=100.0)
+    await bench.none_left()
+    await bench.gateway.acquire()
+    assert bench.node.starts[-1].proofs == ("found",)
+
+
 async def test_a_cold_start_waits_for_no_tick(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Question, plan, command, report and answer follow from each other; the tick is for what no message says."""
     await cold(bench, max_instances=2)

@@ -123,7 +123,7 @@ async def test_ranks_on_gpus_share_the_network_of_number_0(gpus: tuple[int, ...]
     async with pools_of(1, kinds=2) as (pools, driver), AsyncExitStack() as stack:
         weights: Any = None  # it has no model
         suppliers = Suppliers(pools, BundleCache(tmp_path / "bundles", bundle), weights, Workdirs(tmp_path))
-        asked = msgspec.structs.replace(order(parallelism={"tensor": 3}), gpus=gpus)
+        asked = msgspec.structs.replace(order(parallelism={"tensor": 3}), gpus=gpus, proofs=("found",))
         assert clustered(asked) == shared
         prepared = await prepare(asked, suppliers, stack, lambda _progress: None, time.monotonic)
         first, *others = (seat.sandbox for seat in prepared.seats)
@@ -131,6 +131,7 @@ async def test_ranks_on_gpus_share_the_network_of_number_0(gpus: tuple[int, ...]
         assert [driver.made[each].cluster for each in others] == [first.name if shared else ""] * 2
         assigns = [assignment(asked, prepared, seat, suppliers.proofs) for seat in prepared.seats]
         assert [each.cluster for each in assigns] == [shared] * 3
+        assert {each.proofs for each in assigns} == {("found",)}, "all ranks begin with the same"
 
 
 @pytest.mark.parametrize(("size", "kinds"), [(0, 2), (1, 0)])

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
 from sllm_runtime.control.scheduling.line import NO_MOVES, Line
+from sllm_runtime.protocol.limits import MOST_PROOFS
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, Span
 
 K = TypeVar("K")
@@ -70,6 +71,9 @@ class Learned:
     """By model: how long calls take to go on elsewhere, by their tokens."""
     starts: Mapping[Version, int] = field(default_factory=lambda: _NOTHING)
     """How often each version became ready, in this life of the controller."""
+    proofs: Mapping[Version, tuple[str, ...]] = field(default_factory=lambda: _NOTHING)
+    """By version: what the self-tests of its engine found, one for each kind of machine. No seconds, but it saves some:
+    a start that has one for its machine tests nothing. Of this life of the controller."""
     least: float = WARM_SANDBOX_S
     """No sandbox is expected to take less."""
     least_release: float = RELEASE_S
@@ -118,6 +122,16 @@ class Learned:
         while len(kept) >= _MOST:
             del kept[next(iter(kept))]
         return replace(self, starts={**kept, key: self.starts.get(key, 0) + 1})
+
+    def proved(self, key: Version, proof: str) -> Learned:
+        """With what an instance of version ``key`` found out about its numerics."""
+        known = self.proofs.get(key, ())
+        if proof in known:
+            return self
+        kept = {name: proofs for name, proofs in self.proofs.items() if name != key}
+        while len(kept) >= _MOST:
+            del kept[next(iter(kept))]
+        return replace(self, proofs={**kept, key: (*known, proof)[-MOST_PROOFS:]})
 
     def missed(self, key: Version, tier: str, seconds: float, own: float = 0.0) -> Learned:
         """With one more start that took ``seconds`` more than its parts did. ``own``: what of it says

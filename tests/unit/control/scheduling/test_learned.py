@@ -12,6 +12,7 @@ from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.learned import OVER, RECENT, RELEASE_S, Learned
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import Instance, View
+from sllm_runtime.protocol.limits import MOST_PROOFS
 from sllm_runtime.protocol.loader import link_of
 from sllm_runtime.protocol.node import InstanceStatus, PathLoad
 from sllm_runtime.protocol.records import InstanceRecord
@@ -52,6 +53,15 @@ def test_the_first_start_is_believed_and_later_ones_move_the_median() -> None:
     assert learned.import_s(KEY) == 1.8
     assert learned.sandbox_s("a", False) > 1.0, "an empty pool is another thing"
     assert learned.sandbox_s("b", True) < 0.05, "so is another node"
+
+
+def test_proofs_are_kept_by_version_the_last_ones() -> None:
+    learned = Learned()
+    for number in range(MOST_PROOFS + 1):
+        learned = learned.proved(("f", 1), f"machine {number}")
+    assert learned.proofs == {("f", 1): tuple(f"machine {number}" for number in range(1, MOST_PROOFS + 1))}
+    assert learned.proved(("f", 1), "machine 2") is learned, "nothing is new"
+    assert learned.proved(("f", 2), "machine 2").proofs["f", 2] == ("machine 2",)
 
 
 def test_what_held_up_one_start_is_not_expected_of_the_next() -> None:

@@ -336,9 +336,21 @@ def test_the_engine_is_chosen_by_architecture(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patched:
         patched.setattr(selftest, "prove", None)  # a start that has the proof does not test again
         again = choose_engine(family("llama"), {}, {}, Settings(MIB, "sha256:1", known.proof))
-    assert again.engine.fingerprint == known.engine.fingerprint
+        elsewhere = Settings(MIB, "sha256:1", proofs=("nonsense", known.proof))
+        there = choose_engine(family("llama"), {}, {}, elsewhere)
+    assert again.engine.fingerprint == there.engine.fingerprint == known.engine.fingerprint
+    assert there.proof == known.proof, "another machine's, whose bits are the same here"
     other = choose_engine(BUILDERS["phi"]().eval(), {}, {}, Settings(MIB))
     assert (other.engine.name, other.proof) == ("transformers", "")
+
+
+def test_what_another_machine_computed_otherwise_is_tested_here() -> None:
+    """Libraries, kind of processor and weights are the same, and the bits are not."""
+    own = choose_engine(family("llama"), {}, {}, Settings(MIB, "sha256:1"))
+    found = msgspec.json.decode(own.proof, type=selftest.Proof)
+    far = msgspec.structs.replace(found, probe="0" * 64)
+    settings = Settings(MIB, "sha256:1", proofs=(msgspec.json.encode(far).decode(),))
+    assert choose_engine(family("llama"), {}, {}, settings).proof == own.proof
 
 
 @pytest.mark.parametrize("kind", ["ours", "transformers", "scripted"])

@@ -89,6 +89,17 @@ def prove(
         return Proof(fingerprint=mark, level=level.name, exact=False, probe=_Test(decoder, level, layers).digest())
 
 
+def agrees(decoder: Decoder, proof: Proof, layers: int | None = None) -> bool:
+    """Whether the fixed text has the same bits here as where ``proof``, which is for the same libraries, kind of
+    processor and weights, was found. Takes as long as some 80 tokens. ``layers`` as in ``prove``."""
+    with torch.inference_mode(), decoder.backend.current():
+        try:
+            return _Test(decoder, proof.numerics, layers).digest() == proof.probe
+        except decoder.backend.refusals as error:
+            log.warning("level %s cannot be computed here: %s: %s", proof.level, type(error).__name__, error)
+            return False
+
+
 class _Test:
     def __init__(self, decoder: Decoder, level: Numerics, layers: int | None) -> None:
         self._decoder = decoder
