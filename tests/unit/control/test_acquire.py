@@ -61,7 +61,7 @@ async def test_a_start_belongs_to_the_trace_of_a_call_that_waits_for_it(bench: B
 async def test_what_the_self_test_of_one_start_found_is_told_to_the_next(bench: Bench) -> None:
     await cold(bench)
     await bench.gateway.acquire()
-    assert bench.node.starts[-1].proofs == ()
+    assert not bench.node.starts[-1].proofs
     bench.node.put(bench.node.starts[-1].instance, InstanceState.READY, proof="found", idle_s=100.0)
     await bench.none_left()
     await bench.gateway.acquire()
