@@ -262,10 +262,10 @@ class Instance:
         self._timer.cancel()
         self._account.ready(ready, self._around.clock())
         self._around.suppliers.proofs.keep(self.order, ready.proof)
-        for sandbox in self._sandboxes.values():
-            sandbox.started()
         work.open(holds=HOLDS in ready.capabilities)
         self._move(InstanceState.READY)
+        for sandbox in self._sandboxes.values():
+            sandbox.started()
 
     def _died(self, end: Exit) -> None:
         """The socket ended, and the worker with it."""

@@ -1,80 +1,67 @@
-"""A start of a function that does nothing, in a child of the fork server that is thrown away: the pages that it touches
-all starts do (``working_set``), so that the first of a node has them as well."""
+"""A start of a function that does nothing, in a worker that is thrown away: the pages that it touches all starts do
+(``working_set``), so that the first of a node has them as well."""
 
 from __future__ import annotations
 
 import io
 import os
-import select
 import signal
 import socket
 import sys
 import tempfile
-import threading
-import traceback
 import zipfile
+from collections.abc import Callable
 from typing import Final, NoReturn
 
-from sllm_runtime.platform.process import die_with_parent, lead_group
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.manifest import Handler, Manifest
 from sllm_runtime.protocol.worker import Assign, FromWorker, Ready, ToWorker
-from sllm_runtime.worker.main import Worker
 from sllm_runtime.worker.working_set import WorkingSet
 
 GIVE_UP_S: Final = 5.0
 NAME: Final = "rehearsed"
 
 
-def rehearse(working_set: WorkingSet) -> None:
-    """Record one. Without, the first starts are slower: nothing is raised, stderr says so."""
+def rehearse(working_set: WorkingSet, become: Callable[[list[int], int, Callable[[], float]], NoReturn]) -> None:
+    """Record one. ``become`` makes a child a worker, whose invoker this process is meanwhile. Without one the first
+    starts are slower: nothing is raised, stderr says so."""
     parent = os.getpid()
-    told, tell = os.pipe2(os.O_CLOEXEC)
+    ours, theirs = socket.socketpair()
     with tempfile.TemporaryDirectory(prefix="sllm-rehearsal-") as workdir:
         pid = os.fork()
         if pid == 0:
-            _perform(parent, tell, workdir)
-        os.close(tell)
+            become([theirs.fileno(), 1, 2], parent, lambda: 0.0)
+        theirs.close()
+        ours.settimeout(GIVE_UP_S)
+        invoker = BlockingWire(ours)
         try:
-            readable, _, _ = select.select([told], [], [], GIVE_UP_S)
-            if readable and os.read(told, 1):
-                working_set.look(pid)
-            else:
-                sys.stderr.write("no start could be rehearsed: a node's first starts are slower\n")
+            _start(invoker, workdir)
+            working_set.look(pid)
+        except (OSError, SllmError) as error:
+            sys.stderr.write(f"no start could be rehearsed, a node's first ones are slower: {error}\n")
         finally:
-            os.close(told)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+            invoker.close()
 
 
-def _perform(parent: int, tell: int, workdir: str) -> NoReturn:
-    """In the child: a worker, and a thread that is its invoker until it is ready. It is killed then."""
-    try:
-        lead_group()
-        die_with_parent(signal.SIGKILL, parent)
-        ours, theirs = socket.socketpair()
-        invoker = BlockingWire(theirs)
-        invoker.send(codec.pack(ToWorker(_assignment(workdir))), [_bundle()])
-        threading.Thread(target=_attend, args=(invoker, tell), daemon=True).start()
-        Worker(BlockingWire(ours)).run(0.0)
-    except BaseException as error:  # nothing may return into the fork server
-        os.write(2, "".join(traceback.format_exception(error)).encode())
-    finally:
-        os._exit(1)
-
-
-def _attend(invoker: BlockingWire, tell: int) -> None:
-    while (payload := invoker.receive()) is not None:
-        if isinstance(codec.unpack(FromWorker, payload).body, Ready):
-            os.write(tell, b"r")
-
-
-def _assignment(workdir: str) -> Assign:
+def _start(invoker: BlockingWire, workdir: str) -> None:
+    """Until it is ready. Raises ``OSError``, ``SllmError``."""
     manifest = Manifest(name=NAME, handler=Handler(entry=f"{NAME}:fn", kind="function", streams=False))
-    return Assign(
+    assign = Assign(
         instance=NAME, function=NAME, version=1, manifest=manifest, bundle="", workdir=workdir, threads=1, fds=1
     )
+    bundle = _bundle()
+    try:
+        invoker.send(codec.pack(ToWorker(assign)), [bundle])
+    finally:
+        os.close(bundle)
+    while (payload := invoker.receive()) is not None:
+        if isinstance(codec.unpack(FromWorker, payload).body, Ready):
+            return
+    raise ConnectionError("its worker has ended")
 
 
 def _bundle() -> int:

@@ -307,7 +307,7 @@ def run(fd: int, node: str) -> int:
     from sllm_runtime.worker.working_set import WorkingSet
 
     working_set = WorkingSet()
-    rehearse(working_set)
+    rehearse(working_set, become_worker)
     zygote = Zygote(wire, import_s, Later(os.environ.pop(PRELOAD, "all")), working_set, leave)
     try:
         zygote.serve()

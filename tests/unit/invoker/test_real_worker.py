@@ -102,23 +102,27 @@ async def answer(node: NodeUnderTest, wanted: StartInstance, body: object = None
     return [msgspec.json.decode(value) for value in call.values]
 
 
-async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_path: Path) -> None:
-    arrays = numbers_model(tmp_path / "source")
-    packed = bundle()
-    digest = await store_bundle(node.controller, packed)
+async def prepared(node: NodeUnderTest, source: Path) -> ModelRecord:
     reply = await node.controller.call(
         subjects.node_command(NODE, "prepare"),
-        PrepareModel(term=1, uri=str(tmp_path / "source"), wait_s=20.0),
+        PrepareModel(term=1, uri=str(source), wait_s=20.0),
         PrepareReply,
         timeout_s=25.0,
     )
     assert reply.model is not None
-    assert reply.model.nbytes >= sum(array.nbytes for array in arrays.values())
+    return reply.model
+
+
+async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_path: Path) -> None:
+    arrays = numbers_model(tmp_path / "source")
+    packed = bundle()
+    digest = await store_bundle(node.controller, packed)
+    model = await prepared(node, tmp_path / "source")
+    assert model.nbytes >= sum(array.nbytes for array in arrays.values())
     await until(lambda: node.status.models, what="the node says what it has")
     assert node.status.dram_limit == 16 * CHUNK_BYTES
     assert node.status.memory == machine.memory() - node.status.dram_limit, "the pool's memory is nobody else's"
 
-    model = reply.model
     drop(next(tmp_path.rglob(partition_name(0))))  # noqa: ASYNC240 - a directory of two files
     (total,) = await answer(node, order(digest, len(packed), "total", "function", model))
     assert total == pytest.approx(sum(float(array.astype("f8").sum()) for array in arrays.values()), rel=1e-6)
@@ -146,16 +150,11 @@ async def test_warm_workers_have_the_pages_that_starts_touched(node: NodeUnderTe
     numbers_model(tmp_path / "source")
     packed = bundle()
     digest = await store_bundle(node.controller, packed)
-    reply = await node.controller.call(
-        subjects.node_command(NODE, "prepare"),
-        PrepareModel(term=1, uri=str(tmp_path / "source"), wait_s=20.0),
-        PrepareReply,
-        timeout_s=25.0,
-    )
+    model = await prepared(node, tmp_path / "source")
     await until(lambda: len(warm()) == 2 and min(warm().values()) > 6 * 2**20, what="the pool is full and has them")
     first = warm()
     for _ in range(3):  # the one that takes the first one's place may be forked before that is ready
-        assert await answer(node, order(digest, len(packed), "total", "function", reply.model))
+        assert await answer(node, order(digest, len(packed), "total", "function", model))
         await until(lambda: len(warm()) == 2, what="it is full again")
     await until(lambda: not warm().keys() & first.keys() and len(warm()) == 2, what="others wait")
     await until(lambda: max(warm().values()) > max(first.values()) + 2**20, what="they have more")
