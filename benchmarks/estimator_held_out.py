@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks import beginning
 from benchmarks.estimator_starts import DRAM, LEAST, MIB, SEEN_S, SSD, Start, begin, deployed, forget, tell
@@ -27,6 +27,7 @@ from benchmarks.runner import Run
 from sllm_runtime.control.remembering import REMEMBER_S
 from sllm_runtime.control.scheduling.learned import RECENT
 from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.loader import DISK
 
 TIERS: Final = {"held_out_ssd": "ssd", "held_out_dram": "dram"}
 """By case."""
@@ -105,6 +106,18 @@ def _until_copied(platform: Platform, nodes: Sequence[str], models: int) -> None
             time.sleep(0.05)
 
 
+def _until_measured(platform: Platform, nodes: Sequence[str]) -> None:
+    """As of a node that has been there for some seconds: its disk was measured, and so were its neighbours'."""
+    until = time.monotonic() + SEEN_S
+    for node in nodes:
+        while not any(
+            path["path"] == DISK and path["bandwidth"] for path in _described(platform, node)["storage"]["paths"]
+        ):
+            if time.monotonic() > until:
+                raise ProgramFailed(f"node {node} has not measured its disk after {SEEN_S:g} s")
+            time.sleep(0.05)
+
+
 @contextmanager
 def _life(trained: Trained, directory: Path) -> Iterator[Platform]:
     """A platform that begins where the trained one ended, with nothing in memory, nor cached."""
@@ -112,6 +125,8 @@ def _life(trained: Trained, directory: Path) -> Iterator[Platform]:
     beginning.drop_copies(directory / "home")
     try:
         with Platform(directory, SETTINGS, nodes=1 + len(trained.nodes)) as platform:
+            platform.until_cold(*trained.functions)
+            _until_measured(platform, [KNOWN, *trained.nodes])
             yield platform
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -129,6 +144,6 @@ def _only(platform: Platform, node: str, others: Sequence[str] = ()) -> None:
         platform.client.request("POST", f"{API}/nodes/{name}/{wish}")
 
 
-def _described(platform: Platform, node: str) -> dict[str, dict[str, list[str]]]:
-    said: dict[str, dict[str, list[str]]] = platform.client.request("GET", f"{API}/nodes/{node}")
+def _described(platform: Platform, node: str) -> dict[str, Any]:
+    said: dict[str, Any] = platform.client.request("GET", f"{API}/nodes/{node}")
     return said

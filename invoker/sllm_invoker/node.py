@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -55,6 +56,8 @@ from sllm_runtime.protocol.worker import KERNELS, PRELOAD, PRIVATE
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.1
+BEGUN_S: Final = 60.0
+"""A node has begun when its warm pool was filled, and at the latest after this."""
 _KEPT: Final = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _KEPT_PREFIXES: Final = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "SSL_CERT_")
 
@@ -149,6 +152,7 @@ class Node:
                 ("loader", self._loader.run()),
                 ("logs", self._sink.run()),
                 ("pool", self._pool.run()),
+                ("measure", self._measure()),
                 ("memory", pressure.watch(machine.available, self._settings.pool_floor, self._pool.press)),
                 ("ticks", self._tick()),
             ):
@@ -189,6 +193,13 @@ class Node:
         """A part that must run for ever has failed: let it crash, the supervisor starts this node anew."""
         if not self._failure.done():
             self._failure.set_exception(error)
+
+    async def _measure(self) -> None:
+        """Once the first sandboxes wait: how fast the disk is cannot be found out while they are made."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BEGUN_S):
+                await self._pool.filled()
+        await self._loader.measure()
 
     async def _tick(self) -> None:
         while True:

@@ -57,6 +57,8 @@ class WarmPool:
         self._failures = 0
         self._retry_at = 0.0
         self._closed = False
+        self.filled = asyncio.Event()
+        """Set once as many wait as shall, or none can be made: the node has begun."""
         self.last_error: SllmError | None = None
         """Why the last attempt to make a sandbox failed; None after a success."""
 
@@ -108,6 +110,8 @@ class WarmPool:
         while True:
             self._wake.clear()
             now = loop.time()
+            if len(self._idle) >= self._size:
+                self.filled.set()
             missing = self._missing(now)
             if missing and now >= self._retry_at and len(self._making) < MAX_FORKS:
                 task = asyncio.create_task(self._make(), name="make-sandbox")
@@ -140,6 +144,7 @@ class WarmPool:
             delay = BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
             self._failures += 1
             self.last_error = error
+            self.filled.set()
             self._retry_at = asyncio.get_running_loop().time() + delay
             log.warning("no sandbox could be made, trying again in %.1f s: %s", delay, error.message)
             return

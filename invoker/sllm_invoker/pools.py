@@ -53,6 +53,10 @@ class WarmPools:
         """Warm sandboxes that any function may take."""
         return self._plain.idle
 
+    async def filled(self) -> None:
+        """Wait until the plain pool was filled once, or could not be. The caller sets the deadline."""
+        await self._plain.filled.wait()
+
     @property
     def others(self) -> dict[Wish, int]:
         """How many wait of each other kind."""

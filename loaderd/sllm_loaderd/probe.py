@@ -7,6 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -33,8 +34,10 @@ MOST_STORES: Final = 8
 class ProbeRead(Task):
     """``nbytes`` of ``file`` into memory that nobody looks at."""
 
-    def __init__(self, number: int, file: Path, nbytes: int, memory: mmap.mmap) -> None:
-        super().__init__(number, nbytes, (DISK,), _ended)
+    def __init__(
+        self, number: int, file: Path, nbytes: int, memory: mmap.mmap, done: Callable[[Task, SllmError | None], None]
+    ) -> None:
+        super().__init__(number, nbytes, (DISK,), done)
         self._file, self._memory = file, memory
 
     def run(self, path: str) -> None:
@@ -53,8 +56,11 @@ class ProbeRead(Task):
             os.close(fd)
 
 
-def probe(files: Iterable[Path], paths: Paths) -> int:
-    """Have the largest of ``files`` read, if the disk was not measured yet; how many bytes will be. Blocking."""
+def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None]) -> int:
+    """Have the largest of ``files`` read, if the disk was not measured yet; how many bytes will be. Blocking.
+
+    ``on_end`` is called when the last of them was, in the thread of the path; never where ``paths`` closes before.
+    """
     if any(status.path == DISK and status.bandwidth for status in paths.status()):
         return 0
     nbytes, file = max(_sizes(files), default=(0, Path()))
@@ -63,7 +69,14 @@ def probe(files: Iterable[Path], paths: Paths) -> int:
     pieces = min(nbytes, MOST) // _PIECE
     memory = mmap.mmap(-1, _PIECE)
     memory.write(bytes(_PIECE))  # its pages are there before the clock runs; all reads may share them
-    paths.put([ProbeRead(number, file, _PIECE, memory) for number in range(pieces)], len(PRIORITIES) - 1)
+    left = count(pieces - 1, -1)
+
+    def ended(task: Task, error: SllmError | None) -> None:
+        """The queue has measured what came (of a read that failed nothing)."""
+        if next(left) == 0:
+            on_end()
+
+    paths.put([ProbeRead(number, file, _PIECE, memory, ended) for number in range(pieces)], len(PRIORITIES) - 1)
     return pieces * _PIECE
 
 
@@ -73,7 +86,7 @@ class StoreRead(Task):
     def __init__(
         self, number: int, source: ByteSource, memory: mmap.mmap, began: list[float], clock: Callable[[], float]
     ) -> None:
-        super().__init__(number, _STORE_PIECE, (source.path,), _ended)
+        super().__init__(number, _STORE_PIECE, (source.path,), lambda task, error: None)  # the queue has measured it
         self._source, self._memory, self._began, self._clock = source, memory, began, clock
 
     def run(self, path: str) -> None:
@@ -101,8 +114,8 @@ def probe_stores(sources: Iterable[ByteSource], paths: Paths, clock: Callable[[]
 def _pieces(source: ByteSource, clock: Callable[[], float]) -> Sequence[StoreRead]:
     memory, began = mmap.mmap(-1, _STORE_PIECE), list[float]()
     memory.write(bytes(_STORE_PIECE))
-    count = min(source.nbytes, MOST_OF_STORE) // _STORE_PIECE
-    return [StoreRead(number, source, memory, began, clock) for number in range(count)]
+    pieces = min(source.nbytes, MOST_OF_STORE) // _STORE_PIECE
+    return [StoreRead(number, source, memory, began, clock) for number in range(pieces)]
 
 
 def _sizes(files: Iterable[Path]) -> Iterable[tuple[int, Path]]:
@@ -111,7 +124,3 @@ def _sizes(files: Iterable[Path]) -> Iterable[tuple[int, Path]]:
             yield file.stat().st_size, file
         except OSError:  # it has just gone
             continue
-
-
-def _ended(task: Task, error: SllmError | None) -> None:
-    """The queue has measured what came; a read that failed counts for nothing."""

@@ -108,6 +108,8 @@ class ModelStore:
         for directory in (self.models, self._sources, self._notes, self._replaced, self.cache):
             directory.mkdir(parents=True, exist_ok=True)
         self.lock = _lock(data / "lock")
+        self.device = self.models.stat().st_dev
+        """Of the disk that models lie on: stores with the same share it."""
         self.ssd = SsdDirectory(data / "ssd", _half_of_disk(data) if ssd_bytes is None else ssd_bytes)
         self.origins = Origins(self.ssd, sources or SourceSettings())
         for path in self.models.iterdir():

@@ -25,6 +25,7 @@ from sllm_runtime.protocol.loader import (
     Keep,
     ListModels,
     Load,
+    Measure,
     ModelInfo,
     ModelList,
     Pin,
@@ -112,6 +113,10 @@ class LoaderControl(ControlWire):
     async def reserve(self, model: str, nbytes: int, deadline_s: float = DEADLINE_S) -> None:
         """Keep room in the pool for a model; 0 ends it."""
         await self.ask(Reserve(request=self.number, model=model, nbytes=nbytes), Done, deadline_s)
+
+    async def measure(self, deadline_s: float = DEADLINE_S) -> None:
+        """Have the disk and the stores measured of which no load has told: nothing else keeps this node busy now."""
+        await self.ask(Measure(request=self.number), Done, deadline_s)
 
     async def grant(
         self,

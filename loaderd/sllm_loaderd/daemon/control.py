@@ -39,6 +39,7 @@ from sllm_runtime.protocol.loader import (
     ListModels,
     Load,
     LoadProgress,
+    Measure,
     ModelList,
     Pin,
     Register,
@@ -157,6 +158,8 @@ class ControlConnection:
                 await service.evict(model)
             case Reserve(model=model, nbytes=nbytes):
                 service.residency.reserve(model, nbytes)
+            case Measure():
+                service.measuring.begin()
             case Gone(holder=holder):
                 self._holders.gone(holder)
             case _:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sllm_loaderd.daemon.copying import Copying
+from sllm_loaderd.daemon.measuring import Measuring
 from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_loaderd.device_adoption import CountedMemory
@@ -25,7 +25,6 @@ from sllm_loaderd.peer.exports import Exports
 from sllm_loaderd.peer.server import open_peer_server
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.prefaulting import LEAST, bytes_ahead, model_sizes
-from sllm_loaderd.probe import probe, probe_stores
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.sources import SourceSettings
@@ -37,7 +36,6 @@ from sllm_runtime.protocol.errors import (
     InvalidCheckpoint,
     ModelNotFound,
     SllmError,
-    Unavailable,
 )
 from sllm_runtime.protocol.loader import (
     CONVERT,
@@ -88,6 +86,7 @@ class LoaderService:
         exports = Exports(self.store, self.residency, loop.call_soon_threadsafe)
         held = Held(self.store, self.residency, exports)
         self.copying = Copying(self)
+        self.measuring = Measuring(self.store, self.paths)
         self.registrations = Registrations(self.store, settings.conversions, held, settings.listing_timeout)
         self.peers = open_peer_server(settings.peer_listen, settings.peer_token, exports)
         self._open: dict[str, StoredModel] = {}
@@ -96,19 +95,10 @@ class LoaderService:
         """Bytes of each model of the store, as far as they are known."""
 
     async def look(self) -> None:
-        """Learn what models there are, to have memory ready for the largest one, and how fast the disk and the stores
-        are that they lie on. The daemon serves meanwhile."""
+        """Learn what models there are, to have memory ready for the largest one. The daemon serves meanwhile."""
         found = await asyncio.to_thread(model_sizes, self.store)
         self._sizes = found | self._sizes
         self._prepare()
-        await self._probe()
-
-    async def _probe(self, uri: str = "") -> None:
-        """Have the disk measured behind all loads, unless it was: what is in the page cache says nothing of it; and
-        stores of which no load has told, all of them or that of ``uri``."""
-        await asyncio.to_thread(lambda: probe(self.store.files(), self.paths))
-        with contextlib.suppress(Unavailable):  # this loader is stopping
-            await asyncio.to_thread(lambda: probe_stores(self.store.stores(uri), self.paths))
 
     def _prepare(self) -> None:
         """Have as much memory ready as the next start may need."""
@@ -118,6 +108,7 @@ class LoaderService:
 
     async def close(self) -> None:
         """End conversions and reads, then give back memory and files."""
+        await self.measuring.close()
         await self.registrations.close()
         if self.peers is not None:
             await asyncio.to_thread(self.peers.close)
@@ -171,7 +162,7 @@ class LoaderService:
         info = await self.describe(digest)
         self._sizes[digest] = info.nbytes
         self._prepare()
-        await self._probe(uri)
+        self.measuring.begin(uri)
         return info
 
     def lacks(self, digest: str) -> bool:

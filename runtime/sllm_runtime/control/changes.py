@@ -12,7 +12,7 @@ from sllm_runtime.control.routes import route
 from sllm_runtime.control.table import changed
 from sllm_runtime.control.view import Instance, Key, View
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.records import InstanceRecord, Record, Route
+from sllm_runtime.protocol.records import InstanceRecord, ProofsRecord, Record, Route
 from sllm_runtime.protocol.states import InstanceState
 
 NODES: Final = ""
@@ -99,6 +99,9 @@ def writes(old: View, new: View, old_routes: Mapping[Key, Route], new_routes: Ma
     for name, before, after in differing(old.instances, new.instances):
         if _kept(before) != _kept(after):
             found.append(Write(subjects.instance_key(name), _kept(after)))
+    for key, _, proofs in differing(old.learned.proofs, new.learned.proofs):
+        record = ProofsRecord(function=key[0], version=key[1], proofs=proofs) if proofs else None
+        found.append(Write(subjects.proofs_key(*key), record))
     if new.pool is not None and (old.pool is None or old.pool.record != new.pool.record):
         found.append(Write(subjects.POOL_KEY, new.pool.record))
     return found

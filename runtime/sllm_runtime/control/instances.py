@@ -69,7 +69,7 @@ def report(view: View, instance: Instance, status: InstanceStatus, now: float) -
     moved = replace(moved, seen=status, seen_at=now, busy_since=busy, turn_since=turn if status.running else None)
     if ended:
         view = replace(view, learned=view.learned.called(moved.key, took_s / ended))
-    if status.proof:
+    if status.proof and moved.key in view.versions:
         view = replace(view, learned=view.learned.proved(moved.key, status.proof))
     return settle(view.put_instance(moved), instance, moved, now)
 

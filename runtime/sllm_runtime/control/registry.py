@@ -66,7 +66,7 @@ def create(view: View, version: VersionRecord, model: ModelRecord | None, adapte
         present(view, name)
     failed = [record for record in view.versions_of(name) if record.state is VersionState.FAILED]
     stale = [(name, record.version) for record in failed[: max(len(failed) - KEEP_FAILED, 0)]]
-    view = replace(view, versions=without(view.versions, stale)) if stale else view
+    view = view.drop_versions(stale) if stale else view
     for needed in (*((model,) if model is not None else ()), *adapters):
         view = know(view, needed)
     view = view.put_function(msgspec.structs.replace(function, last_version=version.version)).put_version(version)
@@ -83,7 +83,7 @@ def prune(view: View, name: str) -> View:
         return view
     previous = tuple(number for number in function.previous if (name, number) not in old)
     view = view.put_function(msgspec.structs.replace(function, previous=previous))
-    return replace(view, versions=without(view.versions, old), failures=without(view.failures, old))
+    return replace(view.drop_versions(old), failures=without(view.failures, old))
 
 
 def _state(view: View, key: Key, state: VersionState) -> View:
@@ -145,16 +145,15 @@ def discard(view: View, key: Key, error: ErrorBody) -> View:
 def withdraw(view: View, key: Key, error: ErrorBody) -> View:
     """A version whose deployment was called back: as ``discard``, and not even its error is kept."""
     view = discard(view, key, error)
-    return replace(view, versions=without(view.versions, [key]))
+    return view.drop_versions([key])
 
 
 def remove(view: View, name: str) -> View:
     """Forget a function with all its versions."""
     keys = [key for key in view.versions if key[0] == name]
     return replace(
-        view,
+        view.drop_versions(keys),
         functions=without(view.functions, [name]),
-        versions=without(view.versions, keys),
         failures=without(view.failures, keys),
         waiting=without(view.waiting, keys),
         trials=view.trials - frozenset(keys),

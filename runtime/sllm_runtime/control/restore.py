@@ -18,6 +18,7 @@ from sllm_runtime.protocol.records import (
     InstanceRecord,
     LearnedRecord,
     ModelRecord,
+    ProofsRecord,
     Route,
     RouteEntry,
     VersionRecord,
@@ -36,6 +37,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     instances: dict[str, InstanceRecord]
     routes: dict[str, Route]
     learned: LearnedRecord
+    proofs: dict[str, ProofsRecord]
 
 
 async def read(store: StateStore) -> Stored:
@@ -48,6 +50,7 @@ async def read(store: StateStore) -> Stored:
         instances=await store.list("instances.", InstanceRecord),
         routes=await store.list("routes.", Route),
         learned=await store.get(LEARNED_KEY, LearnedRecord) or LearnedRecord(),
+        proofs=await store.list("proofs.", ProofsRecord),
     )
 
 
@@ -67,7 +70,7 @@ def as_stored(stored: Stored, now: float) -> View:
         models={record.digest: record for record in stored.models.values()},
         nodes={record.node: Node(record) for record in stored.nodes.values()},
         instances=instances,
-        learned=remembered.learned(stored.learned),
+        learned=remembered.learned(stored.learned, stored.proofs.values()),
         listening_since=now,
     )
 
@@ -104,4 +107,5 @@ def repaired(view: View) -> View:
             state = VersionState.RETIRED
         versions[key] = msgspec.structs.replace(record, state=state)
     instances = Table(instance for instance in view.instances.values() if instance.key in versions)
+    view = view.drop_versions((view.versions.keys() | view.learned.proofs.keys()) - versions.keys())
     return replace(view, functions=functions, versions=versions, instances=instances)

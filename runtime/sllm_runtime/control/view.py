@@ -337,6 +337,13 @@ class View:
     def put_version(self, record: VersionRecord) -> View:
         return replace(self, versions=with_item(self.versions, (record.function, record.version), record))
 
+    def drop_versions(self, keys: Iterable[Key]) -> View:
+        """Less these versions, and less the proofs of their engines."""
+        gone = frozenset(keys)
+        known = self.learned.proofs
+        learned = replace(self.learned, proofs=without(known, gone)) if gone & known.keys() else self.learned
+        return replace(self, versions=without(self.versions, gone), learned=learned)
+
     def put_model(self, record: ModelRecord) -> View:
         return replace(self, models=with_item(self.models, record.digest, record))
 

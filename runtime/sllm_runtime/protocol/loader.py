@@ -193,6 +193,10 @@ class Reserve(Request, frozen=True, kw_only=True):
     nbytes: int
 
 
+class Measure(Request, frozen=True, kw_only=True):
+    """The node has begun: find out how fast the disk and the stores are of which no load has told. ``Done`` follows."""
+
+
 class Grant(Request, frozen=True, kw_only=True):
     """A sandbox's own connection with rights to just this model. Answer: ``Granted`` with one descriptor.
 
@@ -538,8 +542,8 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 ControlRequest: TypeAlias = (
-    Hello | Register | ListModels | Describe | Validate | Delete | Load | Copy | Keep | Pin | Evict | Reserve | Grant
-    | Gone | GetStatus | Cancel | Adopt | AdoptDevice | Stored
+    Hello | Register | ListModels | Describe | Validate | Delete | Load | Copy | Keep | Pin | Evict | Reserve | Measure
+    | Grant | Gone | GetStatus | Cancel | Adopt | AdoptDevice | Stored
 )  # fmt: skip
 SandboxRequest: TypeAlias = Hello | Load | Detach | Reorder | Cancel
 Answer: TypeAlias = (

@@ -202,6 +202,16 @@ class LearnedRecord(Record, frozen=True, kw_only=True):
     moves: tuple[Fitted, ...] = ()
 
 
+class ProofsRecord(Record, frozen=True, kw_only=True):
+    """What self-tests of a version's engine found, one for each kind of machine, the newest last: a start that has one
+    for its machine tests little. Key ``proofs.<function>.<version>``."""
+
+    function: str
+    version: int
+    proofs: tuple[str, ...]
+    """``Ready.proof`` of its instances."""
+
+
 class Term(Record, frozen=True, kw_only=True):
     """The fence. Key ``term``, written once per election; on ``subjects.LEADER`` the leader says who it is."""
 

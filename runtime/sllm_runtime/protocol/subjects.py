@@ -223,6 +223,11 @@ def route_key(function: str, version: int) -> str:
     return f"routes.{token(function)}.{version}"
 
 
+def proofs_key(function: str, version: int) -> str:
+    """``ProofsRecord``"""
+    return f"proofs.{token(function)}.{version}"
+
+
 ROUTE_KEYS: Final = "routes.>"
 
 

@@ -9,14 +9,14 @@ import pytest
 
 from sllm_runtime.control import loop, view
 from sllm_runtime.platform import trace
-from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import (
     ErrorBody,
     FunctionNotFound,
     NoCapacity,
 )
 from sllm_runtime.protocol.node import Gpu
-from sllm_runtime.protocol.records import Route
+from sllm_runtime.protocol.records import ProofsRecord, Route
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
@@ -66,6 +66,34 @@ async def test_what_the_self_test_of_one_start_found_is_told_to_the_next(bench: 
     await bench.none_left()
     await bench.gateway.acquire()
     assert bench.node.starts[-1].proofs == ("found",)
+
+
+async def proved(bench: Bench) -> str:
+    """A function, an instance of which has told a proof that is stored; its key."""
+    await cold(bench)
+    await bench.gateway.acquire()
+    bench.node.put(bench.node.starts[-1].instance, InstanceState.READY, proof="found", idle_s=100.0)
+    key = subjects.proofs_key("chat", 1)
+    await until(lambda: bench.stored(key, ProofsRecord), what="it is stored")
+    await bench.none_left()
+    return key
+
+
+async def test_the_next_controller_knows_what_self_tests_found(bench: Bench, nats: Nats) -> None:
+    await proved(bench)
+    async with controller_of(nats, "ctl2") as other:
+        assert other.loop.view.learned.proofs == {("chat", 1): ("found",)}
+
+
+async def test_what_self_tests_found_goes_with_its_version(bench: Bench) -> None:
+    key = await proved(bench)
+    await bench.gateway.ask("delete", ctl.Delete(function="chat"))
+
+    async def gone() -> bool:
+        return await bench.stored(key, ProofsRecord) is None
+
+    await until(gone, what="it has gone")
+    assert not bench.controller.loop.view.learned.proofs
 
 
 async def test_a_cold_start_waits_for_no_tick(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

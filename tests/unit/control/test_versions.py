@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_runtime.control import registry, restore
-from sllm_runtime.control.changes import writes
+from sllm_runtime.control.changes import Write, writes
 from sllm_runtime.control.instances import path
 from sllm_runtime.control.view import View
 from sllm_runtime.protocol.errors import Conflict
@@ -14,6 +14,7 @@ from sllm_runtime.protocol.records import (
     FunctionRecord,
     InstanceRecord,
     LearnedRecord,
+    ProofsRecord,
     Route,
     RouteEntry,
     VersionRecord,
@@ -100,6 +101,9 @@ def stored(*versions: VersionRecord, active: int | None, deleting: bool = False)
         instances={"instances.i1": instance, "instances.i9": lost},
         routes={"routes.chat.1": route},
         learned=LearnedRecord(),
+        proofs={
+            f"proofs.{name}.{number}": ProofsRecord(function=name, version=number, proofs=("p",)) for number in (1, 9)
+        },
     )
 
 
@@ -112,7 +116,12 @@ def test_a_route_that_was_not_written_to_the_end_is_made_whole() -> None:
     view = restore.repaired(before)
     assert view.versions["chat", 1].state is VersionState.RETIRED
     assert view.versions["chat", 2].state is VersionState.ACTIVE
-    assert {write.key for write in writes(before, view, {}, {})} == {"versions.chat.1", "versions.chat.2"}
+    assert {write.key for write in writes(before, view, {}, {}) if write.record is not None} == {
+        "versions.chat.1",
+        "versions.chat.2",
+    }
+    assert [write for write in writes(before, view, {}, {}) if write.record is None] == [Write("proofs.chat.9", None)]
+    assert view.learned.proofs == {("chat", 1): ("p",)}, "there is no ninth version"
     assert view.instances["i1"].ready
     assert view.instances["i1"].record.fingerprint == "fp"
     assert [write.key for write in restore.unreferenced(records, view)] == ["instances.i9"]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks import cold_gigabyte
 from benchmarks.synthetic import write
+from sllm_invoker.loader import Loader
 from sllm_loaderd.convert.directory import convert_directory
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.probe import LEAST, MOST, MOST_OF_STORE, MOST_STORES, STORE_S, probe, probe_stores
+from sllm_loaderd.turns import turn
+from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.loader import DISK, PRIORITIES, PathStatus, path_of
 from tests.fixtures.loaderd import loaderd
 from tests.fixtures.range_server import range_server
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 def file(directory: Path, name: str, nbytes: int) -> Path:
@@ -36,6 +42,21 @@ def reads_direct(path: Path) -> bool:
     return True
 
 
+def fail() -> None:
+    raise AssertionError("nothing is read, or it is not told of")
+
+
+HOLDER = """
+import asyncio, sys
+from sllm_loaderd.turns import turn
+async def main():
+    async with turn(sys.argv[1]):
+        print("mine", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+asyncio.run(main())
+"""
+
+
 def idle(status: tuple[PathStatus, ...]) -> bool:
     return bool(status) and not any(status[0].queued.values())
 
@@ -44,37 +65,83 @@ async def test_the_largest_file_is_read_behind_all_loads(tmp_path: Path) -> None
     small, large = file(tmp_path, "a", LEAST), file(tmp_path, "b", 2 * LEAST + 5)
     gone = tmp_path / "c"
     with contextlib.closing(Paths(lambda path: 2)) as paths:
-        assert probe([small, large, gone], paths) == 2 * LEAST
+        ended = threading.Event()
+        assert probe([small, large, gone], paths, ended.set) == 2 * LEAST
         await until(lambda: idle(paths.status()), what="it was read")
+        assert ended.is_set(), "whoever waits for its end is told"
         (disk,) = paths.status()
         assert disk.path == DISK
         assert (disk.bandwidth > 0) == reads_direct(large)
         if disk.bandwidth:
-            assert probe([large], paths) == 0, "once"
+            assert probe([large], paths, fail) == 0, "once"
 
 
 def test_no_more_is_read_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(Paths(lambda path: 1)) as paths:
         put: list[tuple[int, int]] = []
         monkeypatch.setattr(paths, "put", lambda tasks, priority: put.append((len(tasks), priority)))
-        assert probe([], paths) == 0
-        assert probe([file(tmp_path, "a", LEAST - 1)], paths) == 0
+        assert probe([], paths, fail) == 0
+        assert probe([file(tmp_path, "a", LEAST - 1)], paths, fail) == 0
         large = tmp_path / "b"
         with large.open("wb") as sparse:
             sparse.truncate(MOST + 7 * MIB)
-        assert probe([large], paths) == MOST
+        assert probe([large], paths, fail) == MOST
         assert [priority for _, priority in put] == [len(PRIORITIES) - 1]
 
 
 async def test_a_node_with_models_says_how_fast_its_disk_is_before_it_loads_one(tmp_path: Path) -> None:
+    """Each loaderd that its invoker meets, once that has begun, and one of them at a time."""
     there = file(tmp_path / "data" / "models" / ("ab" * 32), "partition_0.bin", 2 * LEAST)
-    async with loaderd(tmp_path) as daemon:
+    disk = f"sllm-disk-{there.stat().st_dev}"
+    invoker, tasks = Loader(tmp_path / "loaderd.sock"), Tasks("test")
+    tasks.start(invoker.run(), "loader")
 
-        async def measured() -> bool:
-            paths = (await daemon.control.status()).paths
-            return idle(paths) and (paths[0].bandwidth > 0) == reads_direct(there)
+    def measured() -> bool:
+        paths = invoker.status.paths if invoker.status is not None else ()
+        return idle(paths) and (paths[0].bandwidth > 0) == reads_direct(there)
 
-        await until(measured, what="the disk is measured")
+    try:
+        async with turn(disk):
+            async with loaderd(tmp_path) as daemon:
+                await until(lambda: invoker.status is not None, what="they know each other")
+                await invoker.measure()
+                assert (await daemon.control.status()).paths == (), "another one has its turn"
+                daemon.process.kill()
+            await until(lambda: invoker.status is None, what="the invoker knows that it is gone")
+        async with loaderd(tmp_path):
+            await until(measured, what="the next one measures the disk, without being asked again")
+    finally:
+        await tasks.close()
+        await invoker.close()
+
+
+async def test_who_waits_for_a_turn_has_it_when_the_other_has_ended(tmp_path: Path) -> None:
+    """However that was, and one of them at a time."""
+    name, there = f"sllm-test-{os.getpid()}", list[int]()
+    holder = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOLDER, name, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert await holder.stdout.readline() == b"mine\n"
+
+    async def waiting() -> None:
+        async with turn(name):
+            there.append(1)
+            assert sum(there) == 1
+            await asyncio.sleep(0.01)
+            there.append(-1)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await waiting()
+    waiters = [asyncio.create_task(waiting()) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    assert not there
+    holder.kill()
+    async with asyncio.timeout(GIVE_UP_S):
+        await asyncio.gather(*waiters)
+        await holder.wait()
+    assert len(there) == 10
 
 
 class Store:
@@ -137,6 +204,8 @@ async def test_a_node_says_how_fast_a_store_is_before_it_loads_from_it(tmp_path:
             async with loaderd(tmp_path) as daemon:
                 if begins:
                     await daemon.control.register(f"{server.url}/model")
+                else:
+                    await daemon.control.measure()
 
                 async def measured() -> bool:
                     paths = (await daemon.control.status()).paths

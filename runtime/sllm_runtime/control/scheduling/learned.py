@@ -73,7 +73,7 @@ class Learned:
     """How often each version became ready, in this life of the controller."""
     proofs: Mapping[Version, tuple[str, ...]] = field(default_factory=lambda: _NOTHING)
     """By version: what the self-tests of its engine found, one for each kind of machine. No seconds, but it saves some:
-    a start that has one for its machine tests nothing. Of this life of the controller."""
+    a start that has one for its machine tests next to nothing."""
     least: float = WARM_SANDBOX_S
     """No sandbox is expected to take less."""
     least_release: float = RELEASE_S

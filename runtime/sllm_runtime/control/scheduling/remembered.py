@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 from sllm_runtime.control.scheduling.learned import RELEASE_S, WARM_SANDBOX_S, Learned, Recent, Version
 from sllm_runtime.control.scheduling.line import Line
-from sllm_runtime.protocol.records import Fitted, LearnedRecord, Measured
+from sllm_runtime.protocol.records import Fitted, LearnedRecord, Measured, ProofsRecord
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -19,7 +19,8 @@ _WARM: Final = {True: "warm", False: "cold"}
 
 
 def record(learned: Learned) -> LearnedRecord:
-    """What of ``learned`` outlives its controller. Starts are counted in ``Popularity``."""
+    """What of ``learned`` outlives its controller. Starts are counted in ``Popularity``; proofs have records of
+    their own (``changes``)."""
     return LearnedRecord(
         sandbox=tuple(
             Measured(_digits(recent), node=node, kind=_WARM[warm]) for (node, warm), recent in _last(learned.sandbox)
@@ -37,8 +38,8 @@ def record(learned: Learned) -> LearnedRecord:
     )
 
 
-def learned(stored: LearnedRecord) -> Learned:
-    """What a record says. Bounds, which hold for all that was seen, follow from it."""
+def learned(stored: LearnedRecord, proofs: Iterable[ProofsRecord] = ()) -> Learned:
+    """What records say. Bounds, which hold for all that was seen, follow from it."""
     sandbox = {
         (each.node, each.kind == _WARM[True]): Recent.of(each.seconds) for each in stored.sandbox if each.seconds
     }
@@ -54,6 +55,7 @@ def learned(stored: LearnedRecord) -> Learned:
         moves={
             each.model: Line(each.slope, each.base, each.n, each.x, each.y, each.xx, each.xy) for each in stored.moves
         },
+        proofs={(each.function, each.version): each.proofs for each in proofs},
         least=_least(WARM_SANDBOX_S, sandbox.values()),
         least_release=_least(RELEASE_S, release.values()),
     )
