@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sllm_loaderd.daemon.copying import Copying
-from sllm_loaderd.daemon.measuring import Measuring
+from sllm_loaderd.daemon.measuring import Measuring, processor_time
 from sllm_loaderd.daemon.registration import Registrations, Report
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_loaderd.device_adoption import CountedMemory
@@ -86,7 +86,7 @@ class LoaderService:
         exports = Exports(self.store, self.residency, loop.call_soon_threadsafe)
         held = Held(self.store, self.residency, exports)
         self.copying = Copying(self)
-        self.measuring = Measuring(self.store, self.paths)
+        self.measuring = Measuring(self.store, self.paths, processor_time)
         self.registrations = Registrations(self.store, settings.conversions, held, settings.listing_timeout)
         self.peers = open_peer_server(settings.peer_listen, settings.peer_token, exports)
         self._open: dict[str, StoredModel] = {}

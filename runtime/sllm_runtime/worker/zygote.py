@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -55,6 +56,11 @@ if TYPE_CHECKING:
 
 _SEND_S: Final = 10.0
 _END_S: Final = 5.0
+_LOOK_S: Final = 0.05
+"""When nobody has asked for a worker for so long, one that has started is looked at: the first tokens of its call, and
+other starts, need the cores more. A pool is refilled later than that."""
+_LOOKED_AT: Final = 8
+"""Of those that wait for it, the last ones."""
 _MOST = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -69,6 +75,8 @@ class Zygote:
         self._later = later
         self._workers: dict[int, str] = {}
         self._working_set = working_set
+        self._started: deque[str] = deque(maxlen=_LOOKED_AT)
+        """Workers whose pages are to be recorded."""
         self._leave = leave
         self._stopping = False
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -83,11 +91,16 @@ class Zygote:
         poll = select.poll()
         poll.register(self._wire.sock, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        quiet_ms = QUIET_S * 1000
+        quiet_s = QUIET_S
         while not self._stopping:
-            happened = poll.poll(None if self._later.done else quiet_ms)
-            quiet_ms = QUIET_S * 1000 if happened else 0
-            if not happened:
+            wait_s = _LOOK_S if self._started else None if self._later.done else quiet_s
+            happened = poll.poll(None if wait_s is None else wait_s * 1000)
+            if happened:
+                quiet_s = QUIET_S
+            elif self._started:
+                self._look(self._started.popleft())
+            else:
+                quiet_s = 0
                 self._import_more()
             for fd, _ in happened:
                 if fd == self._wake:
@@ -131,7 +144,7 @@ class Zygote:
             message = codec.unpack(ToZygote, payload).body
             fds = self._wire.fds.take(message.fds)
             if isinstance(message, Started):
-                self._look(message.sandbox)
+                self._started.append(message.sandbox)
             else:
                 self._spawn(message, fds)
 

@@ -153,8 +153,10 @@ async def test_warm_workers_have_the_pages_that_starts_touched(node: NodeUnderTe
     model = await prepared(node, tmp_path / "source")
     await until(lambda: len(warm()) == 2 and min(warm().values()) > 6 * 2**20, what="the pool is full and has them")
     first = warm()
-    for _ in range(3):  # the one that takes the first one's place may be forked before that is ready
-        assert await answer(node, order(digest, len(packed), "total", "function", model))
+    for _ in range(4):  # those that take the first ones' places may be forked before these are looked at
+        wanted = order(digest, len(packed), "total", "function", model)
+        await node.command("start", wanted)
+        await node.reaches(wanted.instance, InstanceState.READY, within_s=60.0)
         await until(lambda: len(warm()) == 2, what="it is full again")
     await until(lambda: not warm().keys() & first.keys() and len(warm()) == 2, what="others wait")
     await until(lambda: max(warm().values()) > max(first.values()) + 2**20, what="they have more")

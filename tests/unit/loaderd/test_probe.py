@@ -15,8 +15,10 @@ from benchmarks import cold_gigabyte
 from benchmarks.synthetic import write
 from sllm_invoker.loader import Loader
 from sllm_loaderd.convert.directory import convert_directory
+from sllm_loaderd.daemon import measuring
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.probe import LEAST, MOST, MOST_OF_STORE, MOST_STORES, STORE_S, probe, probe_stores
+from sllm_loaderd.store import ModelStore
 from sllm_loaderd.turns import turn
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
@@ -113,6 +115,26 @@ async def test_a_node_with_models_says_how_fast_its_disk_is_before_it_loads_one(
     finally:
         await tasks.close()
         await invoker.close()
+
+
+async def test_a_busy_machine_is_measured_when_it_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or when it has been busy for long."""
+    monkeypatch.setattr(measuring, "_GLANCE_S", 0.001)
+    there = file(tmp_path / "models" / ("ab" * 32), "partition_0.bin", 2 * LEAST)
+    times = [(idle, float(total)) for total, idle in enumerate((0.0, 0.4, 0.8, 1.2, 1.8))]
+    with contextlib.closing(ModelStore(tmp_path)) as store:
+        for long, glances in ((60.0, 5), (0.0, 1)):
+            monkeypatch.setattr(measuring, "QUIET_WITHIN_S", long)
+            left = list(reversed(times))
+            with contextlib.closing(Paths(lambda path: 2)) as paths:
+                measures = measuring.Measuring(store, paths, left.pop)
+                measures.begin()
+                await until(lambda paths=paths: idle(paths.status()), what="it was read")  # type: ignore[misc]
+                assert len(left) == len(times) - glances
+                assert (paths.status()[0].bandwidth > 0) == reads_direct(there)
+                await measures.close()
+    idle_s, total_s = measuring.processor_time()
+    assert 0 < idle_s < total_s
 
 
 async def test_who_waits_for_a_turn_has_it_when_the_other_has_ended(tmp_path: Path) -> None:
