@@ -188,7 +188,7 @@ class LearnedRecord(Record, frozen=True, kw_only=True):
     """What starts, releases and moves have taken, for the estimates of the next controller. Key ``learned``."""
 
     sandbox: tuple[Measured, ...] = ()
-    """By node; kind ``warm`` or ``cold``."""
+    """By node, and of all; kind ``warm`` or ``cold``."""
     imports: tuple[Measured, ...] = ()
     setup: tuple[Measured, ...] = ()
     rest: tuple[Measured, ...] = ()

@@ -19,9 +19,10 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 RECENT: Final = 9
 """Measurements of which the median is taken: one start that a machine held up moves no expectation, four in a row do
 not either, five do."""
+EVERY_NODE: Final = ""
 WARM_SANDBOX_S: Final = 0.02
 COLD_SANDBOX_S: Final = 3.0
-"""A sandbox taken from the pool, and one whose pool is empty, until a node has shown its own."""
+"""A sandbox taken from the pool, and one whose pool is empty, until a node has shown one."""
 INIT_S: Final = 0.1
 """Import and ``setup`` of a function that never ran."""
 RELEASE_S: Final = 0.2
@@ -56,7 +57,7 @@ class Learned:
     """Seconds, by what they depend on."""
 
     sandbox: Mapping[tuple[str, bool], Recent] = field(default_factory=lambda: _NOTHING)
-    """By node and whether one was waiting in its pool."""
+    """By node and whether one was waiting in its pool; EVERY_NODE: of any node."""
     imports: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
     setup: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
     rest: Mapping[tuple[Version | None, str], Recent] = field(default_factory=lambda: _NOTHING)
@@ -80,7 +81,8 @@ class Learned:
     """Nor any release."""
 
     def sandbox_s(self, node: str, warm: bool) -> float:
-        known = self.sandbox.get((node, warm))
+        """Of a node on which nothing ever started: as on others."""
+        known = self.sandbox.get((node, warm)) or self.sandbox.get((EVERY_NODE, warm))
         return known.middle if known is not None else WARM_SANDBOX_S if warm else COLD_SANDBOX_S
 
     def import_s(self, key: Version) -> float:
@@ -154,7 +156,9 @@ class Learned:
         return replace(
             self,
             least=min(self.least, seconds.get(SANDBOX, self.least)),
-            sandbox=_with(self.sandbox, (node, warm), seconds.get(SANDBOX)),
+            sandbox=_with(
+                _with(self.sandbox, (EVERY_NODE, warm), seconds.get(SANDBOX)), (node, warm), seconds.get(SANDBOX)
+            ),
             imports=_with(self.imports, key, seconds.get(IMPORT)),
             setup=_with(self.setup, key, seconds.get(SETUP)),
         )
