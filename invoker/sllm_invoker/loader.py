@@ -67,8 +67,7 @@ class Loader:
                 await self._refresh(control)  # who is told that it is there may ask for its devices
                 self._control, failures = control, 0
                 self._connected.set()
-                if self._quiet:
-                    await control.measure()
+                await self._ask_to_measure()
                 log.info("connected to loaderd at %s", self._socket)
                 await self._watch(control)
                 log.warning("loaderd at %s is gone", self._socket)
@@ -148,7 +147,10 @@ class Loader:
         Before (interpreters import from the same disk, on every core) they would say a tenth of what loads get.
         """
         self._quiet = True
-        if self._control is not None:  # else it is told when it is there
+        await self._ask_to_measure()
+
+    async def _ask_to_measure(self) -> None:
+        if self._quiet and self._control is not None:  # else it is asked when it is there
             try:
                 await self._control.measure()
             except SllmError as error:

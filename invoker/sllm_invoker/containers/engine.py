@@ -17,6 +17,9 @@ from sllm_runtime.protocol.errors import Unavailable
 
 COMMAND_S: Final = 60.0
 """An engine that has not answered by then hangs. A loaded machine takes seconds to start a container."""
+LET_END_S: Final = 2.0
+"""For a command that nobody wants any more: one that is killed leaves temporary files, a container that is half made
+and locks of its store to the next one."""
 MAX_AT_ONCE: Final = 4
 """Commands that one node runs at one time: each is a process of its own, and engines lock their store."""
 _WORDS: Final = 400
@@ -53,17 +56,20 @@ class Engine:
         return (self.program, *self.options)
 
     async def command(self, *words: str, data: bytes | None = None, within_s: float | None = None) -> str:
-        """What the command prints, ``data`` at its stdin. Raises ``EngineFailed``; cancelled, the command is killed."""
+        """What it prints, ``data`` at its stdin. Raises ``EngineFailed``; cancelled, it has LET_END_S to end."""
         async with self.turns:
             try:
-                out, _err = await self._run(words, data, within_s or self.command_s)
+                out, _err = await self._run(words, data, within_s or self.command_s, LET_END_S)
             except EngineFailed as error:
                 for told in self.listeners:
                     told(error)
                 raise
         return out
 
-    async def _run(self, words: Sequence[str], data: bytes | None, within_s: float) -> tuple[str, str]:
+    async def _run(
+        self, words: Sequence[str], data: bytes | None, within_s: float, patient_s: float = 0.0
+    ) -> tuple[str, str]:
+        """What it prints, and its errors. Cancelled, it has ``patient_s`` to end: one that only waits has none."""
         # Files, not pipes: what an engine puts into the background may hold on to a pipe's end for ever.
         with contextlib.ExitStack() as stack:
             out, err = stack.enter_context(_file()), stack.enter_context(_file())
@@ -79,11 +85,12 @@ class Engine:
                 async with asyncio.timeout(within_s):
                     code = await process.wait()
             except TimeoutError as error:
+                patient_s = 0.0
                 raise EngineHangs(
                     f"`{self.kind} {words[0]}` has not ended within {within_s:g} s; see whether {self.kind} answers"
                 ) from error
             finally:
-                await _end(process)
+                await _end(process, patient_s)
             said = _text(err).strip()
             if code != 0:
                 failed = EngineFailed(f"`{self.kind} {words[0]}` failed ({code}): {said[-_WORDS:]}")
@@ -154,10 +161,14 @@ def _text(file: BinaryIO) -> str:
     return file.read().decode(errors="replace")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Nothing of a command goes on without us. What it has put into the background does."""
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+async def _end(process: asyncio.subprocess.Process, patient_s: float) -> None:
+    """Nothing of a command goes on without us after ``patient_s``. What it has put into the background does."""
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patient_s):
+                await process.wait()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sllm_invoker.containers import engine as engines
 from sllm_invoker.containers.engine import Engine, EngineFailed
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 Make = Callable[[str], Engine]
 
@@ -44,6 +45,23 @@ async def test_one_that_hangs_is_given_up_with_all_that_it_started(engine: Make,
     if pid.exists() and (text := pid.read_text()):  # it came so far
         with pytest.raises(ProcessLookupError):
             os.kill(int(text), 0)
+
+
+@pytest.mark.parametrize("takes_s", [0.3, 1000])
+async def test_one_that_nobody_wants_any_more_may_end_but_not_go_on(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_s: float
+) -> None:
+    """What it has begun (a container, a temporary file) it may finish."""
+    monkeypatch.setattr(engines, "LET_END_S", GIVE_UP_S if takes_s < 1 else 0.1)
+    begun, done = tmp_path / "begun", tmp_path / "done"
+    running = asyncio.create_task(engine(f"echo $$ > {begun}; sleep {takes_s}; echo > {done}").command("run"))
+    await until(lambda: begun.exists() and begun.read_text(), what="it has begun")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert done.exists() == (takes_s < 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text()), 0)
 
 
 async def test_who_goes_on_in_the_background_holds_up_nobody(engine: Make) -> None:
