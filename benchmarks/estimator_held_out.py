@@ -4,7 +4,7 @@ started.
 Functions are started on node n1 from both tiers, until what can be learned there is. Copies of their models lie on the
 SSDs of the other nodes, on which nothing starts meanwhile. Then platform after platform begins on a copy of that home,
 and each other node starts one function once from its SSD, and then once from its memory: of its disk there is but what
-its loaderd has probed as it came up, and of the node nothing.
+its loaderd has probed when it had begun, and of the node nothing.
 """
 
 from __future__ import annotations

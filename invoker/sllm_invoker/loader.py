@@ -49,8 +49,7 @@ class Loader:
         """Those of them that ended while loaderd was away; if it is the same one, it has to be told."""
         self._unseen: dict[tuple[str, int], bool] = {}
         """Loads that ``status`` does not have, by sandbox and rank; whether loaderd has begun them since."""
-        self._quiet = False
-        """Whether the node has begun; from then on paths are measured of which no load has told."""
+        self._begun = False
         self._looked = -inf
         self._kept = KeptChunks()
         self.status: Status | None = None
@@ -67,7 +66,6 @@ class Loader:
                 await self._refresh(control)  # who is told that it is there may ask for its devices
                 self._control, failures = control, 0
                 self._connected.set()
-                await self._ask_to_measure()
                 log.info("connected to loaderd at %s", self._socket)
                 await self._watch(control)
                 log.warning("loaderd at %s is gone", self._socket)
@@ -122,7 +120,7 @@ class Loader:
     async def _refresh(self, control: LoaderControl) -> None:
         begun = [load for load, is_so in self._unseen.items() if is_so]
         self._looked = asyncio.get_running_loop().time()
-        status = await control.status()
+        status = await control.status(begun=self._begun)
         for load in begun:
             self._unseen.pop(load, None)
         before, self.status = self.status, status
@@ -141,20 +139,12 @@ class Loader:
         """Living sandboxes whose loads ``status`` has, waiting, under way or done."""
         return self._held - {holder for holder, _ in self._unseen}
 
-    async def measure(self) -> None:
-        """The node has begun, nothing else keeps it busy: this loaderd and those to come may measure disk and stores.
+    def begun(self) -> None:
+        """The node has: from their next status on, this loaderd and those to come may measure disk and stores.
 
         Before (interpreters import from the same disk, on every core) they would say a tenth of what loads get.
         """
-        self._quiet = True
-        await self._ask_to_measure()
-
-    async def _ask_to_measure(self) -> None:
-        if self._quiet and self._control is not None:  # else it is asked when it is there
-            try:
-                await self._control.measure()
-            except SllmError as error:
-                log.info("paths are not measured: %s", error.message)
+        self._begun = True
 
     async def _there(self) -> LoaderControl:
         try:

@@ -152,7 +152,7 @@ class Node:
                 ("loader", self._loader.run()),
                 ("logs", self._sink.run()),
                 ("pool", self._pool.run()),
-                ("measure", self._measure()),
+                ("begin", self._begin()),
                 ("memory", pressure.watch(machine.available, self._settings.pool_floor, self._pool.press)),
                 ("ticks", self._tick()),
             ):
@@ -194,12 +194,12 @@ class Node:
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    async def _measure(self) -> None:
+    async def _begin(self) -> None:
         """Once the first sandboxes wait: how fast the disk is cannot be found out while they are made."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BEGUN_S):
                 await self._pool.filled()
-        await self._loader.measure()
+        self._loader.begun()
 
     async def _tick(self) -> None:
         while True:

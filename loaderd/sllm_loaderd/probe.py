@@ -56,16 +56,23 @@ class ProbeRead(Task):
             os.close(fd)
 
 
-def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None]) -> int:
-    """Have the largest of ``files`` read, if the disk was not measured yet; how many bytes will be. Blocking.
-
-    ``on_end`` is called when the last of them was, in the thread of the path; never where ``paths`` closes before.
-    """
+def unmeasured(files: Iterable[Path], paths: Paths) -> tuple[int, Path] | None:
+    """The largest of ``files`` and its bytes, if it says something of the disk, and no load has. Blocking."""
     if any(status.path == DISK and status.bandwidth for status in paths.status()):
-        return 0
-    nbytes, file = max(_sizes(files), default=(0, Path()))
-    if nbytes < LEAST:
-        return 0
+        return None
+    largest = max(_sizes(files), default=(0, Path()))
+    return largest if largest[0] >= LEAST else None
+
+
+def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None]) -> list[ProbeRead]:
+    """Have what is ``unmeasured`` of ``files`` read: the reads, for ``Paths.cancel``. Blocking.
+
+    ``on_end`` is called when the last of them was done, in the thread of the path; never where ``paths`` closes before.
+    """
+    found = unmeasured(files, paths)
+    if found is None:
+        return []
+    nbytes, file = found
     pieces = min(nbytes, MOST) // _PIECE
     memory = mmap.mmap(-1, _PIECE)
     memory.write(bytes(_PIECE))  # its pages are there before the clock runs; all reads may share them
@@ -76,8 +83,9 @@ def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None]) -> in
         if next(left) == 0:
             on_end()
 
-    paths.put([ProbeRead(number, file, _PIECE, memory, ended) for number in range(pieces)], len(PRIORITIES) - 1)
-    return pieces * _PIECE
+    reads = [ProbeRead(number, file, _PIECE, memory, ended) for number in range(pieces)]
+    paths.put(reads, len(PRIORITIES) - 1)
+    return reads
 
 
 class StoreRead(Task):

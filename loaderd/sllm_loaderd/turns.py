@@ -8,6 +8,10 @@ import contextlib
 import errno
 import socket
 from collections.abc import AsyncIterator
+from typing import Final
+
+_AGAIN_S: Final = 0.02
+"""Somebody has the name and does not listen, as for a moment before it does: it is tried again after this."""
 
 
 @contextlib.asynccontextmanager
@@ -15,7 +19,7 @@ async def turn(name: str) -> AsyncIterator[None]:
     """Wait until nobody else on this machine has ``name``, and have it. The caller sets the deadline.
 
     The name is an abstract Unix socket's: no file is left by who is killed, and who waits is told by its connection's
-    end. Programs in other network namespaces have names of their own.
+    end. Programs in other network namespaces have names of their own, and anybody in this one may take a name.
     """
     loop = asyncio.get_running_loop()
     address = f"\0{name}"
@@ -25,7 +29,7 @@ async def turn(name: str) -> AsyncIterator[None]:
                 with _socket() as waits, contextlib.suppress(OSError):  # it has just ended
                     await loop.sock_connect(waits, address)
                     await loop.sock_recv(waits, 1)
-                await asyncio.sleep(0)  # also where it ends before it listens
+                await asyncio.sleep(_AGAIN_S)
                 continue
             yield
             return

@@ -291,7 +291,7 @@ async def test_an_engine_that_is_killed_while_it_starts_a_container_leaves_none(
         pytest.skip(f"{engine.kind}'s daemon goes on with what a killed command has asked for")
     killing = tmp_path / "killing"
     killing.write_text(
-        f'#!/bin/sh\ncase " $* " in *\' run \'*) ;; *) exec {engine.program} "$@" ;; esac\n'
+        f'#!/bin/sh\ncase " $* " in *\' run \'*sllm-test-*) ;; *) exec {engine.program} "$@" ;; esac\n'
         f'{engine.program} "$@" & sleep {after_s}; kill -9 $!; wait $!\n'
     )
     killing.chmod(0o755)

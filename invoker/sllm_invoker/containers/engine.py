@@ -18,8 +18,8 @@ from sllm_runtime.protocol.errors import Unavailable
 COMMAND_S: Final = 60.0
 """An engine that has not answered by then hangs. A loaded machine takes seconds to start a container."""
 LET_END_S: Final = 2.0
-"""For a command that nobody wants any more: one that is killed leaves temporary files, a container that is half made
-and locks of its store to the next one."""
+"""At most, for a command that nobody wants any more: one that is killed leaves temporary files, a container that is
+half made and locks of its store to the next one. Whose owner cancels it again is killed then."""
 MAX_AT_ONCE: Final = 4
 """Commands that one node runs at one time: each is a process of its own, and engines lock their store."""
 _WORDS: Final = 400
@@ -56,7 +56,7 @@ class Engine:
         return (self.program, *self.options)
 
     async def command(self, *words: str, data: bytes | None = None, within_s: float | None = None) -> str:
-        """What it prints, ``data`` at its stdin. Raises ``EngineFailed``; cancelled, it has LET_END_S to end."""
+        """What it prints, ``data`` at its stdin. Raises ``EngineFailed``; cancelled, it may end (LET_END_S)."""
         async with self.turns:
             try:
                 out, _err = await self._run(words, data, within_s or self.command_s, LET_END_S)

@@ -25,7 +25,6 @@ from sllm_runtime.protocol.loader import (
     Keep,
     ListModels,
     Load,
-    Measure,
     ModelInfo,
     ModelList,
     Pin,
@@ -114,10 +113,6 @@ class LoaderControl(ControlWire):
         """Keep room in the pool for a model; 0 ends it."""
         await self.ask(Reserve(request=self.number, model=model, nbytes=nbytes), Done, deadline_s)
 
-    async def measure(self, deadline_s: float = DEADLINE_S) -> None:
-        """Have the disk and the stores measured of which no load has told: nothing else keeps this node busy now."""
-        await self.ask(Measure(request=self.number), Done, deadline_s)
-
     async def grant(
         self,
         holder: str,
@@ -152,9 +147,9 @@ class LoaderControl(ControlWire):
         """Every process of the sandbox ``holder`` is dead: its chunks may be used again."""
         await self.ask(Gone(request=self.number, holder=holder), Done, deadline_s)
 
-    async def status(self, deadline_s: float = DEADLINE_S) -> Status:
-        """What each tier holds, paths and queues."""
-        return (await self.ask(GetStatus(request=self.number), Status, deadline_s))[0]
+    async def status(self, deadline_s: float = DEADLINE_S, *, begun: bool = False) -> Status:
+        """What each tier holds, paths and queues. ``begun``: the node has, see ``GetStatus``."""
+        return (await self.ask(GetStatus(request=self.number, begun=begun), Status, deadline_s))[0]
 
     async def adopt(self, batch: KeptBatch, deadline_s: float = DEADLINE_S) -> Adopted:
         """Bring back chunks that an earlier loaderd handed out; which of them serve, or are at least counted."""

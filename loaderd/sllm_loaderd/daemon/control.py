@@ -39,7 +39,6 @@ from sllm_runtime.protocol.loader import (
     ListModels,
     Load,
     LoadProgress,
-    Measure,
     ModelList,
     Pin,
     Register,
@@ -148,7 +147,9 @@ class ControlConnection:
         match request:
             case ListModels():
                 return ModelList(request=number, models=tuple(await asyncio.to_thread(service.store.digests)))
-            case GetStatus():
+            case GetStatus(begun=begun):
+                if begun:
+                    service.measuring.begun()
                 return self._status(number)
             case Keep(models=models):
                 service.store.ssd.keep(models)
@@ -158,8 +159,6 @@ class ControlConnection:
                 await service.evict(model)
             case Reserve(model=model, nbytes=nbytes):
                 service.residency.reserve(model, nbytes)
-            case Measure():
-                service.measuring.begin()
             case Gone(holder=holder):
                 self._holders.gone(holder)
             case _:

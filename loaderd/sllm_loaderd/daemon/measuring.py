@@ -1,4 +1,5 @@
-"""When the disk and the stores are measured: once the node has begun, one loaderd of a machine after the other."""
+"""When the disk and the stores are measured: once the node has begun, the disk while its machine is quiet, and by one
+loaderd after the other."""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ from typing import Final
 import psutil
 
 from sllm_loaderd.paths import Paths
-from sllm_loaderd.probe import probe, probe_stores
+from sllm_loaderd.probe import probe, probe_stores, unmeasured
 from sllm_loaderd.store import ModelStore
 from sllm_loaderd.turns import turn
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import SllmError
 
 log = logging.getLogger(__name__)
 
-WITHIN_S: Final = 10.0
-"""A disk that is not measured by then (loads go first, so do other nodes of the machine) is by the first load."""
 IDLE: Final = 0.5
 """Share of the machine's processor time that nobody uses while it counts as quiet: a read that waits for a core says
 nothing of the disk."""
 QUIET_WITHIN_S: Final = 5.0
 """One that is busy for longer is measured as it is."""
+READ_WITHIN_S: Final = 10.0
+"""A disk that is not measured by then (loads go first, so do the machine's other loaderds) is by the first load."""
 _GLANCE_S: Final = 0.1
 
 
@@ -36,20 +37,36 @@ class Measuring:
         """``used``: see ``processor_time``."""
         self._store, self._paths, self._used = store, paths, used
         self._tasks = Tasks("measuring")
+        self._disk: asyncio.Task[None] | None = None
+        self._begun = False
 
-    def begin(self, uri: str = "") -> None:
+    def begun(self) -> None:
+        """The node has. Repeatable."""
+        if not self._begun:
+            self._begun = True
+            self.look()
+
+    def look(self, uri: str = "") -> None:
         """Have the disk measured, and all stores or that of ``uri``."""
-        self._tasks.start(self._measure(uri), uri or "paths")
+        self._tasks.start(self._stores(uri), f"stores {uri}")
+        if self._disk is None or self._disk.done():
+            self._disk = self._tasks.start(self._measure_disk(), "disk")
 
-    async def _measure(self, uri: str) -> None:
-        with contextlib.suppress(Unavailable):  # this loader is stopping
+    async def _stores(self, uri: str) -> None:
+        try:
             await asyncio.to_thread(lambda: probe_stores(self._store.stores(uri), self._paths))
-            try:
-                async with asyncio.timeout(WITHIN_S), turn(f"sllm-disk-{self._store.device}"):
-                    await self._quiet()
-                    await self._disk()
-            except TimeoutError:
-                log.info("the disk was not measured within %g s: the first load will tell", WITHIN_S)
+        except SllmError as error:  # it cannot be reached, or this loader is stopping
+            log.info("stores are not measured: %s", error.message)
+
+    async def _measure_disk(self) -> None:
+        if await asyncio.to_thread(lambda: unmeasured(self._store.files(), self._paths)) is None:
+            return
+        await self._quiet()
+        try:
+            async with asyncio.timeout(READ_WITHIN_S), turn(f"sllm-disk-{self._store.device}"):
+                await self._read()
+        except TimeoutError:
+            log.info("the disk was not measured within %g s: the first load will tell", READ_WITHIN_S)
 
     async def _quiet(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -61,14 +78,19 @@ class Measuring:
                     if idle - idle_before >= IDLE * (total - before):
                         return
 
-    async def _disk(self) -> None:
+    async def _read(self) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def on_end() -> None:
             loop.call_soon_threadsafe(ended.set)
 
-        if await asyncio.to_thread(lambda: probe(self._store.files(), self._paths, on_end)):
-            await ended.wait()
+        reads = await asyncio.to_thread(lambda: probe(self._store.files(), self._paths, on_end))
+        try:
+            if reads:
+                await ended.wait()
+        finally:
+            for read in reads:  # late, or given up: in another one's turn it would say nothing
+                self._paths.cancel(read)
 
     async def close(self) -> None:
         """Wait for nothing more."""
@@ -78,4 +100,4 @@ class Measuring:
 def processor_time() -> tuple[float, float]:
     """Seconds of all cores: idle (not: waiting for a disk), and all."""
     times = psutil.cpu_times()
-    return times.idle, sum(times)
+    return times.idle, sum(times[:8])  # what virtual machines used is among what programs did

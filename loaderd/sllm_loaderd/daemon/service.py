@@ -162,7 +162,7 @@ class LoaderService:
         info = await self.describe(digest)
         self._sizes[digest] = info.nbytes
         self._prepare()
-        self.measuring.begin(uri)
+        self.measuring.look(uri)
         return info
 
     def lacks(self, digest: str) -> bool:

@@ -193,10 +193,6 @@ class Reserve(Request, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Measure(Request, frozen=True, kw_only=True):
-    """The node has begun: find out how fast the disk and the stores are of which no load has told. ``Done`` follows."""
-
-
 class Grant(Request, frozen=True, kw_only=True):
     """A sandbox's own connection with rights to just this model. Answer: ``Granted`` with one descriptor.
 
@@ -259,7 +255,10 @@ class Stored(Message, frozen=True, kw_only=True):
 
 
 class GetStatus(Request, frozen=True, kw_only=True):
-    """Answer: ``Status``."""
+    """Answer: ``Status``. ``begun``: the node has, and from now on disk and stores of which no load has told may be
+    measured."""
+
+    begun: bool = False
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -542,8 +541,8 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 ControlRequest: TypeAlias = (
-    Hello | Register | ListModels | Describe | Validate | Delete | Load | Copy | Keep | Pin | Evict | Reserve | Measure
-    | Grant | Gone | GetStatus | Cancel | Adopt | AdoptDevice | Stored
+    Hello | Register | ListModels | Describe | Validate | Delete | Load | Copy | Keep | Pin | Evict | Reserve | Grant
+    | Gone | GetStatus | Cancel | Adopt | AdoptDevice | Stored
 )  # fmt: skip
 SandboxRequest: TypeAlias = Hello | Load | Detach | Reorder | Cancel
 Answer: TypeAlias = (

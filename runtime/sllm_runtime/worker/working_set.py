@@ -48,7 +48,7 @@ class Pages:
 
 
 class WorkingSet:
-    """What children of this process had of its memory for themselves when they had started."""
+    """What children of this process had of its memory for themselves soon after they had started."""
 
     def __init__(self) -> None:
         self._copied: Any = np.empty(0, np.int64)
@@ -58,14 +58,15 @@ class WorkingSet:
         """For ``take``."""
 
     def look(self, pid: int) -> None:
-        """Record what the child ``pid`` has, which has just started; not of each. Nothing if it has gone, or if this
-        kernel does not say."""
+        """Record what the child ``pid`` has, which has started, and may have run its first call; not of each. Nothing
+        if it has gone, or if this kernel does not say."""
         self._starts += 1
         if self._starts > LOOKS and self._starts & (self._starts - 1):
             return
         try:
             copied, mapped = _touched(pid)
         except OSError:
+            self._starts -= 1  # the next one instead
             return
         copied = np.union1d(self._copied, copied)
         if copied.size * _PAGE > MOST:  # a function that goes through all memory says nothing of others

@@ -12,6 +12,7 @@ import pytest
 from sllm_invoker import process_driver
 from sllm_invoker.pool import WarmPool
 from sllm_invoker.process_driver import ProcessDriver
+from sllm_invoker.sandbox import PLAIN, Sandbox, Wish
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.invoker import SCRIPTED
@@ -99,6 +100,19 @@ async def test_a_start_that_gives_up_loses_no_sandbox() -> None:
         async with asyncio.timeout(GIVE_UP_S):
             sandbox = await pool.acquire()
         await sandbox.close()
+
+
+async def test_one_that_cannot_be_filled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for its node to begin waits no longer."""
+
+    async def create(driver: ProcessDriver, name: str, wish: Wish = PLAIN) -> Sandbox:
+        raise Unavailable("no process can be made")
+
+    monkeypatch.setattr(ProcessDriver, "create", create)
+    async with pool_of(1) as pool, asyncio.timeout(GIVE_UP_S):
+        await pool.filled.wait()
+        assert isinstance(pool.last_error, Unavailable)
+        assert pool.idle == 0
 
 
 async def test_refilling_leaves_a_start_alone_for_a_moment() -> None:

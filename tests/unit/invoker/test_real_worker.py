@@ -14,6 +14,7 @@ import pytest
 
 from sllm_invoker import machine
 from sllm_invoker.fork_server import ZYGOTE
+from sllm_loaderd.probe import LEAST
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.limits import CHUNK_BYTES
@@ -87,6 +88,20 @@ async def node(nats: Nats, tmp_path: Path) -> AsyncIterator[NodeUnderTest]:  # n
         node_under_test(nats, tmp_path, fork_server=ZYGOTE, loaderd_socket=storage.socket, pool_size=2) as under,
     ):
         yield under
+
+
+async def test_the_disk_is_measured_when_the_first_workers_wait(nats: Nats, tmp_path: Path) -> None:  # noqa: F811
+    """And not while they are made."""
+    model = tmp_path / "data" / "models" / ("ab" * 32)
+    model.mkdir(parents=True)
+    (model / partition_name(0)).write_bytes(bytes(2 * LEAST))
+    async with (
+        loaderd(tmp_path) as storage,
+        node_under_test(nats, tmp_path, loaderd_socket=storage.socket) as under,
+    ):
+        await until(lambda: under.status.paths, what="its disk is read")
+        assert {status.pool_idle for status in under.statuses if status.paths} == {1}
+        assert 0 in {status.pool_idle for status in under.statuses}, "it has reported before"
 
 
 async def answer(node: NodeUnderTest, wanted: StartInstance, body: object = None) -> list[object]:

@@ -7,6 +7,8 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from sllm_loaderd.daemon import measuring
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.probe import LEAST, MOST, MOST_OF_STORE, MOST_STORES, STORE_S, probe, probe_stores
 from sllm_loaderd.store import ModelStore
+from sllm_loaderd.task import Task
 from sllm_loaderd.turns import turn
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
@@ -42,6 +45,10 @@ def reads_direct(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def size_of(reads: Sequence[Task]) -> int:
+    return sum(read.nbytes for read in reads)
 
 
 def fail() -> None:
@@ -68,33 +75,32 @@ async def test_the_largest_file_is_read_behind_all_loads(tmp_path: Path) -> None
     gone = tmp_path / "c"
     with contextlib.closing(Paths(lambda path: 2)) as paths:
         ended = threading.Event()
-        assert probe([small, large, gone], paths, ended.set) == 2 * LEAST
+        assert size_of(probe([small, large, gone], paths, ended.set)) == 2 * LEAST
         await until(lambda: idle(paths.status()), what="it was read")
         assert ended.is_set(), "whoever waits for its end is told"
         (disk,) = paths.status()
         assert disk.path == DISK
         assert (disk.bandwidth > 0) == reads_direct(large)
         if disk.bandwidth:
-            assert probe([large], paths, fail) == 0, "once"
+            assert probe([large], paths, fail) == [], "once"
 
 
 def test_no_more_is_read_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(Paths(lambda path: 1)) as paths:
         put: list[tuple[int, int]] = []
         monkeypatch.setattr(paths, "put", lambda tasks, priority: put.append((len(tasks), priority)))
-        assert probe([], paths, fail) == 0
-        assert probe([file(tmp_path, "a", LEAST - 1)], paths, fail) == 0
+        assert probe([], paths, fail) == []
+        assert probe([file(tmp_path, "a", LEAST - 1)], paths, fail) == []
         large = tmp_path / "b"
         with large.open("wb") as sparse:
             sparse.truncate(MOST + 7 * MIB)
-        assert probe([large], paths, fail) == MOST
+        assert size_of(probe([large], paths, fail)) == MOST
         assert [priority for _, priority in put] == [len(PRIORITIES) - 1]
 
 
 async def test_a_node_with_models_says_how_fast_its_disk_is_before_it_loads_one(tmp_path: Path) -> None:
-    """Each loaderd that its invoker meets, once that has begun, and one of them at a time."""
+    """Each loaderd that its invoker meets, once that has begun."""
     there = file(tmp_path / "data" / "models" / ("ab" * 32), "partition_0.bin", 2 * LEAST)
-    disk = f"sllm-disk-{there.stat().st_dev}"
     invoker, tasks = Loader(tmp_path / "loaderd.sock"), Tasks("test")
     tasks.start(invoker.run(), "loader")
 
@@ -103,36 +109,92 @@ async def test_a_node_with_models_says_how_fast_its_disk_is_before_it_loads_one(
         return idle(paths) and (paths[0].bandwidth > 0) == reads_direct(there)
 
     try:
-        async with turn(disk):
-            async with loaderd(tmp_path) as daemon:
+        for _ in range(2):
+            async with loaderd(tmp_path):
                 await until(lambda: invoker.status is not None, what="they know each other")
-                await invoker.measure()
-                assert (await daemon.control.status()).paths == (), "another one has its turn"
-                daemon.process.kill()
+                invoker.begun()
+                await until(measured, what="the disk is measured")
             await until(lambda: invoker.status is None, what="the invoker knows that it is gone")
-        async with loaderd(tmp_path):
-            await until(measured, what="the next one measures the disk, without being asked again")
     finally:
         await tasks.close()
         await invoker.close()
 
 
-async def test_a_busy_machine_is_measured_when_it_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ModelStore]:
+    """With a model, on a disk that no other process's loaderd has."""
+    file(tmp_path / "models" / ("ab" * 32), "partition_0.bin", 2 * LEAST)
+    with contextlib.closing(ModelStore(tmp_path)) as made:
+        made.device = -os.getpid()
+        yield made
+
+
+async def test_a_disk_is_measured_in_turn(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has none in time has read nothing, and may be asked again."""
+    monkeypatch.setattr(measuring, "_GLANCE_S", 0.001)
+    with contextlib.closing(Paths(lambda path: 2)) as paths:
+        glances = count()
+        measures = measuring.Measuring(store, paths, lambda: (now := float(next(glances)), now))
+        async with turn(f"sllm-disk-{store.device}"):
+            monkeypatch.setattr(measuring, "READ_WITHIN_S", 0.2)
+            measures.look()
+            assert measures._disk is not None
+            await measures._disk
+            assert next(glances) >= 2, "it was quiet"
+            monkeypatch.setattr(measuring, "READ_WITHIN_S", GIVE_UP_S)
+            measures.look()
+            await asyncio.sleep(0.1)
+            assert paths.status() == ()
+        await until(lambda: idle(paths.status()), what="it was read")
+        await measures.close()
+
+
+async def test_what_is_not_read_in_time_is_not_read_in_the_turn_of_another(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "QUIET_WITHIN_S", 0.0)
+    monkeypatch.setattr(measuring, "READ_WITHIN_S", 0.2)
+    with contextlib.closing(Paths(lambda path: 1)) as paths:
+        held, go = threading.Event(), threading.Event()
+        paths.put([Holds(held, go)], 0)
+        await until(held.is_set, what="the disk is in use")
+        measures = measuring.Measuring(store, paths, lambda: (0.0, 1.0))
+        measures.look()
+        assert measures._disk is not None
+        await measures._disk
+        go.set()
+        await until(lambda: idle(paths.status()), what="the disk is free")
+        assert paths.status()[0].bandwidth == 0
+        await measures.close()
+
+
+class Holds(Task):
+    """The disk's only thread, until it may go on."""
+
+    def __init__(self, held: threading.Event, go: threading.Event) -> None:
+        super().__init__(0, 0, (DISK,), lambda task, error: None)
+        self._held, self._go = held, go
+
+    def run(self, path: str) -> None:
+        self._held.set()
+        assert self._go.wait(GIVE_UP_S)
+
+
+async def test_a_busy_machine_is_measured_when_it_is_quiet(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or when it has been busy for long."""
     monkeypatch.setattr(measuring, "_GLANCE_S", 0.001)
-    there = file(tmp_path / "models" / ("ab" * 32), "partition_0.bin", 2 * LEAST)
     times = [(idle, float(total)) for total, idle in enumerate((0.0, 0.4, 0.8, 1.2, 1.8))]
-    with contextlib.closing(ModelStore(tmp_path)) as store:
-        for long, glances in ((60.0, 5), (0.0, 1)):
-            monkeypatch.setattr(measuring, "QUIET_WITHIN_S", long)
-            left = list(reversed(times))
-            with contextlib.closing(Paths(lambda path: 2)) as paths:
-                measures = measuring.Measuring(store, paths, left.pop)
-                measures.begin()
-                await until(lambda paths=paths: idle(paths.status()), what="it was read")  # type: ignore[misc]
-                assert len(left) == len(times) - glances
-                assert (paths.status()[0].bandwidth > 0) == reads_direct(there)
-                await measures.close()
+    for long, glances in ((GIVE_UP_S, 5), (0.0, 1)):
+        monkeypatch.setattr(measuring, "QUIET_WITHIN_S", long)
+        left = list(reversed(times))
+        with contextlib.closing(Paths(lambda path: 2)) as paths:
+            measures = measuring.Measuring(store, paths, left.pop)
+            measures.begun()
+            measures.begun()
+            await until(lambda paths=paths: idle(paths.status()), what="it was read")  # type: ignore[misc]
+            assert len(left) == len(times) - glances
+            assert (paths.status()[0].bandwidth > 0) == all(map(reads_direct, store.files()))
+            await measures.close()
     idle_s, total_s = measuring.processor_time()
     assert 0 < idle_s < total_s
 
@@ -227,7 +289,7 @@ async def test_a_node_says_how_fast_a_store_is_before_it_loads_from_it(tmp_path:
                 if begins:
                     await daemon.control.register(f"{server.url}/model")
                 else:
-                    await daemon.control.measure()
+                    await daemon.control.status(begun=True)
 
                 async def measured() -> bool:
                     paths = (await daemon.control.status()).paths
