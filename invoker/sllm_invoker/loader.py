@@ -31,6 +31,9 @@ RETRY_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 STATUS_S: Final = 1.0
 BUSY_S: Final = 0.1
 """Between looks at loaderd while it brings what a start waits for; at its beginning and at its end as well."""
+_AGAIN: Final = 3
+"""A status is asked for so often at most, where loads begin all the while: told with one that may be in it as well, the
+next start would wait for that twice."""
 _SOURCES_BYTES: Final = MAX_MESSAGE // 2
 
 
@@ -118,14 +121,21 @@ class Loader:
                 continue
 
     async def _refresh(self, control: LoaderControl) -> None:
-        begun = [load for load, is_so in self._unseen.items() if is_so]
-        self._looked = asyncio.get_running_loop().time()
-        status = await control.status(begun=self._begun)
+        for _ in range(_AGAIN):
+            begun = self._loading()
+            self._looked = asyncio.get_running_loop().time()
+            status = await control.status(begun=self._begun)
+            if self._loading() <= begun:  # else whether it has those that have begun meanwhile is not to be known
+                break
         for load in begun:
             self._unseen.pop(load, None)
         before, self.status = self.status, status
         if before is None or _shown(status) != _shown(before):
             self._on_change()
+
+    def _loading(self) -> set[tuple[str, int]]:
+        """Of ``_unseen``, those that loaderd has begun."""
+        return {load for load, is_so in self._unseen.items() if is_so}
 
     async def _look(self, control: LoaderControl) -> None:
         """What loaderd does is another thing now: see it before STATUS_S is over."""

@@ -28,7 +28,7 @@ class Bandwidth:
     its last ones are fewer the path seems slower. With 0.5 s a disk of 600 MB/s had 561 after each load.
     """
 
-    def __init__(self, horizon: float = 2.0) -> None:
+    def __init__(self, horizon: float = 3.0) -> None:
         self._horizon = horizon
         self._bytes = 0.0
         self._seconds = 0.0

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,28 @@ async def test_a_load_is_in_the_queues_that_the_node_tells_of_before_it_counts_a
         await until(lambda: loader.status and loader.status.resident[0].nbytes == model.nbytes, WAIT, "it has ended")
         await loader.gone("one")
         assert not loader.shown
+
+
+async def test_a_status_that_may_have_a_load_that_counts_as_unseen_is_not_told(tmp_path: Path) -> None:
+    """It began after the status was asked for and before that was answered: asked again, it is in it for sure."""
+    async with loaderd(tmp_path) as daemon:
+        told = Loader(tmp_path / "loaderd.sock")
+        told._unseen["one", 0] = told._unseen["two", 0] = False
+        asked = list[int]()
+        ask = daemon.control.status
+
+        async def status(**options: Any) -> Status:
+            answer = await ask(**options)
+            asked.append(len(asked))
+            if len(asked) == 1:
+                told._unseen["one", 0] = True
+            return answer
+
+        daemon.control.status = status  # type: ignore[method-assign, assignment]
+        await told._refresh(daemon.control)
+        assert len(asked) == 2
+        assert told._unseen == {("two", 0): False}
+        assert told.status is not None
 
 
 @pytest.mark.chaos
