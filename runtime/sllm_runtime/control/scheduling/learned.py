@@ -13,6 +13,7 @@ from sllm_runtime.protocol.limits import MOST_PROOFS
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, Span
 
 K = TypeVar("K")
+V = TypeVar("V")
 Version: TypeAlias = tuple[str, int]
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
@@ -120,20 +121,14 @@ class Learned:
 
     def started(self, key: Version) -> Learned:
         """With one more start of version ``key``, whatever it took."""
-        kept = {name: count for name, count in self.starts.items() if name != key}
-        while len(kept) >= _MOST:
-            del kept[next(iter(kept))]
-        return replace(self, starts={**kept, key: self.starts.get(key, 0) + 1})
+        return replace(self, starts=_newest(self.starts, key, self.starts.get(key, 0) + 1))
 
     def proved(self, key: Version, proof: str) -> Learned:
         """With what an instance of version ``key`` found out about its numerics."""
         known = self.proofs.get(key, ())
         if proof in known:
             return self
-        kept = {name: proofs for name, proofs in self.proofs.items() if name != key}
-        while len(kept) >= _MOST:
-            del kept[next(iter(kept))]
-        return replace(self, proofs={**kept, key: (*known, proof)[-MOST_PROOFS:]})
+        return replace(self, proofs=_newest(self.proofs, key, (*known, proof)[-MOST_PROOFS:]))
 
     def missed(self, key: Version, tier: str, seconds: float, own: float = 0.0) -> Learned:
         """With one more start that took ``seconds`` more than its parts did. ``own``: what of it says
@@ -171,10 +166,7 @@ class Learned:
     def resumed(self, model: str, tokens: float, took_s: float) -> Learned:
         """With one more call of ``model`` that had so many ``tokens`` and took ``took_s`` to go on elsewhere."""
         line = self.moves.get(model, NO_MOVES).after(tokens, took_s)
-        kept = {name: known for name, known in self.moves.items() if name != model}
-        while len(kept) >= _MOST:
-            del kept[next(iter(kept))]
-        return replace(self, moves={**kept, model: line})
+        return replace(self, moves=_newest(self.moves, model, line))
 
 
 def _apart(
@@ -187,8 +179,12 @@ def _apart(
 def _with(known: Mapping[K, Recent], key: K, seconds: float | None) -> Mapping[K, Recent]:
     if seconds is None:
         return known
-    before = known.get(key, Recent((), 0.0))
-    kept = {name: recent for name, recent in known.items() if name != key}
+    return _newest(known, key, known.get(key, Recent((), 0.0)).after(seconds))
+
+
+def _newest(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
+    """With ``key`` as the newest; of more than _MOST the oldest goes."""
+    kept = {name: each for name, each in known.items() if name != key}
     while len(kept) >= _MOST:
         del kept[next(iter(kept))]
-    return {**kept, key: before.after(seconds)}
+    return {**kept, key: value}
