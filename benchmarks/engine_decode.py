@@ -16,7 +16,7 @@ from benchmarks.engine_models import Demo, asked, outputs, prompts
 from benchmarks.engine_peers import Answer, Peer, llama
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, ratio
-from benchmarks.runner import Run
+from benchmarks.runner import Run, in_turn
 
 BATCHES: Final = (1, 4, 8, 16)
 FEW: Final = (1, 8)
@@ -89,8 +89,7 @@ def _alternate(
     }
     reference: Outputs = {}
     for number in range(-1, run.rounds):
-        first = max(number, 0) % len(ways)
-        for system, way in (*list(ways.items())[first:], *list(ways.items())[:first]):
+        for system, way in in_turn(tuple(ways.items()), max(number, 0)):
             found = way()
             if number < 0:
                 reference = reference or found.outputs

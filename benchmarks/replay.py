@@ -5,7 +5,8 @@ this machine's cores), 32 functions, each with a model of its own: the demo mode
 lie in a store that gives 20 MiB a second to all; the nodes' SSDs have room for 1.5 times as many, their DRAM for half.
 Every run begins alike: a copy of each model on one node's SSD, in turn, nothing in memory, warm pools full. A seeded
 trace (``replay_trace``) is replayed over HTTP, with a thread and a connection for each call: the same one for all
-systems, in turn, another one in each round.
+systems, in turn, another one in each round. Each round begins with another policy, since what ran before (Ray, most of
+all) leaves the machine's caches to others.
 
 A sample is a call's startup latency: from the moment it was due to its first token at the caller, queueing included.
 Calls that were not served wholly within 300 s count with 300 s, and so do those with a wrong answer: all are compared,
@@ -53,7 +54,7 @@ from benchmarks.replay_platform import (
     write_models,
 )
 from benchmarks.replay_trace import CV, LENGTHS, Shape, trace
-from benchmarks.runner import Run, main
+from benchmarks.runner import Run, in_turn, main
 
 OURS: Final = "startup-time"
 POLICIES: Final = (OURS, "random", "availability", "locality", "preemption")
@@ -189,7 +190,7 @@ def _replay(bench: Bench, seed: int) -> None:
     missing = peers_missing()
     try:
         for number in range(bench.scale.rounds):
-            for policy in POLICIES:
+            for policy in in_turn(POLICIES, number):
                 bench.ours("replay", policy, bench.scale.shape, seed + number)
             if not missing:
                 missing = _try_rays(bench, seed + number)
@@ -210,14 +211,14 @@ def _try_rays(bench: Bench, seed: int) -> str:
 
 
 def _sweep_devices(bench: Bench, seed: int) -> None:
-    for devices in bench.scale.devices:
-        for policy in bench.scale.swept:
+    for number, devices in enumerate(bench.scale.devices):
+        for policy in in_turn(bench.scale.swept, number):
             bench.ours(f"sweep_devices: {devices} a node", policy, bench.scale.shape, seed, devices)
 
 
 def _sweep_models(bench: Bench, seed: int) -> None:
-    for models in bench.scale.models:
-        for policy in bench.scale.swept:
+    for number, models in enumerate(bench.scale.models):
+        for policy in in_turn(bench.scale.swept, number):
             bench.ours(f"sweep_models: {models}", policy, replace(bench.scale.shape, functions=models), seed)
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +23,14 @@ from benchmarks.charts import write_charts
 from benchmarks.programs import ProgramFailed, Usage
 from benchmarks.record import Aim, Case, Record
 from sllm_runtime.protocol.errors import SllmError
+
+T = TypeVar("T")
+
+
+def in_turn(systems: Sequence[T], number: int) -> Sequence[T]:
+    """All of them, in round ``number``: each begins with another one, since each finds what the one before has left."""
+    first = number % len(systems)
+    return (*systems[first:], *systems[:first])
 
 
 @dataclass

@@ -315,6 +315,7 @@ class Node:
             labels=self._labels,
             draining=self._instances.draining,
             pool_idle=self._pool.idle,
+            sandbox_s=self._pool.made_s,
             models=loader.models if loader is not None else (),
             resident=resident(loader) if loader is not None else (),
             remote=remote(loader) if loader is not None else (),

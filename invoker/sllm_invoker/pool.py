@@ -61,6 +61,8 @@ class WarmPool:
         """Set once as many wait as shall, or none can be made: the node has begun."""
         self.last_error: SllmError | None = None
         """Why the last attempt to make a sandbox failed; None after a success."""
+        self.made_s = 0.0
+        """Seconds in which the last one was made; 0: none was."""
 
     @property
     def idle(self) -> int:
@@ -135,6 +137,8 @@ class WarmPool:
         return max(0, size + len(self._waiters) - len(self._idle) - len(self._making))
 
     async def _make(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             sandbox = await self._driver.create(sandbox_name(), self._wish)
         except SllmError as error:
@@ -145,10 +149,10 @@ class WarmPool:
             self._failures += 1
             self.last_error = error
             self.filled.set()
-            self._retry_at = asyncio.get_running_loop().time() + delay
+            self._retry_at = loop.time() + delay
             log.warning("no sandbox could be made, trying again in %.1f s: %s", delay, error.message)
             return
-        self._failures, self.last_error = 0, None
+        self._failures, self.last_error, self.made_s = 0, None, loop.time() - began
         sandbox.exited.add_done_callback(lambda _future: self._died(sandbox))
         self._put(sandbox)
 

@@ -53,6 +53,11 @@ class WarmPools:
         """Warm sandboxes that any function may take."""
         return self._plain.idle
 
+    @property
+    def made_s(self) -> float:
+        """Seconds in which the last of those was made; 0: none was."""
+        return self._plain.made_s
+
     async def filled(self) -> None:
         """Wait until the plain pool was filled once, or could not be. The caller sets the deadline."""
         await self._plain.filled.wait()

@@ -132,6 +132,9 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     pool_idle: int = 0
     """Pre-warmed sandboxes that wait."""
+    sandbox_s: float = 0.0
+    """Seconds in which its last sandbox for any function was made: what a start takes that finds none waiting. 0: none
+    was made yet."""
     models: tuple[str, ...] = ()
     """Digests on its SSD."""
     resident: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from benchmarks.replay import LEAST_CALLS, OURS, POLICIES, judge
 from benchmarks.replay_client import LIMIT_S, Heard, Told, checked, play, sums
 from benchmarks.replay_platform import PUBLISHED, Beginning, Scene, name_of, share_out, write_models
 from benchmarks.replay_trace import CV, LENGTHS, Arrival, Shape, trace
-from benchmarks.runner import Run
+from benchmarks.runner import Run, in_turn
 from sllm_invoker.machine import parse_gpus
 from sllm_loaderd.devices.fake import parse_fake_devices
 from sllm_loaderd.verify import open_checkpoint
@@ -25,6 +25,12 @@ from sllm_runtime.control.scheduling import policies
 from sllm_runtime.protocol.limits import CHUNK_BYTES
 
 SHAPES = st.builds(Shape, functions=st.integers(1, 64), calls=st.integers(1, 200), seconds=st.floats(0.1, 600.0))
+
+
+def test_each_round_begins_with_another_system() -> None:
+    rounds = [in_turn(POLICIES, number) for number in range(2 * len(POLICIES))]
+    assert [first for first, *_ in rounds] == [*POLICIES, *POLICIES]
+    assert all(sorted(each) == sorted(POLICIES) for each in rounds)
 
 
 @given(SHAPES, st.integers(0, 2**32))

@@ -96,6 +96,7 @@ async def test_it_says_what_it_has_and_is_named_for_ps(daemon: Daemon) -> None:
     assert status.python == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert psutil.Process(daemon.process.pid).cmdline()[0].startswith(f"sllm-invoker {NODE}")
     await until(lambda: daemon.statuses[-1].pool_idle == 2, what="its pool is filled")
+    assert daemon.statuses[-1].sandbox_s > 0, "what a start takes that finds the pool empty"
 
 
 async def test_sigterm_ends_everything_in_order_and_callers_are_told(daemon: Daemon) -> None:

@@ -38,7 +38,9 @@ async def pool_of(size: int, **options: Any) -> AsyncIterator[WarmPool]:
 async def test_it_fills_itself_and_each_is_used_once() -> None:
     async with pool_of(2) as pool:
         assert not pool.filled.is_set()
+        assert pool.made_s == 0.0
         await until(lambda: pool.idle == 2, what="it is full")
+        assert 0.0 < pool.made_s < GIVE_UP_S
         await until(pool.filled.is_set, what="it says so")
         taken = [await pool.acquire() for _ in range(3)]
         assert len({sandbox.pid for sandbox in taken}) == 3

@@ -18,11 +18,11 @@ def estimate(
     tier, queue, coming, read = _weights(server, model)
     if device and server.link and model is not None:  # chunks go on as they come: the slower way counts
         read = max(read, model.largest / server.link)
-    warm = server.status.pool_idle > 0
+    warm = server.warm > 0
     return Estimate(
         tier=tier,
         warm=warm,
-        sandbox=learned.sandbox_s(server.name, warm),
+        sandbox=learned.sandbox_s(server.name, warm, server.status.sandbox_s),
         imports=learned.import_s(key),
         queue=queue,
         coming=coming,

@@ -81,9 +81,13 @@ class Learned:
     least_release: float = RELEASE_S
     """Nor any release."""
 
-    def sandbox_s(self, node: str, warm: bool) -> float:
-        """Of a node on which nothing ever started: as on others."""
-        known = self.sandbox.get((node, warm)) or self.sandbox.get((EVERY_NODE, warm))
+    def sandbox_s(self, node: str, warm: bool, made: float = 0.0) -> float:
+        """Of a node on which nothing ever started: as on others. Where no start ever found the pool of ``node`` empty:
+        the seconds in which it made the last one for that, if it says so (``made``)."""
+        known = self.sandbox.get((node, warm))
+        if known is None and made and not warm:
+            return max(made, self.least)
+        known = known or self.sandbox.get((EVERY_NODE, warm))
         return known.middle if known is not None else WARM_SANDBOX_S if warm else COLD_SANDBOX_S
 
     def import_s(self, key: Version) -> float:

@@ -160,7 +160,7 @@ def _weightless(servers: Servers, kind: str) -> Iterator[tuple[float, Server]]:
     """Those with a warm sandbox first."""
     cold = []
     for server in servers.by_memory(kind):
-        if server.status.pool_idle > 0:
+        if server.warm > 0:
             yield 0.0, server
         else:
             cold.append(server)

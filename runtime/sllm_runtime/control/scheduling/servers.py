@@ -53,6 +53,8 @@ class Server:
     coming: int
     """Bytes of weights that its queues do not show: of what was sent for since its report, and what it says itself. By
     ``path`` not told apart."""
+    warm: int
+    """Sandboxes that wait, without those that starts sent since its report will take."""
 
     @cached_property
     def held(self) -> Mapping[str, tuple[Gpu, ...]]:
@@ -129,6 +131,7 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
     assert capacity is not None
     stored = Stored.of(status, before.stored if before is not None else None)
     yielding, working, starting = _sorted_out(there)
+    unseen = _unseen(starting, status) if starting else []
     return Server(
         name=name,
         node=node,
@@ -140,7 +143,8 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
         spare=_by_kind(capacity.gpus),
         yielding=tuple(yielding),
         working=tuple(working),
-        coming=status.coming + (_coming(view, starting, status, stored) if starting else 0),
+        coming=status.coming + (_coming(view, unseen, stored) if unseen else 0),
+        warm=status.pool_idle - len(unseen),
     )
 
 
@@ -166,9 +170,14 @@ def _sorted_out(there: Mapping[str, Instance]) -> tuple[list[Instance], list[Ins
     return yielding, working, starting
 
 
-def _coming(view: View, starting: Sequence[Instance], status: NodeStatus, stored: Stored) -> int:
+def _unseen(starting: Sequence[Instance], status: NodeStatus) -> list[Instance]:
+    """Those that its report does not know."""
     reported = {instance.instance for instance in status.instances}
-    models = (view.model_of(i.key) for i in starting if i.record.instance not in reported)
+    return [instance for instance in starting if instance.record.instance not in reported]
+
+
+def _coming(view: View, unseen: Sequence[Instance], stored: Stored) -> int:
+    models = (view.model_of(instance.key) for instance in unseen)
     return sum(model.nbytes for model in models if model is not None and model.digest not in stored.dram)
 
 

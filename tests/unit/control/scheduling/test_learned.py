@@ -9,12 +9,19 @@ from sllm_runtime.control.instances import report
 from sllm_runtime.control.reports import observe
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
-from sllm_runtime.control.scheduling.learned import OVER, RECENT, RELEASE_S, Learned
+from sllm_runtime.control.scheduling.learned import (
+    COLD_SANDBOX_S,
+    OVER,
+    RECENT,
+    RELEASE_S,
+    WARM_SANDBOX_S,
+    Learned,
+)
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import Instance, View
 from sllm_runtime.protocol.limits import MOST_PROOFS
 from sllm_runtime.protocol.loader import link_of
-from sllm_runtime.protocol.node import InstanceStatus, PathLoad
+from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, PathLoad
 from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, WEIGHTS, Span
@@ -58,6 +65,22 @@ def test_the_first_start_is_believed_and_later_ones_move_the_median() -> None:
     assert learned.sandbox_s("b", True) == 0.002
     assert learned.sandbox_s("c", True) == 0.003, "the middle of what starts took of late, wherever they were"
     assert learned.sandbox_s("a", True) == 0.05
+
+
+def test_an_empty_pool_takes_what_its_node_took_to_make_one_until_a_start_has_found_it_so() -> None:
+    where = node("a", pool_idle=0, sandbox_s=0.25)
+    started = Learned().after(KEY, "b", False, spans(0.5, 0.0, 0.0))
+
+    def guess(learned: Learned, status: NodeStatus) -> float:
+        return estimate(Servers().of(cluster(status))["a"], KEY, None, learned).sandbox
+
+    assert guess(Learned(), node("a", pool_idle=0)) == COLD_SANDBOX_S
+    assert guess(started, node("a", pool_idle=0)) == 0.5, "as on others"
+    assert guess(started, where) == 0.25, "but this one has been measured itself"
+    assert guess(started.after(KEY, "a", False, spans(0.75, 0.0, 0.0)), where) == 0.75
+    assert guess(started, msgspec.structs.replace(where, pool_idle=1)) == WARM_SANDBOX_S
+    hasty = msgspec.structs.replace(where, sandbox_s=0.001)
+    assert guess(Learned(), hasty) == Learned().least, "no sandbox takes less, or starts were looked for in vain"
 
 
 def test_proofs_are_kept_by_version_the_last_ones() -> None:

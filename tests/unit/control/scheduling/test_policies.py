@@ -10,9 +10,11 @@ import pytest
 from sllm_runtime.control import instances
 from sllm_runtime.control.daemon import ControllerSettings
 from sllm_runtime.control.placement import Evict, Place, Policy, Refuse, Wait
+from sllm_runtime.control.reports import observe
 from sllm_runtime.control.scheduling.policies import POLICIES, Availability, Locality, StartupTime
 from sllm_runtime.control.view import View
-from sllm_runtime.protocol.node import PathLoad
+from sllm_runtime.protocol.node import InstanceStatus, PathLoad
+from sllm_runtime.protocol.states import InstanceState
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place, queued
 
 M = model("m", 2 * GB)
@@ -84,6 +86,28 @@ def test_what_was_sent_for_since_the_report_counts_as_queued() -> None:
     assert second.node != first.node
     assert second.estimate is not None
     assert second.estimate.coming == 0.0
+
+
+def test_what_was_sent_for_since_the_report_takes_the_sandbox_that_waits() -> None:
+    view, _ = function(cluster(*(node(name, gpus=2) for name in ("a", "b"))), "first")
+    view, _ = function(view, "chat")
+    first = place(StartupTime(), view, "first")
+    assert isinstance(first, Place)
+    assert first.estimate is not None
+    assert first.estimate.warm
+    there = idle(view, "first", first.node).instances[f"first-on-{first.node}-0"]
+    sent = msgspec.structs.replace(there.record, state="PENDING")
+    before = view.put_instance(replace(there, record=sent, seen=None, ready_at=None))
+    second = place(StartupTime(), before, "chat")
+    assert isinstance(second, Place)
+    assert second.node != first.node, "there nothing waits"
+    seen = InstanceStatus(instance=sent.instance, function="first", version=1, state=InstanceState.STARTING)
+    empty = node(second.node, gpus=2, pool_idle=0, sequence=2)
+    took = node(first.node, gpus=2, pool_idle=1, sequence=2, instances=(seen,))
+    after = observe(observe(before, empty, NOW, 0.0), took, NOW, 0.0)
+    third = place(StartupTime(), after, "chat")
+    assert isinstance(third, Place)
+    assert third.node == first.node, "its report knows that start: what waits now is another one"
 
 
 def test_an_idle_instance_ends_for_a_much_quicker_start() -> None:
