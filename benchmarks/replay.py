@@ -3,10 +3,11 @@
 The real platform, four nodes with four virtual devices each (memory and a link of 400 MB/s; what runs there computes on
 this machine's cores), 32 functions, each with a model of its own: the demo model's weights under another digest. Models
 lie in a store that gives 20 MiB a second to all; the nodes' SSDs have room for 1.5 times as many, their DRAM for half.
-Every run begins alike: a copy of each model on one node's SSD, in turn, nothing in memory, warm pools full. A seeded
-trace (``replay_trace``) is replayed over HTTP, with a thread and a connection for each call: the same one for all
-systems, in turn, another one in each round. Each round begins with another policy, since what ran before (Ray, most of
-all) leaves the machine's caches to others.
+Every run begins alike: a copy of each model on one node's SSD, in turn, nothing in memory, warm pools full, each
+node's disk and store measured (a node does so in the seconds after it has begun). A seeded trace (``replay_trace``) is
+replayed over HTTP, with a thread and a connection for each call: the same one for all systems, in turn, another one in
+each round. Each round begins with another policy, since what ran before (Ray, most of all) leaves the machine's caches
+to others.
 
 A sample is a call's startup latency: from the moment it was due to its first token at the caller, queueing included.
 Calls that were not served wholly within 300 s count with 300 s, and so do those with a wrong answer: all are compared,
@@ -50,6 +51,7 @@ from benchmarks.replay_platform import (
     Store,
     caller,
     prepare,
+    until_measured,
     until_there,
     write_models,
 )
@@ -108,6 +110,7 @@ class Bench:
         beginning.drop_copies(home)
         with Platform(home, scene.settings(policy, devices), nodes=scene.nodes) as platform:
             until_there(platform, scene.nodes)
+            until_measured(platform, scene, self.store)
             before, used = Counts.of(platform), platform.program.usage()
             told = play(trace(shape, seed), caller(platform), platform.stop)
             after, spent = Counts.of(platform), platform.program.usage()

@@ -31,6 +31,7 @@ from sllm_runtime.platform.running import read_running
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, FileRecord, decode_index, digest_hex, encode_index
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
+from sllm_runtime.protocol.loader import DISK, path_of
 from sllm_runtime.protocol.timeline import WEIGHTS
 
 PROMPT: Final = "class Parser"
@@ -181,6 +182,18 @@ def until_there(platform: Platform, nodes: int) -> None:
         return len(found) == nodes and all(int(node["pool_idle"]) >= wanted for node in found)
 
     _until(there, f"{nodes} nodes with full pools")
+
+
+def until_measured(platform: Platform, scene: Scene, store: Store) -> None:
+    """Until each node knows what its disk gives, and ``store``: they measure both when they have begun, so that a
+    platform which is up for some seconds knows. Raises ``ProgramFailed``."""
+    wanted = {DISK, path_of(store.url)}
+
+    def known(node: str) -> set[str]:
+        storage = platform.client.request("GET", f"{API}/nodes/{node}")["storage"]
+        return {path["path"] for path in storage["paths"] if path["bandwidth"] > 0} if storage is not None else set()
+
+    _until(lambda: all(known(node) >= wanted for node in scene.names), "measured disks and stores")
 
 
 def _until_copied(platform: Platform, scene: Scene) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sllm_invoker.bounds import NAME_BYTES, REPORTED_BYTES, clip, clip_names, clip_report, clip_spans, clip_tokens
+from sllm_invoker.bounds import NAME_BYTES, clip, clip_names, clip_report, clip_spans, clip_tokens
 from sllm_invoker.work import Work
 from sllm_runtime.protocol.errors import SllmError
-from sllm_runtime.protocol.limits import PROOF_S
+from sllm_runtime.protocol.limits import MAX_PROOF, PROOF_S
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import SANDBOX, Span, shift
@@ -47,7 +47,7 @@ class Account:
 
     def ready(self, ready: Ready, now: float) -> None:
         """Its worker serves."""
-        self._proof, self._ready_at = ready.proof if len(ready.proof) <= REPORTED_BYTES else "", now
+        self._proof, self._ready_at = ready.proof if len(ready.proof) <= MAX_PROOF else "", now
         self._fingerprint = clip(ready.fingerprint, NAME_BYTES)
         self._capabilities = clip_names(ready.capabilities)
         self._spans = (*self._prepared, *shift(clip_spans(ready.spans), self._assigned_ms))

@@ -106,11 +106,9 @@ class ForkServer:
         """Process id of the child we started (in a namespace: of ``unshare``); 0 when there is none."""
         return self._child.pid if self._child is not None and self._child.process is not None else 0
 
-    async def spawn(self, name: str, sock: socket.socket, stdout: int, stderr: int) -> Born:
-        """Fork one worker that gets these three. Waits for the fork server if it is just starting.
-
-        Raises ``Unavailable`` after READY_S + SPAWN_S, when the fork server ended, or does not get ready.
-        """
+    async def ready(self) -> None:
+        """Wait for the fork server if it is just starting. Raises ``Unavailable`` after READY_S, or if it ended too
+        often before it was ready."""
         try:
             async with asyncio.timeout(READY_S):
                 await self._settled.wait()
@@ -119,6 +117,13 @@ class ForkServer:
         if self._why:
             text = f"the fork server has ended {self._stillborn} times before it was ready: {self._why}"
             raise Unavailable(text)
+
+    async def spawn(self, name: str, sock: socket.socket, stdout: int, stderr: int) -> Born:
+        """Fork one worker that gets these three.
+
+        Raises ``Unavailable`` as ``ready`` does, after SPAWN_S more, and when the fork server ended.
+        """
+        await self.ready()
         if self._wire is None:  # it ended between getting ready and our turn
             raise Unavailable("the fork server has just ended")
         birth: asyncio.Future[Born] = asyncio.get_running_loop().create_future()

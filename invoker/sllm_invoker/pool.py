@@ -62,7 +62,7 @@ class WarmPool:
         self.last_error: SllmError | None = None
         """Why the last attempt to make a sandbox failed; None after a success."""
         self.made_s = 0.0
-        """Seconds in which the last one was made; 0: none was."""
+        """Seconds in which the last one was made, once one could be begun; 0: none was."""
 
     @property
     def idle(self) -> int:
@@ -138,8 +138,9 @@ class WarmPool:
 
     async def _make(self) -> None:
         loop = asyncio.get_running_loop()
-        began = loop.time()
         try:
+            await self._driver.ready(self._wish)
+            began = loop.time()
             sandbox = await self._driver.create(sandbox_name(), self._wish)
         except SllmError as error:
             if not self._patient:

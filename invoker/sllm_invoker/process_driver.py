@@ -220,11 +220,13 @@ class ProcessDriver:
         """Workers leave the network by themselves, and see the machine's devices."""
         return True
 
+    async def ready(self, wish: Wish = PLAIN) -> None:
+        """Its fork server is. Raises ``Unavailable``."""
+        await self._running.ready()
+
     async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
         """Fork one worker and wait for its ``Hello``. Raises ``Unavailable``."""
-        if self._server is None:
-            raise Unavailable("the process driver was not started")
-        sandbox = await self._fork(self._server, name)
+        sandbox = await self._fork(self._running, name)
         try:
             async with asyncio.timeout(HELLO_S):
                 payload = await sandbox.wire.receive()
@@ -244,6 +246,12 @@ class ProcessDriver:
             await sandbox.close()
             raise
         return sandbox
+
+    @property
+    def _running(self) -> ForkServer:
+        if self._server is None:
+            raise Unavailable("the process driver was not started")
+        return self._server
 
     async def _fork(self, server: ForkServer, name: str) -> ProcessSandbox:
         ours, theirs = socket.socketpair()

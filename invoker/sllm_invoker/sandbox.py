@@ -116,6 +116,9 @@ class SandboxDriver(Protocol):
     def serves(self, wish: Wish) -> bool:
         """Whether any warm sandbox will do."""
 
+    async def ready(self, wish: Wish = PLAIN) -> None:
+        """Wait until one could be begun: its fork server runs, its image is there. Raises ``Unavailable``."""
+
     async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
         """A warm sandbox: its worker said ``Hello``. Raises ``Unavailable`` when none can be made now."""
 

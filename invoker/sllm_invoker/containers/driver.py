@@ -120,10 +120,17 @@ class ContainerDriver:
         """Those that wait have no network and no device."""
         return wish == PLAIN
 
-    async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
-        """A container whose worker has said ``Hello``. Raises ``Unavailable``, at once if the engine does not work."""
+    async def ready(self, wish: Wish = PLAIN) -> None:
+        """The engine works, and its image is there: a function's own was made before it was asked for. Raises
+        ``Unavailable``."""
         if self._health.problem:
             raise Unavailable(self._health.problem)
+        if not wish.image:
+            await self._named()
+
+    async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
+        """A container whose worker has said ``Hello``. Raises ``Unavailable``, at once if the engine does not work."""
+        await self.ready(wish)
         sandbox = await self._make(name, wish)
         try:
             sandbox.hello = await self._greeting(sandbox)

@@ -58,8 +58,8 @@ CONTROLLER_WAIT_S: Final = 15.0
 servers of a cluster elect a leader of their own within this."""
 
 CHUNK_BYTES: Final = 16 * MIB
-MAX_PROOF: Final = 4 * KIB
-"""Longest ``Ready.proof`` that an invoker keeps."""
+MAX_PROOF: Final = 2 * KIB
+"""Longest ``Ready.proof`` that an invoker keeps, and reports."""
 PROOF_S: Final = 10.0
 """So long a node's reports have the proof of an instance that became ready: one may be lost, not all of them."""
 MOST_PROOFS: Final = 4

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sllm_invoker.account import Account
-from sllm_invoker.bounds import REPORTED_BYTES
-from sllm_runtime.protocol.limits import PROOF_S
+from sllm_runtime.protocol.limits import MAX_PROOF, PROOF_S
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.worker import Ready
 from tests.fixtures.invoker import order
@@ -18,7 +17,7 @@ from tests.fixtures.invoker import order
         ("found", 0.0, "found"),
         ("found", PROOF_S - 0.1, "found"),
         ("found", PROOF_S, ""),
-        ("x" * (REPORTED_BYTES + 1), 0.0, ""),
+        ("x" * (MAX_PROOF + 1), 0.0, ""),
         ("", 0.0, ""),
     ],
 )

@@ -14,7 +14,7 @@ from sllm_runtime.control.placement import Migrate, Request, may_start
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moves import MOST_MOVES, Amounts, Movable, Moves, Target, search
 from sllm_runtime.control.scheduling.rooms import CLOSE_S, Room, Start, by_time, quickest
-from sllm_runtime.control.scheduling.servers import Server, at_work
+from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.view import Instance, Key, Move, View
 
 SETTLED_S: Final = 30.0
@@ -99,13 +99,6 @@ class Going(NamedTuple):
     need: Need
     held: _Held
     rooms: list[Room]
-
-
-def removable(view: View, instance: Instance, now: float) -> bool:
-    """Whether its running calls could go on elsewhere now: it is engine-backed and resumable, was not moved within
-    SETTLED_S, and nothing is being done to it."""
-    settled = at_work(instance) and _settled(view, instance, now - SETTLED_S)
-    return settled and instance.record.instance not in _moved(view, now, SETTLED_S)
 
 
 def _settled(view: View, instance: Instance, until: float) -> bool:

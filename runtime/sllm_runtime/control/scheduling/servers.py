@@ -148,11 +148,6 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
     )
 
 
-def at_work(instance: Instance) -> bool:
-    """Whether it works on calls that could go on elsewhere."""
-    return instance.ready and instance.running > 0 and instance.carries
-
-
 def _sorted_out(there: Mapping[str, Instance]) -> tuple[list[Instance], list[Instance], list[Instance]]:
     """Those that are idle or on their way out, those at work on what could go on elsewhere, those that start."""
     yielding, working, starting = [], [], []

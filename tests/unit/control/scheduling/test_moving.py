@@ -19,7 +19,8 @@ from sllm_runtime.control.fits import Need, choose_gpus, free, held, short
 from sllm_runtime.control.placement import Evict, Migrate, Place, Policy, Refuse, Wait
 from sllm_runtime.control.plan import Context, SendStart, plan
 from sllm_runtime.control.scheduling.estimate import estimate
-from sllm_runtime.control.scheduling.moving import MOST_SERVERS, SETTLED_S, removable
+from sllm_runtime.control.scheduling.index import Servers
+from sllm_runtime.control.scheduling.moving import MOST_SERVERS, SETTLED_S, Moving
 from sllm_runtime.control.scheduling.rooms import CLOSE_S
 from sllm_runtime.control.scheduling.servers import Server, server
 from sllm_runtime.control.scheduling.startup import Preemption, StartupTime
@@ -252,12 +253,13 @@ def brute_force(view: View, key: Key) -> float | None:
     """Seconds of the quickest start over all servers, every set of running instances, and every place for each."""
     servers = {name: server(view, n, n.status) for name, n in view.nodes.items() if n.status is not None}
     need, model = request(view, key).need(view), view.model_of(key)
+    moving = Moving.of(request(view, key), view, Servers(), NOW, SETTLED_S)
     best: float | None = None
     for here in servers.values():
         if not open_to(need, here):
             continue
         start = estimate(here, key, model, view.learned).seconds
-        there = [i for i in here.instances.values() if removable(view, i, NOW)]
+        there = moving.movable(here)
         for size in range(len(there) + 1):
             for gone in itertools.combinations(there, size):
                 memory = here.free.memory + sum(request(view, i.key).need(view).memory for i in gone)
