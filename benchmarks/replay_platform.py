@@ -46,6 +46,7 @@ _MARK: Final = "processor_config.json"
 """A small file that the demo model has not and nothing reads: by it the models differ, in digest alone."""
 _SPARE_CHUNKS: Final = 2
 _THERE_S: Final = 120.0
+MEASURED_S: Final = 20.0
 _LOOK_S: Final = 0.05
 _READY_S: Final = 20.0
 
@@ -184,16 +185,19 @@ def until_there(platform: Platform, nodes: int) -> None:
     _until(there, f"{nodes} nodes with full pools")
 
 
-def until_measured(platform: Platform, scene: Scene, store: Store) -> None:
+def until_measured(platform: Platform, scene: Scene, store: Store) -> bool:
     """Until each node knows what its disk gives, and ``store``: they measure both when they have begun, so that a
-    platform which is up for some seconds knows. Raises ``ProgramFailed``."""
+    platform which is up for some seconds knows. False: some do not after MEASURED_S; their first loads will tell."""
     wanted = {DISK, path_of(store.url)}
 
     def known(node: str) -> set[str]:
         storage = platform.client.request("GET", f"{API}/nodes/{node}")["storage"]
         return {path["path"] for path in storage["paths"] if path["bandwidth"] > 0} if storage is not None else set()
 
-    _until(lambda: all(known(node) >= wanted for node in scene.names), "measured disks and stores")
+    until = time.monotonic() + MEASURED_S
+    while not (there := all(known(node) >= wanted for node in scene.names)) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    return there
 
 
 def _until_copied(platform: Platform, scene: Scene) -> None:

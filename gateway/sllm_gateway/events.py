@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Final
 
 import msgspec
 
@@ -20,6 +21,11 @@ SSE_HEADERS: Headers = [
 ]
 Source = AsyncGenerator[bytes, None]
 Step = asyncio.Task[bytes | SllmError | None]
+Quiet = Callable[[], Awaitable[bytes | None]]
+"""What there is to say while nothing comes: empty: a heartbeat will do; None: nothing may be written now. Raises
+nothing."""
+QUIET_S: Final = 1.0
+"""It is asked this often."""
 
 
 class EventWriter:
@@ -41,38 +47,49 @@ class EventWriter:
         failed: Callable[[SllmError], bytes] = lambda error: sse.event(
             msgspec.json.encode(error_view(error.body(), None)), name="error"
         ),
+        quiet: Quiet | None = None,
     ) -> None:
         """One response. Errors of ``source`` before the first piece (or ``headers_wait``) are raised, later written as
-        ``failed`` says."""
+        ``failed`` says. ``quiet`` is asked what to say while nothing comes."""
         gone = self._tasks.start(_gone(receive), "caller")
+        pause = _Pause(self._heartbeat, quiet)
         step: Step | None = None
+        saying: asyncio.Task[bytes] | None = None
         begun = False
         try:
             while True:
                 step = step or self._tasks.start(_next(source), "next event")
-                wait = self._heartbeat if begun else self._headers_wait
-                await asyncio.wait({step, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                if begun:
+                    saying = saying or self._tasks.start(pause.says(), "pause")
+                awaited = {step, gone, saying} if saying is not None else {step, gone}
+                wait = None if begun else self._headers_wait
+                await asyncio.wait(awaited, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     return
-                piece, last = self._piece(step, begun, failed)
+                said = b""
+                if saying is not None and saying.done():
+                    said, saying = saying.result(), None
+                piece, last = said, False
+                if step.done():  # what was to be said before is no longer so
+                    (piece, last), step = self._piece(step, begun, failed), None
                 if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *headers]})
                     begun = True
                 if not await self._send(piece, send, last=last) or last:
                     return
-                step = None if step.done() else step
+                pause.wrote()
         finally:
             gone.cancel()
-            if step is not None:
-                step.cancel()
-                await asyncio.wait({step})
+            left = {task for task in (step, saying) if task is not None}
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left)
             await source.aclose()
 
     @staticmethod
     def _piece(step: Step, begun: bool, failed: Callable[[SllmError], bytes]) -> tuple[bytes, bool]:
-        """What to write now, and whether it is the last."""
-        if not step.done():
-            return (sse.HEARTBEAT if begun else b""), False
+        """What came, and whether it is the last."""
         piece = step.result()
         if isinstance(piece, SllmError):
             if not begun:
@@ -90,6 +107,38 @@ class EventWriter:
         except TimeoutError:
             return False
         return True
+
+
+class _Pause:
+    """When something is to be said though nothing came: what ``quiet`` has to say, else a heartbeat every ``heartbeat``
+    seconds."""
+
+    def __init__(self, heartbeat: float, quiet: Quiet | None) -> None:
+        self._heartbeat, self._quiet = heartbeat, quiet
+        self._clock = asyncio.get_running_loop().time
+        self._wrote = self._clock()
+
+    def wrote(self) -> None:
+        self._wrote = self._clock()
+
+    async def says(self) -> bytes:
+        """That, once it is to be said."""
+        asked = self._wrote
+        while True:
+            due = self._wrote + self._heartbeat
+            wake = due if self._quiet is None else min(due, max(self._wrote, asked) + QUIET_S)
+            if (left := wake - self._clock()) > 0:
+                await asyncio.sleep(left)
+                continue
+            said: bytes | None = b""
+            if self._quiet is not None:
+                asked, said = self._clock(), await self._quiet()
+            if said:
+                return said
+            if said is None:
+                await asyncio.sleep(QUIET_S)
+            elif self._clock() >= self._wrote + self._heartbeat:
+                return sse.HEARTBEAT
 
 
 async def _next(source: Source) -> bytes | SllmError | None:

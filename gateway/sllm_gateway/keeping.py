@@ -18,6 +18,8 @@ from sllm_gateway.call import Order
 from sllm_gateway.detached import Detached, stream_of
 from sllm_gateway.events import EventWriter
 from sllm_gateway.journal import CLAIMED_S, Journal, digest
+from sllm_gateway.outputs import Stream
+from sllm_gateway.recent import Recent
 from sllm_gateway.replay import After, body_of
 from sllm_gateway.replay import stream_of as encoder_of
 from sllm_runtime.platform.bus import Bus
@@ -35,9 +37,13 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.frames import End, Frame
 from sllm_runtime.protocol.http import CALL_ID
+from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.states import CallState
 
 _KEY: Final = re.compile(rb"[\x20-\x7e]{1,255}")
 _AGAIN_S: Final = 0.1
+_SELDOM: Final = 5
+"""Of a call that runs it is asked every so many times what it waits for."""
 _JSON: Final = (b"content-type", b"application/json")
 
 
@@ -66,9 +72,16 @@ class Keeping:
     """Begins kept calls, and answers from journals."""
 
     def __init__(
-        self, bus: Bus, detached: Detached, journal: Journal, writer: EventWriter, clock: Callable[[], float]
+        self,
+        bus: Bus,
+        detached: Detached,
+        journal: Journal,
+        recent: Recent,
+        writer: EventWriter,
+        clock: Callable[[], float],
     ) -> None:
         self._bus, self._detached, self._journal, self._writer = bus, detached, journal, writer
+        self._recent = recent
         self._clock = clock
 
     # --- beginning --------------------------------------------------------------------------------
@@ -136,7 +149,8 @@ class Keeping:
 
         headers = ((CALL_ID.lower().encode(), order.call.encode()),)
         source = self._read(order, after, at_once)
-        await self._writer.write(source, receive, send, headers=headers, failed=failed)
+        quiet = _Waiting(self._recent, order.call, encoder)
+        await self._writer.write(source, receive, send, headers=headers, failed=failed, quiet=quiet.says)
 
     async def _read(self, order: CallOrder, after: After, at_once: bool) -> AsyncGenerator[bytes, None]:
         journaled, past = Journaled(), False
@@ -210,6 +224,30 @@ class Keeping:
             with contextlib.suppress(Unavailable):
                 self._bus.publish_now(subjects.READING, Reading(call=call))
             await asyncio.sleep(READING_S)
+
+
+class _Waiting:
+    """What the reader of a call is told while nothing comes of it: what it waits for, as the gateway knows that has it.
+    That is in no journal: it says nothing of the answer, and changes with every chunk of a load."""
+
+    def __init__(self, recent: Recent, call: str, encoder: Stream) -> None:
+        self._recent, self._call, self._encoder = recent, call, encoder
+        self._shown: Progress | None = None
+        self._runs = False
+        self._passed = 0
+
+    async def says(self) -> bytes | None:
+        """See ``Quiet``. A call that runs is asked about more seldom: it computes, and may wait again all the same."""
+        self._passed += 1
+        if not self._encoder.inside and (not self._runs or self._passed >= _SELDOM):
+            self._passed = 0
+            with contextlib.suppress(SllmError):
+                told = await self._recent.anywhere(self._call)
+                self._runs = told is not None and told.state is CallState.RUNNING
+                shown, self._shown = self._shown, told.progress if told is not None else None
+                if self._shown not in (None, shown) and not self._encoder.inside:
+                    return self._encoder.progress(self._shown)
+        return None if self._encoder.inside else b""
 
 
 def require_kept(journaled: Journaled) -> None:

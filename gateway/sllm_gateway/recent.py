@@ -18,7 +18,7 @@ from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import CallsTold, CallTold, ExplainCall, ListCalls, place_of
 from sllm_runtime.protocol.ctl import Reply
-from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
+from sllm_runtime.protocol.errors import CallMoved, DeadlineExceeded, SllmError, Unavailable
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.timeline import comment
@@ -55,7 +55,9 @@ class Recent:
         self._subscriptions.clear()
 
     def ended(self, call: Call) -> None:
-        """``call`` is over."""
+        """``call`` is over. One that another gateway goes on with is known there."""
+        if isinstance(call.error, CallMoved):
+            return
         while len(self._ended) >= MOST:
             del self._ended[next(iter(self._ended))]
         kept = Call(replace(call.order, body=b""), call.marks, state=call.state)  # not what it was told, nor its answer
@@ -100,6 +102,7 @@ class Recent:
             timeline=comment(timing.spans(call)),
             error=call.error.message if call.error is not None else "",
             waits=progress_words(waits) if waits is not None else "",
+            progress=waits,
             created=self._zero + call.order.accepted,
             gateway=self._gateway,
             tokens=usage.completion if usage is not None else call.resumption.count if call.resumption else 0,

@@ -12,7 +12,7 @@ from sllm_runtime.protocol.timeline import Span
 NAME_BYTES: Final = 200
 MESSAGE_BYTES: Final = 16 * 1024
 REPORTED_BYTES: Final = 2000
-"""Of an error or a proof in the node's report, which is sent every second."""
+"""Of an error in the node's report, which is sent every second."""
 DETAIL_BYTES: Final = 64 * 1024
 """With the message well below MAX_PART: an error travels in one END frame."""
 MAX_SPANS: Final = 32

@@ -18,8 +18,11 @@ from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.loader import DISK, PRIORITIES
 
-MOST: Final = 64 * MIB
-"""Bytes that are read: 60 ms of a disk of 1 GB/s."""
+READS: Final = 3
+"""Times that a disk is read from, since it may be slow for some tenths of a second; each time another part of the file,
+which nothing on its way has kept."""
+MOST: Final = 32 * MIB
+"""Bytes that are read each time: 30 ms of a disk of 1 GB/s."""
 LEAST: Final = 4 * MIB
 """A file that is smaller says little."""
 _PIECE: Final = 4 * MIB
@@ -58,22 +61,21 @@ class ProbeRead(Task):
 
 def unmeasured(files: Iterable[Path], paths: Paths) -> tuple[int, Path] | None:
     """The largest of ``files`` and its bytes, if it says something of the disk, and no load has. Blocking."""
-    if any(status.path == DISK and status.bandwidth for status in paths.status()):
-        return None
-    largest = max(_sizes(files), default=(0, Path()))
-    return largest if largest[0] >= LEAST else None
+    known = any(status.path == DISK and status.bandwidth for status in paths.status())
+    return None if known else _largest(files)
 
 
-def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None]) -> list[ProbeRead]:
-    """Have what is ``unmeasured`` of ``files`` read: the reads, for ``Paths.cancel``. Blocking.
+def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None], turn: int = 0) -> list[ProbeRead]:
+    """Have what is ``unmeasured`` of ``files`` read: the reads, for ``Paths.cancel``. Blocking. ``turn``: the how
+    manieth of READS; after the first it is measured.
 
     ``on_end`` is called when the last of them was done, in the thread of the path; never where ``paths`` closes before.
     """
-    found = unmeasured(files, paths)
+    found = _largest(files) if turn else unmeasured(files, paths)
     if found is None:
         return []
     nbytes, file = found
-    pieces = min(nbytes, MOST) // _PIECE
+    there, pieces = nbytes // _PIECE, min(nbytes, MOST) // _PIECE
     memory = mmap.mmap(-1, _PIECE)
     memory.write(bytes(_PIECE))  # its pages are there before the clock runs; all reads may share them
     left = count(pieces - 1, -1)
@@ -83,7 +85,8 @@ def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None]) -> li
         if next(left) == 0:
             on_end()
 
-    reads = [ProbeRead(number, file, _PIECE, memory, ended) for number in range(pieces)]
+    numbers = ((turn * pieces + number) % there for number in range(pieces))
+    reads = [ProbeRead(number, file, _PIECE, memory, ended) for number in numbers]
     paths.put(reads, len(PRIORITIES) - 1)
     return reads
 
@@ -124,6 +127,11 @@ def _pieces(source: ByteSource, clock: Callable[[], float]) -> Sequence[StoreRea
     memory.write(bytes(_STORE_PIECE))
     pieces = min(source.nbytes, MOST_OF_STORE) // _STORE_PIECE
     return [StoreRead(number, source, memory, began, clock) for number in range(pieces)]
+
+
+def _largest(files: Iterable[Path]) -> tuple[int, Path] | None:
+    largest = max(_sizes(files), default=(0, Path()))
+    return largest if largest[0] >= LEAST else None
 
 
 def _sizes(files: Iterable[Path]) -> Iterable[tuple[int, Path]]:

@@ -12,7 +12,7 @@ from typing import Final
 import psutil
 
 from sllm_loaderd.paths import Paths
-from sllm_loaderd.probe import probe, probe_stores, unmeasured
+from sllm_loaderd.probe import READS, probe, probe_stores, unmeasured
 from sllm_loaderd.store import ModelStore
 from sllm_loaderd.turns import turn
 from sllm_runtime.platform.owned import Tasks
@@ -27,6 +27,8 @@ QUIET_WITHIN_S: Final = 5.0
 """One that is busy for longer is measured as it is."""
 READ_WITHIN_S: Final = 10.0
 """A disk that is not measured by then (loads go first, so do the machine's other loaderds) is by the first load."""
+BETWEEN_S: Final = 0.2
+"""Between two reads."""
 _GLANCE_S: Final = 0.1
 
 
@@ -63,10 +65,13 @@ class Measuring:
             return
         await self._quiet()
         try:
-            async with asyncio.timeout(READ_WITHIN_S), turn(f"sllm-disk-{self._store.device}"):
-                await self._read()
+            async with asyncio.timeout(READ_WITHIN_S):
+                for number in range(READS):
+                    await asyncio.sleep(BETWEEN_S if number else 0.0)
+                    async with turn(f"sllm-disk-{self._store.device}"):
+                        await self._read(number)
         except TimeoutError:
-            log.info("the disk was not measured within %g s: the first load will tell", READ_WITHIN_S)
+            log.info("the disk was not measured %d times within %g s: loads will tell", READS, READ_WITHIN_S)
 
     async def _quiet(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -78,13 +83,13 @@ class Measuring:
                     if idle - idle_before >= IDLE * (total - before):
                         return
 
-    async def _read(self) -> None:
+    async def _read(self, number: int) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def on_end() -> None:
             loop.call_soon_threadsafe(ended.set)
 
-        reads = await asyncio.to_thread(lambda: probe(self._store.files(), self._paths, on_end))
+        reads = await asyncio.to_thread(lambda: probe(self._store.files(), self._paths, on_end, number))
         try:
             if reads:
                 await ended.wait()

@@ -11,6 +11,7 @@ import msgspec
 
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.frames import Frame, Usage
+from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import Record
 from sllm_runtime.protocol.states import CallState
 
@@ -123,8 +124,9 @@ class ExplainCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class CallTold(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway knows of a call. ``started``: the instance whose start it waited for; ``instance``: where it runs,
-    or ran last. ``timeline`` as in a stream's comment. ``waits``: what for, in words, while it does. ``created``: Unix
-    seconds by the clock of ``gateway``. ``tokens``: that came so far, where ids are kept or it has ended."""
+    or ran last. ``timeline`` as in a stream's comment. ``waits``: what for, in words, while it does, and ``progress``
+    for who reads its stream elsewhere. ``created``: Unix seconds by the clock of ``gateway``. ``tokens``: that came so
+    far, where ids are kept or it has ended."""
 
     call: str
     function: str
@@ -135,6 +137,7 @@ class CallTold(msgspec.Struct, frozen=True, kw_only=True):
     timeline: str = ""
     error: str = ""
     waits: str = ""
+    progress: Progress | None = None
     created: float = 0.0
     gateway: str = ""
     tokens: int = 0

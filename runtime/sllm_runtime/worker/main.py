@@ -60,8 +60,10 @@ _LINE_S = 0.1
 _SWITCH_S = 0.0005
 """A thread waits no longer than this for the interpreter. The engine lets go of it for moments that are too short for
 others to take it: with the usual 5 ms a token waited for most of the next step before its call's thread told it."""
-_WARM_S = 0.1
-"""A worker for which nobody waited for so long prepares itself: before, others may be starting that need the cores."""
+_WARM_S = 0.02
+"""A worker that has no assignment by then prepares itself: one that was forked for a start mostly has it by then, and
+one that has not stops as soon as it comes. With 0.1 s a start right after the pool was refilled found a worker that had
+prepared nothing."""
 _BROKEN_S = 10.0
 """Calls that need no weights have so long to end in an instance whose weights do not come."""
 

@@ -47,7 +47,7 @@ from sllm_runtime.protocol.node import InstanceStatus, NodeStatus
 from sllm_runtime.protocol.records import Route, RouteEntry
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.stream import Inbox, Outbox
-from tests.fixtures.nats import CONTROLLER, GATEWAY, NODE, Nats
+from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 BEAT_S = 0.2
@@ -361,4 +361,28 @@ async def world(nats: Nats, scripts: dict[str, Script] | None = None, **fields: 
         await tasks.close()
         await node.close()
         await controller.close()
+        listener.close()
+
+
+@asynccontextmanager
+async def second(nats: Nats) -> AsyncIterator[httpx.AsyncClient]:
+    """Another gateway of the same cluster."""
+    settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0, drain=0.2)
+    listener = listen(settings)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    tasks = Tasks("http 2")
+    try:
+        client = httpx.AsyncClient(base_url=url, verify=False)
+        async with running(await nats.bus(GATEWAY_2), settings) as gateway, client as http:
+            server = make_server(gateway, settings)
+            serving = tasks.start(server.serve([listener]), "serve")
+            await until(lambda: server.started)
+            try:
+                yield http
+            finally:
+                server.should_exit = True
+                await gateway.drain()
+                await serving
+    finally:
+        await tasks.close()
         listener.close()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
+import pytest
 
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.node import AWAITS_NODE, Progress
@@ -11,7 +12,7 @@ from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.gateway.peer import Run, entry, hang, manifest, world
+from tests.unit.gateway.peer import Run, entry, hang, manifest, second, world
 
 SSE = {"accept": "text/event-stream"}
 
@@ -99,8 +100,10 @@ async def _lines(response: httpx.Response, wanted: str) -> AsyncIterator[str]:
             yield line
 
 
-async def test_who_waits_for_room_is_told_why_when_that_changes(nats: Nats) -> None:
-    """On ``/fn`` as an event, on ``/v1`` as a comment, and of a kept call by its status."""
+async def test_who_waits_for_room_is_told_why_when_that_changes(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ``/fn`` as an event, on ``/v1`` as a comment, and of a kept call by its status and its events, whichever
+    gateway is asked."""
+    monkeypatch.setattr("sllm_gateway.events.QUIET_S", 0.02)
     described = manifest("hang", queue_timeout=60, engine=True, model="m")
     asked: list[bool] = []
     reasons = ["all capacity is in use: needs 1 GPU", "waits for calls to end on n1"]
@@ -112,7 +115,7 @@ async def test_who_waits_for_room_is_told_why_when_that_changes(nats: Nats) -> N
             await changed.wait()
         return Acquired(pending=reasons[changed.is_set()])
 
-    async with world(nats, headers_wait=0.05) as w:
+    async with world(nats, headers_wait=0.05) as w, second(nats) as elsewhere:
         w.controller.on_acquire = full
         await w.deploy(described, script=hang)
         chat = {"model": "hang", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -120,10 +123,13 @@ async def test_who_waits_for_room_is_told_why_when_that_changes(nats: Nats) -> N
         async with (
             w.http.stream("POST", "/fn/hang", headers=SSE) as events,
             w.http.stream("POST", "/v1/chat/completions", json=chat) as comments,
+            elsewhere.stream("GET", f"/v1/calls/{kept}/events") as kept_events,
         ):
             found, said = _lines(events, '"stage":"capacity"'), _lines(comments, ": progress capacity ")
+            read = _lines(kept_events, '"stage":"capacity"')
             assert reasons[0] in await anext(found)
             assert reasons[0] in await anext(said)
+            assert reasons[0] in await anext(read)
             assert (await w.http.get(f"/v1/calls/{kept}")).json()["waits"] == f"capacity {reasons[0]}"
             explained = w.gateway._recent.here(kept)
             assert explained is not None
@@ -131,6 +137,7 @@ async def test_who_waits_for_room_is_told_why_when_that_changes(nats: Nats) -> N
             changed.set()
             assert reasons[1] in await anext(found)
             assert reasons[1] in await anext(said)
+            assert reasons[1] in await anext(read)
         assert asked[:2] == [False, True], "whoever does not know why asks so"
         await w.http.post(f"/v1/calls/{kept}/cancel")
         await until(lambda: not len(w.gateway.calls))

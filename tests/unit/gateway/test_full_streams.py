@@ -23,8 +23,8 @@ from sllm_runtime.protocol.limits import KIB, MAX_BODY, MAX_PART, MIB
 from sllm_runtime.protocol.subjects import BODIES_STREAM, CALLS_STREAM, JOURNAL_STREAM, KEYS_STREAM, call_entry
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import Run, entry, manifest, world
-from tests.unit.gateway.test_kept_calls import ASYNC, Gate, count, events_of, key, reaches, second, state_of, written
+from tests.unit.gateway.peer import Run, entry, manifest, second, world
+from tests.unit.gateway.test_kept_calls import ASYNC, Gate, count, events_of, key, reaches, state_of, written
 from tests.unit.gateway.test_succession import asked
 
 

@@ -2,26 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from sllm_gateway import keeping
-from sllm_gateway.app import running
 from sllm_gateway.journal import Journal
-from sllm_gateway.server import listen, make_server
-from sllm_gateway.settings import GatewaySettings
-from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import Reading
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.frames import FrameKind, Ids, Usage
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import Run, entry, manifest, world
+from tests.unit.gateway.peer import Run, entry, manifest, second, world
 
 SSE = {"accept": "text/event-stream"}
 ASYNC = {"prefer": "respond-async"}
@@ -56,30 +50,6 @@ class Gate:
         if not run.cancelled.is_set():
             run.out(1)
         run.end()
-
-
-@asynccontextmanager
-async def second(nats: Nats) -> AsyncIterator[httpx.AsyncClient]:
-    """Another gateway of the same cluster."""
-    settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0, drain=0.2)
-    listener = listen(settings)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    tasks = Tasks("http 2")
-    try:
-        client = httpx.AsyncClient(base_url=url, verify=False)
-        async with running(await nats.bus(GATEWAY_2), settings) as gateway, client as http:
-            server = make_server(gateway, settings)
-            serving = tasks.start(server.serve([listener]), "serve")
-            await until(lambda: server.started)
-            try:
-                yield http
-            finally:
-                server.should_exit = True
-                await gateway.drain()
-                await serving
-    finally:
-        await tasks.close()
-        listener.close()
 
 
 async def state_of(http: httpx.AsyncClient, call: str) -> dict[str, Any]:

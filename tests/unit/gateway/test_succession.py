@@ -36,9 +36,8 @@ from sllm_runtime.protocol.subjects import JOURNAL_STREAM, LIVES_STREAM, life_be
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.heir import REACHED
-from tests.unit.gateway.peer import Run, entry, manifest, world
+from tests.unit.gateway.peer import Run, entry, manifest, second, world
 from tests.unit.gateway.test_faults import SSE
-from tests.unit.gateway.test_kept_calls import second
 from tests.unit.gateway.test_resumption import engine
 
 

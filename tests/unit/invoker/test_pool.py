@@ -38,15 +38,33 @@ async def pool_of(size: int, **options: Any) -> AsyncIterator[WarmPool]:
 async def test_it_fills_itself_and_each_is_used_once() -> None:
     async with pool_of(2) as pool:
         assert not pool.filled.is_set()
-        assert pool.made_s == 0.0
         await until(lambda: pool.idle == 2, what="it is full")
-        assert 0.0 < pool.made_s < GIVE_UP_S
         await until(pool.filled.is_set, what="it says so")
         taken = [await pool.acquire() for _ in range(3)]
         assert len({sandbox.pid for sandbox in taken}) == 3
         await until(lambda: pool.idle == 2, what="it is full again")
         for sandbox in taken:
             await sandbox.close()
+
+
+async def test_it_says_how_long_one_takes_to_be_made_once_that_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    can, began = asyncio.Event(), list[float]()
+    ready, clock = ProcessDriver.ready, asyncio.get_running_loop().time
+
+    async def waits(driver: ProcessDriver, wish: Wish = PLAIN) -> None:
+        await can.wait()
+        await ready(driver, wish)
+        began.append(clock())
+
+    monkeypatch.setattr(ProcessDriver, "ready", waits)
+    async with pool_of(1) as pool:
+        asked = clock()
+        await asyncio.sleep(0.2)
+        assert pool.made_s == 0.0
+        can.set()
+        await until(lambda: pool.idle == 1, what="it is full")
+        assert 0.0 < pool.made_s <= clock() - began[0]
+        assert began[0] - asked >= 0.2
 
 
 async def test_without_warm_ones_a_start_waits_for_the_one_being_made() -> None:

@@ -19,7 +19,7 @@ from sllm_invoker.loader import Loader
 from sllm_loaderd.convert.directory import convert_directory
 from sllm_loaderd.daemon import measuring
 from sllm_loaderd.paths import Paths
-from sllm_loaderd.probe import LEAST, MOST, MOST_OF_STORE, MOST_STORES, STORE_S, probe, probe_stores
+from sllm_loaderd.probe import LEAST, MOST, MOST_OF_STORE, MOST_STORES, READS, STORE_S, probe, probe_stores
 from sllm_loaderd.store import ModelStore
 from sllm_loaderd.task import Task
 from sllm_loaderd.turns import turn
@@ -82,7 +82,31 @@ async def test_the_largest_file_is_read_behind_all_loads(tmp_path: Path) -> None
         assert disk.path == DISK
         assert (disk.bandwidth > 0) == reads_direct(large)
         if disk.bandwidth:
-            assert probe([large], paths, fail) == [], "once"
+            assert probe([large], paths, fail) == [], "it is measured"
+
+
+async def test_a_disk_is_read_from_several_times_each_time_elsewhere(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "QUIET_WITHIN_S", 0.0)
+    monkeypatch.setattr(measuring, "BETWEEN_S", 0.0)
+    monkeypatch.setattr("sllm_loaderd.probe.MOST", LEAST)
+    file(tmp_path / "models" / ("ef" * 32), "partition_0.bin", READS * LEAST)
+    with contextlib.closing(Paths(lambda path: 2)) as paths:
+        read, put = list[int](), paths.put
+
+        def seen(tasks: Sequence[Task], priority: int) -> None:
+            read.extend(task.number for task in tasks)
+            put(tasks, priority)
+
+        monkeypatch.setattr(paths, "put", seen)
+        measures = measuring.Measuring(store, paths, lambda: (0.0, 1.0))
+        measures.look()
+        assert measures._disk is not None
+        await measures._disk
+        assert read == list(range(READS))
+        assert idle(paths.status())
+        await measures.close()
 
 
 def test_no_more_is_read_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

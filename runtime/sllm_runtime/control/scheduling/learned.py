@@ -82,11 +82,12 @@ class Learned:
     """Nor any release."""
 
     def sandbox_s(self, node: str, warm: bool, made: float = 0.0) -> float:
-        """Of a node on which nothing ever started: as on others. Where no start ever found the pool of ``node`` empty:
-        the seconds in which it made the last one for that, if it says so (``made``)."""
+        """Of a node on which nothing ever started: as on others. Where no start was ever expected to find the pool of
+        ``node`` empty: the seconds in which it made the last one for that, if it says so (``made``), and no less than
+        one that waits takes."""
         known = self.sandbox.get((node, warm))
         if known is None and made and not warm:
-            return max(made, self.least)
+            return max(made, self.sandbox_s(node, True))  # which has in it what else is done meanwhile
         known = known or self.sandbox.get((EVERY_NODE, warm))
         return known.middle if known is not None else WARM_SANDBOX_S if warm else COLD_SANDBOX_S
 

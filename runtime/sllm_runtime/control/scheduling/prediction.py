@@ -25,7 +25,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     tier: Tier
     warm: bool
-    """Whether a sandbox was waiting in the node's pool."""
+    """Whether a sandbox was waiting in the node's pool, which no start sent before would take."""
     sandbox: float
     imports: float
     queue: float

@@ -54,7 +54,8 @@ class Server:
     """Bytes of weights that its queues do not show: of what was sent for since its report, and what it says itself. By
     ``path`` not told apart."""
     warm: int
-    """Sandboxes that wait, without those that starts sent since its report will take."""
+    """Sandboxes that wait for any function, without those that starts sent since its report will take: each as many as
+    it has processes, also where those are made for it alone (``network``, an image)."""
 
     @cached_property
     def held(self) -> Mapping[str, tuple[Gpu, ...]]:
@@ -144,7 +145,7 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
         yielding=tuple(yielding),
         working=tuple(working),
         coming=status.coming + (_coming(view, unseen, stored) if unseen else 0),
-        warm=status.pool_idle - len(unseen),
+        warm=status.pool_idle - sum(instance.manifest.parallelism.processes for instance in unseen),
     )
 
 

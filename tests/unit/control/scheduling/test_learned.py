@@ -80,7 +80,9 @@ def test_an_empty_pool_takes_what_its_node_took_to_make_one_until_a_start_has_fo
     assert guess(started.after(KEY, "a", False, spans(0.75, 0.0, 0.0)), where) == 0.75
     assert guess(started, msgspec.structs.replace(where, pool_idle=1)) == WARM_SANDBOX_S
     hasty = msgspec.structs.replace(where, sandbox_s=0.001)
-    assert guess(Learned(), hasty) == Learned().least, "no sandbox takes less, or starts were looked for in vain"
+    assert guess(Learned(), hasty) == WARM_SANDBOX_S
+    slow = Learned().after(KEY, "b", True, spans(0.5, 0.0, 0.0))
+    assert guess(slow, where) == 0.5, "no quicker than one that waits: a node is not better off without"
 
 
 def test_proofs_are_kept_by_version_the_last_ones() -> None:

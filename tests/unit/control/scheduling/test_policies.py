@@ -13,9 +13,11 @@ from sllm_runtime.control.placement import Evict, Place, Policy, Refuse, Wait
 from sllm_runtime.control.reports import observe
 from sllm_runtime.control.scheduling.policies import POLICIES, Availability, Locality, StartupTime
 from sllm_runtime.control.view import View
+from sllm_runtime.protocol.manifest import Parallelism
 from sllm_runtime.protocol.node import InstanceStatus, PathLoad
 from sllm_runtime.protocol.states import InstanceState
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place, queued
+from tests.unit.control.world import GIB
 
 M = model("m", 2 * GB)
 
@@ -88,26 +90,27 @@ def test_what_was_sent_for_since_the_report_counts_as_queued() -> None:
     assert second.estimate.coming == 0.0
 
 
-def test_what_was_sent_for_since_the_report_takes_the_sandbox_that_waits() -> None:
-    view, _ = function(cluster(*(node(name, gpus=2) for name in ("a", "b"))), "first")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_was_sent_for_since_the_report_takes_the_sandbox_that_waits(processes: int) -> None:
+    """``large`` has so much memory that it would be taken again were its sandbox still counted."""
+    many = Parallelism(tensor=processes)
+    large = node("large", gpus=2, memory=256 * GIB, free_memory=256 * GIB, pool_idle=processes)
+    view, _ = function(cluster(large, node("small", gpus=2)), "first", parallelism=many)
     view, _ = function(view, "chat")
     first = place(StartupTime(), view, "first")
     assert isinstance(first, Place)
-    assert first.estimate is not None
-    assert first.estimate.warm
-    there = idle(view, "first", first.node).instances[f"first-on-{first.node}-0"]
+    assert (first.node, first.estimate is not None and first.estimate.warm) == ("large", True)
+    there = idle(view, "first", "large").instances["first-on-large-0"]
     sent = msgspec.structs.replace(there.record, state="PENDING")
-    before = view.put_instance(replace(there, record=sent, seen=None, ready_at=None))
-    second = place(StartupTime(), before, "chat")
+    view = view.put_instance(replace(there, record=sent, seen=None, ready_at=None))
+    second = place(StartupTime(), view, "chat")
     assert isinstance(second, Place)
-    assert second.node != first.node, "there nothing waits"
+    assert second.node == "small", "on the other one nothing waits for it"
     seen = InstanceStatus(instance=sent.instance, function="first", version=1, state=InstanceState.STARTING)
-    empty = node(second.node, gpus=2, pool_idle=0, sequence=2)
-    took = node(first.node, gpus=2, pool_idle=1, sequence=2, instances=(seen,))
-    after = observe(observe(before, empty, NOW, 0.0), took, NOW, 0.0)
-    third = place(StartupTime(), after, "chat")
+    took = msgspec.structs.replace(large, pool_idle=1, sequence=2, instances=(seen,))
+    third = place(StartupTime(), observe(view, took, NOW, 0.0), "chat")
     assert isinstance(third, Place)
-    assert third.node == first.node, "its report knows that start: what waits now is another one"
+    assert third.node == "large", "its report knows that start: what waits now is another one"
 
 
 def test_an_idle_instance_ends_for_a_much_quicker_start() -> None:
