@@ -66,8 +66,8 @@ def unmeasured(files: Iterable[Path], paths: Paths) -> tuple[int, Path] | None:
 
 
 def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None], turn: int = 0) -> list[ProbeRead]:
-    """Have what is ``unmeasured`` of ``files`` read: the reads, for ``Paths.cancel``. Blocking. ``turn``: the how
-    manieth of READS; after the first it is measured.
+    """Have what is ``unmeasured`` of ``files`` read: the reads, for ``Paths.cancel``. Blocking. ``turn``: which of
+    READS it is, from 0; in those after the first it is measured.
 
     ``on_end`` is called when the last of them was done, in the thread of the path; never where ``paths`` closes before.
     """
