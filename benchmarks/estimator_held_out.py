@@ -112,9 +112,7 @@ def _until_measured(platform: Platform, nodes: Sequence[str]) -> None:
     """As of a node that has been there for some seconds: its disk was measured, and so were its neighbours'."""
     until = time.monotonic() + SEEN_S
     for node in nodes:
-        while not any(
-            path["path"] == DISK and path["bandwidth"] for path in _described(platform, node)["storage"]["paths"]
-        ):
+        while DISK not in platform.measured(node):
             if time.monotonic() > until:
                 raise ProgramFailed(f"node {node} has not measured its disk after {SEEN_S:g} s")
             time.sleep(0.05)

@@ -108,6 +108,11 @@ class Platform:
         """``FunctionView`` as JSON."""
         return self.client.request("GET", f"{API}/functions/{name}")
 
+    def measured(self, node: str) -> set[str]:
+        """The paths of ``node`` whose bandwidth it knows."""
+        storage = self.client.request("GET", f"{API}/nodes/{node}")["storage"]
+        return {path["path"] for path in storage["paths"] if path["bandwidth"]} if storage is not None else set()
+
     def until_cold(self, *names: str) -> None:
         """Wait until the functions hold no instance and the warm pool is as full as it gets."""
         wanted = int(self.settings.get("SLLM_POOL_SIZE", "2"))

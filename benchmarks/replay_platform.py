@@ -189,13 +189,8 @@ def until_measured(platform: Platform, scene: Scene, store: Store) -> bool:
     """Until each node knows what its disk gives, and ``store``: they measure both when they have begun, so that a
     platform which is up for some seconds knows. False: some do not after MEASURED_S; their first loads will tell."""
     wanted = {DISK, path_of(store.url)}
-
-    def known(node: str) -> set[str]:
-        storage = platform.client.request("GET", f"{API}/nodes/{node}")["storage"]
-        return {path["path"] for path in storage["paths"] if path["bandwidth"] > 0} if storage is not None else set()
-
     until = time.monotonic() + MEASURED_S
-    while not (there := all(known(node) >= wanted for node in scene.names)) and time.monotonic() < until:
+    while not (there := all(platform.measured(node) >= wanted for node in scene.names)) and time.monotonic() < until:
         time.sleep(_LOOK_S)
     return there
 

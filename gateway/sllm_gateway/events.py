@@ -66,10 +66,9 @@ class EventWriter:
                 await asyncio.wait(awaited, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     return
-                said = b""
+                piece, last = b"", False
                 if saying is not None and saying.done():
-                    said, saying = saying.result(), None
-                piece, last = said, False
+                    piece, saying = saying.result(), None
                 if step.done():  # what was to be said before is no longer so
                     (piece, last), step = self._piece(step, begun, failed), None
                 if not begun:
@@ -133,7 +132,7 @@ class _Pause:
             said: bytes | None = b""
             if self._quiet is not None:
                 asked, said = self._clock(), await self._quiet()
-            if said:
+            if said and self._wrote <= asked:  # else it is from before what came meanwhile
                 return said
             if said is None:
                 await asyncio.sleep(QUIET_S)

@@ -333,6 +333,30 @@ class World:
 
 
 @asynccontextmanager
+async def _serving(nats: Nats, settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient, str]]:
+    """A gateway on a real port, a client of it, and its URL."""
+    listener = listen(settings)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    tasks = Tasks(f"http {settings.gateway}")
+    try:
+        # Nothing is encrypted here; to be ready for it takes 25 ms of a CPU.
+        client = httpx.AsyncClient(base_url=url, verify=False)
+        async with running(await nats.bus(settings.gateway), settings) as gateway, client as http:
+            server = make_server(gateway, settings)
+            serving = tasks.start(server.serve([listener]), "serve")
+            await until(lambda: server.started)
+            try:
+                yield gateway, http, url
+            finally:
+                server.should_exit = True
+                await gateway.drain()
+                await serving
+    finally:
+        await tasks.close()
+        listener.close()
+
+
+@asynccontextmanager
 async def world(nats: Nats, scripts: dict[str, Script] | None = None, **fields: Any) -> AsyncIterator[World]:
     """Everything started; all of it ended at the end. ``scripts``: what the node knows before there is a gateway."""
     settings = GatewaySettings.load(nats.env(GATEWAY), gateway=GATEWAY, port=0, **{"drain": 0.2, **fields})
@@ -341,48 +365,17 @@ async def world(nats: Nats, scripts: dict[str, Script] | None = None, **fields: 
     node.scripts |= scripts or {}
     await controller.start()
     await node.start()
-    listener = listen(settings)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    tasks = Tasks("http")
     try:
-        # Nothing is encrypted here; to be ready for it takes 25 ms of a CPU.
-        client = httpx.AsyncClient(base_url=url, verify=False)
-        async with running(await nats.bus(GATEWAY), settings) as gateway, client as http:
-            server = make_server(gateway, settings)
-            serving = tasks.start(server.serve([listener]), "serve")
-            await until(lambda: server.started)
-            try:
-                yield World(nats, gateway, node, controller, url, http)
-            finally:
-                server.should_exit = True
-                await gateway.drain()
-                await serving
+        async with _serving(nats, settings) as (gateway, http, url):
+            yield World(nats, gateway, node, controller, url, http)
     finally:
-        await tasks.close()
         await node.close()
         await controller.close()
-        listener.close()
 
 
 @asynccontextmanager
 async def second(nats: Nats) -> AsyncIterator[httpx.AsyncClient]:
     """Another gateway of the same cluster."""
     settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0, drain=0.2)
-    listener = listen(settings)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    tasks = Tasks("http 2")
-    try:
-        client = httpx.AsyncClient(base_url=url, verify=False)
-        async with running(await nats.bus(GATEWAY_2), settings) as gateway, client as http:
-            server = make_server(gateway, settings)
-            serving = tasks.start(server.serve([listener]), "serve")
-            await until(lambda: server.started)
-            try:
-                yield http
-            finally:
-                server.should_exit = True
-                await gateway.drain()
-                await serving
-    finally:
-        await tasks.close()
-        listener.close()
+    async with _serving(nats, settings) as (_, http, _):
+        yield http

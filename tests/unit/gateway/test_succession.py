@@ -733,3 +733,15 @@ async def _life_of(lives: Lives, call: str) -> str:
     life = found.of_call(call)
     assert life is not None
     return life.life
+
+
+async def test_a_call_that_another_gateway_goes_on_with_is_told_of_there_alone(nats: Nats) -> None:
+    """Who asks here is answered by that one, and readers see what it waits for there."""
+    async with world(nats) as w:
+        known = []
+        for number, error in enumerate((Unavailable("it ended here"), CallMoved("it goes on elsewhere"))):
+            call = a_call(number)
+            call.error = error
+            w.gateway._recent.ended(call)
+            known.append(w.gateway._recent.here(call.id) is not None)
+    assert known == [True, False]
