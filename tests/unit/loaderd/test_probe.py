@@ -105,7 +105,7 @@ async def test_a_disk_is_read_from_several_times_each_time_elsewhere(
         assert measures._disk is not None
         await measures._disk
         assert read == list(range(READS))
-        assert idle(paths.status())
+        await until(lambda: idle(paths.status()), what="its last read's end was told")
         await measures.close()
 
 
