@@ -155,13 +155,14 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
     reported = {instance.instance for instance in status.instances}
     name = node.record.node
     there = view.on(name)
-    unseen = [] if there.keys() <= reported else [i for i in there.values() if _unseen(i, reported)]
+    back = {None, *(i.record.instance for i in leaving)}
+    unseen = [] if there.keys() <= reported else [i for i in there.values() if _unseen(i, reported | back)]
+    leaving = [i for i in leaving if i.record.instance in reported]
     promised = _promised(view, name) if view.moves else ()
     taken = {index for i in unseen for index in i.gpus}
     if promised:
         taken.update(index for _, move in promised for index in move.gpus)
         unseen = [*unseen, *(instance for instance, _ in promised)]
-    back = {None, *(i.record.instance for i in leaving)}
     come, gone = ([need_in(view, i.key, i.manifest) for i in each] for each in (unseen, leaving))
     memory, shared = _memory(status, come, gone)
     return Capacity(
@@ -182,7 +183,7 @@ def _promised(view: View, node: str) -> Sequence[tuple[Instance, Move]]:
     return [(instance, move) for instance, move in coming if instance is not None and not move.placed]
 
 
-def _unseen(instance: Instance, reported: Set[str]) -> bool:
+def _unseen(instance: Instance, reported: Set[str | None]) -> bool:
     return instance.record.instance not in reported and not instance.ended
 
 

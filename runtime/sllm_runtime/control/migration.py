@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from sllm_runtime.control import fits, instances
+from sllm_runtime.control import autoscale, fits, instances
 from sllm_runtime.control.placement import Decision, Place, Request
 from sllm_runtime.control.reason import Words
 from sllm_runtime.control.view import Instance, Key, Migration, Refusal, View, with_item, without
@@ -143,7 +143,9 @@ def _step(view: View, migration: Migration, now: float, choose: Choose, make: Ma
         state = MigrationState.DONE if moved else MigrationState.ABANDONED
         return _end(view, migration, state, "" if moved else "the source has ended; its calls go on elsewhere", now)
     if migration.state is MigrationState.PREPARING and source.stop is not None:
-        return _end(view, migration, MigrationState.ABANDONED, f"the source is being ended: {source.stop.reason}", now)
+        why = f"the source is being ended: {source.stop.reason}"
+        view = view if source.running else _for_nobody(view, migration, why)
+        return _end(view, migration, MigrationState.ABANDONED, why, now)
     if not migration.destination:
         return _place(view, migration, source, now, choose, make)
     destination = view.instances.get(migration.destination)
@@ -230,6 +232,18 @@ def _lost(view: View, migration: Migration, source: Instance, destination: Insta
     if source.record.moves_to:
         view = _points(view, source, "")
     return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {why}", now)
+
+
+def _for_nobody(view: View, migration: Migration, why: str) -> View:
+    """Its calls have ended before they could move: the destination is ended too, unless its version wants it."""
+    destination = view.instances.get(migration.destination)
+    if destination is None or not destination.live or destination.running or view.demand(destination.key):
+        return view
+    others = sum(each.live for each in view.of(destination.key)) - 1
+    if others < autoscale.floor(view, destination.key, destination.manifest):
+        return view
+    grace = destination.manifest.timeout if destination.ready else 0.0  # a call may be on its way to it
+    return instances.stop(view, destination, why, grace, resume=destination.carries)
 
 
 def _end(view: View, migration: Migration, state: MigrationState, note: str, now: float) -> View:

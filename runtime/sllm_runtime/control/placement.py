@@ -52,6 +52,8 @@ class Evict:
 
     instances: tuple[str, ...]
     reason: str
+    claims: tuple[str, ...]
+    """These, and those that end already, whose places it takes: no other start of the same plan counts on them."""
     at_once: bool = False
     seconds: float | None = None
     """From now until it is ready there; None of a policy that does not ask."""
@@ -159,17 +161,32 @@ def evictable(request: Request, view: View, instance: Instance, now: float) -> b
 
 
 def room_made(request: Request, need: Need, view: View, node: Node, now: float) -> tuple[Instance, ...] | None:
-    """Fewest idle instances of ``node``, longest idle first, whose end lets it fit; empty if what is ending already is
-    enough; None if nothing helps."""
-    there = [i for i in view.on(node.record.node).values() if i.seen and not i.ended]
-    leaving = [i for i in there if i.stop is not None]
+    """Instances of ``node`` whose going lets it fit: what is ending already, and the fewest idle ones, longest idle
+    first; None if nothing helps. Not those on whose places other starts of this plan count."""
+    there = [i for name, i in view.on(node.record.node).items() if i.seen and not i.ended and name not in view.claims]
+    leaving = sorted((i for i in there if i.stop is not None), key=ends_late)
     if fits(need, view, node, leaving):
-        return ()
+        return needed(need, view, node, leaving)
     idle = sorted((i for i in there if evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
     for count in range(1, len(idle) + 1):
         if _spares(view, idle[:count]) and fits(need, view, node, [*leaving, *idle[:count]]):
-            return tuple(idle[:count])
+            return needed(need, view, node, [*leaving, *idle[:count]])
     return None
+
+
+def needed(need: Need, view: View, node: Node, going: Sequence[Instance]) -> tuple[Instance, ...]:
+    """Those of ``going``, after which it fits, without which it would not; of any that would do the first ones."""
+    kept = list(going)
+    for each in reversed(going):
+        fewer = [other for other in kept if other is not each]
+        kept = fewer if fits(need, view, node, fewer) else kept
+    return tuple(kept)
+
+
+def ends_late(instance: Instance) -> bool:
+    """Whether it ends and has calls to finish first, which may take as long as calls do; not what is stopped at
+    once."""
+    return instance.running > 0 and instance.stop is not None and instance.stop.grace_s > 0
 
 
 def _spares(view: View, chosen: list[Instance]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -14,7 +14,7 @@ from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Poli
 from sllm_runtime.control.providing import awaiting
 from sllm_runtime.control.reason import Words
 from sllm_runtime.control.scheduling.prediction import Outlook
-from sllm_runtime.control.scheduling.serving import last_begins_s
+from sllm_runtime.control.scheduling.serving import last_begins_s, over_s
 from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
@@ -74,7 +74,7 @@ def plan(view: View, context: Context) -> Plan:
     view = moved.taught(view, context.now)
     view = warmup.lapsed(_forget(view, context.now), context.now)
     view = _bury(view, context.now)
-    view = replace(view, pending=EMPTY, claims=frozenset(), awaiting=EMPTY)
+    view = replace(view, pending=EMPTY, claims=EMPTY, awaiting=EMPTY, lacking=_lacking(view, context.now))
     groups: dict[Key, list[Instance]] = {}
     for instance in view.instances.values():
         groups.setdefault(instance.key, []).append(instance)
@@ -91,6 +91,28 @@ def _wanted(view: View) -> set[Key]:
     least = {key for key, record in view.versions.items() if record.manifest.min_instances}
     asked = view.waiting.keys() | view.warm.keys() | view.trials
     return least | asked & view.versions.keys()
+
+
+def _lacking(view: View, now: float) -> Mapping[Key, int]:
+    """Instances that calls which wait want beside those that are there or start."""
+    found = {}
+    for key in view.waiting:
+        version = view.versions.get(key)
+        if version is None or _unwanted(view, key) or backoff.active(view.failures.get(key), now, asked=True):
+            continue
+        live = [instance for instance in view.of(key) if instance.live]
+        count = _lack(view, version, live)
+        if count > 0:
+            found[key] = count
+    return found
+
+
+def _lack(view: View, version: VersionRecord, live: Sequence[Instance]) -> int:
+    """Instances that it wants beside those that are ``live``."""
+    key, manifest = (version.function, version.version), version.manifest
+    running = sum(instance.running for instance in live)
+    least = autoscale.floor(view, key, manifest)
+    return autoscale.wanted(manifest, least=least, running=running, waiting=view.demand(key)) - len(live)
 
 
 def _order(view: View, key: Key) -> tuple[int, bool, float, Key]:
@@ -147,15 +169,14 @@ def _version(view: View, key: Key, mine: list[Instance], context: Context) -> Vi
 def _scale(view: View, version: VersionRecord, live: list[Instance], context: Context) -> View:
     key, manifest = (version.function, version.version), version.manifest
     waiting, least = view.demand(key), autoscale.floor(view, key, manifest)
-    running = sum(instance.running for instance in live)
-    wanted = autoscale.wanted(manifest, least=least, running=running, waiting=waiting)
     asked = bool(waiting) or key in view.warm or key in view.trials
-    held = backoff.active(view.failures.get(key), context.now, asked=asked)
-    if len(live) < wanted and not held:
-        for number in range(len(live), wanted):
-            view, placed = _place(view, version, context, for_calls=number >= least)
+    lack = _lack(view, version, live)
+    if lack > 0 and not backoff.active(view.failures.get(key), context.now, asked=asked):
+        for number in range(lack):
+            view, placed = _place(view, version, context, for_calls=len(live) + number >= least)
             if not placed:
                 break
+            view = replace(view, lacking={**view.lacking, key: lack - number - 1})
     awaited = view.destinations
     names = (instance.record.instance for instance in live)
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
@@ -190,10 +211,11 @@ def _place(view: View, version: VersionRecord, context: Context, *, for_calls: b
     if isinstance(decision, Migrate):
         view = replace(view, moves={**view.moves, **{move.instance: move for move in decision.moves}})
     reason: Words = decision.reason
-    if isinstance(decision, Wait):
-        view = replace(view, claims=view.claims.union(decision.claims))
-        if not decision.room:
-            view, reason = awaiting.told(view, key, request.need(view), reason, context.now)
+    if isinstance(decision, (Evict, Wait)):
+        after = over_s(view, key, decision.seconds)
+        view = replace(view, claims={**view.claims, **dict.fromkeys(decision.claims, after)})
+    if isinstance(decision, Wait) and not decision.room:
+        view, reason = awaiting.told(view, key, request.need(view), reason, context.now)
     if not isinstance(decision, Refuse):
         seconds = decision.seconds
         outlook = Outlook(type(decision).__name__.lower(), context.now, seconds) if seconds is not None else None

@@ -247,8 +247,11 @@ class View:
     """By source. Stored is only which instance a source's calls go to (``InstanceRecord.moves_to``)."""
     pending: Mapping[Key, Words] = field(default_factory=dict)
     """Why a wanted instance cannot be placed now; ``why`` says it."""
-    claims: frozenset[str] = frozenset()
-    """Instances whose places starts of this plan wait for."""
+    claims: Mapping[str, float] = field(default_factory=dict)
+    """Instances whose places starts of this plan wait for, with the seconds after which these will have served their
+    calls there; infinite where nobody knows."""
+    lacking: Mapping[Key, int] = field(default_factory=dict)
+    """Instances that versions want for calls which wait, and have no place for."""
     awaiting: Mapping[Key, Progress] = field(default_factory=dict)
     """Those of them for which a node is to come, and how far that is."""
     pool: Pool | None = None

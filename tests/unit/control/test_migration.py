@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm_runtime.control import migration, restore
+from sllm_runtime.control import instances, migration, restore
 from sllm_runtime.control.events import events
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.view import TOKEN_S, Key, Move
@@ -211,6 +211,18 @@ def test_a_source_that_dies_ends_it(when: MigrationState) -> None:
     world.plan()
     assert state(world, source) is MigrationState.ABANDONED
     assert not world.view.instances[destination].ended
+
+
+@pytest.mark.parametrize("why", ["nobody", "calls", "demand", "minimum"])
+def test_a_destination_ends_with_a_source_whose_calls_have_ended_unless_it_is_wanted(why: str) -> None:
+    world, source, destination = begun(min_instances=int(why == "minimum"))
+    works(world, source, 2 if why == "calls" else 0)
+    if why == "demand":
+        world.wait_for(CHAT, 1)
+    world.view = instances.stop(world.view, world.view.instances[source], "makes room for another", 60.0)
+    world.plan()
+    assert state(world, source) is MigrationState.ABANDONED
+    assert (world.view.instances[destination].stop is not None) is (why == "nobody")
 
 
 def test_other_bits_are_not_moved_to() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from sllm_runtime.control.fits import Need
-from sllm_runtime.control.placement import Decision, Evict, Request, Wait, room_made
+from sllm_runtime.control.placement import Decision, Evict, Request, Wait, ends_late, room_made
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.rooms import Start, by_time
@@ -24,30 +24,23 @@ def quickest_ending(
     for guess, server in by_time(start, servers, servers.yielding, view.learned.least_release, best):
         if guess.seconds >= limit:
             break
-        idle = room_made(request, start.need, view, server.node, now)
-        if idle is None or (best != inf and not idle and _ends_late(server)):
+        going = room_made(request, start.need, view, server.node, now)
+        if going is None:
             continue
-        ready = guess.after(release_s(view, idle or _leaving(server))).seconds
+        idle = [each for each in going if each.stop is None]
+        if best != inf and not idle and any(map(ends_late, going)):  # nothing is stopped for who then goes elsewhere
+            continue
+        ready = guess.after(release_s(view, idle or going)).seconds
         seconds = ready + sum(again_s(view, server, instance) for instance in idle)
+        seconds += start.delay_s(server, guess.seconds)
         if seconds < limit:
-            limit, found = seconds, (seconds, server.name, ending(server.name, idle, ready))
+            limit, found = seconds, (seconds, server.name, ending(server.name, going, ready))
     return (found[0], found[2]) if found is not None else None
 
 
 def release_s(view: View, instances: Iterable[Instance]) -> float:
     """Until all of them, which are ended together, have given back what they hold."""
     return max((view.learned.release_s(each.key) for each in instances), default=0.0)
-
-
-def _leaving(server: Server) -> list[Instance]:
-    return [instance for instance in server.instances.values() if instance.stop is not None]
-
-
-def _ends_late(server: Server) -> bool:
-    """Whether instances that end there have calls to finish first, which may take as long as calls do. What is stopped
-    at once has none: nothing is stopped for a start that then goes elsewhere."""
-    stops = [instance.stop for instance in server.instances.values() if instance.running]
-    return any(stop is not None and stop.grace_s > 0 for stop in stops)
 
 
 def again_s(view: View, server: Server, instance: Instance) -> float:
@@ -60,19 +53,21 @@ def make_room(request: Request, need: Need, view: View, servers: Sequence[Server
     """The fewest idle instances whose end lets it fit on one of ``servers``."""
     plans = []
     for server in sorted(servers, key=lambda server: server.name):
-        idle = room_made(request, need, view, server.node, now) if server.yielding else None
-        if idle is not None:
-            plans.append((len(idle), server.name, idle))
+        going = room_made(request, need, view, server.node, now) if server.yielding else None
+        if going is not None:
+            plans.append((sum(each.stop is None for each in going), server.name, going))
     if not plans:
         return None
-    _, name, idle = min(plans, key=lambda plan: plan[:2])
-    return ending(name, idle)
+    _, name, going = min(plans, key=lambda plan: plan[:2])
+    return ending(name, going)
 
 
-def ending(name: str, idle: tuple[Instance, ...], seconds: float | None = None) -> Decision:
-    """The decision to end ``idle`` on server ``name``, for an instance that is ready there after ``seconds``; there are
-    none: to wait for those that end already."""
-    if not idle:
-        return Wait(f"waits for instances to end on {name}")
-    names = tuple(instance.record.instance for instance in idle)
-    return Evict(names, f"makes room on {name} by ending {len(names)} idle instance(s)", seconds=seconds)
+def ending(name: str, going: Sequence[Instance], seconds: float | None = None) -> Decision:
+    """The decision to end those of ``going`` on server ``name`` that do not end yet, for an instance that is ready
+    there after ``seconds``; where all do, to wait for them."""
+    claims = tuple(each.record.instance for each in going)
+    names = tuple(each.record.instance for each in going if each.stop is None)
+    if not names:
+        return Wait(f"waits for instances to end on {name}", claims=claims)
+    why = f"makes room on {name} by ending {len(names)} idle instance(s)"
+    return Evict(names, why, claims, seconds=seconds)

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, alike, choose_gpus, short, suits
 from sllm_runtime.control.placement import Migrate, Request, may_start
+from sllm_runtime.control.scheduling.crowd import crowd, delay_s
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moves import MOST_MOVES, Amounts, Movable, Moves, Target, search
 from sllm_runtime.control.scheduling.rooms import CLOSE_S, Room, Start, by_time, quickest
@@ -42,13 +43,16 @@ class Moving:
     moved: Set[str]
     """Instances that are left alone."""
     settled_s: float
+    crowd: Mapping[str, int]
+    """As in ``Start``: nothing is moved to where others lack a place."""
     _first: dict[_Held, tuple[Need | None, list[Room]]] = field(default_factory=dict)
     _more: dict[tuple[_Held, int], list[Room]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request, view: View, servers: Servers, now: float, settled_s: float) -> Moving:
         """Of one decision."""
-        return cls(request, view, servers, now, _moved(view, now, settled_s), settled_s)
+        others = crowd(request.key, view, servers)
+        return cls(request, view, servers, now, _moved(view, now, settled_s), settled_s, others)
 
     def movable(self, server: Server) -> list[Instance]:
         """Who of ``server`` may be moved now."""
@@ -271,7 +275,7 @@ def _targets(
     targets = []
     for room in moving.rooms(going, server, count):
         seconds = room.estimate.seconds + resume + release
-        if seconds < within:
+        if seconds < within and not delay_s(room.server, going.need, moving.crowd, seconds):
             targets.append(Target(room.server.name, _taken(going.need, room.server, kinds), seconds))
     return tuple(targets)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
+from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import EMPTY, STARTING, Instance, Key, Node, View
 from sllm_runtime.protocol.loader import DISK, is_link, path_of, unused_bandwidth
 from sllm_runtime.protocol.node import Gpu, NodeStatus, PathLoad
@@ -78,6 +79,12 @@ class Server:
         return tuple((key, since, instance) for key, since, instance in there if since is not None)
 
     @cached_property
+    def starting(self) -> tuple[tuple[Estimate, Instance], ...]:
+        """Its instances that start and are to stay, with what that was expected to take."""
+        there = ((i.predicted, i) for i in self.instances.values() if i.state in STARTING and i.stop is None)
+        return tuple((guess, instance) for guess, instance in there if guess is not None)
+
+    @cached_property
     def link(self) -> float:
         """Bytes per second from memory to an accelerator, of the slowest that was used; 0: none was. Nothing waits
         there: who starts has its accelerators for itself."""
@@ -114,6 +121,13 @@ class Server:
             return None
         found = tuple(gpu.index for gpu in spare if gpu.memory >= need.gpu_memory)
         return found[:count] if len(found) >= count else None
+
+    def places(self, need: Need) -> int:
+        """Instances with such a ``need`` that fit at the most, by what is free."""
+        free = self.free
+        asked = [(free.cpu, need.cpu), (free.memory, need.memory)]
+        asked += [(len(self.spare.get(kind.lower(), ())), count) for kind, count in need.gpus[:1]]
+        return min((int(there // takes) for there, takes in asked if takes > 0), default=0)
 
     def room(self, need: Need) -> tuple[int, tuple[int, ...]] | None:
         """The first rank whose accelerators are free, and their numbers; None if there is no room for ``need``."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Final
 
+from sllm_runtime.control.autoscale import BETWEEN_S
 from sllm_runtime.control.view import STARTING, Instance, Key, View
 
 MOST: Final = 1000
@@ -32,6 +33,15 @@ def last_begins_s(view: View, key: Key, now: float) -> float:
     for _ in range(waiting - 1):
         heapq.heapreplace(free, free[0] + call_s)
     return free[0]
+
+
+def over_s(view: View, key: Key, ready: float | None) -> float:
+    """Seconds until an instance of version ``key`` that is ``ready`` after so many has served a call and given back
+    what it held; infinite where nobody knows."""
+    call_s = view.learned.call_s(key)
+    if call_s is None or ready is None:
+        return inf
+    return ready + call_s + BETWEEN_S + view.learned.release_s(key)
 
 
 def _takes_calls(view: View, instance: Instance) -> bool:

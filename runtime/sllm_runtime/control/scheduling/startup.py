@@ -10,10 +10,11 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, may_start, why_not
+from sllm_runtime.control.scheduling.crowd import crowd
 from sllm_runtime.control.scheduling.ending import quickest_ending, release_s
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moving import SETTLED_S, Moving, fewest_removed, quickest_move, under_way
-from sllm_runtime.control.scheduling.rooms import Room, Start, by_time, quickest
+from sllm_runtime.control.scheduling.rooms import FEW, Room, Start, by_time, quickest
 from sllm_runtime.control.scheduling.waiting import quickest_wait
 from sllm_runtime.control.view import Node, View
 
@@ -22,8 +23,9 @@ OVERDUE_S: Final = 5.0
 
 
 class StartupTime:
-    """Least estimated startup: queueing behind a busy disk counts as much as the distance of the weights. An idle
-    instance is ended for it where that is quicker, its own next start counted against it; unless ``moves`` is False,
+    """Least estimated startup, what it costs others that lack a place counted (``crowd``): queueing behind a busy disk
+    counts as much as the distance of the weights. An idle instance is ended for it where that is quicker, its own next
+    start counted against it; unless ``moves`` is False,
     running calls go on elsewhere where that is quicker; and where calls are expected to end soon beside the weights, it
     waits for that."""
 
@@ -47,7 +49,7 @@ class StartupTime:
         if room is not None and room.rank + 1 < len(start.need.gpus):  # nobody makes way for what is less wanted
             need = replace(start.need, gpus=start.need.gpus[: room.rank + 1])
             start = msgspec.structs.replace(start, need=need)
-        best = room.estimate.seconds if room is not None else inf
+        best = _cost(start, room) if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
         if self._moves and self._servers.busy:
             moving = Moving.of(request, view, self._servers, now, self._settled_s)
@@ -74,7 +76,7 @@ class Preemption:
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         start = _start(request, view, self._servers, now)
         room = _first(start, self._servers)
-        best = room.estimate.seconds if room is not None else inf
+        best = _cost(start, room) if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
         if made is not None:
             return made[1]
@@ -89,9 +91,11 @@ class Preemption:
                 break
             names = fewest_removed(moving, start, server)
             release = release_s(view, (view.instances[name] for name in names))
-            if names and (seconds := guess.after(release).seconds) < limit:
+            seconds = guess.after(release).seconds
+            cost = seconds + start.delay_s(server, guess.seconds)
+            if names and cost < limit:
                 why = f"makes room on {server.name} by stopping {len(names)} at work"
-                limit, found = seconds, Evict(names, why, at_once=True, seconds=seconds)
+                limit, found = cost, Evict(names, why, names, at_once=True, seconds=seconds)
         return found
 
 
@@ -120,11 +124,18 @@ def _start(request: Request, view: View, servers: Servers, now: float) -> Start:
     servers.of(view)
     model = view.models.get(request.model) if request.model else None
     need = servers.need(view, request.key, request.manifest)
-    return Start(request.key, need, model, view.learned, may_start(view, request.key, now))
+    others = crowd(request.key, view, servers)
+    return Start(request.key, need, model, view.learned, may_start(view, request.key, now), others)
 
 
 def _first(start: Start, servers: Servers) -> Room | None:
-    return next(iter(quickest(start, servers)), None)
+    """Where it starts soonest, what it costs others counted."""
+    rooms = quickest(start, servers, FEW if start.crowd else 1)
+    return min(rooms, key=lambda room: (room.rank, _cost(start, room)), default=None)
+
+
+def _cost(start: Start, room: Room) -> float:
+    return room.estimate.seconds + start.delay_s(room.server, room.estimate.seconds)
 
 
 def _here(room: Room | None) -> Place | None:

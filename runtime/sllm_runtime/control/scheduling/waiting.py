@@ -7,21 +7,21 @@ from those before (``serving``). A call that takes longer than usual is soon exp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from math import inf
 from operator import itemgetter
 from typing import Final, NamedTuple
 
 from sllm_runtime.control.autoscale import BETWEEN_S, floor, lent_s
-from sllm_runtime.control.placement import Request, Wait, fits
+from sllm_runtime.control.placement import Request, Wait, fits, needed
 from sllm_runtime.control.scheduling.ending import again_s
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.prediction import arrival
 from sllm_runtime.control.scheduling.rooms import Start
 from sllm_runtime.control.scheduling.servers import Server
-from sllm_runtime.control.scheduling.serving import left_s
-from sllm_runtime.control.view import Instance, View
+from sllm_runtime.control.scheduling.serving import left_s, over_s
+from sllm_runtime.control.view import STARTING, Instance, View
 from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.records import ModelRecord
 
@@ -77,17 +77,17 @@ def _quickest(
         if last.instance.stop is None and not _free(view, last.instance):
             continue
         chosen.append(last)
-        lack -= len(server.held.get(last.name, ()))
+        lack -= len(server.held.get(last.name) or last.instance.gpus)
         if lack > 0 or ready + again_s(view, server, last.instance) >= limit or not _fits(start, view, server, chosen):
             continue
-        needed = _needed(start, view, server, chosen)
-        if all(each.due for each in needed):
+        kept = needed(start.need, view, server.node, [each.instance for each in reversed(chosen)])
+        if all(each.due for each in chosen if each.instance in kept):
             continue
-        seconds = ready + sum(again_s(view, server, each.instance) for each in needed)
+        seconds = ready + sum(again_s(view, server, instance) for instance in kept) + start.delay_s(server, begins)
         if seconds >= limit:
             continue  # of those that end later fewer may be needed, or such as start again sooner
         why = f"waits for calls to end on {server.name}, where it would be ready after {ready:.2f} s"
-        return seconds, Wait(why, seconds=ready, claims=tuple(each.name for each in needed))
+        return seconds, Wait(why, seconds=ready, claims=tuple(instance.record.instance for instance in kept))
     return None
 
 
@@ -106,16 +106,20 @@ _BY_TIME: Final = itemgetter(0, 1)
 
 
 def _endings(request: Request, view: View, server: Server, now: float, within: float) -> Iterator[_Ending]:
-    """Those of ``server`` that are over ``within`` so many seconds; not those of which nobody knows when their calls
-    end, nor those of the version itself."""
-    learned = view.learned
+    """Those of ``server`` that are over ``within`` so many seconds, with who waits for their places before; not those
+    of which nobody knows when their calls end, nor those of the version itself."""
+    learned, claims = view.learned, view.claims
     for key, since, instance in server.turns:  # most of a busy cluster: the most that a decision looks at
         usual = learned.calls.get(key)
         if usual is None or key == request.key:
             continue
         seconds = left_s(usual.middle, now - since) + BETWEEN_S
         if seconds < within and (seconds := seconds + learned.release_s(key)) < within:
-            yield _Ending(seconds, instance.record.instance, instance, False)
+            yield from _after(claims, seconds, within, instance)
+    for guess, instance in server.starting:
+        if instance.key != request.key:
+            seconds = over_s(view, instance.key, left_s(guess.seconds, now - instance.placed))
+            yield from _after(claims, seconds, within, instance)
     for instance in server.yielding:
         if instance.stop is not None:
             after = inf if instance.running else 0.0
@@ -124,31 +128,39 @@ def _endings(request: Request, view: View, server: Server, now: float, within: f
         else:
             after = lent_s(instance) - instance.idle_s(now)
         seconds = max(0.0, after) + learned.release_s(instance.key)
-        if seconds < within:
-            yield _Ending(seconds, instance.record.instance, instance, after <= 0 and instance.stop is None)
+        yield from _after(claims, seconds, within, instance, due=after <= 0 and instance.stop is None)
+
+
+def _after(
+    claims: Mapping[str, float], seconds: float, within: float, instance: Instance, *, due: bool = False
+) -> Iterator[_Ending]:
+    """``instance``, whose place is free after ``seconds``, or once it has served those who wait for it already."""
+    name = instance.record.instance
+    before = claims.get(name)
+    if before is not None:
+        seconds, due = max(seconds, before), False
+    if seconds < within:
+        yield _Ending(seconds, name, instance, due)
 
 
 def _free(view: View, instance: Instance) -> bool:
     """Whether nobody counts on it: neither its own version nor a start that waits for its place already."""
     key = instance.key
-    name = instance.record.instance
-    if key in view.trials or key in view.waiting or name in view.claims:
+    if key in view.trials or view.demand(key) > _coming(view, instance):
         return False
-    return (not view.migrations or name not in view.destinations) and _spare(view, instance)
+    return (not view.migrations or instance.record.instance not in view.destinations) and _spare(view, instance)
+
+
+def _coming(view: View, instance: Instance) -> int:
+    """Calls that its version's instances take which start, if it is one of them: each is over after one turn."""
+    if instance.state not in STARTING:
+        return 0
+    return instance.manifest.concurrency * sum(other.state in STARTING for other in view.of(instance.key) if other.live)
 
 
 def _lack(start: Start, server: Server) -> int:
     """Accelerators that ``server`` has too few free, of whatever kind: no more than that is looked at."""
     return min((count for _, count in start.need.gpus), default=0) - len(server.free.gpus)
-
-
-def _needed(start: Start, view: View, server: Server, ends: Sequence[_Ending]) -> list[_Ending]:
-    """Of ``ends``, which make room, those without which there is none."""
-    kept = list(ends)
-    for each in ends[:-1]:
-        fewer = [other for other in kept if other is not each]
-        kept = fewer if _fits(start, view, server, fewer) else kept
-    return kept
 
 
 def _fits(start: Start, view: View, server: Server, ends: Iterable[_Ending]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -103,7 +104,7 @@ def test_what_is_not_expected_to_become_free_is_not_waited_for(why: str) -> None
     if why == "in demand":
         view = view.put_waiting(OTHER, "gw", 1)
     elif why == "claimed":
-        view = replace(view, claims=frozenset({"other-on-near-0"}))
+        view = replace(view, claims={"other-on-near-0": inf})
     elif why == "wanted":
         view = replace(view, warm={OTHER: (1, NOW + 60.0)})
     assert isinstance(chat(view), Place)
@@ -146,6 +147,51 @@ def test_two_starts_do_not_wait_for_one_place() -> None:
     placed = [each.record.node for each in made.view.instances.values() if each.key != OTHER]
     assert placed == ["far"]
     assert list(made.view.pending) == [("chat", 1)]
+
+
+def test_who_is_next_waits_for_who_waits_already() -> None:
+    """Whoever has claimed a place is expected to serve a call there first."""
+    view = busy()
+    first = chat(view)
+    assert first.seconds is not None
+    next_one = chat(replace(view, claims={"other-on-near-0": first.seconds + 1.5}))
+    assert isinstance(next_one, Wait)
+    assert next_one.claims == ("other-on-near-0",)
+    assert next_one.seconds == pytest.approx(first.seconds + 1.5 + NEAR_S)
+    assert isinstance(chat(replace(view, claims={"other-on-near-0": FAR_S})), Place)
+
+
+def test_two_starts_of_which_each_serves_a_short_call_wait_for_one_place() -> None:
+    more = model("more", 2 * GB)
+    view, _ = function(cluster(node("near", models=(M.digest, more.digest)), node("far"), models=(M, more)), "chat", M)
+    view = idle(function(function(view, "code", more)[0], "other")[0], "other", "near", running=1)
+    for name in ("other", "chat", "code"):
+        view = replace(view, learned=view.learned.called((name, 1), 0.5))
+    view = view.put_waiting(("chat", 1), "gw", 1).put_waiting(("code", 1), "gw", 1)
+    made = plan(view, Context(now=NOW, wall=0.0, policy=StartupTime(), rng=random.Random(1)))
+    assert [each.key for each in made.view.instances.values()] == [OTHER]
+    assert list(made.view.pending) == [("chat", 1), ("code", 1)]
+    once = 0.5 + FOR_ITS_PLACE_S
+    assert made.view.claims == {"other-on-near-0": pytest.approx(3 * once + 2 * NEAR_S)}
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_starts_for_a_short_call_is_waited_for(calls: int) -> None:
+    """It has one call to serve, not more."""
+    near = node("near", models=(M.digest,), pool_idle=2)
+    view, _ = function(cluster(near, node("far"), models=(M,)), "chat", M)
+    view, _ = function(view, "other")
+    view = replace(view, learned=view.learned.called(OTHER, 0.5)).put_waiting(OTHER, "gw", calls)
+    started = replace(view, nodes={"near": view.nodes["near"]})
+    starts = plan(started, Context(now=NOW, wall=0.0, policy=StartupTime(), rng=random.Random(1)))
+    (starting,) = starts.view.instances.values()
+    assert starting.predicted is not None
+    decision = chat(replace(starts.view, nodes=view.nodes))
+    if calls == 1:
+        assert isinstance(decision, Wait)
+        assert decision.seconds == pytest.approx(starting.predicted.seconds + 0.5 + FOR_ITS_PLACE_S + NEAR_S)
+    else:
+        assert isinstance(decision, Place)
 
 
 def test_several_end_where_one_is_not_enough_and_no_more_than_that() -> None:
