@@ -136,10 +136,11 @@ def quickest_move(moving: Moving, start: Start, best: float) -> tuple[float, Mig
         going = moving.going(server)
         lacks = tuple(_lacks(moving, start.need, server, [each.instance for each in going.values()]))
         searched += bool(lacks)
-        moves = _off(moving, server, going, lacks, limit - guess.seconds)
-        if moves is None or not moves.chosen or guess.seconds + moves.seconds >= limit:
+        cost = guess.seconds + start.delay_s(server, guess.seconds)
+        moves = _off(moving, server, going, lacks, limit - cost)
+        if moves is None or not moves.chosen or cost + moves.seconds >= limit:
             continue
-        limit = guess.seconds + moves.seconds
+        limit = cost + moves.seconds
         found = (limit, Migrate(server.name, _promised(moving, going, moves), guess.after(moves.seconds)))
     return found
 

@@ -25,9 +25,8 @@ OVERDUE_S: Final = 5.0
 class StartupTime:
     """Least estimated startup, what it costs others that lack a place counted (``crowd``): queueing behind a busy disk
     counts as much as the distance of the weights. An idle instance is ended for it where that is quicker, its own next
-    start counted against it; unless ``moves`` is False,
-    running calls go on elsewhere where that is quicker; and where calls are expected to end soon beside the weights, it
-    waits for that."""
+    start counted against it; unless ``moves`` is False, running calls go on elsewhere where that is quicker; and where
+    calls are expected to end soon beside the weights, it waits for that."""
 
     def __init__(self, moves: bool = True, settled_s: float = SETTLED_S) -> None:
         """``settled_s``: nothing is moved again sooner."""
