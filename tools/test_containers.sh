@@ -1,6 +1,7 @@
 #!/bin/sh
-# The tests of containers that CI runs: `make test-containers`. Where no engine is installed root has the system's
-# package manager install podman. What cannot be had, or does not work here, is said and is no error.
+# The tests of containers that CI runs: `make test-containers`. Where no engine works (a docker command without its
+# daemon is none) root has the system's package manager install podman. What cannot be had, or does not work here, is
+# said and is no error.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -14,20 +15,20 @@ skip() {
     exit 0
 }
 
-installed() { command -v podman >/dev/null 2>&1 || command -v docker >/dev/null 2>&1; }
+has_podman() { command -v podman >/dev/null 2>&1; }
 
 # One command, killed with all that it has started when its time is over.
 apt() { timeout -k 10 "$install_s" apt-get -qq -o DPkg::Lock::Timeout=60 -o Acquire::Retries=1 "$@" </dev/null 2>&1; }
 
 install() {
-    [ "$(id -u)" = 0 ] || skip "no engine is installed, and only root can install one"
-    command -v apt-get >/dev/null 2>&1 || skip "no engine is installed, nor apt-get to install one with"
+    [ "$(id -u)" = 0 ] || skip "$reason; only root can install podman"
+    command -v apt-get >/dev/null 2>&1 || skip "$reason; there is no apt-get to install podman with"
     say "installing $packages"
     export DEBIAN_FRONTEND=noninteractive
     said=$(apt update) || skip "apt-get update failed: $(last "$said")"
     # shellcheck disable=SC2086 # several package names
     said=$(apt install -y --no-install-recommends $packages) || skip "apt-get install $packages failed: $(last "$said")"
-    installed || skip "apt-get installed no engine"
+    has_podman || skip "apt-get installed no podman"
 }
 
 last() { printf '%s\n' "$1" | tail -n 2 | tr '\n' ' '; }
@@ -37,8 +38,11 @@ why_not() { # why no engine works: a container is run to find out
         echo "the probe failed, or has not ended within $probe_s s"
 }
 
-installed || install
 reason=$(why_not)
+if [ -n "$reason" ] && ! has_podman; then
+    install
+    reason=$(why_not)
+fi
 [ -z "$reason" ] || skip "$reason"
 free=$(df -Pm /var/lib | awk 'NR == 2 { print $4 }')
 [ "$free" -ge "$disk_mb" ] || skip "the image needs about $disk_mb MB of disk, $free MB are free below /var/lib"
