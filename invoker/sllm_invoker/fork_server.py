@@ -20,7 +20,7 @@ from sllm_runtime.platform.process import PARENT, Child
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
-from sllm_runtime.protocol.worker import Exited, FromZygote, Spawn, Spawned, Started, ToZygote, ZygoteReady
+from sllm_runtime.protocol.worker import Complete, Exited, FromZygote, Spawn, Spawned, Started, ToZygote, ZygoteReady
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +84,14 @@ class ForkServer:
         argv: Sequence[str] = ZYGOTE,
         namespace: Sequence[str] = (),
         on_exit: Callable[[str, Exited], None],
+        on_complete: Callable[[], object] = lambda: None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._env = dict(env)
         self._argv = tuple(argv)
         self._namespace = tuple(namespace)
         self._on_exit = on_exit
+        self._on_complete = on_complete
         self._on_end = on_end
         self._wire: AsyncWire | None = None
         self._settled = asyncio.Event()
@@ -224,3 +226,5 @@ class ForkServer:
                     birth.set_result(Born(pidfd))
             elif isinstance(body, Exited):
                 self._on_exit(body.sandbox, body)
+            elif isinstance(body, Complete):
+                self._on_complete()

@@ -49,6 +49,8 @@ class WarmPool:
         self._delay = refill_delay_s
         self._on_change = on_change
         self._idle: deque[Sandbox] = deque()
+        self._old: deque[Sandbox] = deque()
+        """They wait, too, until others have been made in their place."""
         self._waiters: deque[asyncio.Future[Sandbox]] = deque()
         self._making: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -67,7 +69,7 @@ class WarmPool:
     @property
     def idle(self) -> int:
         """Warm sandboxes that wait."""
-        return len(self._idle)
+        return len(self._idle) + len(self._old)
 
     @property
     def wanted(self) -> bool:
@@ -83,8 +85,8 @@ class WarmPool:
             raise Unavailable("this node is shutting down")
         loop = asyncio.get_running_loop()
         self._quiet_until = loop.time() + self._delay
-        while self._idle:
-            sandbox = self._idle.popleft()
+        while waiting := self._idle or self._old:
+            sandbox = waiting.popleft()
             self._changed()
             if _lives(sandbox):
                 return sandbox
@@ -102,9 +104,15 @@ class WarmPool:
     def press(self, on: bool) -> None:
         """Memory is short: none waits until it is not. Who asks for a sandbox gets one."""
         self._pressed = on
-        while on and self._idle:
-            self._discard(self._idle.popleft())
+        if on:
+            self._discard_all()
         self._changed()
+
+    def renew(self) -> None:
+        """Starts in sandboxes that are made from now on are quicker: those that wait are replaced, one by one."""
+        self._old.extend(self._idle)
+        self._idle.clear()
+        self._wake.set()
 
     async def run(self) -> None:
         """Keep the pool filled until cancelled."""
@@ -186,15 +194,23 @@ class WarmPool:
             self._discard(sandbox)
             return
         self._idle.append(sandbox)
+        if self._old:
+            self._discard(self._old.popleft())
         self._changed()
 
     def _died(self, sandbox: Sandbox) -> None:
         """A worker that died while it waited: its owner is the pool."""
-        if sandbox in self._idle:
-            self._idle.remove(sandbox)
-            log.warning("warm sandbox %s died: %s", sandbox.name, sandbox.exited.result())
-            self._discard(sandbox)
-            self._changed()
+        for waiting in (self._idle, self._old):
+            if sandbox in waiting:
+                waiting.remove(sandbox)
+                log.warning("warm sandbox %s died: %s", sandbox.name, sandbox.exited.result())
+                self._discard(sandbox)
+                self._changed()
+
+    def _discard_all(self) -> None:
+        for waiting in (self._idle, self._old):
+            while waiting:
+                self._discard(waiting.popleft())
 
     def _discard(self, sandbox: Sandbox) -> None:
         task = asyncio.create_task(_close(sandbox), name="close-sandbox")
@@ -214,8 +230,7 @@ class WarmPool:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(Unavailable("this node is shutting down"))
-        while self._idle:
-            self._discard(self._idle.popleft())
+        self._discard_all()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
 

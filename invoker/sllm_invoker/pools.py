@@ -40,6 +40,7 @@ class WarmPools:
         self._most = kinds if size else 0
         self._delay = refill_delay_s
         self._plain = WarmPool(driver, size, refill_delay_s=refill_delay_s, on_change=on_change)
+        driver.on_complete(self._plain.renew)
         self._kinds: OrderedDict[Wish, WarmPool] = OrderedDict()
         """The one that was asked for last is the last."""
         self._running: dict[Wish, asyncio.Task[None]] = {}

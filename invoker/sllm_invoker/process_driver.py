@@ -187,6 +187,7 @@ class ProcessDriver:
         self._argv = argv
         self._isolate = isolate
         self._on_end = on_end
+        self._on_complete: Callable[[], None] = lambda: None
         self._tasks = Tasks("process driver")
         self._server: ForkServer | None = None
         self._living: dict[str, ProcessSandbox] = {}
@@ -212,13 +213,22 @@ class ProcessDriver:
         if not namespace:
             log.warning("no PID namespace for sandboxes here: the fork server ends what its workers leave behind")
         self._server = ForkServer(
-            self._env, argv=self._argv, namespace=namespace, on_exit=self._reaped, on_end=self._server_ended
+            self._env,
+            argv=self._argv,
+            namespace=namespace,
+            on_exit=self._reaped,
+            on_complete=lambda: self._on_complete(),
+            on_end=self._server_ended,
         )
         self._tasks.start(self._server.run(), "fork server")
 
     def serves(self, wish: Wish) -> bool:
         """Workers leave the network by themselves, and see the machine's devices."""
         return True
+
+    def on_complete(self, call: Callable[[], None]) -> None:
+        """Its fork server has imported what it did not begin with."""
+        self._on_complete = call
 
     async def ready(self, wish: Wish = PLAIN) -> None:
         """Its fork server is. Raises ``Unavailable``."""

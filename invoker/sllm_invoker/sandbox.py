@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -121,6 +122,9 @@ class SandboxDriver(Protocol):
 
     async def create(self, name: str, wish: Wish = PLAIN) -> Sandbox:
         """A warm sandbox: its worker said ``Hello``. Raises ``Unavailable`` when none can be made now."""
+
+    def on_complete(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when starts in sandboxes that are made from then on are quicker than in those of before."""
 
     async def close(self) -> None:
         """End everything this driver made."""

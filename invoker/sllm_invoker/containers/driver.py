@@ -120,6 +120,9 @@ class ContainerDriver:
         """Those that wait have no network and no device."""
         return wish == PLAIN
 
+    def on_complete(self, call: Callable[[], None]) -> None:
+        """Never: the worker of a container imports what it needs when it starts."""
+
     async def ready(self, wish: Wish = PLAIN) -> None:
         """The engine works, and its image is there: a function's own was made before it was asked for. Raises
         ``Unavailable``."""

@@ -296,11 +296,16 @@ class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag="zygote"):
     python: str
 
 
+class Complete(msgspec.Struct, frozen=True, kw_only=True, tag="complete"):
+    """The fork server has imported the rest, too, while nobody asked for a worker: those that it forked before lack
+    it."""
+
+
 class ToZygote(msgspec.Struct, frozen=True):
     body: Spawn | Started
     version: int = PROTOCOL_VERSION
 
 
 class FromZygote(msgspec.Struct, frozen=True):
-    body: ZygoteReady | Spawned | Exited
+    body: ZygoteReady | Spawned | Exited | Complete
     version: int = PROTOCOL_VERSION

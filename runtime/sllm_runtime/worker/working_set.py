@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import numpy as np
 
-LOOKS: Final = 4
-"""Starts that are recorded in any case; from then on the 8th, 16th and so on, since the first may all be of one
-function, and a look takes the fork server some 10 ms."""
+LOOKS: Final = 6
+"""Starts that are recorded in any case, the two rehearsed ones among them; from then on the 8th, 16th and so on, since
+the first may all be of one function, and a look takes the fork server some 10 ms."""
 MOST: Final = 32 * 2**20
 """Bytes that a worker copies at most, whatever functions did."""
 _PAGE: Final = mmap.PAGESIZE

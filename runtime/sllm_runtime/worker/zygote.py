@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import os
 import platform
 import re
@@ -38,6 +39,7 @@ from sllm_runtime.protocol.worker import (
     KERNELS,
     PRELOAD,
     PRIVATE,
+    Complete,
     Exited,
     FromZygote,
     Private,
@@ -68,13 +70,23 @@ class Zygote:
     """Forks and reaps workers. Single-threaded; ``serve`` returns when the invoker is gone."""
 
     def __init__(
-        self, wire: BlockingWire, import_s: float, later: Later, working_set: WorkingSet, leave: isolation.Leave
+        self,
+        wire: BlockingWire,
+        import_s: float,
+        later: Later,
+        working_set: WorkingSet,
+        rehearse: Callable[[], None],
+        leave: isolation.Leave,
     ) -> None:
+        """``rehearse`` records a start in ``working_set``."""
         self._wire = wire
         self._import_s = import_s
         self._later = later
         self._workers: dict[int, str] = {}
         self._working_set = working_set
+        self._rehearse = rehearse
+        self._incomplete: frozenset[str] = frozenset()
+        """Workers that were forked before all was imported."""
         self._started: deque[str] = deque(maxlen=_LOOKED_AT)
         """Workers whose pages are to be recorded."""
         self._leave = leave
@@ -102,6 +114,8 @@ class Zygote:
             else:
                 quiet_s = 0
                 self._import_more()
+                if self._later.done:
+                    self._complete()
             for fd, _ in happened:
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
@@ -128,6 +142,12 @@ class Zygote:
         finally:
             signal.signal(signal.SIGCHLD, lambda *_: None)
 
+    def _complete(self) -> None:
+        """Nothing is left to import. It has written to half of what starts touch: another one is rehearsed."""
+        self._incomplete = frozenset(self._workers.values())
+        self._rehearse()
+        self._send(Complete())
+
     def _receive(self) -> None:
         """Every message that is there."""
         while True:
@@ -149,6 +169,8 @@ class Zygote:
                 self._spawn(message, fds)
 
     def _look(self, sandbox: str) -> None:
+        if sandbox in self._incomplete:  # what this process has written to since is that worker's alone as well
+            return
         for pid, name in self._workers.items():
             if name == sandbox:
                 self._working_set.look(pid)
@@ -190,7 +212,7 @@ class Zygote:
         for exited in dead:
             self._send(exited)
 
-    def _send(self, body: ZygoteReady | Spawned | Exited, fds: tuple[int, ...] = ()) -> None:
+    def _send(self, body: ZygoteReady | Spawned | Exited | Complete, fds: tuple[int, ...] = ()) -> None:
         self._wire.sock.settimeout(_SEND_S)
         try:
             self._wire.send(codec.pack(FromZygote(body)), fds)
@@ -320,8 +342,9 @@ def run(fd: int, node: str) -> int:
     from sllm_runtime.worker.working_set import WorkingSet
 
     working_set = WorkingSet()
-    rehearse(working_set, become_worker)
-    zygote = Zygote(wire, import_s, Later(os.environ.pop(PRELOAD, "all")), working_set, leave)
+    rehearsal = functools.partial(rehearse, working_set, become_worker)
+    rehearsal()
+    zygote = Zygote(wire, import_s, Later(os.environ.pop(PRELOAD, "all")), working_set, rehearsal, leave)
     try:
         zygote.serve()
     finally:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -73,6 +73,32 @@ async def test_without_warm_ones_a_start_waits_for_the_one_being_made() -> None:
         assert len({sandbox.pid for sandbox in taken}) == 6
         assert pool.idle == 0
         await asyncio.gather(*(sandbox.close() for sandbox in taken))
+
+
+async def test_those_that_wait_are_replaced_one_by_one_when_others_would_be_better() -> None:
+    seen, looks = list[int](), list[Callable[[], int]]()
+    async with pool_of(2, on_change=lambda: seen.extend(look() for look in looks)) as pool:
+        await until(lambda: pool.idle == 2, what="it is full")
+        old = [*pool._idle]
+        looks.append(lambda: pool.idle)
+        pool.renew()
+        await until(lambda: all(sandbox.exited.done() for sandbox in old), what="they have ended")
+        assert seen
+        assert min(seen) >= 2, "it was never short of one"
+        assert pool.idle == 2
+
+
+async def test_one_that_is_to_be_replaced_is_better_than_none() -> None:
+    async with pool_of(2, refill_delay_s=2 * GIVE_UP_S) as pool:
+        await until(lambda: pool.idle == 2, what="it is full")
+        old = [*pool._idle]
+        taken = [await pool.acquire()]
+        pool.renew()
+        taken.append(await pool.acquire())
+        assert taken == old
+        assert pool.idle == 0
+        for sandbox in taken:
+            await sandbox.close()
 
 
 async def test_one_that_died_while_it_waited_is_replaced() -> None:

@@ -29,6 +29,7 @@ from sllm_runtime.protocol.worker import (
     CallBody,
     CallFrames,
     CancelCall,
+    Complete,
     Credit,
     Exited,
     Failed,
@@ -282,6 +283,7 @@ class Zygote:
         ours.settimeout(120)
         self.ready: ZygoteReady | None = None
         self.exits: dict[str, Exited] = {}
+        self.complete = False
         self._count = 0
 
     def receive(self) -> Any:
@@ -326,7 +328,15 @@ class Zygote:
     def count(self) -> int:
         return self._count
 
+    def wait_complete(self) -> None:
+        """Until it has imported all. To ask for a worker disturbs it."""
+        while not self.complete:
+            self._exit(self.receive())
+
     def _exit(self, body: Any) -> None:
+        if isinstance(body, Complete):
+            self.complete = True
+            return
         assert isinstance(body, Exited)
         self.exits[body.sandbox] = body
 

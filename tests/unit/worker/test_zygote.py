@@ -6,17 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from sllm_runtime.protocol.limits import MAX_FDS
 from sllm_runtime.worker import isolation
-from sllm_runtime.worker.imports import QUIET_S, SINGLE_THREADED, Later
+from sllm_runtime.worker.imports import SINGLE_THREADED, Later
 from tests.fixtures.deployed import wait
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
@@ -76,20 +74,16 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
 
 
 def test_the_rest_is_imported_while_nobody_asks(zygote: Zygote, tmp_path: Path) -> None:
-    """A worker that is forked when it was quiet for long enough has everything."""
-    end = time.monotonic() + 2 * GIVE_UP_S
-    for number in count(1):
-        worker = zygote.spawn()
-        try:
-            worker.start(manifest("user:later"), bundle_of({"user.py": LOOK}), workdir=tmp_path / str(number))
-            missing = worker.run().outputs[0]
-        finally:
-            worker.close()
-            zygote.exited(zygote.count)
-        if not missing:
-            break
-        assert time.monotonic() < end, missing
-        time.sleep(QUIET_S * 2**number)  # to ask is to disturb it
+    """Then it says so, and a worker that is forked from then on has everything."""
+    zygote.wait_ready()
+    zygote.wait_complete()
+    worker = zygote.spawn()
+    try:
+        worker.start(manifest("user:later"), bundle_of({"user.py": LOOK}), workdir=tmp_path)
+        assert worker.run().outputs[0] == []
+    finally:
+        worker.close()
+        zygote.exited(zygote.count)
     assert os.listdir(f"/proc/{zygote.process.pid}/task") == [str(zygote.process.pid)]
 
 
