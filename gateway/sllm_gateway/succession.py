@@ -74,7 +74,10 @@ class Succession:
         self._journal, self._taking_up, self._fail = journal, taking_up, fail
         self._clock, self._pause = clock, pause
         self._tasks = Tasks("succession")
-        self._beaten = asyncio.Event()
+        self._beaten = False
+        """Since the others were last looked at."""
+        self._news = asyncio.Event()
+        """Set when the others are to be looked at."""
         self._told = asyncio.Event()
         """Something waits to be stored."""
         self._watch: Watch | None = None
@@ -89,15 +92,15 @@ class Succession:
         """Begin this gateway's life. Raises ``Unavailable``."""
         await self._hearsay.start()
         await self._lives.beat()
-        self._watch = self._lives.watch(self._roll.heard)
+        self._watch = self._lives.watch(self._heard)
         await self._watch.start()
-        self._beaten.set()
+        self._has_beaten()
         self._tasks.start(self._tell(), "log")
         self._tasks.start(self._store(), "beats and log")
         self._tasks.start(self._look(), "others")
 
     async def close(self) -> None:
-        """End it in order: whatever is left of it can be taken over at once. Repeatable."""
+        """End it in order: whatever is left of it (``Ledger.hand_on``) is taken over at once. Repeatable."""
         if self._watch is None:
             return
         await self._tasks.close()
@@ -106,6 +109,7 @@ class Succession:
         self._watch = None
         try:
             async with asyncio.timeout(BEAT_S):
+                await self._lives.beat()  # a write that was broken off just now may have been stored
                 self._tell_news(last=True)
                 while self._lives.behind:
                     await self._lives.store()
@@ -135,7 +139,7 @@ class Succession:
             try:
                 if self._clock() >= self._due:
                     await self._lives.beat()
-                    self._beaten.set()
+                    self._has_beaten()
                     self._due = self._clock() + BEAT_S
                 self._told.clear()
                 if self._lives.behind:
@@ -171,12 +175,23 @@ class Succession:
         self._due = 0.0
 
     # --- others' ----------------------------------------------------------------------------------
+    def _has_beaten(self) -> None:
+        self._beaten = True
+        self._news.set()
+
+    def _heard(self, life: Life) -> None:
+        """Of one that has ended in order nothing is to be waited for."""
+        self._roll.heard(life)
+        if life.over and not life.heir:
+            self._news.set()
+
     async def _look(self) -> None:
         while True:
-            await self._beaten.wait()
-            self._beaten.clear()
-            if self._watch is not None and self._watch.synced.is_set():
+            await self._news.wait()
+            self._news.clear()
+            if self._beaten and self._watch is not None and self._watch.synced.is_set():
                 self._roll.beat()
+            self._beaten = False
             for life in self._roll.left(self._lives.me.life):
                 try:
                     await self._inherit(life)
@@ -244,8 +259,10 @@ class Succession:
         beats: int | None = None
         """Of its gateway, when a beat of one's own that began after the question had been heard."""
         while self._clock() < deadline:
+            if self._watch is None:
+                break
             life = self._roll.of_call(call)
-            if life is None and self._watch is not None and self._watch.synced.is_set():
+            if life is None and self._watch.synced.is_set():
                 return
             if life is not None:
                 if life.life == mine.life or (life.settled and not self._hearsay.tells_of(life.life, call)):
@@ -270,7 +287,7 @@ class Succession:
 
     def _lives_on(self, life: Life, beats: int) -> bool:
         """Whether it has beaten twice: one beat may have been under way when it died."""
-        return not life.heir and self._roll.beats(life.life) >= beats + 2
+        return not (life.over or life.heir) and self._roll.beats(life.life) >= beats + 2
 
 
 async def _until(event: asyncio.Event, most_s: float) -> None:
