@@ -21,8 +21,8 @@ from sllm_gateway.journal import Journal, known_s, moved
 from sllm_gateway.ledger import Ledger, streams
 from sllm_gateway.lives import Lives, Lost, Over
 from sllm_gateway.roll import Roll
-from sllm_gateway.taking_up import TakingUp
-from sllm_runtime.platform.owned import Tasks
+from sllm_gateway.taking_up import AT_ONCE, TakingUp
+from sllm_runtime.platform.owned import Tasks, each
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, Began, BodyPart
@@ -165,8 +165,7 @@ class Succession:
         was told of them since is known to nobody who takes them up: it is written before their callers are sent on."""
         streams_left = self._ledger.written()
         log.warning("this gateway was silent: another one has its %d stream(s)", len(streams_left))
-        for _, left in streams_left:
-            await self._keep(left)
+        await each((left for _, left in streams_left), self._keep, AT_ONCE)
         for call, _ in streams_left:
             self._fail(call, moved(call.id))
         self._taking_up.look(call.id for call, _ in streams_left)
@@ -223,8 +222,7 @@ class Succession:
         """Its streams that were not among those ``taken`` before."""
         logs = await self._log_of(life)
         found = [each for each in streams(logs[n] for n in sorted(logs)) if each.order.call not in taken.calls]
-        for stream in found:
-            await self._keep(stream)
+        await each(found, self._keep, AT_ONCE)
         taken.last = max(logs, default=taken.last)
         new = {stream.order.call for stream in found}
         taken.calls |= new
