@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec.structs import replace
+
 from sllm_gateway.call import Call
 from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal, known_s, moved
@@ -205,14 +207,18 @@ class Succession:
 
     async def _inherit(self, life: Life) -> None:
         """Make what it left calls that are kept, of which each is taken up by one gateway."""
-        claimed = life if life.heir == self._lives.me.life else await self._lives.claim(life)
+        mine = self._lives.me.life
+        claimed = life if life.heir == mine else await self._lives.claim(life)
         if claimed is None:
+            if await self._lives.find(life.life) is None:  # it has aged, and its log; its kept calls stand all the same
+                self._roll.heard(replace(life, heir=mine, settled=True))
+                self._taking_up.look(())
             return
         taken = _Taken()
         left = await self._keep_left(life.life, taken)
         log.warning("gateway %s is gone: it left %d stream(s)", life.gateway, len(left))
-        settled = await self._lives.settle(claimed)
-        self._roll.heard(settled or claimed)
+        now = await self._lives.settle(claimed) or await self._lives.find(life.life)
+        self._roll.heard(now or replace(claimed, settled=True))
         self._taking_up.look(left)
         while len(self._taken) >= MOST_TAKEN:
             del self._taken[next(iter(self._taken))]

@@ -615,6 +615,21 @@ async def test_what_was_left_is_found_whoever_has_written_it_and_whatever_a_list
         assert '"code"' not in answer.text
 
 
+async def test_kept_calls_of_a_gateway_whose_record_has_aged_are_gone_on_with(nats: Nats) -> None:
+    """JetStream was away for two minutes, and the gateway died meanwhile: nobody can claim its life any more."""
+    async with world(nats, {"tokens": six}) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+        succession = w.gateway._succession
+        aged = Life(life="e" * 12, gateway="g3", over=True)
+        order = asked("call-1", aged.life, aged.gateway, parts=0)
+        await succession._keep(Whole(order=order, body=b"", epoch=0, numerics="", exact=True, ids=()))
+        succession._heard(aged)
+        async with asyncio.timeout(GIVE_UP_S):
+            answer = await w.http.get("/v1/calls/call-1/events")
+        assert data_of(answer.text) == [*map(str, range(6)), "[DONE]"]
+        assert succession._roll.left(succession._lives.me.life) == [], "it is not looked for again"
+
+
 async def test_a_function_that_says_something_else_after_its_gateways_death_is_no_answer(nats: Nats) -> None:
     """Who reads on from an output it had would read the end of another text."""
     async with world(nats) as w:
