@@ -45,7 +45,7 @@ class Ledger:
         """Those of which nothing is written yet."""
         self._gone: list[str] = []
         self.news = asyncio.Event()
-        """Set when a stream has begun that is not written."""
+        """Set when a stream has begun or ended and that is not written."""
         self._handed_on = False
 
     def __len__(self) -> int:
@@ -65,6 +65,7 @@ class Ledger:
         self._begun.pop(call, None)
         if line is not None and line.whole is not None:
             self._gone.append(call)
+            self.news.set()  # should its gateway die, an heir that does not know would have all of it made again
 
     def hand_on(self) -> set[Call]:
         """Those whose callers have not all of the answer: they stay open, for another gateway to go on with. All others

@@ -146,6 +146,15 @@ def test_a_stream_that_is_never_written_leaves_nothing() -> None:
     assert gateway.ledger.logs(0.0) == []
 
 
+def test_a_beginning_and_an_end_are_written_at_once() -> None:
+    """Ids wait for the next look: they can be drawn again, and an answer that its caller has need not be."""
+    gateway, news = Gateway(), list[bool]()
+    for what in ("begin", "write", "ids", "write", "end", "write", "begin", "end"):
+        gateway.do(what, 0, 1)
+        news.append(gateway.ledger.news.is_set())
+    assert news == [True, False, False, False, True, False, True, True], "what began is looked for, though it has gone"
+
+
 def test_only_what_is_new_is_written() -> None:
     gateway = Gateway()
     for what in ("begin", "write", "write", "ids", "write", "end", "write"):
