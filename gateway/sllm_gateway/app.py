@@ -53,8 +53,9 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import records, subjects
-from sllm_runtime.protocol.errors import Cancelled
+from sllm_runtime.protocol.errors import CallMoved, Cancelled
 from sllm_runtime.protocol.events import Kind
+from sllm_runtime.protocol.lives import BEAT_S
 from sllm_runtime.protocol.node import NodeStatus
 
 
@@ -168,7 +169,7 @@ class Gateway:
         error = call.error
         if isinstance(error, Cancelled):
             self._news.tell(Kind.CALL_CANCELLED, call, error.message)
-        if error is None or error.status < 500:
+        if error is None or error.status < 500 or isinstance(error, CallMoved):
             return
         self._announcer.tell(
             Kind.CALL_FAILED,
@@ -207,9 +208,17 @@ class Gateway:
         self._announcer.tell(Kind.GATEWAY_READY)
 
     async def drain(self) -> None:
-        """No new call; running ones may end within ``drain`` seconds."""
+        """No new call; running ones may end within ``drain`` seconds. Then another gateway, or the next life of this
+        one, goes on with those that can. Their callers are sent there once this life is over: before, they would be
+        told that there is no such call, as of any gateway that still beats."""
         self._announcer.tell(Kind.GATEWAY_STOPPING, f"{len(self.calls)} call(s) have {self.settings.drain:g} s to end")
         await self.calls.drain(self.settings.drain)
+        streams = self._ledger.hand_on()
+        self.calls.stop(streams)
+        await self._detached.finish(BEAT_S)
+        await self._taking_up.close()  # what it would take up now nobody would look for
+        await self._succession.close()
+        self.calls.hand_on(streams, "this one stops")
 
     async def stop(self) -> None:
         """End everything, or as much of it as has begun. Repeatable."""

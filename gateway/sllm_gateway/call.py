@@ -57,7 +57,8 @@ class Marks:
     moves: tuple[float, ...] = ()
     """When it went over to another instance while it ran; the last ones."""
     waited: float = 0.0
-    """Seconds it has waited for capacity, without those in which an instance was being started for it."""
+    """Seconds it has waited for capacity since it last had an instance, without those in which one was being started
+    for it."""
     first: float | None = None
     last: float | None = None
     read: float = 0.0

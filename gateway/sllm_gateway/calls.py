@@ -7,13 +7,16 @@ One state table: ``states.CALL``. ``dispatch`` finds an instance, ``handover`` a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 from sllm_gateway.call import Call, Earlier, Marks, Order
 from sllm_gateway.delivery import Delivery
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.ending import Ending
 from sllm_gateway.handover import Handover
+from sllm_gateway.journal import moved
 from sllm_gateway.leader import Leader
 from sllm_gateway.link import Link
 from sllm_gateway.metrics import Metrics
@@ -27,10 +30,15 @@ from sllm_gateway.table import Version
 from sllm_gateway.timers import Timers
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import Cancelled, Draining, SllmError
+from sllm_runtime.protocol.errors import Cancelled, Draining, GatewayStopped, SllmError
 from sllm_runtime.protocol.node import NodeStatus, Progress
 
-STOPPING = "the gateway is stopping; call again"
+log = logging.getLogger(__name__)
+
+STOPPING: Final = "the gateway is stopping; call again"
+STOPPED: Final = (
+    "the gateway stopped while the call ran, and what it did stands; call again where doing it twice does no harm"
+)
 
 
 class Calls:
@@ -115,22 +123,29 @@ class Calls:
         self._tasks.start(self._timers.run(), "ticks")
 
     async def drain(self, seconds: float) -> None:
-        """Take no new call; those that run have ``seconds``, then they end with ``draining``."""
+        """Take no new call; those that are open have ``seconds`` to end."""
         self._draining = True
         try:
             async with asyncio.timeout(seconds):
                 await self._open.none.wait()
         except TimeoutError:
-            self._fail_all()
+            log.info("%d call(s) have not ended within %g s", len(self._open), seconds)
 
-    def _fail_all(self) -> None:
-        for call in list(self._open.values()):
-            self.fail(call, Draining(STOPPING))
+    def hand_on(self, calls: Iterable[Call], why: str) -> None:
+        """Another gateway goes on with these: their callers are sent there."""
+        for call in calls:
+            self._ending.hand_on(call, moved(call.id, why))
+
+    def stop(self, but: Collection[Call] = ()) -> None:
+        """Take no call; end all that are open, ``but`` these. Repeatable."""
+        self._draining = True
+        for call in [each for each in self._open.values() if each not in but]:
+            begun = call.binding is not None or call.attempts > 0
+            self.fail(call, GatewayStopped(STOPPED) if begun else Draining(STOPPING))
 
     async def close(self) -> None:
         """End everything; nodes are told to cancel what still runs."""
-        self._draining = True
-        self._fail_all()
+        self.stop()
         await self._tasks.close()
         await self.dispatcher.close()
         await self._link.close()

@@ -88,10 +88,21 @@ class Detached:
         self._life, self._window = life, window_s
         self._clock, self._wall, self._pause = clock, wall, pause
         self._running: dict[str, _Run] = {}
+        self._idle = asyncio.Event()
+        """Set while none runs."""
+        self._idle.set()
         self._tasks = Tasks("detached")
 
+    async def finish(self, within_s: float) -> None:
+        """Wait until what is here of calls that are over is written, at most so long. After ``Calls.stop``."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.info("the journals of %d call(s) are left as they are", len(self._running))
+
     async def close(self) -> None:
-        """Journals end here; what goes on is taken up again. After ``Calls.drain``."""
+        """Journals end here; what goes on is taken up again. After ``Calls.stop``."""
         await self._tasks.close()
 
     # --- the caller's side ------------------------------------------------------------------------
@@ -187,6 +198,7 @@ class Detached:
     # --- the journal ------------------------------------------------------------------------------
     def _start(self, call: Call, asked: CallOrder, journaled: Journaled, fence: int) -> None:
         run = self._running[call.id] = _Run(call, asked, journaled, fence, self._clock())
+        self._idle.clear()
         self._tasks.start(self._live(run), f"journal of {call.id}")
 
     async def _live(self, run: _Run) -> None:
@@ -207,6 +219,8 @@ class Detached:
             self._calls.fail(call, error)
         finally:
             del self._running[call.id]
+            if not self._running:
+                self._idle.set()
             self._calls.leave(call)
 
     async def _hold(self, run: _Run) -> None:

@@ -66,6 +66,13 @@ class Ending:
             call.due = min(call.due, call.binding.due)
         self.over(call, error)
 
+    def hand_on(self, call: Call, error: CallMoved) -> None:
+        """Another gateway goes on with it: its caller is sent there, also one that lags behind a whole answer."""
+        if call.over:
+            self.cut(call, error)
+        else:
+            self.fail(call, error)
+
     def over(self, call: Call, error: SllmError) -> None:
         """The end, as far as the caller goes."""
         self._moves.drop(call, "it has ended")

@@ -91,6 +91,7 @@ class Handover:
         self._dispatcher.accepted(call, binding.instance)
         if not call.over:
             call.attempts += 1
+            call.marks.waited = 0.0  # should it have to wait again
             call.numerics = call.numerics or binding.entry.fingerprint
             call.exact = call.exact and binding.entry.exact
             call.go(CallState.RUNNING)

@@ -242,11 +242,11 @@ def _is_of(data: bytes, call: str) -> bool:
         return False
 
 
-def moved(call: str) -> CallMoved:
-    """What a gateway says that has lost a call to another."""
+def moved(call: str, why: str = "this one did not run for a while") -> CallMoved:
+    """What a gateway says that has lost a call to another, or leaves it to one."""
     return CallMoved(
-        f"another gateway goes on with {call}, since this one did not run for a while; read on there by"
-        f" GET /v1/calls/{call}/events with Last-Event-ID"
+        f"another gateway goes on with {call}, since {why}; read on there by GET /v1/calls/{call}/events with"
+        " Last-Event-ID"
     )
 
 

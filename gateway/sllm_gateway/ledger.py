@@ -18,6 +18,7 @@ from sllm_runtime.protocol.calls import CallOrder
 from sllm_runtime.protocol.frames import Ids
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.lives import MOST_LOGGED, WHOLE_S, Gone, Log, LogEntry, More, Whole
+from sllm_runtime.protocol.states import CallState
 
 _ENTRY_BYTES = 1024
 _ID_BYTES = 5
@@ -44,7 +45,8 @@ class Ledger:
         """Those of which nothing is written yet."""
         self._gone: list[str] = []
         self.news = asyncio.Event()
-        """Set when a stream has begun that is not written."""
+        """Set when a stream has begun or ended and that is not written."""
+        self._handed_on = False
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -56,11 +58,22 @@ class Ledger:
             self.news.set()
 
     def end(self, call: str) -> None:
-        """It is over."""
+        """It is over. One that was handed on ends elsewhere."""
+        if self._handed_on:
+            return
         line = self._lines.pop(call, None)
         self._begun.pop(call, None)
         if line is not None and line.whole is not None:
             self._gone.append(call)
+            self.news.set()  # should its gateway die, an heir that does not know would have all of it made again
+
+    def hand_on(self) -> set[Call]:
+        """Those whose callers have not all of the answer: they stay open, for another gateway to go on with. All others
+        have ended. From then on none begins."""
+        for call in [line.call for line in self._lines.values() if not _wanted(line.call)]:
+            self.end(call.id)
+        self._handed_on = True
+        return {line.call for line in self._lines.values()}
 
     def written(self) -> list[tuple[Call, Whole]]:
         """Those of which anything may have been written, so that another gateway may know of them, with all of it."""
@@ -96,6 +109,11 @@ class Ledger:
             entries.append(entry)
             size += nbytes
         return [*found, Log(tuple(entries))] if entries else found
+
+
+def _wanted(call: Call) -> bool:
+    """Whether its caller waits for more of it, or has yet to take what is here."""
+    return not call.over or (call.state is CallState.SUCCEEDED and call.writing is not None)
 
 
 def _entry(line: _Line, now: float) -> Whole | More | None:

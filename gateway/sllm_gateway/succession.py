@@ -15,14 +15,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec.structs import replace
+
 from sllm_gateway.call import Call
 from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal, known_s, moved
 from sllm_gateway.ledger import Ledger, streams
 from sllm_gateway.lives import Lives, Lost, Over
 from sllm_gateway.roll import Roll
-from sllm_gateway.taking_up import TakingUp
-from sllm_runtime.platform.owned import Tasks
+from sllm_gateway.taking_up import AT_ONCE, TakingUp
+from sllm_runtime.platform.owned import Tasks, each
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, Began, BodyPart
@@ -74,7 +76,10 @@ class Succession:
         self._journal, self._taking_up, self._fail = journal, taking_up, fail
         self._clock, self._pause = clock, pause
         self._tasks = Tasks("succession")
-        self._beaten = asyncio.Event()
+        self._beaten = False
+        """Since the others were last looked at."""
+        self._news = asyncio.Event()
+        """Set when the others are to be looked at."""
         self._told = asyncio.Event()
         """Something waits to be stored."""
         self._watch: Watch | None = None
@@ -89,15 +94,15 @@ class Succession:
         """Begin this gateway's life. Raises ``Unavailable``."""
         await self._hearsay.start()
         await self._lives.beat()
-        self._watch = self._lives.watch(self._roll.heard)
+        self._watch = self._lives.watch(self._heard)
         await self._watch.start()
-        self._beaten.set()
+        self._has_beaten()
         self._tasks.start(self._tell(), "log")
         self._tasks.start(self._store(), "beats and log")
         self._tasks.start(self._look(), "others")
 
     async def close(self) -> None:
-        """End it in order: whatever is left of it can be taken over at once. Repeatable."""
+        """End it in order: whatever is left of it (``Ledger.hand_on``) is taken over at once. Repeatable."""
         if self._watch is None:
             return
         await self._tasks.close()
@@ -106,6 +111,7 @@ class Succession:
         self._watch = None
         try:
             async with asyncio.timeout(BEAT_S):
+                await self._lives.beat()  # a write that was broken off just now may have been stored
                 self._tell_news(last=True)
                 while self._lives.behind:
                     await self._lives.store()
@@ -135,7 +141,7 @@ class Succession:
             try:
                 if self._clock() >= self._due:
                     await self._lives.beat()
-                    self._beaten.set()
+                    self._has_beaten()
                     self._due = self._clock() + BEAT_S
                 self._told.clear()
                 if self._lives.behind:
@@ -161,8 +167,7 @@ class Succession:
         was told of them since is known to nobody who takes them up: it is written before their callers are sent on."""
         streams_left = self._ledger.written()
         log.warning("this gateway was silent: another one has its %d stream(s)", len(streams_left))
-        for _, left in streams_left:
-            await self._keep(left)
+        await each((left for _, left in streams_left), self._keep, AT_ONCE)
         for call, _ in streams_left:
             self._fail(call, moved(call.id))
         self._taking_up.look(call.id for call, _ in streams_left)
@@ -171,12 +176,23 @@ class Succession:
         self._due = 0.0
 
     # --- others' ----------------------------------------------------------------------------------
+    def _has_beaten(self) -> None:
+        self._beaten = True
+        self._news.set()
+
+    def _heard(self, life: Life) -> None:
+        """Of one that has ended in order nothing is to be waited for."""
+        self._roll.heard(life)
+        if life.over and not life.heir:
+            self._news.set()
+
     async def _look(self) -> None:
         while True:
-            await self._beaten.wait()
-            self._beaten.clear()
-            if self._watch is not None and self._watch.synced.is_set():
+            await self._news.wait()
+            self._news.clear()
+            if self._beaten and self._watch is not None and self._watch.synced.is_set():
                 self._roll.beat()
+            self._beaten = False
             for life in self._roll.left(self._lives.me.life):
                 try:
                     await self._inherit(life)
@@ -191,14 +207,18 @@ class Succession:
 
     async def _inherit(self, life: Life) -> None:
         """Make what it left calls that are kept, of which each is taken up by one gateway."""
-        claimed = life if life.heir == self._lives.me.life else await self._lives.claim(life)
+        mine = self._lives.me.life
+        claimed = life if life.heir == mine else await self._lives.claim(life)
         if claimed is None:
+            if await self._lives.find(life.life) is None:  # it has aged, and its log; its kept calls stand all the same
+                self._roll.heard(replace(life, heir=mine, settled=True))
+                self._taking_up.look(())
             return
         taken = _Taken()
         left = await self._keep_left(life.life, taken)
         log.warning("gateway %s is gone: it left %d stream(s)", life.gateway, len(left))
-        settled = await self._lives.settle(claimed)
-        self._roll.heard(settled or claimed)
+        now = await self._lives.settle(claimed) or await self._lives.find(life.life)
+        self._roll.heard(now or replace(claimed, settled=True))
         self._taking_up.look(left)
         while len(self._taken) >= MOST_TAKEN:
             del self._taken[next(iter(self._taken))]
@@ -208,8 +228,7 @@ class Succession:
         """Its streams that were not among those ``taken`` before."""
         logs = await self._log_of(life)
         found = [each for each in streams(logs[n] for n in sorted(logs)) if each.order.call not in taken.calls]
-        for stream in found:
-            await self._keep(stream)
+        await each(found, self._keep, AT_ONCE)
         taken.last = max(logs, default=taken.last)
         new = {stream.order.call for stream in found}
         taken.calls |= new
@@ -244,8 +263,10 @@ class Succession:
         beats: int | None = None
         """Of its gateway, when a beat of one's own that began after the question had been heard."""
         while self._clock() < deadline:
+            if self._watch is None:
+                break
             life = self._roll.of_call(call)
-            if life is None and self._watch is not None and self._watch.synced.is_set():
+            if life is None and self._watch.synced.is_set():
                 return
             if life is not None:
                 if life.life == mine.life or (life.settled and not self._hearsay.tells_of(life.life, call)):
@@ -270,7 +291,7 @@ class Succession:
 
     def _lives_on(self, life: Life, beats: int) -> bool:
         """Whether it has beaten twice: one beat may have been under way when it died."""
-        return not life.heir and self._roll.beats(life.life) >= beats + 2
+        return not (life.over or life.heir) and self._roll.beats(life.life) >= beats + 2
 
 
 async def _until(event: asyncio.Event, most_s: float) -> None:

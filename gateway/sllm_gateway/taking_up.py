@@ -10,11 +10,11 @@ from typing import Final
 import msgspec
 
 from sllm_gateway.detached import Detached, stream_of
-from sllm_gateway.journal import Journal, known_s
+from sllm_gateway.journal import Journal, digest, known_s
 from sllm_gateway.lives import Lives
 from sllm_gateway.roll import Roll
 from sllm_gateway.table import RouteTable
-from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.owned import Tasks, each
 from sllm_runtime.protocol.calls import CallOrder, Journaled
 from sllm_runtime.protocol.errors import (
     CallMoved,
@@ -32,6 +32,8 @@ from sllm_runtime.protocol.subjects import BODIES_STREAM
 log = logging.getLogger(__name__)
 
 AGAIN_S: Final = 1.0
+AT_ONCE: Final = 16
+"""Calls that are written, claimed or gone on with together: each waits for JetStream several times."""
 WAITING_S: Final = 3600.0
 """An order of a function that is not known is kept for so long more."""
 
@@ -89,24 +91,39 @@ class TakingUp:
     async def _take_up(self) -> None:
         """Raises ``Unavailable``; what was begun is gone on with in the next round."""
         listed = [known for known in (await self._journal.all()).values() if known.ended is None]
-        left = {known.order.call: known.order for known in listed if known.order is not None}
-        for call in self._left - left.keys():
-            try:
-                left[call] = (await self._journal.find(call))[1]
-            except (CallNotFound, JournalExpired, ProtocolError) as error:
-                log.info("%s", error.message, extra={"call": call})
-                self._left.discard(call)
-        for order in left.values():
-            idle = order.call not in self._claimed and not self._detached.runs(order.call)
-            try:
-                if idle and (order.call in self._tried or await self._ownerless(order)):
-                    await self._claim(order)
-            except ProtocolError as error:
-                log.error("call is left to gateways that can read it: %s", error.message, extra={"call": order.call})
-            self._left.discard(order.call)
-        for order, fence in list(self._claimed.values()):
-            if await self._go_on(order, fence):
-                del self._claimed[order.call]
+        orders = {known.order.call: known.order for known in listed if known.order is not None}
+        orders |= {call: order for call, (order, _) in self._claimed.items()}
+
+        async def see_to(call: str) -> None:
+            if (order := orders.get(call) or await self._find_left(call)) is not None:
+                await self._see_to(order)
+
+        await each(sorted(orders.keys() | self._left, key=self._turn), see_to, AT_ONCE)
+
+    def _turn(self, call: str) -> bytes:
+        """Sorts calls in an order of this gateway's own: several take up what was left, and seldom meet at the same."""
+        return digest(self._lives.me.life.encode(), call.encode())
+
+    async def _find_left(self, call: str) -> CallOrder | None:
+        """What was asked, of a call that the list lacks."""
+        try:
+            return (await self._journal.find(call))[1]
+        except (CallNotFound, JournalExpired, ProtocolError) as error:
+            log.info("%s", error.message, extra={"call": call})
+            self._left.discard(call)
+            return None
+
+    async def _see_to(self, order: CallOrder) -> None:
+        idle = order.call not in self._claimed and not self._detached.runs(order.call)
+        try:
+            if idle and (order.call in self._tried or await self._ownerless(order)):
+                await self._claim(order)
+        except ProtocolError as error:
+            log.error("call is left to gateways that can read it: %s", error.message, extra={"call": order.call})
+        self._left.discard(order.call)
+        claimed = self._claimed.get(order.call)
+        if claimed is not None and await self._go_on(*claimed):
+            del self._claimed[order.call]
 
     async def _ownerless(self, order: CallOrder) -> bool:
         me = self._lives.me

@@ -4,6 +4,7 @@ the real model."""
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -108,6 +109,22 @@ def test_a_client_reads_on_by_itself(cluster: Cluster, text: list[str], monkeypa
     with Client() as client, closing(client.stream("coder", ASK)) as values:
         seen = [next(values) for _ in range(SEEN)]
         old = cluster.kill("gateway")
+        assert seen + list(values) == text
+    cluster.wait_restarted("gateway", old)
+
+
+@pytest.mark.slow
+def test_a_client_does_not_notice_that_its_gateway_is_stopped(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream is longer than what the gateway waits for; another one goes on with it at once."""
+    monkeypatch.setenv("SLLM_HOME", str(cluster.home))
+    ask = ASK | {"max_tokens": 1500}
+    with Stream(cluster, "coder", ask) as stream:
+        text = list(stream.values())
+    with Client() as client, closing(client.stream("coder", ask)) as values:
+        seen = [next(values) for _ in range(SEEN)]
+        old = cluster.kill("gateway", signal.SIGTERM)
         assert seen + list(values) == text
     cluster.wait_restarted("gateway", old)
 

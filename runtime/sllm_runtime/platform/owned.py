@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Final, TypeVar
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,23 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=3 * _AGAIN_S)  # their own `close` needs some rounds
+
+
+async def each(items: Iterable[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
+    """``work`` on every one of ``items``, begun in their order, ``at_once`` of them together. The first that raises
+    ends the others, and is what this raises."""
+    left = iter(items)
+
+    async def some() -> None:
+        for item in left:
+            await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(some())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 class Tasks:

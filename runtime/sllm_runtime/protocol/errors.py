@@ -287,8 +287,15 @@ class Draining(Unavailable):
     code = "draining"
 
 
+class GatewayStopped(Draining):
+    """The gateway stopped while an instance had the call, which no other gateway can go on with: it may have been done
+    in part, so unlike ``draining`` it is no proof that no function has seen it."""
+
+    code = "gateway_stopped"
+
+
 class CallMoved(SllmError):
-    """Another gateway has taken the call over, since this one did not run for a while; it is read on there."""
+    """Another gateway goes on with the call, since this one stops or did not run for a while; it is read on there."""
 
     code, status, retryable, exit_code = "call_moved", 503, True, 5
 

@@ -127,10 +127,10 @@ async def hang(run: Run) -> None:
 
 
 class ScriptedNode:
-    """Takes every call (or what ``judge`` says) and runs the script of its function."""
+    """Takes every call of one gateway (or what ``judge`` says) and runs the script of its function."""
 
-    def __init__(self, bus: Bus, name: str = NODE) -> None:
-        self.bus, self.name = bus, name
+    def __init__(self, bus: Bus, name: str = NODE, gateway: str = GATEWAY) -> None:
+        self.bus, self.name, self.gateway = bus, name, gateway
         self.scripts: dict[str, Script] = {}
         self.judge: Callable[[Open], Opened] = lambda _: Opened(status="accepted")
         self.runs: dict[tuple[str, int], Run] = {}
@@ -147,8 +147,8 @@ class ScriptedNode:
 
     async def start(self) -> None:
         self._subscriptions = [
-            await self.bus.serve(subjects.node_open(self.name, GATEWAY), Open, self._open),
-            await self.bus.subscribe(subjects.node_calls(self.name, GATEWAY), ToNode, self._items),
+            await self.bus.serve(subjects.node_open(self.name, self.gateway), Open, self._open),
+            await self.bus.subscribe(subjects.node_calls(self.name, self.gateway), ToNode, self._items),
         ]
         self._tasks.start(self._beats(), "beats")
 
@@ -162,7 +162,7 @@ class ScriptedNode:
         head = request.head
         answer = self.judge(request)
         if answer.status == "accepted" and (head.call, head.epoch) not in self.runs:
-            run = Run(self, head, GATEWAY, Outbox(head.credit), Inbox())
+            run = Run(self, head, self.gateway, Outbox(head.credit), Inbox())
             self.runs[head.call, head.epoch] = run
             self._take_body(run, request.first)
             self._tasks.start(self._run(run), "run")
@@ -218,7 +218,7 @@ class ScriptedNode:
 
     def send(self, item: Any) -> None:
         if not self.silent and not self.mute(item):
-            self.bus.publish_now(subjects.frames(GATEWAY, self.name), ToGateway((item,)))
+            self.bus.publish_now(subjects.frames(self.gateway, self.name), ToGateway((item,)))
 
     async def _beats(self) -> None:
         while True:
@@ -374,8 +374,14 @@ async def world(nats: Nats, scripts: dict[str, Script] | None = None, **fields: 
 
 
 @asynccontextmanager
-async def second(nats: Nats) -> AsyncIterator[httpx.AsyncClient]:
-    """Another gateway of the same cluster."""
+async def second(nats: Nats, scripts: dict[str, Script] | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """Another gateway of the same cluster. ``scripts``: of the same node, for its calls."""
     settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0, drain=0.2)
-    async with _serving(nats, settings) as (_, http, _):
-        yield http
+    node = ScriptedNode(await nats.bus(NODE), gateway=GATEWAY_2)
+    node.scripts |= scripts or {}
+    await node.start()
+    try:
+        async with _serving(nats, settings) as (_, http, _):
+            yield http
+    finally:
+        await node.close()

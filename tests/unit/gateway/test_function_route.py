@@ -524,9 +524,19 @@ async def test_http_of_a_stopping_gateway(nats: Nats) -> None:
         await until(lambda: w.node.runs)
         await w.gateway.drain()
         text = await reading
-        assert '"draining"' in text
+        assert '"gateway_stopped"' in text, "the function has seen it: nobody may take it for one that never ran"
         assert "[DONE]" not in text
-        assert (await w.http.post("/fn/hang")).status_code == 503
+        refused = await w.http.post("/fn/hang")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+
+
+async def test_a_call_that_waits_at_a_stopping_gateway_has_never_run(nats: Nats) -> None:
+    async with world(nats, drain=0.1) as w:
+        await w.deploy(manifest("hang"), script=hang)
+        waiting = asyncio.create_task(w.http.post("/fn/hang"))
+        await until(lambda: w.gateway.calls.dispatcher.waiting("hang") == 1)
+        await w.gateway.drain()
+        assert (await waiting).json()["error"]["code"] == "draining"
 
 
 async def test_what_a_sandbox_calls_its_spans_cannot_end_a_header(nats: Nats) -> None:

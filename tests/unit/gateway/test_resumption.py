@@ -269,3 +269,25 @@ async def test_it_waits_for_a_new_instance(nats: Nats) -> None:
         response = await w.http.post("/fn/two", json={}, headers=SSE)
         assert [value for value in values(response.text) if not isinstance(value, dict)] == [0, 1]
         assert [opened.head.instance for opened in w.node.opened] == ["i1", "i2"]
+
+
+async def test_it_waits_for_a_new_instance_as_long_as_it_may_have_waited_for_the_first(nats: Nats) -> None:
+    async with world(nats) as w:
+
+        async def script(run: Run) -> None:
+            run.out(0)
+            await until(lambda: run.outbox.acked >= 1)
+            await w.deploy(described)
+            run.end(InstanceLost("the worker died"))
+
+        described = engine("waits", queue_timeout=120)
+        await w.deploy(described, script=script)
+        reading = asyncio.create_task(w.http.post("/fn/waits", json={}, headers=SSE))
+        await until(lambda: w.gateway.calls.dispatcher.waiting("waits") == 1)
+        (call,) = w.gateway.calls.open()
+        call.marks.waited = 60.0
+        await w.deploy(described, entry(fingerprint="f"))
+        await until(lambda: call.attempts and w.gateway.calls.dispatcher.waiting("waits") == 1, what="it waits again")
+        assert call.marks.waited < 60.0
+        w.gateway.calls.cancel(call.id)
+        assert values((await reading).text)[0] == 0

@@ -6,11 +6,12 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,12 +27,14 @@ from sllm_gateway.roll import MOST, Roll
 from sllm_gateway.stored import Stored
 from sllm_gateway.succession import Succession, id_frames
 from sllm_gateway.table import Version
+from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, CallOrder, Journaled
 from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.lives import MOST_LOGGED, SILENT_BEATS, TAG, WHOLE_S, Gone, Life, Log, More, Whole
 from sllm_runtime.protocol.records import Route
+from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import JOURNAL_STREAM, LIVES_STREAM, life_beat
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -141,6 +144,15 @@ def test_a_stream_that_is_never_written_leaves_nothing() -> None:
     gateway.do("begin", 0, 1)
     gateway.do("end", 0, 1)
     assert gateway.ledger.logs(0.0) == []
+
+
+def test_a_beginning_and_an_end_are_written_at_once() -> None:
+    """Ids wait for the next look: they can be drawn again, and an answer that its caller has need not be."""
+    gateway, news = Gateway(), list[bool]()
+    for what in ("begin", "write", "ids", "write", "end", "write", "begin", "end"):
+        gateway.do(what, 0, 1)
+        news.append(gateway.ledger.news.is_set())
+    assert news == [True, False, False, False, True, False, True, True], "what began is looked for, though it has gone"
 
 
 def test_only_what_is_new_is_written() -> None:
@@ -311,6 +323,11 @@ async def test_a_gateway_lives_if_it_has_beaten_twice_since_the_question() -> No
     since = [beat_of(OTHER, beat) for beat in (7, 8, 9)]
     assert await asked_when([*mine, *since]) == len(mine) + 2
     assert await asked_when([mine[0], *late, mine[1], *since]) == len([*mine, *late]) + 2, "what came late is no proof"
+
+
+async def test_who_has_ended_in_order_is_taken_over_however_often_it_has_beaten() -> None:
+    over = [beat_of(OTHER, 4), beat_of(OTHER, 5, over=True), beat_of(OTHER, 5, heir=ME.life)]
+    assert await asked_when([beat_of(ME, 8), *over, beat_of(OTHER, 5, heir=ME.life, settled=True)]) == 5
 
 
 async def test_who_has_been_taken_over_has_left_what_it_had() -> None:
@@ -607,6 +624,21 @@ async def test_what_was_left_is_found_whoever_has_written_it_and_whatever_a_list
         assert '"code"' not in answer.text
 
 
+async def test_kept_calls_of_a_gateway_whose_record_has_aged_are_gone_on_with(nats: Nats) -> None:
+    """JetStream was away for two minutes, and the gateway died meanwhile: nobody can claim its life any more."""
+    async with world(nats, {"tokens": six}) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+        succession = w.gateway._succession
+        aged = Life(life="e" * 12, gateway="g3", over=True)
+        order = asked("call-1", aged.life, aged.gateway, parts=0)
+        await succession._keep(Whole(order=order, body=b"", epoch=0, numerics="", exact=True, ids=()))
+        succession._heard(aged)
+        async with asyncio.timeout(GIVE_UP_S):
+            answer = await w.http.get("/v1/calls/call-1/events")
+        assert data_of(answer.text) == [*map(str, range(6)), "[DONE]"]
+        assert succession._roll.left(succession._lives.me.life) == [], "it is not looked for again"
+
+
 async def test_a_function_that_says_something_else_after_its_gateways_death_is_no_answer(nats: Nats) -> None:
     """Who reads on from an output it had would read the end of another text."""
     async with world(nats) as w:
@@ -679,6 +711,135 @@ async def test_a_new_life_takes_no_call_before_others_can_know_of_it(nats: Nats)
             lives.begin()
             await w.http.post("/fn/tokens", json={})
         assert known == [True] * 4
+
+
+# --- a gateway that stops -------------------------------------------------------------------------
+async def three(run: Run) -> None:
+    """The first half of ``six``."""
+    for number in range(3):
+        run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (number,))))
+        run.out(number)
+    await run.cancelled.wait()
+    run.end()
+
+
+async def known_to(other: httpx.AsyncClient, function: str) -> None:
+    """Until a gateway has its route."""
+
+    async def known() -> bool:
+        return (await other.get(f"/v1/models/{function}")).status_code == 200
+
+    await until(known, what="the other gateway knows the function")
+
+
+def data_of(text: str) -> list[str]:
+    return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+
+
+async def test_streams_of_a_gateway_that_stops_go_on_at_another(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(nats, drain=0.0) as w, second(nats, {"tokens": six}) as other:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=three)
+        await known_to(other, "tokens")
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            call, parts = stream.headers["sllm-call-id"], stream.aiter_text()
+            text = ""
+            while "id: 2" not in text:
+                text += await anext(parts)
+            sent_on, lives = list[bool](), w.gateway._succession._lives
+            hand_on = w.gateway.calls.hand_on
+
+            def handing_on(calls: Iterable[Call], why: str) -> None:
+                sent_on.append(lives.me.over)
+                hand_on(calls, why)
+
+            monkeypatch.setattr(w.gateway.calls, "hand_on", handing_on)
+            await w.gateway.drain()
+            assert sent_on == [True], "before, the other would say that there is no such call"
+            text += "".join([part async for part in parts])
+        *values, error = data_of(text)
+        assert values == ["0", "1", "2"]
+        assert '"code":"call_moved"' in error
+        answer = await other.get(f"/v1/calls/{call}/events", headers={"last-event-id": "2"})
+        assert data_of(answer.text) == ["3", "4", "5", "[DONE]"]
+        assert await w.told(call) == [], "nothing has failed"
+
+
+async def test_a_stream_that_waits_at_a_gateway_that_stops_begins_at_another(nats: Nats) -> None:
+    """Its caller has had nothing of it, and knows its call's id all the same."""
+    async with world(nats, drain=0.0, headers_wait=GIVE_UP_S) as w, second(nats, {"tokens": six}) as other:
+        await w.deploy(engine("tokens"))
+        await known_to(other, "tokens")
+        waiting = asyncio.create_task(w.http.post("/fn/tokens", json={}, headers=SSE))
+        await until(lambda: w.gateway.calls.dispatcher.waiting("tokens") == 1)
+        await w.gateway.drain()
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "call_moved")
+        await w.controller.route(engine("tokens"), entry(fingerprint="f"))
+        answer = await other.get(f"/v1/calls/{answer.headers['sllm-call-id']}/events")
+        assert data_of(answer.text)[-7:] == [*map(str, range(6)), "[DONE]"]
+
+
+async def test_the_streams_of_the_only_gateway_go_on_in_its_next_life(nats: Nats) -> None:
+    async with world(nats, drain=0.0) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=three)
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            await until(lambda: any(run.outbox.next_index >= 6 for run in w.node.runs.values()))
+            await w.gateway.drain()
+            assert '"code":"call_moved"' in await _text(stream)
+    async with world(nats, {"tokens": six}) as w:
+        answer = await w.http.get(f"/v1/calls/{stream.headers['sllm-call-id']}/events", headers={"last-event-id": "2"})
+        assert data_of(answer.text) == ["3", "4", "5", "[DONE]"]
+
+
+async def _text(stream: httpx.Response) -> str:
+    return (await stream.aread()).decode()
+
+
+async def test_a_kept_call_of_a_gateway_that_stops_goes_on_at_another(nats: Nats) -> None:
+    async with world(nats, drain=0.0) as w, second(nats, {"tokens": six}) as other:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=three)
+        await known_to(other, "tokens")
+        call = (await w.http.post("/fn/tokens", json={}, headers={"prefer": "respond-async"})).json()["id"]
+        await until(lambda: any(run.outbox.next_index >= 6 for run in w.node.runs.values()))
+        await w.gateway.drain()
+        assert data_of((await other.get(f"/v1/calls/{call}/events")).text) == [*map(str, range(6)), "[DONE]"]
+
+
+def test_what_has_ended_for_its_caller_is_not_handed_on() -> None:
+    """Also where its node has not confirmed that yet. An answer that its caller has not taken whole is."""
+    gateway = Gateway()
+    for number in range(3):
+        gateway.do("begin", number, 1)
+    gateway.do("write", 0, 1)
+    goes_on, cancelled, lagging = gateway.calls.values()
+    cancelled.go(CallState.CANCELLED)
+    for state in (CallState.RUNNING, CallState.SUCCEEDED):
+        lagging.go(state)
+    lagging.writing = 1.0
+    assert gateway.ledger.hand_on() == {goes_on, lagging}
+    for number in range(3):
+        gateway.do("end", number, 1)
+    gateway.do("write", 0, 1)
+    assert [each.order.call for each in streams(gateway.logs)] == [goes_on.id, lagging.id]
+
+
+async def test_a_life_that_ends_in_order_is_taken_over_before_the_next_beat() -> None:
+    claimed = asyncio.Event()
+
+    async def claim(_: Life) -> None:
+        claimed.set()
+
+    found = roll(OTHER)
+    none = cast(Any, None)
+    lives = cast(Lives, SimpleNamespace(me=ME, claim=claim))
+    succession = Succession(lives, found, Ledger(), none, none, none, none, lambda: 0.0)
+    looking = asyncio.create_task(succession._look())
+    try:
+        succession._heard(replace(OTHER, beat=1))
+        succession._heard(replace(OTHER, beat=2, over=True))
+        await asyncio.wait_for(claimed.wait(), GIVE_UP_S)
+    finally:
+        await end({looking})
 
 
 async def test_a_stream_of_a_gateway_that_lives_is_not_found_at_another(nats: Nats) -> None:

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from sllm_runtime.platform.owned import Tasks, end
+from sllm_runtime.platform.owned import Tasks, each, end
 from tests.fixtures.waiting import GIVE_UP_S
 
 
@@ -98,3 +98,51 @@ async def test_one_that_swallows_its_cancellation_is_ended_all_the_same() -> Non
     await asyncio.sleep(0)
     await end([task])
     assert task.cancelled()
+
+
+async def test_each_is_done_so_many_together_and_in_order() -> None:
+    begun, most, running = list[int](), 0, 0
+
+    async def work(number: int) -> None:
+        nonlocal most, running
+        begun.append(number)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    await each(range(10), work, 3)
+    assert (begun, most) == (list(range(10)), 3)
+
+
+async def test_the_first_that_fails_ends_the_others_and_is_raised() -> None:
+    ended = list[int]()
+
+    async def work(number: int) -> None:
+        if number == 1:
+            raise ValueError("boom")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(number)
+
+    with pytest.raises(ValueError, match="boom"):
+        await each(range(10), work, 3)
+    assert sorted(ended) == [0, 2]
+
+
+async def test_each_is_cancelled_with_its_caller() -> None:
+    ended = list[int]()
+
+    async def work(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(number)
+
+    task = asyncio.create_task(each(range(10), work, 3))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await end({task})
+    assert task.cancelled()
+    assert sorted(ended) == [0, 1, 2]

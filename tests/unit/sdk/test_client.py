@@ -23,6 +23,7 @@ from sllm_runtime.protocol.errors import (
     CallMoved,
     FunctionError,
     FunctionNotFound,
+    GatewayStopped,
     InstanceLost,
     InternalError,
     InvalidArgument,
@@ -127,7 +128,9 @@ def test_what_never_ran_is_sent_again(gateway: Gateway, call: Calls, stream: Str
     assert len(gateway.asked) == 6
 
 
-@pytest.mark.parametrize("problem", [InstanceLost("x"), StartFailed("x"), FunctionError("x"), InternalError("x")])
+@pytest.mark.parametrize(
+    "problem", [InstanceLost("x"), GatewayStopped("x"), StartFailed("x"), FunctionError("x"), InternalError("x")]
+)
 def test_what_may_have_run_is_not(gateway: Gateway, call: Calls, stream: Streams, problem: SllmError) -> None:
     gateway.will(Answer(problem=problem))
     for attempt in (call, stream):
@@ -179,8 +182,11 @@ def test_a_stream_is_read_on_at_another_gateway(gateway: Gateway, other: Gateway
     assert trace.timeline
 
 
-def test_a_stream_without_a_value_is_read_from_its_beginning(gateway: Gateway, other: Gateway, stream: Streams) -> None:
-    gateway.will(Answer(breaks=True))
+@pytest.mark.parametrize("how", [Answer(breaks=True), Answer(problem=MOVED)])
+def test_a_stream_without_a_value_is_read_from_its_beginning(
+    gateway: Gateway, other: Gateway, stream: Streams, how: Answer
+) -> None:
+    gateway.will(how)
     other.reads = [Answer(VALUES)]
     assert stream("chat") == ["a", {"b": [1]}, None]
     assert other.read_after == [None]
