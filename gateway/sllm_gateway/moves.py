@@ -253,15 +253,17 @@ class Moves:
         move = call.move
         if move is None or move.switched or not move.binding.accepted or call.over or call.resumption is None:
             return False
+        try:
+            move.compare()
+        except NotDeterministic as error:  # before its death is counted: it is resumed as after any other
+            call.stays = True
+            self.drop(call, error.message)
+            return False
         halves = call.resumption.break_off(call.frames, stopped=stopped)
         if halves is None:
             return False
         call.buffered -= sum(frame.cost for frame in halves)
-        try:
-            new, dropped = move.switch(self._clock())
-        except NotDeterministic as error:
-            self.drop(call, error.message)
-            return False
+        new, dropped = move.switch(self._clock())
         self._let_draw(move)
         log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()
