@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_gateway import move as moving
-from sllm_gateway import tempo
+from sllm_gateway import queue, tempo
 from sllm_gateway.binding import Binding
 from sllm_gateway.move import BEHIND, IN_STEP, NEAR, ROUNDS, TOGETHER_S, Move, Stage
 from sllm_gateway.resumption import Resumption
@@ -26,6 +26,8 @@ from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
 from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
+from sllm_runtime.protocol.node import InstanceStatus
+from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import parse_comment
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
@@ -1192,6 +1194,56 @@ async def test_the_destination_does_not_take_it_at_once(nats: Nats, answer: Any)
         await s.deploy(moves=True)
         assert values((await call).text) == list(range(TOTAL))
         assert len(refused) == 2
+        assert await s.moved() == 1
+
+
+async def test_who_waits_does_not_get_the_slot_of_a_call_that_is_to_move(nats: Nats) -> None:
+    async with scene(nats, concurrency=1) as s, s.reading() as call:
+        waits = asyncio.create_task(s.w.http.post("/fn/draw", json={}, timeout=60))
+        await until(lambda: s.w.gateway.calls.dispatcher.waiting("draw") == 1)
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        assert values((await call).text) == list(range(TOTAL))
+        assert (await waits).json() == list(range(TOTAL))
+        first, second = s.runs("i2")
+        assert (first.head.call, first.head.epoch) == (s.runs("i1")[0].head.call, 2)
+        assert second.head.epoch == 1
+        assert await s.moved() == 1
+
+
+async def test_one_that_stays_reserves_nothing(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER, concurrency=1) as s, s.reading() as call:
+        _, second = await ahead_with_another_output(s)
+        s.pace["i1"] = 13
+        await until(second.cancelled.is_set)
+        s.pace["i2"] = TOTAL
+        assert (await s.w.http.post("/fn/draw", json={}, timeout=60)).json() == list(range(TOTAL))
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+
+
+async def test_a_destination_that_is_full_is_left_alone_until_it_has_room(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "BUSY_FIRST_S", NEVER)
+    async with scene(nats) as s, s.reading() as call:
+        asked: list[Open] = []
+
+        def judge(request: Open) -> Opened:
+            asked.append(request)
+            return Opened(status="busy") if len(asked) == 1 else TAKES
+
+        s.w.node.judge = judge
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        await until(lambda: asked)
+        for number in (11, 12):
+            s.pace["i1"] = number
+            await until(lambda: s.acked("i1") >= 2 * number)  # noqa: B023 - awaited here
+        assert len(asked) == 1
+        s.w.node.report(InstanceStatus(instance="i2", function="draw", version=1, state=InstanceState.READY))
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(asked) == 2
         assert await s.moved() == 1
 
 
