@@ -68,6 +68,7 @@ class Calls:
             clock,
             place=lambda call, entry, came, now: self._handover.place(call, entry, came, now),
             fail=self.fail,
+            to_go=lambda key: self._moves.to_go(key),
             tell=tell,
         )
         self._moves = Moves(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 from sllm_gateway.call import Call
 from sllm_gateway.leader import Leader
+from sllm_gateway.move import leaving
 from sllm_gateway.news import Tell
-from sllm_gateway.queue import SlotQueue
+from sllm_gateway.queue import NONE, SlotQueue
 from sllm_gateway.table import Version
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import Acquire, Acquired
@@ -69,7 +71,8 @@ class _Line:
 
 
 class Dispatcher:
-    """Owns the queues. ``place`` hands a call to an instance (since when it is there, now), ``fail`` ends one."""
+    """Owns the queues. ``place`` hands a call to an instance (since when it is there, now), ``fail`` ends one;
+    ``to_go`` says of each running call of a version that could begin to move where it runs."""
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Dispatcher:
         *,
         place: Callable[[Call, RouteEntry, float, float], None],
         fail: Callable[[Call, SllmError], None],
+        to_go: Callable[[Key], Iterable[str]],
         tell: Tell,
     ) -> None:
         self._leader = leader
@@ -86,6 +90,7 @@ class Dispatcher:
         self._clock = clock
         self._place = place
         self._fail = fail
+        self._to_go = to_go
         self._tell = tell
         self._lines: dict[Key, _Line] = {}
         self._tasks = Tasks("dispatch")
@@ -131,6 +136,11 @@ class Dispatcher:
             line.slots.remove(call)
             self._drop_if_idle(line)
 
+    def may_ask(self, call: Call, instance: str, now: float) -> bool:
+        """Whether the call, which is to move to ``instance``, may ask for a slot there: one is free as far as is known,
+        and none was refused just now."""
+        return self._line(call.version).slots.may_ask(instance, now)
+
     def take(self, call: Call, instance: str) -> None:
         """The call moves to ``instance``: a slot there is its own, beside the one it has."""
         self._line(call.version).slots.take(instance)
@@ -141,11 +151,12 @@ class Dispatcher:
     def refused(self, call: Call, instance: str, *, gone: bool) -> None:
         """``instance`` has no slot for it after all, or (``gone``) is no more: the controller hears of that with the
         next acquire. The call is its owner's to put back."""
-        line = self._line(call.version)
+        line, now = self._line(call.version), self._clock()
         if gone:
-            line.slots.gone(instance, self._clock())
+            line.slots.gone(instance, now)
         else:
-            line.slots.busy(instance, self._clock())
+            line.slots.busy(instance, now)
+        self._set_timer(line, now)
         self._drop_if_idle(line)
 
     def release(self, call: Call, instance: str) -> None:
@@ -220,8 +231,19 @@ class Dispatcher:
         self._poll(line)
 
     def _pump(self, line: _Line, now: float) -> None:
-        for call, entry in line.slots.match(now):
+        for call, entry in line.slots.match(now, self._reserved(line)):
             self._place(call, entry, line.slots.came[entry.instance], now)
+        self._set_timer(line, now)
+
+    def _reserved(self, line: _Line) -> Mapping[str, int]:
+        """The slots that calls are yet to move to: who waits would have them first, each time that one is free, and the
+        instance that is to go would not."""
+        where = leaving(tuple(line.slots.entries.values())) if line.slots.waiting else {}
+        if not where:
+            return NONE
+        return Counter(where[source].instance for source in self._to_go(line.version.key) if source in where)
+
+    def _set_timer(self, line: _Line, now: float) -> None:
         again = line.slots.next_try(now)
         if again is not None and (line.timer is None or line.timer.when() > self._loop_time(again)):
             if line.timer is not None:

@@ -317,13 +317,20 @@ class Move:
         self._ahead += [(0, frame) for frame in new]
         return [], dropped
 
+    def compare(self) -> None:
+        """What the destination said before its source did. Raises ``NotDeterministic`` if that was another answer."""
+        for number, digest in self._digests.items():
+            if number <= self._kept.delivered:
+                self._compare(number, digest)
+        for _, frame in self._ahead:
+            if frame.kind is FrameKind.IDS:
+                self._drawn(codec.unpack(Ids, frame.data))
+
     def switch(self, now: float) -> tuple[list[Frame], int]:
-        """The source is left. As ``take``, of the frames that have waited."""
+        """The source is left. As ``take``, of the frames that have waited; nothing has changed where it raises."""
+        self.compare()
         self._go(Stage.OVER, now)
         given = self._kept.delivered
-        for number, digest in self._digests.items():
-            if number <= given:
-                self._compare(number, digest)
         new = [frame for number, frame in self._ahead if not 0 < number <= given]
         dropped = sum(frame.cost for number, frame in self._ahead if 0 < number <= given)
         if self._outputs >= given:

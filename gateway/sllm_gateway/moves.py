@@ -7,7 +7,7 @@ Until then whatever goes wrong with the destination costs nothing: the call stay
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from sllm_gateway.binding import Binding
@@ -29,7 +29,6 @@ from sllm_runtime.protocol.records import RouteEntry
 
 log = logging.getLogger(__name__)
 
-BUSY_S: Final = 0.02
 FIRST_S: Final = 1.0
 """So long a call that has just begun may take to tell a first id: without one its destination draws along."""
 AGAIN_S: Final = 1.0
@@ -87,14 +86,20 @@ class Moves:
                 if call.version.key == key:
                     self._consider(call, where, now)
 
+    def to_go(self, key: tuple[str, int]) -> Iterator[str]:
+        """Where each running call of a version is that could begin to move, now or soon."""
+        for call in self._calls.values():
+            if call.version.key == key and call.binding is not None and _may_move(call):
+                yield call.binding.instance
+
     def _consider(self, call: Call, where: dict[str, RouteEntry], now: float) -> None:
         source = call.binding
-        if call.over or call.stays or call.move is not None or now < call.move_after:
+        if now < call.move_after or not _may_move(call):
             return
-        if call.resumption is None or source is None:
-            return
+        assert source is not None
+        assert call.resumption is not None
         entry = where.get(source.instance)
-        if entry is not None and source.accepted and not source.cancelled:
+        if entry is not None and source.accepted and self._dispatcher.may_ask(call, entry.instance, now):
             if not source.following:
                 self._link.send_all(source.node, source.follow(now))
                 call.resumption.watch()
@@ -253,15 +258,17 @@ class Moves:
         move = call.move
         if move is None or move.switched or not move.binding.accepted or call.over or call.resumption is None:
             return False
+        try:
+            move.compare()
+        except NotDeterministic as error:  # before its death is counted: it is resumed as after any other
+            call.stays = True
+            self.drop(call, error.message)
+            return False
         halves = call.resumption.break_off(call.frames, stopped=stopped)
         if halves is None:
             return False
         call.buffered -= sum(frame.cost for frame in halves)
-        try:
-            new, dropped = move.switch(self._clock())
-        except NotDeterministic as error:
-            self.drop(call, error.message)
-            return False
+        new, dropped = move.switch(self._clock())
         self._let_draw(move)
         log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()
@@ -309,13 +316,13 @@ class Moves:
             self._unfollow(call)
             return
         log.info("call does not move to %s: %s", move.binding.instance, why, extra={"call": call.id})
-        self._let_go(call, move, why, gone=gone)
+        self._let_go(call, move, why, gone=gone, busy=busy)
         now, source = self._clock(), call.binding
         if move.stage in (Stage.BESIDE, Stage.HANDED) and source is not None and not (call.over or source.cancelled):
             self._link.send_all(source.node, source.let_draw(now))
             call.due = min(call.due, source.due)
-        call.move_after = now + (BUSY_S if busy else AGAIN_S)
-        if not busy:
+        if not busy:  # it is asked again when it is held no longer (``Dispatcher.refused``)
+            call.move_after = now + AGAIN_S
             self._unfollow(call)
 
     def _unfollow(self, call: Call) -> None:
@@ -325,13 +332,13 @@ class Moves:
         if call.resumption is not None:
             call.resumption.unwatch()
 
-    def _let_go(self, call: Call, move: Move, why: str, *, gone: bool = False) -> None:
+    def _let_go(self, call: Call, move: Move, why: str, *, gone: bool, busy: bool) -> None:
         binding = move.binding
         call.move = None
         self._moving.end(call)
         self._link.send(binding.node, Cancel(call.id, binding.epoch, reason=why[:500]))
-        if gone:
-            self._dispatcher.refused(call, binding.instance, gone=True)
+        if gone or busy:
+            self._dispatcher.refused(call, binding.instance, gone=gone)
         else:
             self._dispatcher.release(call, binding.instance)
 
@@ -344,3 +351,10 @@ class Moves:
         """Messages may have been lost in both directions."""
         for _, move in self._moving.all():
             self._link.send_all(move.binding.node, [*move.binding.recovered(now), *move.lacking()])
+
+
+def _may_move(call: Call) -> bool:
+    """Whether it could, if its instance were to go, and has not begun to."""
+    source = call.binding
+    running = source is not None and not source.cancelled and not call.over
+    return running and call.resumption is not None and not call.stays and call.move is None

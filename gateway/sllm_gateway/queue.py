@@ -6,14 +6,16 @@ The instance is the judge of its slots. What is counted here is a belief, correc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from types import MappingProxyType
+from typing import Final, Generic, TypeVar
 
 from sllm_runtime.protocol.records import RouteEntry
 
 T = TypeVar("T")
 
+NONE: Final[Mapping[str, int]] = MappingProxyType({})
 BUSY_FIRST_S, BUSY_MOST_S = 0.02, 0.5
 GONE_FIRST_S, GONE_MOST_S = 0.25, 5.0
 
@@ -60,27 +62,36 @@ class SlotQueue(Generic[T]):
             return False
         return True
 
-    def match(self, now: float) -> list[tuple[T, RouteEntry]]:
-        """Give free slots to waiting calls, the least loaded instance first. The slots count as taken."""
+    def match(self, now: float, reserved: Mapping[str, int] = NONE) -> list[tuple[T, RouteEntry]]:
+        """Give free slots to waiting calls, the least loaded instance first. The slots count as taken. ``reserved``:
+        those that calls from elsewhere are to have, by instance."""
         matched: list[tuple[T, RouteEntry]] = []
-        while self.waiting and (entry := self._freest(now)) is not None:
+        while self.waiting and (entry := self._freest(now, reserved)) is not None:
             self.running[entry.instance] = self.running.get(entry.instance, 0) + 1
             matched.append((self.waiting.popleft(), entry))
         return matched
 
-    def _freest(self, now: float) -> RouteEntry | None:
+    def _freest(self, now: float, reserved: Mapping[str, int]) -> RouteEntry | None:
         best, most = None, 0
         for entry in self.entries.values():
             if entry.moves_to:
                 continue
-            free = entry.concurrency - self.running.get(entry.instance, 0)
+            free = self._free(entry) - reserved.get(entry.instance, 0)
             if free > most and not self._held(entry.instance, now):
                 best, most = entry, free
         return best
 
+    def _free(self, entry: RouteEntry) -> int:
+        return entry.concurrency - self.running.get(entry.instance, 0)
+
     def _held(self, instance: str, now: float) -> bool:
         hold = self._holds.get(instance)
         return hold is not None and now < hold.until
+
+    def may_ask(self, instance: str, now: float) -> bool:
+        """Whether a call that moves may ask it for a slot."""
+        entry = self.entries.get(instance)
+        return entry is not None and self._free(entry) > 0 and not self._held(instance, now)
 
     def take(self, instance: str) -> None:
         """A call that moves takes one of its slots, with no turn."""

@@ -91,8 +91,32 @@ def test_all_calls_of_an_instance_move_whatever_they_carry(cluster: Cluster, tex
         assert moved(cluster) == before + 1 + len(KINDS), "all of them were in the middle"
         for name, found in results().items():
             assert found["choices"] == right[name]["choices"], name
-            for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
-                assert found["usage"][field] == right[name]["usage"][field], name
+            assert found["usage"] == right[name]["usage"], name
+
+
+def drawn(cluster: Cluster) -> int:
+    """Tokens so far of the call that runs; 0: none does yet."""
+    calls = cluster.http.get("/v1/calls").json()["calls"]
+    return sum(call["tokens"] for call in calls if call["state"] == "RUNNING")
+
+
+def test_a_stop_string_begins_at_the_source_and_ends_at_the_destination(cluster: Cluster) -> None:
+    """None of it is given out: each of them has seen a part of it."""
+    source, before = settled(cluster), moved(cluster)
+    long = {"max_tokens": 1000, "temperature": 0.9}
+    right = completion(cluster, {**long, "logprobs": 1})["choices"][0]
+    tokens = right["logprobs"]["tokens"]
+    first, last = 40, len(tokens) - 20
+    assert right["text"] == "".join(tokens), "no character is of several tokens"
+    stop = "".join(tokens[first:last])
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(completion, cluster, {**long, "stop": stop})
+        wait(lambda: drawn(cluster) > first + 8, "the source has drawn the beginning of it")
+        assert ask(cluster, source)["state"] == "DONE"
+        found = call.result(GIVE_UP_S)
+    assert moved(cluster) == before + 1, "the source has not drawn its end"
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("".join(tokens[:first]), "stop")
+    assert found["usage"]["completion_tokens"] == last
 
 
 def test_a_call_moves_between_two_generations_and_in_each(cluster: Cluster, tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
 
 from sllm_gateway.move import Stage
 from sllm_runtime.protocol.limits import LOST_AFTER_S
-from tests.fixtures.deployed import wait, workers
+from tests.fixtures.deployed import events, wait, workers
 from tests.fixtures.held import STEPS, Flow, Met, flowing
 from tests.fixtures.leading import term
 from tests.fixtures.moving import other
@@ -62,6 +62,28 @@ ENDS: Final = {
     how: [pytest.param(step, marks=() if step == usual else (pytest.mark.slow,)) for step in STEPS]
     for how, usual in (("ends", "handed"), ("cancelled", "beside"), ("left", "follows"))
 }
+STAYS, GOES_OVER, RESUMED, RESUMED_THERE = (0, 0), (1, 0), (0, 1), (1, 1)
+"""How often the call went over while its instance lived, and after a death: what the table says of it."""
+WAYS: Final = (
+    ("preparing opened follows", "source-worker", {RESUMED}),
+    ("preparing opened follows", "source-invoker", {RESUMED, GOES_OVER}),
+    ("beside handed", "source-worker source-invoker", {RESUMED, GOES_OVER}),
+    ("over", "source-worker source-invoker", {GOES_OVER}),
+    ("opened follows", "destination-worker destination-invoker", {STAYS}),
+    ("beside handed", "destination-worker destination-invoker", {STAYS, RESUMED_THERE}),
+    ("over", "destination-worker destination-invoker", {RESUMED_THERE}),
+    ("opened follows beside handed over", "controller", {GOES_OVER}),
+    ("preparing", "destination-worker destination-invoker controller nats", {STAYS, GOES_OVER}),
+    ("opened follows beside handed", "nats", {STAYS, GOES_OVER}),
+    ("over", "nats", {GOES_OVER}),
+)
+"""Several where it is a matter of what is heard first. A call whose gateway dies goes its way elsewhere."""
+MIGRATIONS: Final = (
+    ("preparing", "source-worker", "abandoned"),
+    ("preparing opened follows", "destination-worker destination-invoker", "abandoned"),
+    ("opened follows beside handed over", "controller", "done"),
+)
+"""What becomes of the instance's move, where the table says it."""
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +104,34 @@ def kill(pid: int) -> None:
         assert select.select([handle], [], [], GIVE_UP_S)[0], f"{pid} does not die"
 
 
+T = TypeVar("T")
+
+
+def of(table: Iterable[tuple[str, str, T]], step: str, victim: str) -> T | None:
+    """What it says of them, if anything."""
+    return next((found for steps, who, found in table if step in steps.split() and victim in who.split()), None)
+
+
 @pytest.mark.parametrize(("step", "victim"), DIES)
 def test_dies(flow: Flow, step: str, victim: str) -> None:
     with flow.move(step, first=early(step, victim)) as met:
         kill(VICTIMS[victim](flow, met))
         assert flow.rest(met) == met.right
+    assert met.stream.broken is (victim == "gateway")
+    ways, migration = of(WAYS, step, victim), of(MIGRATIONS, step, victim)
+    assert ways is None or flow.way(met) in ways
+    if (step, victim) == (Stage.FOLLOWS, "source-worker"):  # it had the call and nothing that the gateway waited for
+        at_once = f"its instance died on its way to {met.destination}"
+        wait(lambda: at_once in told(flow, "call.resumed", call=met.stream.call), "it went on where it was opened")
+    if migration:
+        kind = f"migration.{migration}"
+        wait(lambda: told(flow, kind, instance=met.source.instance), f"{kind} of {met.source.instance}")
+
+
+def told(flow: Flow, kind: str, **of_whom: str) -> list[str]:
+    """What events of this kind say."""
+    found = events(flow.cluster, "coder", kind)
+    return [event["message"] for event in found if of_whom.items() <= event.items()]
 
 
 @pytest.mark.parametrize(("step", "victim"), SILENT)
@@ -104,6 +149,11 @@ def test_is_silent(flow: Flow, step: str, victim: str) -> None:
             time.sleep(LOST_AFTER_S + 2.0)  # the fault is that long
             stack.close()
         assert flow.rest(met) == met.right
+    if victim == "nats":
+        return
+    moved, resumed = flow.way(met)  # a node that is silent may be asked again before it counts as dead
+    late = {GOES_OVER} if "source" in victim else set()
+    assert (moved, min(resumed, 1)) in (of(WAYS, step, victim) or set()) | late
 
 
 # --- calls that come to their end -------------------------------------------------------------------

@@ -11,7 +11,7 @@ from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import FunctionNotFound, VersionNotFound
 from sllm_runtime.protocol.node import AWAITS_NODE, Progress
 from sllm_runtime.protocol.records import Route, RouteEntry
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.states import InstanceState, MigrationState
 
 _WORKING: Final = frozenset({InstanceState.READY, InstanceState.DRAINING})
 
@@ -21,6 +21,7 @@ def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | No
     if not view.routable(key):
         return None
     version = view.versions[key]
+    promised = _promised(view)
     entries = [
         RouteEntry(
             instance=instance.record.instance,
@@ -33,7 +34,9 @@ def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | No
             moves_to=instance.record.moves_to,
         )
         for instance in view.of(key)
-        if (instance.ready or _moving(view, instance)) and instance.record.instance not in leave_out
+        if (instance.ready or _moving(view, instance))
+        and instance.record.instance not in leave_out
+        and instance.record.instance not in promised
     ]
     return Route(
         function=key[0],
@@ -44,6 +47,13 @@ def route(view: View, key: Key, *, leave_out: Container[str] = ()) -> Route | No
         created=version.created,
         entries=tuple(entries),
     )
+
+
+def _promised(view: View) -> frozenset[str]:
+    """Instances that were started for calls of another one, and that is not said yet: who waits would have their slots
+    before gateways know whose they are. An idle one that is taken instead goes on serving: it is said at once."""
+    preparing = (each for each in view.migrations.values() if each.state is MigrationState.PREPARING)
+    return frozenset(each.destination for each in preparing)
 
 
 def _moving(view: View, instance: Instance) -> bool:

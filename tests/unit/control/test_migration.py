@@ -118,6 +118,7 @@ def test_the_destination_starts_then_the_calls_go_there_then_the_source_ends(to:
     assert state(world, source) is MigrationState.PREPARING
     assert [entry.moves_to for entry in entries(world).values()] == [""]
     ready(world, destination)
+    assert set(entries(world)) == {source}, "who waits would have its slots"
     world.plan()
     assert state(world, source) is MigrationState.MOVING
     assert {name: entry.moves_to for name, entry in entries(world).items()} == {source: destination, destination: ""}
@@ -155,7 +156,9 @@ def test_an_idle_instance_is_taken() -> None:
     ready(world, idle)
     assert world.view.instances[idle].record.node == "n2"
     ask(world, source)
+    assert set(entries(world)) == {source, idle}, "it goes on serving"
     world.plan()
+    assert set(entries(world)) == {source, idle}
     assert set(world.live(CHAT)) == {idle}
     assert entries(world)[source].moves_to == idle
 

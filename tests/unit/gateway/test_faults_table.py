@@ -7,7 +7,7 @@ from pathlib import Path
 from sllm_gateway.move import STAGES
 from sllm_runtime.protocol.states import MIGRATION, MigrationState
 from tests.fixtures.held import PREPARING, STEPS
-from tests.integration.test_migration_faults import ALL, ENDS, USUAL, VICTIMS
+from tests.integration.test_migration_faults import ALL, ENDS, USUAL, VICTIMS, WAYS, of
 
 TEXT = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
 
@@ -24,6 +24,11 @@ def test_each_row_has_a_test_and_each_test_a_row() -> None:
     processes = [(step, victim, f"{step}-{victim}") for step, victim in ALL]
     ends = [(step, how, f"test_{how}[{step}]") for step in STEPS for how in ENDS]
     assert rows() == processes + ends
+
+
+def test_what_happens_is_asserted_of_each_row() -> None:
+    """But where the call's gateway dies: what another one does with it is not counted there."""
+    assert [case for case in ALL if of(WAYS, *case) is None] == [(step, "gateway") for step in STEPS]
 
 
 def test_all_steps_are_there() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_gateway import move as moving
-from sllm_gateway import tempo
+from sllm_gateway import queue, tempo
 from sllm_gateway.binding import Binding
 from sllm_gateway.move import BEHIND, IN_STEP, NEAR, ROUNDS, TOGETHER_S, Move, Stage
 from sllm_gateway.resumption import Resumption
@@ -26,6 +26,8 @@ from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
 from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
+from sllm_runtime.protocol.node import InstanceStatus
+from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import parse_comment
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
@@ -723,6 +725,18 @@ def test_another_answer_that_came_first_is_found_at_the_switch() -> None:
     kept.take(frames_of([(0, (1,), [b"a"])], upto=1)[1:])
     with pytest.raises(NotDeterministic):
         move.switch(NOW)
+    assert not move.switched, "the call stays"
+
+
+def test_another_id_that_came_first_is_found_at_the_switch() -> None:
+    kept = Resumption()
+    kept.watch()
+    move = move_of(kept)
+    move.take(frames_of([(0, (1, 3), [])], upto=1), NOW)
+    kept.take(frames_of([(0, (1, 2), [])], upto=1))
+    with pytest.raises(NotDeterministic):
+        move.switch(NOW)
+    assert not move.switched
 
 
 # --- the whole gateway ------------------------------------------------------------------------------
@@ -732,8 +746,9 @@ TOTAL = 20
 class Scene:
     """``draw`` on instance i1, and on i2 where it moves to; each draws as many ids as ``pace`` says."""
 
-    def __init__(self, w: World) -> None:
+    def __init__(self, w: World, concurrency: int) -> None:
         self.w = w
+        self.concurrency = concurrency
         self.pace: dict[str, int] = defaultdict(int)
         self.total = TOTAL
         self.value: Callable[[Run, int], Any] = lambda _, number: number
@@ -750,8 +765,9 @@ class Scene:
         self.deaf = 0
 
     async def deploy(self, *, moves: bool = False) -> None:
-        source = entry("i1", fingerprint="f", moves_to="i2" if moves else "")
-        more = [entry("i2", fingerprint="f")] if moves else []
+        slots = self.concurrency
+        source = entry("i1", fingerprint="f", moves_to="i2" if moves else "", concurrency=slots)
+        more = [entry("i2", fingerprint="f", concurrency=slots)] if moves else []
         await self.w.deploy(engine("draw"), source, *more, script=self.draw)
 
     async def draw(self, run: Run) -> None:
@@ -857,9 +873,10 @@ TAKES: Final = Opened(status="accepted", holds=True)
 
 @asynccontextmanager
 async def scene(
-    nats: Nats, *, quiet_s: float = 0.1, stop_s: float = STOP_S, quick: float = NEVER
+    nats: Nats, *, quiet_s: float = 0.1, stop_s: float = STOP_S, quick: float = NEVER, concurrency: int = 64
 ) -> AsyncIterator[Scene]:
-    """``quiet_s``, ``stop_s``, ``quick``: the bounds of the same names; no destination draws beside its source."""
+    """``quiet_s``, ``stop_s``, ``quick``: the bounds of the same names; no destination draws beside its source.
+    ``concurrency``: of each instance."""
     async with world(nats) as w:
         w.node.judge = lambda _: TAKES
         with pytest.MonkeyPatch.context() as patch:
@@ -867,7 +884,7 @@ async def scene(
                 patch.setattr(module, "QUIET_S", quiet_s)
             patch.setattr(tempo, "STOP_S", stop_s)
             patch.setattr(tempo, "QUICK", quick)
-            yield Scene(w)
+            yield Scene(w, concurrency)
 
 
 async def test_a_running_call_goes_on_at_the_destination(nats: Nats) -> None:
@@ -1180,6 +1197,56 @@ async def test_the_destination_does_not_take_it_at_once(nats: Nats, answer: Any)
         assert await s.moved() == 1
 
 
+async def test_who_waits_does_not_get_the_slot_of_a_call_that_is_to_move(nats: Nats) -> None:
+    async with scene(nats, concurrency=1) as s, s.reading() as call:
+        waits = asyncio.create_task(s.w.http.post("/fn/draw", json={}, timeout=60))
+        await until(lambda: s.w.gateway.calls.dispatcher.waiting("draw") == 1)
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        assert values((await call).text) == list(range(TOTAL))
+        assert (await waits).json() == list(range(TOTAL))
+        first, second = s.runs("i2")
+        assert (first.head.call, first.head.epoch) == (s.runs("i1")[0].head.call, 2)
+        assert second.head.epoch == 1
+        assert await s.moved() == 1
+
+
+async def test_one_that_stays_reserves_nothing(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER, concurrency=1) as s, s.reading() as call:
+        _, second = await ahead_with_another_output(s)
+        s.pace["i1"] = 13
+        await until(second.cancelled.is_set)
+        s.pace["i2"] = TOTAL
+        assert (await s.w.http.post("/fn/draw", json={}, timeout=60)).json() == list(range(TOTAL))
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+
+
+async def test_a_destination_that_is_full_is_left_alone_until_it_has_room(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "BUSY_FIRST_S", NEVER)
+    async with scene(nats) as s, s.reading() as call:
+        asked: list[Open] = []
+
+        def judge(request: Open) -> Opened:
+            asked.append(request)
+            return Opened(status="busy") if len(asked) == 1 else TAKES
+
+        s.w.node.judge = judge
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        await until(lambda: asked)
+        for number in (11, 12):
+            s.pace["i1"] = number
+            await until(lambda: s.acked("i1") >= 2 * number)  # noqa: B023 - awaited here
+        assert len(asked) == 1
+        s.w.node.report(InstanceStatus(instance="i2", function="draw", version=1, state=InstanceState.READY))
+        assert values((await call).text) == list(range(TOTAL))
+        assert len(asked) == 2
+        assert await s.moved() == 1
+
+
 async def test_the_destination_dies_and_the_source_goes_on(nats: Nats) -> None:
     async with scene(nats) as s, s.reading() as call:
         s.dies_at["i2"] = 3
@@ -1238,6 +1305,52 @@ async def test_a_destination_that_draws_other_ids_is_not_used(nats: Nats) -> Non
         assert values((await call).text) == list(range(TOTAL))
         assert len(s.runs("i2")) == 1
         assert await s.moved() == 0
+
+
+async def ahead_with_another_output(s: Scene) -> tuple[Run, Run]:
+    """A destination that draws along has given out two outputs that its source, which is at ten, will not."""
+    s.w.node.judge = lambda _: Opened(status="accepted")
+    s.value = lambda run, number: -number if run.head.epoch == 2 and number >= 10 else number
+    s.pace["i2"] = 12
+    await s.deploy(moves=True)
+    await until(lambda: s.acked("i2") >= 10 + 2 * 2 if s.runs("i2") else False)
+    (first,), (second,) = s.runs("i1"), s.runs("i2")
+    return first, second
+
+
+async def test_another_output_found_at_the_switch_leaves_the_call_at_its_source(nats: Nats) -> None:
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER, concurrency=1) as s, s.reading() as call:
+        first, second = await ahead_with_another_output(s)
+        s.pace["i1"] = 13
+        await until(second.cancelled.is_set)
+        await until(lambda: any(not item.held for item in first.fed) and not first.held)
+        s.pace["i1"] = s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert s.runs("i2") == [second]
+        assert await s.moved() == 0
+        assert (await s.w.http.post("/fn/draw", json={}, timeout=60)).json() == list(range(TOTAL)), "its slot is free"
+
+
+async def test_another_output_found_at_the_death_of_the_source_is_one_death(nats: Nats) -> None:
+    """So another one without anything new is not the last that it may have."""
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER, concurrency=1) as s, s.reading() as call:
+        first, second = await ahead_with_another_output(s)
+        s.dies_at["i2"] = 13
+        s.pace["i2"] = TOTAL
+
+        def judge(request: Open) -> Opened:
+            if request.head.epoch > 3:
+                s.dies_at.clear()
+            return Opened(status="accepted")
+
+        s.w.node.judge = judge
+        for number in (10, 11, 12):  # in one message with its end: nothing is looked at between them
+            first.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (number * 7,))))
+            first.outbox.push_value(FrameKind.OUTPUT, json.dumps(number).encode())
+        first.end(InstanceLost("i1 died"))
+        assert values((await call).text) == list(range(TOTAL))
+        await until(second.cancelled.is_set)
+        assert [run.head.epoch for run in s.runs("i2")] == [2, 3, 4]
 
 
 async def test_where_no_ids_are_kept_outputs_are_compared(nats: Nats) -> None:

@@ -134,6 +134,22 @@ def test_holds_grow_and_an_accepted_call_or_a_report_ends_them() -> None:
     assert not queue.has_room("a")
 
 
+def test_reserved_slots_are_not_for_who_waits() -> None:
+    queue: SlotQueue[str] = SlotQueue()
+    queue.on_route([entry("a", 3), entry("b", 1)], 0.0)
+    for call in "xyz":
+        queue.push(call)
+    found = queue.match(0.0, {"a": 2, "b": 1})
+    assert [(call, to.instance) for call, to in found] == [("x", "a")]
+    assert [queue.may_ask(name, 0.0) for name in "abc"] == [True, True, False], "a call that moves may"
+    queue.take("b")
+    assert not queue.may_ask("b", 0.0)
+    queue.busy("b", 0.0)
+    again = queue.next_try(0.0)
+    assert again is not None
+    assert [queue.may_ask("b", now) for now in (0.0, again)] == [False, True]
+
+
 def test_gone_instances_are_reported_until_the_route_drops_them() -> None:
     queue: SlotQueue[str] = SlotQueue()
     queue.on_route([entry("a"), entry("b")], 0.0)
