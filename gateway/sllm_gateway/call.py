@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -93,6 +93,10 @@ class Call:
     binding: Binding | None = None
     frames: list[Frame] = field(default_factory=list)
     """In order, not yet taken by the reader."""
+    held: list[Frame] = field(default_factory=list)
+    """Parts of a value of which more is to come, taken by a reader that uses whole ones alone."""
+    before_open: Callable[[], Awaitable[None]] | None = None
+    """Done before an instance is asked to take it. Raises ``SllmError``: then none is."""
     buffered: int = 0
     """Cost of frames that the reader has not got rid of."""
     resumption: Resumption | None = None
@@ -158,6 +162,18 @@ class Call:
         if self.resumption is not None:
             self.resumption = self.resumption.anew()
         self.go_on(now)
+
+    def break_off(self, *, stopped: bool) -> bool:
+        """Its instance has died: whether another may go on (``Resumption.break_off``). Half an output is dropped."""
+        assert self.resumption is not None
+        waiting = [*self.held, *self.frames]
+        halves = self.resumption.break_off(waiting, stopped=stopped)
+        if halves is None:
+            return False
+        returned = {id(frame) for frame in self.held}  # that credit is the instance's again
+        self.buffered -= sum(frame.cost for frame in halves if id(frame) not in returned)
+        self.held, self.frames = [], waiting
+        return True
 
     def bound(self, epoch: int, node: str) -> Binding | None:
         """Where it runs, or is on its way to, under this epoch at this node."""

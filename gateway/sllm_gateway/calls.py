@@ -152,10 +152,14 @@ class Calls:
         await self._link.close()
 
     # --- the caller's side ------------------------------------------------------------------------
-    def admit(self, order: Order, earlier: Earlier | None = None) -> Call:
-        """Begin a call, or go on with an ``earlier`` one. Raises ``QueueFull`` or ``Draining``."""
+    def require_open(self) -> None:
+        """Raises ``Draining`` where no call is begun any more."""
         if self._draining:
             raise Draining(STOPPING)
+
+    def admit(self, order: Order, earlier: Earlier | None = None) -> Call:
+        """Begin a call, or go on with an ``earlier`` one. Raises ``QueueFull`` or ``Draining``."""
+        self.require_open()
         call = Call(order, Marks(order.version.route, sent=order.accepted), due=self._clock())
         if order.version.manifest.engine and order.version.manifest.resumable:
             call.resumption = Resumption()

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -25,7 +25,7 @@ from sllm_gateway.call import Call, Earlier, Order
 from sllm_gateway.calls import Calls
 from sllm_gateway.journal import CLAIMED_S, Journal, kept_s, known_s
 from sllm_gateway.resumption import Resumption
-from sllm_gateway.table import RouteTable
+from sllm_gateway.table import RouteTable, Version
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.calls import (
     JOURNAL_TTL_S,
@@ -107,21 +107,22 @@ class Detached:
 
     # --- the caller's side ------------------------------------------------------------------------
     async def submit(self, order: Order, asked: CallOrder) -> None:
-        """Begin a call once it is written; its key was claimed just now. Raises ``QueueFull``, ``Draining``,
-        ``Unavailable`` (``StoreFull`` at once), ``Conflict`` where its key is another call's; then it is none."""
-        manifest = order.version.manifest
-        keep = known_s(manifest.timeout + manifest.queue_timeout)
+        """Begin a call once it is written: no instance hears of one that nobody would know of. Its key was claimed just
+        now. Raises ``QueueFull``, ``Draining``, ``Unavailable`` (``StoreFull`` at once), ``Conflict`` where its key is
+        another call's; then it is none."""
+        keep = _order_s(order.version)
+        self._calls.require_open()
         await self._journal.admit(asked, len(order.body))
-        call = None
+        ordered = False
         try:
             await self._write_body(order, asked, keep)
+            ordered = True
+            fence = await self._journal.begin(stream_of(asked), asked, keep)
             call = self._calls.admit(order)
-            fence = await self._journal.write(stream_of(asked), asked.call, "order", asked, keep)
         except BaseException as error:
             undo = functools.partial(self._journal.give_back, asked)
-            if call is not None:
-                self._calls.leave(call)
-                undo = undo if isinstance(error, StoreFull) else functools.partial(self._take_back, asked, error)
+            if ordered and not isinstance(error, StoreFull):
+                undo = functools.partial(self._take_back, asked, error)
             self._tasks.start(self._see_to(asked.call, self._clock() + keep, undo), f"undo {asked.call}")
             raise
         self._start(call, asked, Journaled(order=asked), fence)
@@ -176,8 +177,8 @@ class Detached:
             raise JournalExpired(f"the request's body of {asked.call} is no longer kept; call again")
         if journaled.cancelled:
             raise Cancelled("cancelled on request")
-        resumable = version.manifest.engine and version.manifest.resumable
-        if journaled.began is not None and not resumable and not (version.manifest.retries and not frames):
+        resumable = _resumable(version)
+        if journaled.began is not None and not resumable and not (version.manifest.retries and not journaled.written):
             raise InstanceLost("its gateway died while it ran, and it is not resumable; call again")
         resumption = Resumption(asked.delivered, asked.delivered_hash)
         resumption.take(frames)
@@ -193,19 +194,25 @@ class Detached:
         order = Order(asked.call, version, asked.kind, True, body, asked.seed, now, asked.traceparent)
         call = self._calls.admit(order, earlier)
         log.info("call goes on after %d frame(s)", len(frames), extra={"call": call.id})
-        self._start(call, asked, journaled, fence)
+        self._start(call, asked, journaled, fence, frames)
 
     # --- the journal ------------------------------------------------------------------------------
-    def _start(self, call: Call, asked: CallOrder, journaled: Journaled, fence: int) -> None:
+    def _start(
+        self, call: Call, asked: CallOrder, journaled: Journaled, fence: int, frames: Sequence[Frame] = ()
+    ) -> None:
+        """``frames``: what its journal has of the answer."""
         run = self._running[call.id] = _Run(call, asked, journaled, fence, self._clock())
+        if not (_resumable(call.version) or call.version.manifest.retries):
+            call.before_open = functools.partial(self._began, run)
         self._idle.clear()
-        self._tasks.start(self._live(run), f"journal of {call.id}")
+        self._tasks.start(self._live(run, frames), f"journal of {call.id}")
 
-    async def _live(self, run: _Run) -> None:
+    async def _live(self, run: _Run, frames: Sequence[Frame]) -> None:
         call = run.call
         try:
             try:
                 await self._hold(run)
+                await self._write_again(run, frames)
                 await self._follow(run)
                 if not isinstance(call.error, Draining):  # else its next life goes on with it
                     await self._end(run, call.state, call.error)
@@ -224,17 +231,22 @@ class Detached:
             self._calls.leave(call)
 
     async def _hold(self, run: _Run) -> None:
-        """Its key is its own for as long as it may run, from now. One that is another call's by now ends it."""
-        asked = run.asked
+        """Its key is its own for as long as its order stands, from now. One that is another call's by now ends it."""
+        asked, keep = run.asked, _order_s(run.call.version)
         if not asked.key:
             return
-        manifest = run.call.version.manifest
-        keep = kept_s(manifest.timeout + manifest.queue_timeout)
         try:
             await self._insist(asked.call, run.until, lambda: self._journal.hold(asked.key, asked.claim, keep))
         except Conflict as error:
             run.asked = msgspec.structs.replace(asked, key="")
             self._calls.fail(run.call, error)
+
+    async def _write_again(self, run: _Run, frames: Sequence[Frame]) -> None:
+        """What an earlier life has written of its answer would be gone before this one has had its time, and the
+        answer could not be read to its end."""
+        if frames:
+            run.journaled.batches = run.journaled.frames = 0
+            await self._write_batches(run, frames)
 
     async def _follow(self, run: _Run) -> None:
         """To its end."""
@@ -255,25 +267,44 @@ class Detached:
         """What has come: whole values, so that nobody begins to read half a one that another instance says anew."""
         call = run.call
         if call.state in _BEGUN and run.epoch != call.epoch:
-            run.epoch = call.epoch
-            where = call.binding.instance if call.binding is not None else ""
-            began = Began(at=self._wall(), numerics=call.numerics, epoch=call.epoch, instance=where, exact=call.exact)
-            await self._store(run, "began", began)
+            await self._began(run)
         cost = call.buffered
-        run.held += call.take()
-        whole = max((at for at, frame in enumerate(run.held, 1) if not frame.more), default=0)
-        ready, run.held = run.held[:whole], run.held[whole:]
-        for frames in batches(ready):
-            batch = Batch(run.journaled.frames, frames)
-            if not await self._store(run, f"batch-{run.journaled.batches}", batch):
-                call.frames.clear()
-                break
-            run.journaled.take(batch)
+        call.held += call.take()
+        whole = max((at for at, frame in enumerate(call.held, 1) if not frame.more), default=0)
+        ready, call.held = call.held[:whole], call.held[whole:]
+        if not await self._write_batches(run, ready):
+            call.frames.clear()
         if cost:
             self._calls.consumed(call, cost, self._clock())
 
+    async def _began(self, run: _Run) -> None:
+        """An instance has it. One that can neither go on elsewhere nor begin again is said to be begun before any
+        instance hears of it: whoever takes it up must not run it a second time. It is spared where that instance is
+        not to hear of it any more. Raises as ``_insist``."""
+        call = run.call
+        run.epoch, where = call.epoch, call.binding
+        began = Began(
+            at=self._wall(),
+            numerics=call.numerics or (where.entry.fingerprint if where is not None else ""),
+            epoch=call.epoch,
+            instance=where.instance if where is not None else "",
+            exact=call.exact and (where is None or where.entry.exact),
+        )
+        keep = _order_s(call.version)
+        write = functools.partial(self._journal.write, run.stream, call.id, "began", began, keep, run.fence)
+        await self._insist(call.id, run.until, write, lambda: call.over or call.binding is not where)
+
+    async def _write_batches(self, run: _Run, frames: Sequence[Frame]) -> bool:
+        """Whether all of them are written: there was room, or the call has not failed meanwhile."""
+        for some in batches(frames):
+            batch = Batch(run.journaled.frames, some)
+            if not await self._store(run, f"batch-{run.journaled.batches}", batch):
+                return False
+            run.journaled.take(batch)
+        return True
+
     async def _store(self, run: _Run, name: str, entry: Entry) -> bool:
-        """What comes meanwhile waits at the node, as for any slow reader. False: there is no room for it, and the call
+        """What comes meanwhile waits at the node, as for any slow reader. False: it could not be stored, and the call
         has failed meanwhile, so that its answer is none anyway. Raises as ``_insist``."""
         write = functools.partial(self._journal.write, run.stream, run.call.id, name, entry, run.keep, run.fence)
         return await self._insist(run.call.id, run.until, write, lambda: run.call.error is not None)
@@ -285,7 +316,7 @@ class Detached:
         write: Callable[[], Awaitable[object]],
         spare: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """``write`` until JetStream has taken it; False: it had no room, and can ``spare`` it. Raises ``CallMoved``,
+        """``write`` until JetStream has taken it; False: it did not, and can be spared. Raises ``CallMoved``,
         ``JournalExpired``, and ``Unavailable`` when it is later than ``until``: each try has a patience of its own, and
         one that finds no room waits for LOOK_S."""
         while True:
@@ -294,7 +325,7 @@ class Detached:
                 return True
             except Unavailable as error:
                 full = isinstance(error, StoreFull)
-                if full and spare():
+                if spare():
                     return False
                 if self._clock() >= until:
                     raise
@@ -340,10 +371,17 @@ class _Run:
         self.keep = kept_s(call.version.manifest.timeout)
         self.until = now + known_s(call.version.manifest.timeout)
         """When nobody knows of the call any more, whatever becomes of it."""
-        self.held: list[Frame] = []
-        """Of a value of which more is to come."""
         self.epoch = 0
         self.read = now
+
+
+def _order_s(version: Version) -> float:
+    """How long what was asked stands, and with it that it has begun, and its key: nobody runs it who does not know."""
+    return known_s(version.manifest.timeout + version.manifest.queue_timeout)
+
+
+def _resumable(version: Version) -> bool:
+    return version.manifest.engine and version.manifest.resumable
 
 
 def stream_of(order: CallOrder) -> str:
@@ -351,7 +389,7 @@ def stream_of(order: CallOrder) -> str:
     return CALLS_STREAM if order.durable else JOURNAL_STREAM
 
 
-def batches(frames: list[Frame]) -> list[tuple[Frame, ...]]:
+def batches(frames: Sequence[Frame]) -> list[tuple[Frame, ...]]:
     """``frames`` in messages that are not too large."""
     found: list[tuple[Frame, ...]] = []
     batch: list[Frame] = []

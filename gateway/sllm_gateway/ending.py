@@ -142,17 +142,15 @@ class Ending:
             call.wake()
 
     def _again(self, call: Call, error: SllmError, *, stopped: bool) -> bool:
-        """Whether another instance has it: it goes on, or begins again. ``stopped``: see ``Resumption.break_off``."""
+        """Whether another instance has it: it goes on, or begins again. ``stopped``: see ``Call.break_off``."""
         return self._resume(call, error, stopped) or self._retry(call, error)
 
     def _resume(self, call: Call, error: SllmError, stopped: bool) -> bool:
         """Whether the call goes on elsewhere from its tokens; its caller sees a gap and nothing else."""
         if call.over or call.resumption is None or not worth_resuming(error):
             return False
-        halves = call.resumption.break_off(call.frames, stopped=stopped)
-        if halves is None:
+        if not call.break_off(stopped=stopped):
             return False
-        call.buffered -= sum(frame.cost for frame in halves)
         delivered = call.resumption.delivered
         log.warning("call goes on elsewhere after %d output(s): %s", delivered, error.message, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call
@@ -63,6 +63,8 @@ class Handover:
         self._tasks.start(self._open(call, call.binding), "open")
 
     async def _open(self, call: Call, binding: Binding) -> None:
+        if call.before_open is not None and not await self._may_open(call, binding, call.before_open):
+            return
         request = Open(head=call.head(binding, self._clock()), first=binding.first())
         try:
             with trace.within(call.order.traceparent):
@@ -81,6 +83,21 @@ class Handover:
                 self._link.send_all(binding.node, binding.body(self._clock()))
         else:
             self._refused(call, binding, opened.status, opened.note)
+
+    async def _may_open(self, call: Call, binding: Binding, before: Callable[[], Awaitable[None]]) -> bool:
+        """Whether it is to be asked still, when what comes ``before`` is done. Else its slot is free again."""
+        try:
+            await before()
+        except SllmError as error:
+            self._ending.fail(call, error)
+        if call.binding is not binding:
+            return False
+        if call.over:
+            call.binding = None
+            self._dispatcher.release(call, binding.instance)
+            self._ending.forget_if_over(call)
+            return False
+        return True
 
     def accepted(self, call: Call, binding: Binding) -> None:
         """The instance has the call: it said so, or sent something of it. Repeatable."""

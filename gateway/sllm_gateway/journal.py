@@ -110,6 +110,21 @@ class Journal:
         for number in range(order.parts):
             await self.write(BODIES_STREAM, order.call, f"body-{number}", BodyPart(number, b""), 1.0)
 
+    async def begin(self, stream: str, mine: CallOrder, keep_s: float) -> int:
+        """Write what is asked of a new call; the sequence of it. A copy of this write that a server hands on late finds
+        it there, and does not make it another one, whose writer nobody would be. Raises ``CallMoved`` where another
+        order of that call is there."""
+        subject = call_entry(stream, mine.call, "order")
+        try:
+            return await self._stored.write(subject, mine, keep_s=keep_s, where=Last(stream, subject, 0))
+        except Changed:
+            there = await self._stored.last(stream, subject)
+        except StoreFull as error:
+            raise StoreFull(f"{stream} is full: {error.message}") from None
+        if there is None or order_of(there[1]) != mine:
+            raise moved(mine.call)
+        return there[0]
+
     async def create(self, stream: str, call: str, name: str, entry: Entry, keep_s: float) -> None:
         """Write ``entry``, unless one is there."""
         subject = call_entry(stream, call, name)

@@ -253,7 +253,7 @@ class Moves:
         self._tell(Kind.CALL_MOVED, call, f"from {source.instance} to {move.binding.instance}")
 
     def take_over(self, call: Call, *, stopped: bool) -> bool:
-        """The source has died (``stopped``: see ``Resumption.break_off``): whether the destination goes on at once with
+        """The source has died (``stopped``: see ``Call.break_off``): whether the destination goes on at once with
         what it was told."""
         move = call.move
         if move is None or move.switched or not move.binding.accepted or call.over or call.resumption is None:
@@ -264,10 +264,8 @@ class Moves:
             call.stays = True
             self.drop(call, error.message)
             return False
-        halves = call.resumption.break_off(call.frames, stopped=stopped)
-        if halves is None:
+        if not call.break_off(stopped=stopped):
             return False
-        call.buffered -= sum(frame.cost for frame in halves)
         new, dropped = move.switch(self._clock())
         self._let_draw(move)
         log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})

@@ -6,16 +6,19 @@ from typing import Any
 
 import httpx
 import pytest
+from nats.js.api import RawStreamMsg
 
 from sllm_gateway import keeping
 from sllm_gateway.journal import Journal
+from sllm_gateway.stored import Stored
 from sllm_runtime.protocol import codec, subjects
-from sllm_runtime.protocol.calls import Reading
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.calls import CallOrder, Reading
+from sllm_runtime.protocol.errors import InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import FrameKind, Ids, Usage
+from sllm_runtime.protocol.limits import MAX_PART
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import Run, entry, manifest, second, world
+from tests.unit.gateway.peer import Run, World, entry, manifest, second, world
 
 SSE = {"accept": "text/event-stream"}
 ASYNC = {"prefer": "respond-async"}
@@ -65,6 +68,12 @@ async def reaches(http: httpx.AsyncClient, call: str, state: str) -> dict[str, A
 
     await until(there, what=f"{call} is {state}")
     return await state_of(http, call)
+
+
+async def stored(w: World, call: str, name: str) -> RawStreamMsg:
+    """What the journal has under that name."""
+    subject = subjects.call_entry(subjects.CALLS_STREAM, call, name)
+    return await w.controller.bus.jetstream.get_last_msg(subjects.CALLS_STREAM, subject)
 
 
 async def events_of(http: httpx.AsyncClient, call: str, after: int | None = None) -> str:
@@ -340,23 +349,92 @@ async def test_a_journal_waits_for_jetstream_whatever_its_patience(nats: Nats, m
 async def test_a_call_that_may_have_been_written_and_was_refused_has_ended(
     nats: Nats, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caller was told to call again."""
-    write, lost = Journal.write, list[str]()
+    """Its caller was told to call again; so nothing has run."""
+    begin, lost = Journal.begin, list[str]()
 
-    async def unheard(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
-        sequence = await write(self, stream, call, name, *more)
-        if name == "order" and not lost:
-            lost.append(call)
+    async def unheard(self: Journal, stream: str, order: CallOrder, keep_s: float) -> int:
+        sequence = await begin(self, stream, order, keep_s)
+        if not lost:
+            lost.append(order.call)
             raise Unavailable("no answer")
         return sequence
 
-    monkeypatch.setattr(Journal, "write", unheard)
+    monkeypatch.setattr(Journal, "begin", unheard)
     async with world(nats) as w:
         await w.deploy(manifest("count"), entry(), script=count)
         refused = await w.http.post("/fn/count", json={"n": 3}, headers=headers)
         assert (refused.status_code, refused.json()["error"]["retryable"]) == (503, True)
         found = await reaches(w.http, lost[0], "FAILED")
         assert found["error"]["code"] == "unavailable"
+        assert not w.node.opened
+
+
+async def test_an_order_that_comes_a_second_time_is_the_same_one(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that stood still hands it on when its writer has long asked again."""
+    write, again = Stored.write, list[int]()
+
+    async def twice(self: Stored, subject: str, entry: Any, **how: Any) -> int:
+        sequence = await write(self, subject, entry, **how)
+        if isinstance(entry, CallOrder):
+            again.append(sequence)
+            return await write(self, subject, entry, **how)
+        return sequence
+
+    monkeypatch.setattr(Stored, "write", twice)
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        call = (await w.http.post("/fn/count", json={"n": 3}, headers=ASYNC)).json()["id"]
+        assert await events_of(w.http, call) == written(0, 1, 2)
+        assert [(await stored(w, call, "order")).seq] == again
+
+
+async def test_one_that_cannot_be_run_twice_is_said_to_have_begun_before_an_instance_hears_of_it(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gateway dies while JetStream does not take that, or right after it."""
+    write, refused, gate = Journal.write, list[str](), Gate()
+
+    async def takes_nothing(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
+        if name == "began":
+            refused.append(call)
+            if len(refused) < 3:
+                await asyncio.sleep(0.01)  # ``_insist`` leaves the patience to the write
+                assert not w.node.opened
+                raise Unavailable("no leader")
+        return await write(self, stream, call, name, *more)
+
+    monkeypatch.setattr(Journal, "write", takes_nothing)
+    async with world(nats) as w:
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        call = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await until(lambda: w.node.opened, what="its instance hears of it")
+        assert len(refused) == 3
+        began, order = await stored(w, call, "began"), await stored(w, call, "order")
+        assert (began.headers or {})["Nats-TTL"] == (order.headers or {})["Nats-TTL"]
+
+
+async def test_one_that_is_cancelled_before_an_instance_hears_of_it_gives_its_slot_back(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, waits, goes_on = Journal.write, asyncio.Event(), asyncio.Event()
+
+    async def slow(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
+        if name == "began" and not waits.is_set():
+            waits.set()
+            await goes_on.wait()
+        return await write(self, stream, call, name, *more)
+
+    monkeypatch.setattr(Journal, "write", slow)
+    async with world(nats) as w:
+        await w.deploy(manifest("count", concurrency=1), entry(concurrency=1), script=count)
+        call = (await w.http.post("/fn/count", json={"n": 3}, headers=ASYNC)).json()["id"]
+        await waits.wait()
+        assert (await w.http.post(f"/v1/calls/{call}/cancel")).status_code == 202
+        goes_on.set()
+        await reaches(w.http, call, "CANCELLED")
+        other = (await w.http.post("/fn/count", json={"n": 2}, headers=ASYNC)).json()["id"]
+        assert await events_of(w.http, other) == written(0, 1)
+        assert [each.head.call for each in w.node.opened] == [other]
 
 
 def engine(name: str) -> Any:
@@ -395,6 +473,30 @@ async def test_a_call_goes_on_in_the_next_life_of_its_gateway(nats: Nats) -> Non
         assert 0 < head.delivered <= 3
         assert head.recorded[0][: head.delivered] == tuple(range(head.delivered))
         assert head.epoch > 1
+        first, order = await stored(next_life, call, "batch-0"), await stored(next_life, call, "order")
+        assert (first.seq or 0) > (order.seq or 0), "what was there would be gone before the answer is"
+
+
+async def test_what_has_come_of_a_value_in_parts_is_not_missed_where_its_instance_dies(nats: Nats) -> None:
+    """Its journal has taken them, and written none: another instance says all of it."""
+    value = "x" * (2 * MAX_PART)
+    async with world(nats) as w:
+
+        async def parts(run: Run) -> None:
+            if len(w.node.runs) == 1:
+                run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (1,))))
+                run.outbox.push(FrameKind.OUTPUT, json.dumps(value).encode()[:MAX_PART], more=True)
+                w.node.flush(run)
+                await until(lambda: run.outbox.acked == 2, what="they have come")
+                run.end(InstanceLost("its worker died; call again"))
+            else:
+                run.out(value)
+                run.end()
+
+        await w.deploy(engine("parts"), entry(fingerprint="f"), script=parts)
+        call = (await w.http.post("/fn/parts", json={}, headers=ASYNC)).json()["id"]
+        assert (await reaches(w.http, call, "SUCCEEDED"))["result"] == [value]
+        assert len(w.node.runs) == 2
 
 
 async def test_one_that_cannot_go_on_says_so(nats: Nats) -> None:
