@@ -103,6 +103,10 @@ class Gateway:
             lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, clock
         )
         keeping = Keeping(bus, self._detached, journal, self._recent, writer, clock)
+
+        def others() -> set[str]:
+            return {life.gateway for life in roll.living(lives.me.life)}
+
         self._kept = CallRoutes(
             bus,
             journal,
@@ -110,7 +114,7 @@ class Gateway:
             keeping,
             self.table,
             self._recent,
-            lambda: {life.gateway for life in roll.living(lives.me.life)},
+            others,
             self._succession.coming,
             self.calls.cancel,
         )
@@ -127,7 +131,9 @@ class Gateway:
             wall,
             random,
         )
-        self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls), self.calls.drawn)
+        self.metrics.watch(
+            self.calls.dispatcher.depths, lambda: len(self.calls), self.calls.drawn, lambda: 1 + len(others())
+        )
         self._statuses: Subscription | None = None
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, clock)]

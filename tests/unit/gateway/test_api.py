@@ -28,7 +28,17 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import API, EVENT_STREAM
-from sllm_runtime.protocol.node import DeviceMemory, Gpu, NodeRecord, NodeStatus, Ok, PathLoad, Progress, Storage
+from sllm_runtime.protocol.node import (
+    DeviceMemory,
+    Gpu,
+    InstanceStatus,
+    NodeRecord,
+    NodeStatus,
+    Ok,
+    PathLoad,
+    Progress,
+    Storage,
+)
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, NODE, Nats
@@ -224,6 +234,10 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
             resident=("sha256:ab", "sha256:ef"), remote=("sha256:ef",), dram_used=2, dram_limit=8,
             paths=(PathLoad(path="disk", bandwidth=1e9, queued=5),), condition="podman hangs",
             storage=Storage(ssd_used=1, integrity=False, devices=(DeviceMemory(device="fake:0", limit=3, used=2),)),
+            instances=(
+                InstanceStatus(instance="i1", function="f", version=2, state=InstanceState.READY, running=3),
+                InstanceStatus(instance="i0", function="f", version=1, state=InstanceState.STOPPED),
+            ),
         )  # fmt: skip
         known = ctl.NodeInfo(record=NodeRecord(node="n1"), status=status, alive=True)
         return ctl.NodeList(nodes=(known, ctl.NodeInfo(record=NodeRecord(node="n2"))))
@@ -253,7 +267,9 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
     assert (storage["dram_used"], storage["ssd_used"], storage["integrity"]) == (2, 1, False)
     assert storage["paths"] == [{"path": "disk", "bandwidth": 1e9, "queued": 5}]
     assert storage["devices"] == [{"device": "fake:0", "limit": 3, "used": 2}]
-    assert (other["storage"], other["tiers"], other["alive"]) == (None, {}, False)
+    assert one["here"] == [{"instance": "i1", "function": "f", "version": 2, "state": "READY", "running": 3}]
+    assert one["instances"] == 1
+    assert (other["storage"], other["tiers"], other["here"], other["alive"]) == (None, {}, [], False)
     assert (down["controller"], up["controller"], up["nodes"]) == (False, True, 2)
 
 
