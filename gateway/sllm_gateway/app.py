@@ -137,7 +137,7 @@ class Gateway:
         self._statuses: Subscription | None = None
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, clock)]
-        self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics)
+        self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics, random)
 
     def _call_routes(self, caller: Caller, wall: Callable[[], float]) -> list[BaseRoute]:
         function, models = FunctionRoute(caller), Models(self.table, self._lookup)
