@@ -12,7 +12,9 @@ longest gap of one stream between one fault and the next; one that both fall int
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened. Lost is a call that
 does not end with the right end, after all that a client may do: ask again at the other gateway from the last event
-that it has, or call again where nobody knows a stream that had hardly begun (``called_again``). At the end the same
+that it has, or call again where nobody knows a stream that had hardly begun (``called_again``: none is the aim). CPU
+seconds are at least: what a process that was killed had used nobody knows. The notes say how many of the controllers
+and NATS servers that were struck were leading. At the end the same
 processes have to be there as at the beginning, and no more memory of models.
 
 A full run is void unless 20 faults of each kind met a call in flight, a quick one unless 6 in all did.
@@ -40,7 +42,7 @@ from benchmarks.cold_cases import CODER
 from benchmarks.heard import Sums
 from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
-from benchmarks.record import Aim, percentile
+from benchmarks.record import Aim, Case, percentile
 from benchmarks.runner import Run, main
 
 CALLERS: Final = 4
@@ -71,6 +73,8 @@ class Struck:
     end: float
     met: bool
     moving: bool = False
+    leads: bool | None = None
+    """As ``Field.leads``."""
 
 
 @dataclass
@@ -91,6 +95,24 @@ class Outcome:
         """Look at what the gateways count: calls resumed, calls moved."""
         for what, tally in self.tallies.items():
             tally.take(counted(gateways, token, what))
+
+    @property
+    def memory_left_mib(self) -> float:
+        """Memory of models beyond what there was, and beyond what a pool may hold in reserve."""
+        before, after = self.shared_mib
+        return max(0.0, after - before - CHUNKS_MIB)
+
+    @property
+    def called_again(self) -> int:
+        """Calls that began anew, since nobody knew them."""
+        return sum(told.again for told in self.told)
+
+    def leaders(self) -> str:
+        """Which controllers and servers of NATS were struck, in words."""
+        known = Counter((str(each.fault.kind), each.leads) for each in self.struck if each.leads is not None)
+        return "; ".join(
+            f"{kind}: {known[kind, True]} leading, {known[kind, False]} not" for kind in sorted({of for of, _ in known})
+        )
 
     def met(self) -> Counter[str]:
         """Faults that met a call in flight, by kind."""
@@ -141,11 +163,12 @@ def measure(run: Run, cases: Sequence[str]) -> None:
         with run.attempt(case), tempfile.TemporaryDirectory(prefix="bx-", ignore_cleanup_errors=True) as name:
             each, cluster = 0 if run.quick else LEAST_OF_EACH, case == "cluster"
             plan = Plan(int(run.settings["seed"]), 60.0 * minutes, least_of_each=each, cluster=cluster)
-            judge(run, wreck(run, Path(name), plan), case)
+            judge(run, wreck(run, Path(name), plan, run.case(case, "sllm")), case)
 
 
-def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
-    """Faults under load. Raises ``ProgramFailed`` if the platform does not come back from one."""
+def wreck(run: Run, directory: Path, plan: Plan, whole: Case) -> Outcome:
+    """Faults under load; what the platform spends meanwhile stands in ``whole``. Raises ``ProgramFailed`` if it does
+    not come back from one."""
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
         nats = stack.enter_context(NatsCluster(directory / "nats")) if plan.cluster else None
@@ -169,7 +192,7 @@ def wreck(run: Run, directory: Path, plan: Plan) -> Outcome:
         before, held = place.processes(), shared_mib(platform)
         callers = Callers(urls, platform.token, name, plan.asks, CALLERS)
         mover = Mover(place, urls, platform.token, NODES, plan.seed)
-        with callers.running(), mover.running():
+        with run.spending(platform.program.usage, whole), callers.running(), mover.running():
             _strike_on(run, place, callers, mover, plan, outcome)
         outcome.told, outcome.moves = callers.told, mover.moves
         outcome.count(urls, platform.token)
@@ -186,13 +209,14 @@ def _strike_on(run: Run, place: Field, callers: Callers, mover: Mover, plan: Pla
         fault = next(faults)
         time.sleep(fault.gap_s)
         victim = place.victim(fault)
+        leads = place.leads(victim)
         callers.until_all_hear(time.monotonic())
         outcome.count(callers.gateways, callers.token)
         met, moving = _meets(callers, victim), mover.moving
         begin = time.monotonic()
         strike(victim, fault)
         place.mend()
-        outcome.struck.append(Struck(fault, victim, begin, time.monotonic(), met, moving))
+        outcome.struck.append(Struck(fault, victim, begin, time.monotonic(), met, moving, leads))
         how = f"{'met' if met else 'met no call'}{', in a move' if moving else ''}"
         run.note(f"{victim.name} {fault.kind.signal} {fault.stopped_s:.1f} s, {how}")
     callers.until_all_hear(time.monotonic())
@@ -232,11 +256,12 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
     whole.extra = {"faults": len(outcome.struck), "met": met.total(), "streams": sums.streams, "events": sums.events}
     whole.extra |= {
         "cuts": sum(told.cuts for told in outcome.told),
-        "called_again": sum(told.again for told in outcome.told),
+        "called_again": outcome.called_again,
     }
     whole.extra |= {what: tally.sum for what, tally in outcome.tallies.items()}
     moves = {"asked": outcome.moves.asked, "done": outcome.moves.done, "refused": outcome.moves.refused}
     whole.extra |= {f"moves_{what}": count for what, count in moves.items()}
+    whole.notes = outcome.leaders()
     whole.extra["faults_in_moves"] = sum(each.moving for each in outcome.struck)
     for kind in map(str, KINDS):
         found = run.case(f"{case}: {kind}", "sllm")
@@ -250,7 +275,8 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
         "tokens repeated": sums.repeated,
         "tokens changed": sums.different,
         "processes left": outcome.processes_left.total(),
-        "memory of models left, MiB": max(0.0, outcome.shared_mib[1] - outcome.shared_mib[0] - CHUNKS_MIB),
+        "memory of models left, MiB": outcome.memory_left_mib,
+        "calls begun again": outcome.called_again,
     }
     for what, value in figures.items():
         run.aims.append(Aim(f"{case}: {what}", float(value) if enough else None, at_most=0.0))

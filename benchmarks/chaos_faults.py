@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -20,9 +21,15 @@ from benchmarks.chaos_schedule import Fault
 from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.local import Layout
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.running import Running, read_running
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.records import Term
+from sllm_runtime.protocol.subjects import TERM_KEY
 
 WAIT_S: Final = 120.0
 POLL_S: Final = 0.02
@@ -73,6 +80,16 @@ class Field:
             and (not nodes or name.partition("-")[2] in nodes)
         ]
 
+    def leads(self, victim: Victim) -> bool | None:
+        """Whether it is the controller that leads, or the NATS server that leads the stream of the state; None: neither
+        of these kinds, or nobody can say now."""
+        with contextlib.suppress(SllmError, ProgramFailed):
+            if victim.name.startswith("controller"):
+                return leader_of(self._platform) == victim.name
+            if victim.name.startswith("nats-") and self._nats is not None:
+                return f"nats-{self._nats.leader()}" == victim.name
+        return None
+
     def ready(self) -> dict[str, str]:
         """Instances that take calls, and their nodes; nothing while nobody can say."""
         try:
@@ -120,6 +137,24 @@ def running_of(platform: Platform) -> Running:
     if running is None:
         raise ProgramFailed("the platform has ended")
     return running
+
+
+def leader_of(platform: Platform) -> str:
+    """The controller that leads, by the store. Raises ``ProgramFailed``, or ``SllmError`` of a store that is away."""
+    return asyncio.run(_leader(platform))
+
+
+async def _leader(platform: Platform) -> str:
+    identity = str(Layout(platform.data).identity_file("g1"))
+    settings = Settings.load({"SLLM_NATS_URL": running_of(platform).nats_url, "SLLM_IDENTITY_FILE": identity})
+    bus = await Bus.connect(settings, "g1", name="benchmark")
+    try:
+        term = await (await StateStore.open(bus, create=False)).get(TERM_KEY, Term)
+    finally:
+        await bus.close()
+    if term is None:
+        raise ProgramFailed("no controller was ever elected")
+    return term.controller
 
 
 def gateways_of(platform: Platform) -> tuple[str, ...]:

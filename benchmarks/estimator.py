@@ -6,12 +6,13 @@ in turn; the controller tells of each start what it expected and what it took, b
 page of them is cached. ``contended``: all three at once from the SSD, so that they wait for each other on the disk. The
 first round of each case teaches and is not counted. ``held_out_ssd``, ``held_out_dram``: starts on nodes on which none
 was before (``estimator_held_out``). ``ssd_steady``, ``contended_steady``: as without, but the kernel gives loaderd 600
-MB/s of the disk (``steady_disk``), since the disk of a virtual machine has another speed every few minutes. Samples are
+MB/s of the disk (``throttle``), since the disk of a virtual machine has another speed every few minutes. Samples are
 errors: how far what was expected is from what it took. Beside each ``constant``, the mean of all earlier starts of the
-case; where it is as good, or nearly, the notes say so. And ``spread``: how far equal starts (of one size, in one case)
-are from their own median, which nobody knows before. That is this machine's noise, under which no expectation gets;
-``extra`` says which stages it is of. The worst start is named with the term of what was expected that was furthest from
-what it took. A full run takes 40 minutes, a quick one three: ``--only`` makes records of a quarter of an hour.
+same function in the case; where it is as good, or nearly, the notes say so. And ``spread``: how far equal starts (of
+one size, in one case) are from their own median, which nobody knows before. That is this machine's noise, under which
+no expectation gets; ``extra`` says which stages it is of. The worst start is named with the term of what was expected
+that was furthest from what it took. A full run takes 40 minutes, a quick one three: ``--only`` makes records of a
+quarter of an hour.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from benchmarks import estimator_held_out, steady_disk
+from benchmarks import estimator_held_out
 from benchmarks.estimator_starts import DRAM, SSD, Start, begin, deployed, forget, tell
 from benchmarks.platform import Platform
+from benchmarks.programs import ProgramFailed
 from benchmarks.runner import Run, main
+from benchmarks.throttle import device_of, limiter, throttled
 
 STEADY: Final = "_steady"
 KNOWN: Final = ("dram", "ssd", "contended", f"ssd{STEADY}", f"contended{STEADY}")
@@ -61,11 +64,14 @@ def _known(run: Run, directory: Path, sizes: Sequence[int], cases: Sequence[str]
 
 
 def _steady(run: Run, platform: Platform, case: str, names: Sequence[str]) -> None:
-    if reason := steady_disk.missing(platform.data):
-        run.case(case, "sllm").not_run = reason
+    try:
+        limiter()
+        device_of(platform.data)
+    except ProgramFailed as reason:
+        run.case(case, "sllm").not_run = str(reason)
         return
     loader = platform.process("sllm-loaderd").pid
-    with steady_disk.throttled(loader, platform.data, STEADY_BYTES_S):
+    with throttled(platform.data, STEADY_BYTES_S, [loader], own=False):
         _case(run, platform, case, names)
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -148,9 +148,7 @@ def tell(run: Run, case: str, starts: Sequence[Start], limit: tuple[float, float
     """The errors of a case's starts, and whether the aims are met. Raises ``ValueError`` without starts."""
     ours, constant = run.case(case, "sllm"), run.case(case, "constant")
     ours.samples += [round(start.error, 3) for start in starts]
-    for number, start in enumerate(starts[1:], 1):
-        mean = statistics.fmean(earlier.took for earlier in starts[:number])
-        constant.samples.append(round(abs(mean - start.took), 3))
+    constant.samples += [round(abs(mean - start.took), 3) for mean, start in constants(starts)]
     spread = run.case(case, "spread")
     spread.samples += [round(far, 3) for far in spreads(starts, lambda start: start.took)]
     for stage in starts[0].stages:
@@ -183,6 +181,17 @@ def beside(run: Run, ours: Case, constant: Case, enough: bool) -> None:
     run.aims.append(Aim(f"{ours.case}: p95 of error / the constant's", ratio if enough else None, at_most=1.0))
     if ratio > AS_GOOD:
         ours.notes += f"; a constant is as good here, or nearly: its p95 is {theirs:.1f} ms beside {known:.1f}"
+
+
+def constants(starts: Sequence[Start]) -> Iterator[tuple[float, Start]]:
+    """What a predictor that knows nothing but the past expects: the mean of the function's earlier starts. None of its
+    first."""
+    known: dict[str, list[float]] = {}
+    for start in starts:
+        earlier = known.setdefault(start.function, [])
+        if earlier:
+            yield statistics.fmean(earlier), start
+        earlier.append(start.took)
 
 
 def spreads(starts: Sequence[Start], of: Callable[[Start], float]) -> list[float]:

@@ -3,9 +3,10 @@
 Two controllers, one node. A caller calls functions of which nothing runs, one after the other: every answer takes an
 acquire, which only the leading controller answers, and a start. A sample is the longest time without such an answer
 around the fault, from the last one before it (``usual_ms``: where nothing happens), so there is a start in it. A call
-that fails is no answer, and counted. A stream of a ready function runs all the while: ``streams_interrupted`` counts
-those that broke off, or lost, repeated or changed a value. A controller that was stopped goes on when the next one
-answers; its supervisor then starts it anew.
+that fails is no answer, and counted. The supervisor stands still meanwhile (SIGSTOP): a victim that is started again at
+once is no loss, and how soon it is depends on how often it was of late. A stream of a ready function runs all the
+while: ``streams_interrupted`` counts those that broke off, or lost, repeated or changed a value. A controller that was
+stopped goes on before its supervisor does, which then starts it anew.
 
 The other cases (``failover_streams``): a worker, a node, a gateway, the server that leads JetStream is killed under a
 stream of the engine.
@@ -13,7 +14,6 @@ stream of the engine.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import http.client
 import itertools
@@ -30,18 +30,13 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import failover_streams
+from benchmarks.chaos_faults import leader_of
 from benchmarks.platform import Platform
 from benchmarks.programs import ROOT, ProgramFailed
 from benchmarks.record import Aim, Case, percentile
 from benchmarks.runner import Run, main
-from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.local import Layout
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.running import read_running
-from sllm_runtime.platform.settings import Settings
-from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.records import Term
-from sllm_runtime.protocol.subjects import TERM_KEY
 from sllm_runtime.protocol.timeline import SANDBOX
 
 COUNTER: Final = ROOT / "functions" / "counter" / "function.py"
@@ -170,30 +165,14 @@ def _controllers(platform: Platform) -> dict[str, int]:
 
 def _fault(platform: Platform, number: signal.Signals) -> float:
     """Strike the leader, and wait until what follows is over: when it was struck."""
-    pid = _controllers(platform)[asyncio.run(_leader(platform))]
-    at = time.monotonic()
-    os.kill(pid, number)
-    time.sleep(WATCHED_S)
-    if number is signal.SIGSTOP:
-        os.kill(pid, signal.SIGCONT)
+    pid = _controllers(platform)[leader_of(platform)]
+    with platform.program.starting_nothing():
+        at = time.monotonic()
+        os.kill(pid, number)
+        time.sleep(WATCHED_S)
+        if number is signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
     return at
-
-
-async def _leader(platform: Platform) -> str:
-    """The controller that leads, by the store."""
-    running = read_running(platform.data)
-    if running is None:
-        raise ProgramFailed("the platform has ended")
-    identity = str(Layout(platform.data).identity_file("g1"))
-    settings = Settings.load({"SLLM_NATS_URL": running.nats_url, "SLLM_IDENTITY_FILE": identity})
-    bus = await Bus.connect(settings, "g1", name="benchmark")
-    try:
-        term = await (await StateStore.open(bus, create=False)).get(TERM_KEY, Term)
-    finally:
-        await bus.close()
-    if term is None:
-        raise ProgramFailed("no controller was ever elected")
-    return term.controller
 
 
 if __name__ == "__main__":

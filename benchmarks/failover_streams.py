@@ -6,7 +6,8 @@ gap between two events from then on. Every stream is compared with the answer wh
 is there, which has the model on its disk. ``gateway``: the one that runs the call and is read from, each in
 turn, since a supervisor gives a process up that ends too often; the call is kept, and its client asks the other gateway
 from its last event on. ``jetstream``: of three NATS servers the one that leads
-the stream of the state, for a kept call.
+the stream of the state, for a kept call. The supervisor stands still meanwhile: what was killed is away until the
+stream has ended, however soon it would have been started again.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def _case(
             first = gateways[number % len(gateways) :] + gateways[: number % len(gateways)]
             gap = None
             for _ in range(TRIES):
-                with run.spending(place.platform.program.usage, found):
+                program = place.platform.program
+                with run.spending(program.usage, found), program.starting_nothing():
                     gap = _gap(place, case, first, aim(first[0]), sums)
                 if mend is not None:
                     mend()

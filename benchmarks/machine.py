@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import re
 import shutil
 import statistics
 import subprocess
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
+
+_BLOCK: Final = 4 * 2**20
+DISK_BYTES: Final = 32 * _BLOCK
 
 
 def describe() -> dict[str, Any]:
@@ -53,6 +59,41 @@ def commit() -> str:
     )
     state = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=False)
     return (head.stdout.strip() or "unknown") + ("+" if state.stdout.strip() else "")
+
+
+def disk(directory: Path) -> dict[str, Any]:
+    """What ``directory`` lies on, and how fast that reads past the page cache: a fresh file, once, two requests at a
+    time; None where it does not do that (memory)."""
+    found: dict[str, Any] = {"device": disk_of(directory), "direct_read_gb_s": None}
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="sllm-disk-") as file:
+        block = os.urandom(_BLOCK)
+        for _ in range(DISK_BYTES // _BLOCK):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return found
+        try:
+            found["direct_read_gb_s"] = round(DISK_BYTES / _read(fd) / 1e9, 2)
+        finally:
+            os.close(fd)
+    return found
+
+
+def _read(fd: int) -> float:
+    """Seconds that all of it takes."""
+    room = [mmap.mmap(-1, _BLOCK) for _ in range(2)]  # at a border of pages, as direct reads want it
+
+    def read(of: int) -> None:
+        for at in range(of * _BLOCK, DISK_BYTES, len(room) * _BLOCK):
+            os.preadv(fd, [room[of]], at)
+
+    with ThreadPoolExecutor(len(room)) as pool:
+        began = time.perf_counter()
+        list(pool.map(read, range(len(room))))
+        return time.perf_counter() - began
 
 
 def disk_of(directory: Path) -> str:

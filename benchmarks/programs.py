@@ -84,6 +84,15 @@ class Program:
         """Whether it has ended by itself."""
         return self._process.poll() is not None
 
+    @contextlib.contextmanager
+    def starting_nothing(self) -> Iterator[None]:
+        """It alone is stopped meanwhile; what it has started goes on."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
     def __enter__(self) -> Self:
         return self
 

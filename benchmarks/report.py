@@ -32,13 +32,14 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
     machine = record["machine"]
     lines = [
         "",
-        f"## {record['benchmark']} on {directory}",
+        f"## {record['benchmark']} on {directory}{_file(record)}",
         "",
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}; "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{_disk(machine)}, "
+        f"Linux {machine['kernel']}; "
         f"accelerators: {', '.join(machine['accelerators']) or 'none'}; "
         f"commit {record['commit']}, {record['started']}, {record['seconds']:.0f} s"
         f"{', quick' if record['settings'].get('quick') else ''}{_yardstick(record['settings'])}"
-        f"{_abilities(record['settings'])}.",
+        f"{_abilities(record['settings'])}{_changed(record)}.",
         "",
         "| case | system | median | min | max | n | unit | notes |",
         "|---|---|---|---|---|---|---|---|",
@@ -57,12 +58,28 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
     return [*lines, "", record["remarks"].strip()] if record.get("remarks") else lines
 
 
+def _file(record: dict[str, Any]) -> str:
+    """Of several records of one benchmark, which: ``load_ssd.json``."""
+    name = record.get("file", "")
+    return f": {name}" if name not in ("", f"{record['benchmark']}.json") else ""
+
+
 _VERDICT: Final = {True: "yes", False: "**no**", None: "not judged"}
 
 
 def _yardstick(settings: dict[str, Any]) -> str:
     known = settings.get("yardstick_ms")
     return f"; yardstick {known[0]} ms before, {known[1]} ms after" if known else ""
+
+
+def _disk(machine: dict[str, Any]) -> str:
+    speed = machine.get("disk", {}).get("direct_read_gb_s")
+    return f", direct reads {speed} GB/s" if speed else ""
+
+
+def _changed(record: dict[str, Any]) -> str:
+    after = record["settings"].get("commit_after")
+    return f"; THE CHECKOUT HAS CHANGED MEANWHILE, to {after}" if after else ""
 
 
 def _abilities(settings: dict[str, Any]) -> str:
@@ -82,9 +99,9 @@ def _line(text: str) -> str:
 
 
 def remarks(record: Path) -> dict[str, str]:
-    """What stands beside a record in a text of the same name: why aims are missed, say."""
+    """A record's name, and what stands beside it in a text of the same name: why aims are missed, say."""
     text = record.with_suffix(".md")
-    return {"remarks": text.read_text()} if text.exists() else {}
+    return {"file": record.name, **({"remarks": text.read_text()} if text.exists() else {})}
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ def main(
     run = Run(options.quick, settings={"quick": options.quick, **chosen})
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     signal.signal(signal.SIGTERM, _interrupt)
-    before = machine.yardstick()
+    before, commit, disk = machine.yardstick(), machine.commit(), machine.disk(Path(tempfile.gettempdir()))
     try:
         measure(run, [name for name in cases if options.only is None or name in options.only])
     except KeyboardInterrupt:
@@ -134,9 +135,11 @@ def main(
         return 130
     seconds = time.monotonic() - run.began
     run.settings["yardstick_ms"] = [before, machine.yardstick()]
-    record = Record(
-        benchmark, machine.commit(), started, seconds, machine.describe(), run.settings, run.cases, run.aims
-    )
+    if (after := machine.commit()) != commit:  # what was measured is nothing that can be checked out
+        run.settings["commit_after"] = after
+        run.note(f"the checkout has changed meanwhile, from {commit} to {after}")
+    made_on = machine.describe() | {"disk": disk}
+    record = Record(benchmark, commit, started, seconds, made_on, run.settings, run.cases, run.aims)
     if options.json == "-":
         sys.stdout.write(json.dumps(record.document()) + "\n")
     elif options.json:

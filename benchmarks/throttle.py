@@ -52,20 +52,21 @@ def device_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def throttled(path: Path, rate: int, others: Sequence[int] = ()) -> Iterator[None]:
-    """This process, ``others`` (their ids), and what they start meanwhile, together read at most ``rate`` bytes a
-    second from the disk that ``path`` is on. Raises ``ProgramFailed`` where that may not be had."""
-    found, pid = limiter(), str(os.getpid())
-    group = found.root / f"benchmark-{pid}"
+def throttled(path: Path, rate: int, others: Sequence[int] = (), *, own: bool = True) -> Iterator[None]:
+    """This process (unless ``own`` is false), ``others`` (their ids), and what they start meanwhile, together read at
+    most ``rate`` bytes a second from the disk that ``path`` is on. Raises ``ProgramFailed`` where that may not be
+    had."""
+    found, pids = limiter(), (*((os.getpid(),) if own else ()), *others)
+    group = found.root / f"benchmark-{os.getpid()}"
     try:
         group.mkdir(exist_ok=True)
     except OSError as error:
         raise ProgramFailed(f"no group in {found.root}: {error.strerror}; limits want root") from error
     try:
-        before = _group_of(pid, found.root)
+        before = _group_of(pids[0], found.root)
         (group / found.file).write_text(found.line.format(device=device_of(path), rate=rate))
         try:
-            for each in (pid, *others):
+            for each in pids:
                 (group / "cgroup.procs").write_text(str(each))
             yield
         finally:
@@ -78,7 +79,7 @@ def throttled(path: Path, rate: int, others: Sequence[int] = ()) -> Iterator[Non
         group.rmdir()
 
 
-def _group_of(pid: str, root: Path) -> Path:
+def _group_of(pid: int, root: Path) -> Path:
     """The group of that hierarchy in which a process is."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

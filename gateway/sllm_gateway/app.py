@@ -104,6 +104,10 @@ class Gateway:
             lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, clock
         )
         keeping = Keeping(bus, self._detached, journal, self._recent, writer, clock)
+
+        def others() -> set[str]:
+            return {life.gateway for life in roll.living(lives.me.life)}
+
         self._kept = CallRoutes(
             bus,
             journal,
@@ -111,7 +115,7 @@ class Gateway:
             keeping,
             self.table,
             self._recent,
-            lambda: {life.gateway for life in roll.living(lives.me.life)},
+            others,
             self._succession.coming,
             self.calls.cancel,
         )
@@ -128,11 +132,13 @@ class Gateway:
             wall,
             random,
         )
-        self.metrics.watch(self.calls.dispatcher.depths, lambda: len(self.calls), self.calls.drawn)
+        self.metrics.watch(
+            self.calls.dispatcher.depths, lambda: len(self.calls), self.calls.drawn, lambda: 1 + len(others())
+        )
         self._statuses: Subscription | None = None
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, clock)]
-        self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics)
+        self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics, random)
 
     def _call_routes(self, caller: Caller, wall: Callable[[], float]) -> list[BaseRoute]:
         function, models = FunctionRoute(caller), Models(self.table, self._lookup)

@@ -302,6 +302,7 @@ class Dispatcher:
             gone=gone,
             awaits=line.awaits is not None,
             pending=bool(line.pending),
+            call=line.slots.waiting[0].id if line.slots.waiting else "",
         )
         try:
             acquired = await self._leader.ask("acquire", request, Acquired, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -35,16 +35,18 @@ FAMILIES = frozenset({"fn", "v1", "api", "livez", "readyz", "metrics"})
 class Front:
     """Handles one request each call. What a route raises before its headers is answered in the route's own shape."""
 
-    def __init__(self, router: Router, auth: Auth, metrics: Metrics) -> None:
+    def __init__(self, router: Router, auth: Auth, metrics: Metrics, random: Callable[[int], bytes]) -> None:
         self._router = router
         self._auth = auth
         self._metrics = metrics
+        self._random = random
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._refuse_other(scope, receive, send)
             return
-        with trace.within((header(scope, trace.HEADER.encode()) or b"").decode("latin-1")):
+        said = (header(scope, trace.HEADER.encode()) or b"").decode("latin-1")
+        with trace.within(trace.checked(said) or trace.fresh(self._random)):
             await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

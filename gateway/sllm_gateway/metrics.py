@@ -75,10 +75,15 @@ class Metrics:
             self.tokens.labels(function, "cached").inc(usage.cached)
 
     def watch(
-        self, depths: Callable[[], dict[str, int]], running: Callable[[], int], drawn: Callable[[], dict[str, int]]
+        self,
+        depths: Callable[[], dict[str, int]],
+        running: Callable[[], int],
+        drawn: Callable[[], dict[str, int]],
+        gateways: Callable[[], int],
     ) -> None:
-        """Read queue depths, running calls and their tokens so far when somebody asks for the metrics."""
-        self.registry.register(_Depths(depths, running, drawn))
+        """Read queue depths, running calls and their tokens so far, and how many gateways live, when somebody asks for
+        the metrics."""
+        self.registry.register(_Depths(depths, running, drawn, gateways))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -87,9 +92,13 @@ class Metrics:
 
 class _Depths(Collector):
     def __init__(
-        self, depths: Callable[[], dict[str, int]], running: Callable[[], int], drawn: Callable[[], dict[str, int]]
+        self,
+        depths: Callable[[], dict[str, int]],
+        running: Callable[[], int],
+        drawn: Callable[[], dict[str, int]],
+        gateways: Callable[[], int],
     ) -> None:
-        self._depths, self._running, self._drawn = depths, running, drawn
+        self._depths, self._running, self._drawn, self._gateways = depths, running, drawn, gateways
 
     def collect(self) -> Iterable[Metric]:
         waiting = GaugeMetricFamily("sllm_queue_depth", "Calls that wait for a slot", labels=["function"])
@@ -101,3 +110,4 @@ class _Depths(Collector):
             drawn.add_metric([function], count)
         yield drawn
         yield GaugeMetricFamily("sllm_calls_open", "Calls between acceptance and end", value=self._running())
+        yield GaugeMetricFamily("sllm_gateways", "Gateways that live, this one among them", value=self._gateways())

@@ -21,6 +21,7 @@ from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
 from sllm_gateway.under_way import Next, UnderWay, going, together
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic, SllmError
 from sllm_runtime.protocol.events import Kind
@@ -122,7 +123,8 @@ class Moves:
     async def _open(self, call: Call, move: Move, request: Open) -> None:
         binding = move.binding
         try:
-            opened = await self._link.open(binding.node, request)
+            with trace.within(call.order.traceparent):
+                opened = await self._link.open(binding.node, request)
         except SllmError as error:
             move.opened(False, self._clock())
             if not binding.accepted and call.move is move:

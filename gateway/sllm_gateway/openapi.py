@@ -58,7 +58,9 @@ OPERATIONS = (
     Operation(
         "get", f"{http.CALLS}/{{call}}/events", "Its stream, from after Last-Event-ID", media=EVENTS
     ),
-    Operation("post", f"{http.CALLS}/{{call}}/cancel", "End a call, kept or not", statuses=(202,)),
+    Operation(
+        "post", f"{http.CALLS}/{{call}}/cancel", "End a call, kept or not", answer=http.CancelledView, statuses=(202,)
+    ),
     Operation("get", f"{API}/functions", "All functions", answer=http.FunctionListView),
     Operation(
         "post", f"{API}/functions", "Deploy a bundle that was put before", http.DeployRequest, http.DeployResult,

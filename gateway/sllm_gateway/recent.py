@@ -37,7 +37,7 @@ class Recent:
     def __init__(
         self, bus: Bus, gateway: str, calls: Calls, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
-        self._bus, self._gateway, self._calls = bus, gateway, calls
+        self._bus, self.gateway, self._calls = bus, gateway, calls
         self._ended: dict[str, Call] = {}
         self._subscriptions: list[Subscription] = []
         self._zero = wall() - clock()  # once: what a call is sorted by stays
@@ -46,7 +46,7 @@ class Recent:
         """Listen. Raises ``Unavailable``."""
         self._subscriptions.append(await self._bus.listen(subjects.EXPLAIN_CALL, self._asked))
         self._subscriptions.append(
-            await self._bus.serve(subjects.open_calls(self._gateway), ListCalls, self._asked_for_all)
+            await self._bus.serve(subjects.open_calls(self.gateway), ListCalls, self._asked_for_all)
         )
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class Recent:
             waits=progress_words(waits) if waits is not None else "",
             progress=waits,
             created=self._zero + call.order.accepted,
-            gateway=self._gateway,
+            gateway=self.gateway,
             tokens=usage.completion if usage is not None else call.resumption.count if call.resumption else 0,
         )
 
@@ -122,7 +122,7 @@ class Recent:
 
     async def everywhere(self, asked: ListCalls, others: Iterable[str]) -> tuple[list[CallTold], list[str]]:
         """Those of this gateway and of ``others``, in no order, and which of these do not answer."""
-        names = sorted(set(others) - {self._gateway})
+        names = sorted(set(others) - {self.gateway})
         answers = await asyncio.gather(*(self._ask(name, asked) for name in names))
         silent = [name for name, told in zip(names, answers, strict=True) if told is None]
         return [*self.open(asked), *(each for told in answers for each in told or ())], silent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sllm_gateway.recent import shown
 from sllm_runtime.protocol.calls import CallTold, Journaled
 from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo, Placements, Warmed
@@ -13,6 +15,7 @@ from sllm_runtime.protocol.http import (
     ErrorView,
     FunctionView,
     GpuView,
+    HereView,
     InstanceView,
     LogView,
     MigrationView,
@@ -28,9 +31,9 @@ from sllm_runtime.protocol.http import (
     VersionView,
     WarmView,
 )
-from sllm_runtime.protocol.node import NodeStatus, Progress
+from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, Progress
 from sllm_runtime.protocol.records import InstanceRecord, ModelRecord, VersionRecord
-from sllm_runtime.protocol.states import INSTANCE, final
+from sllm_runtime.protocol.states import CALL, INSTANCE, final
 
 
 def error(body: ErrorBody | None) -> ErrorView | None:
@@ -166,7 +169,22 @@ def node_detail(info: NodeInfo) -> NodeDetailView:
         digest: (*(("dram",) if digest in dram else ()), "source" if digest in away else "ssd")
         for digest in status.models
     }
-    return view.model_copy(update={"storage": _storage(status), "tiers": tiers})
+    here = tuple(
+        HereView(
+            instance=each.instance,
+            function=each.function,
+            version=each.version,
+            state=each.state.value,
+            running=each.running,
+        )
+        for each in _here(status)
+    )
+    return view.model_copy(update={"storage": _storage(status), "tiers": tiers, "here": here})
+
+
+def _here(status: NodeStatus) -> Iterator[InstanceStatus]:
+    """Its instances that have not ended."""
+    return (each for each in status.instances if not final(INSTANCE, each.state))
 
 
 def _storage(status: NodeStatus) -> StorageView | None:
@@ -201,7 +219,7 @@ def _reported(status: NodeStatus) -> dict[str, object]:
         "resident": len(status.resident),
         "dram_used": status.dram_used,
         "dram_limit": status.dram_limit,
-        "instances": sum(not final(INSTANCE, each.state) for each in status.instances),
+        "instances": sum(1 for _ in _here(status)),
     }
 
 
@@ -220,15 +238,17 @@ def log_line(record: LogRecord) -> LogView:
 
 
 def call(journaled: Journaled, told: CallTold | None = None) -> CallView:
-    """A kept call, without its result; ``told``: what the gateway says that has it open."""
+    """A kept call, without its result; ``told``: what the gateway says that has it open. That it waits again, since its
+    instance died, the gateway alone knows."""
     order, ended = journaled.order, journaled.ended
     assert order is not None
+    open_ = ended is None and told is not None and not final(CALL, told.state)
     usage = ended.usage if ended is not None else None
     return CallView(
         id=order.call,
         function=order.function,
         version=order.version,
-        state=journaled.state.value,
+        state=shown(told.state).value if open_ and told is not None else journaled.state.value,
         created=order.created,
         started=journaled.began.at if journaled.began is not None else None,
         finished=ended.at if ended is not None else None,

@@ -23,13 +23,17 @@ def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path, c
     shutil.copy(FUNCTIONS / "paced_coder.py", function)
     with own_modules():
         plan = Plan(seed=SEED, seconds=60.0, longest_s=STOPPED_S[0], function=function, tokens=TOKENS)
-        outcome = wreck(Run(quick=True), tmp_path, plan)
+        run = Run(quick=True)
+        outcome = wreck(run, tmp_path, plan, run.case("embedded", "sllm"))
     assert outcome.met().total() >= LEAST_IN_ALL
     assert [(told.call, told.heard.error) for told in outcome.lost()] == []
     assert (outcome.sums.lost, outcome.sums.repeated, outcome.sums.different) == (0, 0, 0)
     assert outcome.sums.events > 0
-    assert outcome.moves.asked > 0
+    assert outcome.moves.done > 0
+    assert outcome.tallies["moved"].sum > 0, "calls went with the instances"
+    assert outcome.tallies["resumed"].sum > 0, "a worker was killed"
     assert not outcome.processes_left
+    assert outcome.memory_left_mib == 0
 
 
 TOKENS = 110

@@ -22,11 +22,20 @@ from sllm_gateway.replay import body_of
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
-from sllm_runtime.protocol.calls import CallOrder, CancelAsked, CancelCall, Journaled, ListCalls, Reading, place_of
+from sllm_runtime.protocol.calls import (
+    CallOrder,
+    CallTold,
+    CancelAsked,
+    CancelCall,
+    Journaled,
+    ListCalls,
+    Reading,
+    place_of,
+)
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import CallNotFound, DeadlineExceeded, InvalidRequest, Unavailable
 from sllm_runtime.protocol.frames import End
-from sllm_runtime.protocol.http import CALLS, CallListView
+from sllm_runtime.protocol.http import CALLS, CallListView, CallView, CancelledView
 from sllm_runtime.protocol.lives import BEAT_S, SILENT_BEATS
 from sllm_runtime.protocol.node import Ok
 from sllm_runtime.protocol.states import CALL, CallState, final
@@ -102,14 +111,16 @@ class CallRoutes:
             raise InvalidRequest(f"state must be one of {', '.join(CallState.__members__)}", field="state")
         # One more than is shown: whether there is more.
         asked = ListCalls(limit=int(limit) + 1, function=function or "", state=state or "", after=after)
-        told, silent = await self._recent.everywhere(asked, self._others())
+        others = self._others()
+        told, silent = await self._recent.everywhere(asked, others)
         running = {each.call: each for each in told}
+        answered = {self._recent.gateway, *others} - set(silent)
         shown = {
-            place_of(journaled.order.created, call): views.call(journaled, running.pop(call, None))
+            place_of(journaled.order.created, call): kept
             for call, journaled in (await self._journal.all()).items()
             if journaled.order is not None
             and function in (None, journaled.order.function)
-            and state in (None, journaled.state.value)
+            and (kept := _kept(journaled, running.pop(call, None), state, answered)) is not None
         }
         shown |= {place_of(each.created, each.call): views.open_call(each) for each in running.values()}
         rest = [place for place in sorted(shown, reverse=True) if not after or place < after]
@@ -164,24 +175,31 @@ class CallRoutes:
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["path_params"]["call"]
+        state = CallState.CANCELLED
         if not await self._cancelled_somewhere(call):
             stream, _ = await self._journal.find(call)
             journaled, _ = await self._journal.now(stream, call)
+            state = journaled.state
             if journaled.ended is None:  # its gateway is away: whoever goes on with it reads this
                 await self._journal.write(stream, call, "cancel", CancelAsked(), known_s(0.0))
-                await self._until_heard(stream, call)
-        await answer(send, 202, _JSON, json.dumps({"id": call}).encode())
+                state = await self._until_heard(stream, call)
+        await answer(send, 202, _JSON, CancelledView(id=call, state=state.value).model_dump_json().encode())
 
-    async def _until_heard(self, stream: str, call: str) -> None:
+    async def _until_heard(self, stream: str, call: str) -> CallState:
         """Its gateway may live, was away from NATS for a moment, and reads nothing: it is told again, until it would
-        have been declared dead."""
+        have been declared dead. How it stands then."""
+        state = CallState.QUEUED
         try:
             async with asyncio.timeout(HEARD_S):
                 while not await self._cancelled_somewhere(call):
-                    if (await self._journal.now(stream, call))[0].ended is not None:
-                        return
+                    journaled = (await self._journal.now(stream, call))[0]
+                    state = journaled.state
+                    if journaled.ended is not None:
+                        return state
         except TimeoutError:
             log.info("no gateway has it; it is cancelled when one goes on with it", extra={"call": call})
+            return state
+        return CallState.CANCELLED
 
     async def _cancelled_somewhere(self, call: str) -> bool:
         try:
@@ -189,6 +207,20 @@ class CallRoutes:
         except (DeadlineExceeded, Unavailable):
             return False
         return True
+
+
+def _kept(journaled: Journaled, told: CallTold | None, state: str | None, answered: Collection[str]) -> CallView | None:
+    """A call that is kept, if it is in ``state`` (None: any), which its gateway knows best. ``told``: of those that
+    gateways ``answered`` when they were asked for calls in that state."""
+    view = views.call(journaled, told)
+    if state is not None and (view.state != state or (told is None and _elsewise(journaled, answered))):
+        return None
+    return view
+
+
+def _elsewise(journaled: Journaled, answered: Collection[str]) -> bool:
+    """Whether a gateway has it that has not named it."""
+    return journaled.ended is None and journaled.order is not None and journaled.order.gateway in answered
 
 
 class _Endpoint:

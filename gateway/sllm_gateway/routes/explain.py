@@ -106,17 +106,21 @@ class Explaining:
         return structs.replace(found, starts=tuple(starts))
 
     async def _of_start(self, asked: ctl.Explain) -> ctl.Explained:
-        """One that the controller does not remember, or of none that answers, is recorded."""
+        """One that the controller does not remember, or of none that answers, is recorded; so are the candidates of one
+        of which it remembers no more than that it was."""
         try:
             found = await self._asked(asked)
-            if found.past or not asked.instance:
+            if not asked.instance or (found.past and found.candidates):
                 return found
         except Unavailable:
             told = (await recorded(self._bus, asked.function)).get(asked.instance)
             if told is None:
                 raise
             return told
-        return (await recorded(self._bus, asked.function)).get(asked.instance, found)
+        told = (await recorded(self._bus, asked.function)).get(asked.instance)
+        if told is None or not found.past:
+            return told or found
+        return structs.replace(found, candidates=told.candidates, moves=found.moves or told.moves)
 
     async def _asked(self, asked: ctl.Explain) -> ctl.Explained:
         return await self._controller.ask("explain", asked, ctl.Explained)

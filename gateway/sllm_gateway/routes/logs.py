@@ -21,14 +21,13 @@ from sllm_gateway.routes.api import name_of
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import InvalidRequest, ProtocolError
-from sllm_runtime.protocol.events import Event, LogRecord
+from sllm_runtime.protocol.events import KINDS, Event, LogRecord
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.manifest import NAME
 
 MOST_LINES = 10_000
 LATEST = 2.0**33
 """Of a Unix time that a query may give: some centuries from now, and nothing that a date cannot hold."""
-_KIND = re.compile(r"[a-z_]{1,40}(\.[a-z_]{1,40})?")
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 Render = Callable[[bytes], bytes | None]
 """One message as an SSE event; None: it is not wanted."""
@@ -127,7 +126,9 @@ class _About(msgspec.Struct, frozen=True):
     def of(cls, query: Mapping[str, str]) -> _About:
         """Raises ``InvalidRequest`` that names the parameter."""
         found = cls(*(query.get(key, "") for key in cls.__struct_fields__))
-        for key, pattern in (("kind", _KIND), ("function", NAME), ("call", _ID)):
+        if found.kind and found.kind not in KINDS:
+            raise InvalidRequest(f"no event is of kind {quoted(found.kind)}: {', '.join(sorted(KINDS))}", field="kind")
+        for key, pattern in (("function", NAME), ("call", _ID)):
             given = getattr(found, key)
             if given and not pattern.fullmatch(given):
                 raise InvalidRequest(f"{key} cannot be {quoted(given)}", field=key)

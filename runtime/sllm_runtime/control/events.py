@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from sllm_runtime.control.changes import differing
 from sllm_runtime.control.outcomes import Outcome, of_releases, of_start
 from sllm_runtime.control.providing.pool import News
 from sllm_runtime.control.view import Instance, Migration, Node, View
-from sllm_runtime.protocol.events import Event
+from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState
+
+_OF_START: Final = (InstanceState.PENDING, InstanceState.STARTING, InstanceState.READY, InstanceState.FAILED)
+"""What the call that an instance was started for waits for: what comes later is no longer of it."""
 
 
 def events(old: View, new: View, wall: float) -> list[Event]:
@@ -43,19 +47,20 @@ def _of_functions(old: View, new: View, wall: float) -> Iterator[Event]:
             yield Event(kind=kind, at=wall, component="controller", function=name)
 
 
-def _node_event(kind: str, name: str, wall: float) -> Event:
+def _node_event(kind: Kind, name: str, wall: float) -> Event:
     return Event(kind=kind, at=wall, component="controller", node=name)
 
 
-def _node_kinds(before: Node | None, after: Node | None) -> Iterator[str]:
+def _node_kinds(before: Node | None, after: Node | None) -> Iterator[Kind]:
     """That it has joined, and what was decided about it since."""
     if after is None:
         return
     if before is None:
-        yield "node.joined"
+        yield Kind.NODE_JOINED
     was, now = (before or Node(NodeRecord(node=after.record.node))).record, after.record
     if (was.cordoned, was.draining) != (now.cordoned, now.draining):
-        yield "node.draining" if now.draining else "node.cordoned" if now.cordoned else "node.uncordoned"
+        cordoned = Kind.NODE_CORDONED if now.cordoned else Kind.NODE_UNCORDONED
+        yield Kind.NODE_DRAINING if now.draining else cordoned
 
 
 def _move_event(move: Migration, old: View, new: View, wall: float) -> Event:
@@ -67,7 +72,7 @@ def _move_event(move: Migration, old: View, new: View, wall: float) -> Event:
     if move.expected is not None:
         fields["expected_s"] = f"{move.expected:.6f}"
     return Event(
-        kind=f"migration.{move.state.lower()}",
+        kind=Kind.of_state("migration", move.state),
         at=wall,
         component="controller",
         message=move.note or f"to {move.destination or move.node or 'where there is room'}",
@@ -82,7 +87,7 @@ def _move_event(move: Migration, old: View, new: View, wall: float) -> Event:
 def _release_event(came: Outcome, wall: float) -> Event:
     """What it took beside what was expected of it until then."""
     return Event(
-        kind="instance.released",
+        kind=Kind.INSTANCE_RELEASED,
         at=wall,
         component="controller",
         message=f"in {came.took:.2f} s; expected {came.expected:.2f} s",
@@ -100,8 +105,8 @@ def _told(news: News, wall: float) -> Event:
 
 def node_events(before: frozenset[str], after: frozenset[str], wall: float) -> list[Event]:
     """Nodes that fell silent, and nodes that are heard (again)."""
-    lost = [("node.lost", name) for name in sorted(before - after)]
-    alive = [("node.alive", name) for name in sorted(after - before)]
+    lost = [(Kind.NODE_LOST, name) for name in sorted(before - after)]
+    alive = [(Kind.NODE_ALIVE, name) for name in sorted(after - before)]
     return [_node_event(kind, name, wall) for kind, name in lost + alive]
 
 
@@ -109,7 +114,7 @@ def _instance_event(instance: Instance, wall: float) -> Event:
     record = instance.record
     reason = record.error.message if record.error else instance.stop.reason if instance.stop else _start(instance)
     return Event(
-        kind=f"instance.{record.state.lower()}",
+        kind=Kind.of_state("instance", record.state),
         at=wall,
         component="controller",
         message=reason,
@@ -117,6 +122,7 @@ def _instance_event(instance: Instance, wall: float) -> Event:
         version=record.version,
         instance=record.instance,
         node=record.node,
+        call=(instance.call or None) if record.state in _OF_START else None,
         fields=_measured(instance),
     )
 
@@ -148,7 +154,7 @@ def _start(instance: Instance) -> str:
 
 def _version_event(version: VersionRecord, wall: float) -> Event:
     return Event(
-        kind=f"version.{version.state.lower()}",
+        kind=Kind.of_state("version", version.state),
         at=wall,
         component="controller",
         message=version.error.message if version.error else "",
@@ -157,9 +163,9 @@ def _version_event(version: VersionRecord, wall: float) -> Event:
     )
 
 
-def _function_kind(before: FunctionRecord | None, after: FunctionRecord | None) -> str:
+def _function_kind(before: FunctionRecord | None, after: FunctionRecord | None) -> Kind | None:
     if after is None:
-        return "function.deleted"
+        return Kind.FUNCTION_DELETED
     if before is None:
-        return "function.created"
-    return "function.deleting" if after.deleting and not before.deleting else ""
+        return Kind.FUNCTION_CREATED
+    return Kind.FUNCTION_DELETING if after.deleting and not before.deleting else None

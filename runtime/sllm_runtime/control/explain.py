@@ -31,6 +31,12 @@ _BY: Final[dict[type[Decision], Literal["ending", "moving", "waiting"]]] = {
     Migrate: "moving",
     Wait: "waiting",
 }
+_BEFORE: Final = {
+    "evict": "after instances had been ended for it",
+    "migrate": "after running calls had been moved for it",
+    "wait": "after it had waited for room",
+}
+"""What was decided of a start before it could be placed, as ``Outlook.what`` has it."""
 MOST_OUTCOMES: Final = 32
 """Predictions that are told of, the newest first."""
 
@@ -73,7 +79,7 @@ def started(past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, sho
         function=instance.key[0],
         version=instance.key[1],
         policy=type(policy).__name__,
-        decision=_words(place),
+        decision=_words(place) + _before(instance),
         node=place.node,
         candidates=candidates[:MOST],
         starts=(_told(instance),),
@@ -160,6 +166,10 @@ def _where(view: View, instance: str) -> str:
 
 def _words(place: Place) -> str:
     return f"a start on {place.node}" + (f", expected to take {place.estimate.words()}" if place.estimate else "")
+
+
+def _before(instance: Instance) -> str:
+    return f", {_BEFORE[instance.outlook.what]}" if instance.outlook is not None else ""
 
 
 def _candidate(view: View, request: Request, node: Node, now: float) -> Candidate:

@@ -151,10 +151,10 @@ class Loop:
             self._tell(event)
 
     def _tell(self, event: Event) -> None:
-        fields = {"function": event.function, "instance": event.instance, "node": event.node}
+        fields = {"function": event.function, "instance": event.instance, "node": event.node, "call": event.call}
         log.info("%s %s", event.kind, event.message, extra={k: v for k, v in fields.items() if v})
         try:
-            subject = subjects.event("controller", self._bus.identity, event.kind, event.function)
+            subject = subjects.event("controller", self._bus.identity, event.kind, event.function, event.call)
             self._bus.publish_now(subject, event)
         except SllmError as error:
             log.warning("event %s was dropped: %s", event.kind, error.message)

@@ -200,7 +200,11 @@ def _place(view: View, version: VersionRecord, context: Context, *, for_calls: b
             return replace(patience.served(view, [key]), pending={**view.pending, key: why}), False
     if isinstance(decision, Place):
         known = view.put_off.get(key)
-        made = replace(_new(version, decision, context), outlook=known.outlook if known is not None else None)
+        made = replace(
+            _new(version, decision, context),
+            outlook=known.outlook if known is not None else None,
+            call=next(iter(view.callers.get(key, EMPTY).values()), ""),
+        )
         return patience.served(view.put_instance(made), [key]), True
     if isinstance(decision, Evict):
         for name in decision.instances:

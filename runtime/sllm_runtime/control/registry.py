@@ -156,6 +156,7 @@ def remove(view: View, name: str) -> View:
         functions=without(view.functions, [name]),
         failures=without(view.failures, keys),
         waiting=without(view.waiting, keys),
+        callers=without(view.callers, keys),
         trials=view.trials - frozenset(keys),
     )
 

@@ -122,7 +122,7 @@ class Service:
         self._polls[key, request.gateway] = mine
         if traced:
             self._loop.traces[key] = traced
-        self._loop.change(lambda view: view.put_waiting(key, request.gateway, request.waiting))
+        self._loop.change(lambda view: view.put_waiting(key, request.gateway, request.waiting, request.call))
         try:
             found = await self._loop.until(
                 request.function,

@@ -50,6 +50,11 @@ def without(items: Mapping[K, V], keys: Iterable[K]) -> Mapping[K, V]:
     return {key: value for key, value in items.items() if key not in drop}
 
 
+def _with_some(items: Mapping[K, Mapping[str, V]], key: K, some: Mapping[str, V]) -> Mapping[K, Mapping[str, V]]:
+    """``items`` with ``key`` set to ``some``, if there are any."""
+    return with_item(items, key, some) if some else without(items, [key])
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A node and its last report. ``heard`` None: not heard in this life of the controller."""
@@ -87,6 +92,8 @@ class Instance:
     """What its start was expected to take."""
     outlook: Outlook | None = None
     """What was decided before it could be placed."""
+    call: str = ""
+    """One that waited for it when it was placed."""
     adopted: bool = False
     """Read from the KV at start: what it was told is not known, so it is never begun again."""
     seen: InstanceStatus | None = None
@@ -226,6 +233,8 @@ class View:
     instances: Table[Instance] = field(default_factory=Table)
     waiting: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
     """Calls that wait, by version and by who asks."""
+    callers: Mapping[Key, Mapping[str, str]] = field(default_factory=dict)
+    """Of those, where they say it, the one that has waited longest; for people."""
     failures: Mapping[Key, Failure] = field(default_factory=dict)
     warm: Mapping[Key, tuple[int, float]] = field(default_factory=dict)
     """Instances that somebody wants to be there before a call is, and until when they are waited for."""
@@ -355,15 +364,23 @@ class View:
             return replace(self, failures=without(self.failures, [key])) if key in self.failures else self
         return replace(self, failures=with_item(self.failures, key, failure))
 
-    def put_waiting(self, key: Key, asker: str, calls: int) -> View:
-        """``asker`` has ``calls`` waiting; 0 forgets it."""
-        askers = self.waiting.get(key, EMPTY)
+    def put_waiting(self, key: Key, asker: str, calls: int, call: str = "") -> View:
+        """``asker`` has ``calls`` waiting, ``call`` the longest of them; 0 forgets it."""
+        askers, callers = self.waiting.get(key, EMPTY), self.callers.get(key, EMPTY)
         if calls > 0:
-            return replace(self, waiting=with_item(self.waiting, key, with_item(askers, asker, calls)))
+            named = with_item(callers, asker, call) if call else without(callers, [asker])
+            return replace(
+                self,
+                waiting=with_item(self.waiting, key, with_item(askers, asker, calls)),
+                callers=_with_some(self.callers, key, named),
+            )
         if asker not in askers:
             return self
-        rest = without(askers, [asker])
-        return replace(self, waiting=with_item(self.waiting, key, rest) if rest else without(self.waiting, [key]))
+        return replace(
+            self,
+            waiting=_with_some(self.waiting, key, without(askers, [asker])),
+            callers=_with_some(self.callers, key, without(callers, [asker])),
+        )
 
     def put_trial(self, key: Key, wanted: bool) -> View:
         return replace(self, trials=self.trials | {key} if wanted else self.trials - {key})

@@ -4,7 +4,7 @@ and, as the header ``traceparent``, with what they ask over NATS."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
@@ -17,6 +17,12 @@ _current: ContextVar[str] = ContextVar(HEADER, default="")
 def checked(traceparent: str) -> str:
     """``traceparent`` if it is one; else nothing, as the specification has it: a broken one begins no trace."""
     return traceparent if _FORM.fullmatch(traceparent) else ""
+
+
+def fresh(random: Callable[[int], bytes]) -> str:
+    """A trace that begins here. Not sampled: nobody collects it but who reads logs."""
+    trace, parent = (random(size).hex() for size in (16, 8))
+    return checked(f"00-{trace}-{parent}-00")
 
 
 def current() -> str:

@@ -53,6 +53,8 @@ class Acquire(msgspec.Struct, frozen=True, kw_only=True):
     pending: bool = True
     """The same of why nothing can be started: where it has changed since, that is told after ``wait_s``."""
     wait_s: float = LONG_POLL_S
+    call: str = ""
+    """Of those that wait the one that has waited longest: what is told of the start names it."""
 
 
 class Acquired(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,14 +8,14 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.states import InstanceState, MigrationState, VersionState
 
 DROPPED: Final = "dropped"
 """Field of an event: as many of its daemon were dropped before it, by its rate limit."""
 
 
 class Kind(StrEnum):
-    """What gateways, nodes and ``sllm up`` tell of themselves. The controller's kinds name a state: ``instance.ready``,
-    ``version.active``, ``function.created``, ``node.lost`` (``control.changes``)."""
+    """All that is told. Of instances, versions and migrations it names a state: ``of_state``."""
 
     GATEWAY_READY = "gateway.ready"
     GATEWAY_STOPPING = "gateway.stopping"
@@ -42,6 +42,49 @@ class Kind(StrEnum):
     """loaderd is away: running instances go on, no model can be loaded."""
     DAEMON_RESTARTED = "daemon.restarted"
     """``sllm up`` has started one of its daemons again: field ``daemon``."""
+    INSTANCE_PENDING = "instance.pending"
+    INSTANCE_STARTING = "instance.starting"
+    INSTANCE_READY = "instance.ready"
+    INSTANCE_DRAINING = "instance.draining"
+    INSTANCE_STOPPED = "instance.stopped"
+    INSTANCE_FAILED = "instance.failed"
+    INSTANCE_LOST = "instance.lost"
+    INSTANCE_RELEASED = "instance.released"
+    """Its node has given back what it held."""
+    VERSION_PREPARING = "version.preparing"
+    VERSION_ACTIVE = "version.active"
+    VERSION_RETIRED = "version.retired"
+    VERSION_FAILED = "version.failed"
+    VERSION_DELETED = "version.deleted"
+    FUNCTION_CREATED = "function.created"
+    FUNCTION_DELETING = "function.deleting"
+    FUNCTION_DELETED = "function.deleted"
+    MIGRATION_PREPARING = "migration.preparing"
+    MIGRATION_MOVING = "migration.moving"
+    MIGRATION_DONE = "migration.done"
+    MIGRATION_ABANDONED = "migration.abandoned"
+    NODE_JOINED = "node.joined"
+    NODE_ALIVE = "node.alive"
+    """It is heard, again or for the first time."""
+    NODE_LOST = "node.lost"
+    """It has fallen silent."""
+    NODE_CORDONED = "node.cordoned"
+    NODE_UNCORDONED = "node.uncordoned"
+    NODE_LEAVING = "node.leaving"
+    """Of nodes that come and go: it is idle, and is given back once it is empty."""
+    NODE_STAYS = "node.stays"
+    NODE_GIVEN_BACK = "node.given_back"
+    NODE_REMOVED = "node.removed"
+    POOL_GROWS = "pool.grows"
+
+    @classmethod
+    def of_state(cls, of: str, state: InstanceState | MigrationState | VersionState) -> Kind:
+        """That ``of`` (``instance``, ``migration``, ``version``) has come to ``state``."""
+        return cls(f"{of}.{state.lower()}")
+
+
+KINDS: Final = frozenset({*Kind, *(kind.partition(".")[0] for kind in Kind)})
+"""What can be asked for: a kind, or the first word of several."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -281,13 +281,24 @@ class StorageView(Frozen):
     paths: tuple[PathView, ...] = ()
 
 
+class HereView(Frozen):
+    """An instance as its node has reported it last. ``running``: calls that it works on."""
+
+    instance: str
+    function: str
+    version: int
+    state: str
+    running: int = 0
+
+
 class NodeDetailView(NodeView):
     """``GET /api/v1/nodes/{node}``. ``tiers``: by model, ``dram``, ``ssd`` and ``source`` (its bytes are elsewhere).
 
-    ``storage``: none while the node's loaderd is away.
+    ``storage``: none while the node's loaderd is away. ``here``: those that ``instances`` counts.
     """
 
     storage: StorageView | None = None
+    here: tuple[HereView, ...] = ()
     tiers: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
 
@@ -433,6 +444,14 @@ class CallListView(Frozen):
     calls: tuple[CallView, ...]
     next: str = ""
     silent: tuple[str, ...] = ()
+
+
+class CancelledView(Frozen):
+    """``POST /v1/calls/{id}/cancel``: how it stands. ``SUCCEEDED`` or ``FAILED``: it had ended before; ``QUEUED`` or
+    ``RUNNING``: no gateway has it now, and the one that goes on with it will end it. Earlier releases do not say."""
+
+    id: str
+    state: str = "CANCELLED"
 
 
 class SecretRequest(Frozen):

@@ -10,7 +10,8 @@ import typer
 
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
-from sllm_runtime.protocol.http import CALLS, CallListView, CallView
+from sllm_runtime.protocol.http import CALLS, CallListView, CallView, CancelledView
+from sllm_runtime.protocol.states import CALL, CallState, final
 
 app = typer.Typer(
     help="Look at calls that run, wait or are kept, and cancel calls.",
@@ -72,8 +73,12 @@ def status(context: typer.Context, call: Id, json: Json = False) -> None:
 def cancel(context: typer.Context, call: Id, json: Json = False) -> None:
     """End a call, kept or not. Repeatable."""
     with client(context) as connection:
-        connection.request("POST", f"{CALLS}/{quote(call, safe='')}/cancel")
+        found = CancelledView.model_validate(connection.request("POST", f"{CALLS}/{quote(call, safe='')}/cancel"))
     if json:
-        output.value({"id": call})
-    else:
+        output.value(found.model_dump(mode="json"))
+    elif found.state == CallState.CANCELLED:
         output.text(f"{call} is cancelled")
+    elif final(CALL, CallState(found.state)):
+        output.text(f"{call} had ended before: {found.state}")
+    else:
+        output.text(f"{call} is cancelled as soon as a gateway goes on with it; now none has it")

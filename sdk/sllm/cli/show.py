@@ -139,7 +139,7 @@ def nodes(found: Sequence[NodeView]) -> None:
     rows = [
         (
             each.node,
-            _state(each),
+            node_state(each),
             f"{each.free_cpu:g}/{each.cpu:g}",
             f"{show_bytes(each.free_memory)}/{show_bytes(each.memory)}",
             ", ".join(gpu.kind for gpu in each.gpus) or "-",
@@ -152,17 +152,30 @@ def nodes(found: Sequence[NodeView]) -> None:
     output.table(columns, rows, empty="no nodes have joined")
 
 
-def _state(view: NodeView) -> str:
-    if not view.alive:
-        return f"silent for {view.age_s:.0f} s"
-    return "makes no sandboxes" if view.condition else "alive"
+def node_state(view: NodeView) -> str:
+    """What matters most of it, in a word or two."""
+    states = (
+        (not view.alive, f"silent for {view.age_s:.0f} s"),
+        (view.draining, "draining"),
+        (view.cordoned, "cordoned"),
+        (view.condition, "makes no sandboxes"),
+    )
+    return next((words for holds, words in states if holds), "alive")
 
 
 def node(view: NodeDetailView) -> None:
     """Everything about one node."""
     nodes((view,))
+    if view.cordoned and not view.alive:  # of a silent node its state does not say so
+        output.text("NOTHING IS STARTED HERE: it is " + ("drained" if view.draining else "cordoned"))
     if view.condition:
         output.text(f"NOTHING IS STARTED HERE: {view.condition}")
+    output.text("labels: " + (", ".join(f"{name}={value}" for name, value in sorted(view.labels.items())) or "-"))
+    if view.here or not view.instances:  # a gateway of before counts them alone
+        rows = [
+            (each.instance, f"{each.function} v{each.version}", each.state, str(each.running)) for each in view.here
+        ]
+        output.table(("INSTANCE", "FUNCTION", "STATE", "CALLS"), rows, empty="no instances on this node")
     storage = view.storage
     if storage is None:
         output.text("loaderd is away: nothing is known of models and tiers")

@@ -6,16 +6,16 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from sllm.cli import output
+from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm_runtime.protocol.errors import SllmError
-from sllm_runtime.protocol.http import API, FunctionListView, NodeDetailListView, NodeDetailView
+from sllm_runtime.protocol.http import API, DeviceView, FunctionListView, NodeDetailListView, NodeDetailView
 from sllm_runtime.protocol.quantities import show_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _SAMPLE: Final = re.compile(r"^(\w+)\{([^}]*)\} ([0-9.e+-]+)$", re.MULTILINE)
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LIVE: Final = re.compile(r"^sllm_gateways ([0-9.e+]+)$", re.MULTILINE)
 CLEAR: Final = "\x1b[H\x1b[2J"
 SAMPLE_S: Final = 0.5
 """Between the two counts that the first rates are of."""
@@ -53,9 +54,11 @@ def top(
                 output.error(error, as_json=json)
             else:
                 if json:
-                    output.value(_document(nodes, functions, now.counts, now.since(before)))
+                    output.value(_document(nodes, functions, now, now.since(before)))
                 else:
                     _draw(nodes, functions, now.counts, now.since(before), clear=sys.stdout.isatty() and not once)
+                    if lacks := now.lacks():
+                        output.note(lacks)
                 before = now
             if once:
                 return
@@ -64,17 +67,50 @@ def top(
 
 @dataclass(frozen=True)
 class Look:
-    """What was counted, and when."""
+    """What each gateway that answered had counted, and when. ``silent``: those that did not."""
 
-    counts: Mapping[str, float]
+    gateways: Mapping[str, Mapping[str, float]]
     at: float
+    silent: Sequence[str] = ()
+    live: int = 0
+    """Gateways of the platform, as they say themselves."""
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Over all that answered."""
+        return _sum(self.gateways.values())
 
     def since(self, before: Look | None) -> dict[str, float]:
-        """What came a second, of what was counted before too."""
+        """What came a second, at the gateways that answered both times: all that one has ever counted did not come
+        since it last answered."""
         if before is None:
             return {}
         passed = self.at - before.at
-        return {name: max(self.counts.get(name, 0.0) - was, 0.0) / passed for name, was in before.counts.items()}
+        came = [
+            {name: max(count - before.gateways[gateway].get(name, 0.0), 0.0) for name, count in counted.items()}
+            for gateway, counted in self.gateways.items()
+            if gateway in before.gateways
+        ]
+        return {name: count / passed for name, count in _sum(came).items()}
+
+    def lacks(self) -> str:
+        """What it leaves out, in words; empty: nothing."""
+        if self.silent:
+            return f"no answer of {', '.join(self.silent)}: queues and tokens are those of the other gateways"
+        if self.live > len(self.gateways):
+            return (
+                f"queues and tokens are those of {len(self.gateways)} of {self.live} gateways: "
+                "the profile has no URLs of the others"
+            )
+        return ""
+
+
+def _sum(counted: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for each in counted:
+        for name, count in each.items():
+            found[name] += count
+    return dict(found)
 
 
 def _looked_at(connection: Client) -> tuple[tuple[NodeDetailView, ...], FunctionListView]:
@@ -83,21 +119,27 @@ def _looked_at(connection: Client) -> tuple[tuple[NodeDetailView, ...], Function
 
 
 def _counted(connection: Client) -> Look:
-    """Over all gateways of the profile; one that does not answer counts nothing now. Raises the typed error of the
-    last where none does."""
-    found: dict[str, float] = defaultdict(float)
-    failed: list[SllmError] = []
+    """By all gateways of the profile. Raises the typed error of the last where none answers."""
+    found: dict[str, dict[str, float]] = {}
+    failed: dict[str, SllmError] = {}
+    live = 0
     for gateway in connection.profile.urls:
         try:
-            counted = counts(connection.text(f"{gateway}/metrics"))
+            text = connection.text(f"{gateway}/metrics")
         except SllmError as error:
-            failed.append(error)
+            failed[gateway] = error
             continue
-        for name, count in counted.items():
-            found[name] += count
-    if len(failed) == len(connection.profile.urls):
-        raise failed[-1]
-    return Look(found, time.monotonic())
+        found[gateway] = counts(text)
+        live = max(live, live_gateways(text))
+    if not found:
+        raise list(failed.values())[-1]
+    return Look(found, time.monotonic(), tuple(failed), live)
+
+
+def live_gateways(metrics: str) -> int:
+    """How many there are, as one of them says; 0: it does not."""
+    said = _LIVE.search(metrics)
+    return int(float(said[1])) if said is not None else 0
 
 
 def counts(metrics: str) -> dict[str, float]:
@@ -117,13 +159,15 @@ def counts(metrics: str) -> dict[str, float]:
 def _document(
     nodes: Sequence[NodeDetailView],
     functions: FunctionListView,
-    counted: Mapping[str, float],
+    counted: Look,
     rates: Mapping[str, float],
 ) -> dict[str, object]:
     return {
         "nodes": [each.model_dump(mode="json") for each in nodes],
         "functions": functions.model_dump(mode="json")["functions"],
-        "counts": dict(counted),
+        "counts": counted.counts,
+        "silent": list(counted.silent),
+        "gateways": counted.live or len(counted.gateways),
         "rates": {name: rate for name, rate in rates.items() if name.startswith("tokens ")},
     }
 
@@ -138,7 +182,19 @@ def _draw(
 ) -> None:
     if clear:
         output.text(CLEAR, end="")
-    columns = ("NODE", "STATE", "CPU FREE", "MEMORY FREE", "DEVICES", "DRAM", "SSD", "WAITING", "INSTANCES", "WARM")
+    columns = (
+        "NODE",
+        "STATE",
+        "CPU FREE",
+        "MEMORY FREE",
+        "DEVICES",
+        "ON DEVICES",
+        "DRAM",
+        "SSD",
+        "WAITING",
+        "INSTANCES",
+        "WARM",
+    )
     output.table(columns, [_node(each) for each in nodes], empty="no nodes have joined")
     rows = []
     for each in functions.functions:
@@ -156,28 +212,24 @@ def _draw(
     output.table(("FUNCTION", "INSTANCES", "ON", "QUEUED", "TOKENS/S"), rows, empty="no functions yet")
 
 
-def _state(view: NodeDetailView) -> str:
-    states = (
-        (not view.alive, "silent"),
-        (view.draining, "draining"),
-        (view.cordoned, "cordoned"),
-        (view.condition, "makes no sandboxes"),
-    )
-    return next((word for holds, word in states if holds), "alive")
-
-
 def _node(view: NodeDetailView) -> tuple[str, ...]:
     used = sum(gpu.used_by is not None for gpu in view.gpus)
     storage = view.storage
     return (
         view.node,
-        _state(view),
+        show.node_state(view),
         f"{view.free_cpu:g}/{view.cpu:g}",
         f"{show_bytes(view.free_memory)}/{show_bytes(view.memory)}",
         f"{used}/{len(view.gpus)} used" if view.gpus else "-",
+        _on_devices(storage.devices) if storage is not None and storage.devices else "-",
         f"{show_bytes(view.dram_used)}/{show_bytes(view.dram_limit)}",
         f"{show_bytes(storage.ssd_used)}/{show_bytes(storage.ssd_limit)}" if storage is not None else "-",
         show_bytes(sum(path.queued for path in storage.paths)) if storage is not None else "-",
         str(view.instances),
         str(view.pool_idle),
     )
+
+
+def _on_devices(devices: Sequence[DeviceView]) -> str:
+    """Weights in the memory of all of a node's devices."""
+    return f"{show_bytes(sum(each.used for each in devices))}/{show_bytes(sum(each.limit for each in devices))}"

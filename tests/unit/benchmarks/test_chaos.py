@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.chaos import LEAST_IN_ALL, Outcome, Struck, judge
+from benchmarks.chaos import CHUNKS_MIB, LEAST_IN_ALL, Outcome, Struck, judge
 from benchmarks.chaos_client import Cut, Reader, Told
 from benchmarks.chaos_faults import Tally, Victim
 from benchmarks.chaos_moves import Moves, outcome_of
@@ -137,6 +138,18 @@ def test_what_came_of_a_move(status: int, state: str, moves: Moves) -> None:
     counted = Moves(asked=1)
     counted.count(outcome_of(httpx.Response(status, json={"state": state} if state else {"error": {}})))
     assert counted == moves
+
+
+def test_what_a_run_leaves_and_begins_again_are_aims_of_zero_and_leaders_are_told() -> None:
+    run, again = Run(quick=True), told(1.0, 2.0)
+    again.forget()
+    hit = [replace(struck("controller", 3.0), leads=leads) for leads in (True, True, False, None)]
+    outcome = Outcome(struck=hit * 2, told=[again], shared_mib=(100.0, 100.0 + CHUNKS_MIB + 5.0))
+    judge(run, outcome, "embedded")
+    values = {aim.aim.removeprefix("embedded: "): (aim.value, aim.met) for aim in run.aims}
+    assert values["calls begun again"] == (1.0, False)
+    assert values["memory of models left, MiB"] == (5.0, False)
+    assert run.cases[0].notes == "controller killed: 4 leading, 2 not"
 
 
 def test_the_record_says_what_came_of_the_moves() -> None:

@@ -59,6 +59,13 @@ def test_the_spread_of_equal_starts_stands_beside_the_errors_stage_by_stage() ->
     assert (spread.extra["sandbox_p95_ms"], spread.extra["weights_p95_ms"]) == (0.0, 6.0)
 
 
+def test_the_constant_knows_its_function() -> None:
+    """Else the sizes of models would be its error."""
+    run = Run(quick=True)
+    tell(run, "ssd", [Start(f"m{64 * (n % 2 + 1)}", "ssd", 0.0, 100.0 * (n % 2 + 1)) for n in range(6)], SSD)
+    assert run.case("ssd", "constant").samples == [0.0] * 4, "of the first of each it knows nothing"
+
+
 def test_few_starts_judge_nothing() -> None:
     run = Run(quick=True)
     tell(run, "ssd", [Start("f", "ssd", 10.0, 20.0)] * 10, SSD)

@@ -148,13 +148,15 @@ def test_a_hierarchy_that_limits_reads_is_found(tmp_path: Path) -> None:
 
 
 _LIMITED = """
-import contextlib, os, sys
+import contextlib, os, subprocess, sys
 from pathlib import Path
 from benchmarks.programs import ProgramFailed
 from benchmarks.throttle import limiter, throttled
 def groups():
     return Path("/proc/self/cgroup").read_text()
 before, own = groups(), f"benchmark-{os.getpid()}"
+def of(pid):
+    return Path(f"/proc/{pid}/cgroup").read_text()
 with contextlib.ExitStack() as stack:
     try:
         stack.enter_context(throttled(Path(sys.argv[1]), 10**10))
@@ -164,6 +166,15 @@ with contextlib.ExitStack() as stack:
     assert own in groups()
 assert groups() == before
 assert not (limiter().root / own).exists()
+with subprocess.Popen(["sleep", "600"]) as child:
+    with throttled(Path(sys.argv[1]), 10**10, [child.pid], own=False):
+        assert own in of(child.pid)
+        assert groups() == before
+    assert of(child.pid) == before
+    with throttled(Path(sys.argv[1]), 10**10, [child.pid], own=False):
+        child.kill()
+        child.wait()
+    assert not (limiter().root / own).exists()
 """
 
 

@@ -47,6 +47,19 @@ def test_its_usage_counts_its_children(tmp_path: Path) -> None:
         assert program.usage().pss_mib > 1
 
 
+def test_it_starts_nothing_while_what_it_has_started_goes_on(tmp_path: Path) -> None:
+    with Program(python(WITH_CHILD), tmp_path / "log") as program:
+        child = psutil.Process(program.hear(30)["child"])
+        own = psutil.Process(program.pid)
+        with program.starting_nothing():
+            until = time.monotonic() + 60
+            while own.status() != psutil.STATUS_STOPPED:
+                assert time.monotonic() < until
+            assert child.status() != psutil.STATUS_STOPPED
+        program.say({"echo": 1})
+        assert program.hear(30) == {"echo": 1}
+
+
 @pytest.mark.parametrize("own_namespace", [False, True])
 def test_stopping_it_ends_a_child_in_a_session_of_its_own(tmp_path: Path, own_namespace: bool) -> None:
     if own_namespace and not may_isolate():

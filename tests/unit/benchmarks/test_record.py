@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import report
+from benchmarks import machine, report
 from benchmarks.gateway import note
 from benchmarks.generator import Load, Outcome
 from benchmarks.programs import ProgramFailed, Usage, own_usage
@@ -69,14 +69,41 @@ def test_the_command_line_writes_a_record_that_the_report_shows(tmp_path: Path) 
     before, after = record["settings"].pop("yardstick_ms")
     assert before > 0 < after
     assert record["settings"] == {"quick": True}
+    assert set(record["machine"]["disk"]) == {"device", "direct_read_gb_s"}
     file.with_suffix(".md").write_text("Missed, since the disk is slow.\n")
     record["settings"]["yardstick_ms"] = [30.1, 42.0]
     page = report.render([("machine", record | report.remarks(file))])
+    assert "\n## made on machine\n" in page
+    other = report.remarks(file.with_name("made_large.json"))
+    assert "\n## made on machine: made_large.json\n" in report.render([("machine", record | other)])
     assert "yardstick 30.1 ms before, 42.0 ms after" in page
     assert page.endswith("\n\nMissed, since the disk is slow.\n")
     assert "| one | sllm | 1 | 1 | 1 | 3 | ms |" in page
     assert "| one: sllm | ≤ 0.5 | 1 | **no** |" in page
     assert "no way" in page
+
+
+def test_a_record_is_of_the_checkout_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that changed meanwhile is marked."""
+    there = ["1234567"]
+    monkeypatch.setattr(machine, "commit", lambda: there[0])
+
+    def changed(run: Run, cases: Sequence[str]) -> None:
+        there[0] = "1234567+"
+        measured(run, cases)
+
+    file = tmp_path / "made.json"
+    assert main("made", ("one",), changed, ["--json", str(file), "--quick"]) == 0
+    record = json.loads(file.read_text())
+    assert (record["commit"], record["settings"]["commit_after"]) == ("1234567", "1234567+")
+    assert "HAS CHANGED MEANWHILE, to 1234567+." in report.render([("machine", record)])
+
+
+def test_a_disk_is_read_past_its_cache_or_says_nothing(tmp_path: Path) -> None:
+    found = machine.disk(tmp_path)
+    assert found["direct_read_gb_s"] is None or found["direct_read_gb_s"] > 0
+    assert found["device"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_case_that_breaks_ends_no_other(tmp_path: Path) -> None:

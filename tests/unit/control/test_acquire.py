@@ -58,6 +58,22 @@ async def test_a_start_belongs_to_the_trace_of_a_call_that_waits_for_it(bench: B
     assert not bench.controller.loop.traces, "nobody waits any more"
 
 
+async def test_what_is_told_of_a_start_names_the_call_that_it_is_for(bench: Bench) -> None:
+    """Under a subject of its own; what comes of the instance later is not of that call."""
+    await cold(bench)
+    await bench.gateway.acquire(call="call-1")
+    (instance,) = bench.live()
+    bench.node.put(instance, InstanceState.READY, idle_s=100.0)
+    await bench.none_left()
+    assert await has_events(bench, {"instance.stopped"})
+    stream = bench.controller.loop._bus.jetstream
+    of_call, _ = subjects.events_of(call="call-1")
+    info = await stream.stream_info(subjects.EVENTS_STREAM, subjects_filter=of_call)
+    kinds = {subject.split(".")[5] for subject in info.state.subjects or {}}
+    assert {"pending", "ready"} <= kinds <= {"pending", "starting", "ready"}
+    assert bench.controller.loop.view.callers == {}, "nobody waits any more"
+
+
 async def test_what_the_self_test_of_one_start_found_is_told_to_the_next(bench: Bench) -> None:
     await cold(bench)
     await bench.gateway.acquire()

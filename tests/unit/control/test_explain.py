@@ -13,6 +13,7 @@ from sllm_runtime.control.explain import RECORDED, explained, started
 from sllm_runtime.control.history import MOST, MOST_REPORTS, History, Past
 from sllm_runtime.control.placement import Place
 from sllm_runtime.control.scheduling.policies import Random
+from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.scheduling.startup import StartupTime
 from sllm_runtime.control.view import Migration, Refusal, View
 from sllm_runtime.protocol import codec, ctl, subjects
@@ -110,6 +111,20 @@ def test_what_making_room_costs_is_told_and_what_is_moved_for_it() -> None:
     then = replace(made, migrations={gone.source: gone})
     (moved,) = started(Past(replace(placed, record=record), NOW, then), StartupTime()).moves
     assert (moved.state, moved.seconds, moved.took) == ("DONE", 1.5, 2.0)
+
+
+@pytest.mark.parametrize("what", ["", "evict", "migrate", "wait"])
+def test_a_start_that_was_not_made_at_once_says_what_was_done_for_it(what: str) -> None:
+    made = idle(view(), "chat", "near")
+    (instance,) = made.of(KEY)
+    instance = replace(instance, outlook=Outlook(what, NOW - 1.0, 2.0) if what else None)
+    told = started(Past(instance, NOW, made), StartupTime()).decision
+    said = {
+        "evict": "instances had been ended for it",
+        "migrate": "running calls had been moved for it",
+        "wait": "it had waited for room",
+    }
+    assert told == "a start on near" + (f", after {said[what]}" if what else "")
 
 
 def test_a_record_is_of_few_nodes_those_with_the_weights_first() -> None:

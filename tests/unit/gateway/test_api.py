@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 from nats.aio.msg import Msg
 
@@ -28,7 +29,17 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import API, EVENT_STREAM
-from sllm_runtime.protocol.node import DeviceMemory, Gpu, NodeRecord, NodeStatus, Ok, PathLoad, Progress, Storage
+from sllm_runtime.protocol.node import (
+    DeviceMemory,
+    Gpu,
+    InstanceStatus,
+    NodeRecord,
+    NodeStatus,
+    Ok,
+    PathLoad,
+    Progress,
+    Storage,
+)
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, NODE, Nats
@@ -224,6 +235,10 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
             resident=("sha256:ab", "sha256:ef"), remote=("sha256:ef",), dram_used=2, dram_limit=8,
             paths=(PathLoad(path="disk", bandwidth=1e9, queued=5),), condition="podman hangs",
             storage=Storage(ssd_used=1, integrity=False, devices=(DeviceMemory(device="fake:0", limit=3, used=2),)),
+            instances=(
+                InstanceStatus(instance="i1", function="f", version=2, state=InstanceState.READY, running=3),
+                InstanceStatus(instance="i0", function="f", version=1, state=InstanceState.STOPPED),
+            ),
         )  # fmt: skip
         known = ctl.NodeInfo(record=NodeRecord(node="n1"), status=status, alive=True)
         return ctl.NodeList(nodes=(known, ctl.NodeInfo(record=NodeRecord(node="n2"))))
@@ -253,7 +268,9 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
     assert (storage["dram_used"], storage["ssd_used"], storage["integrity"]) == (2, 1, False)
     assert storage["paths"] == [{"path": "disk", "bandwidth": 1e9, "queued": 5}]
     assert storage["devices"] == [{"device": "fake:0", "limit": 3, "used": 2}]
-    assert (other["storage"], other["tiers"], other["alive"]) == (None, {}, False)
+    assert one["here"] == [{"instance": "i1", "function": "f", "version": 2, "state": "READY", "running": 3}]
+    assert one["instances"] == 1
+    assert (other["storage"], other["tiers"], other["here"], other["alive"]) == (None, {}, [], False)
     assert (down["controller"], up["controller"], up["nodes"]) == (False, True, 2)
 
 
@@ -387,9 +404,10 @@ async def test_the_trace_of_a_request_goes_to_node_and_controller(nats: Nats) ->
             assert (await w.http.post("/fn/f", headers={"traceparent": said})).status_code == 200
             assert (await w.http.get(f"{API}/nodes", headers={"traceparent": said})).status_code == 200
         await until(lambda: len(heard) == 2, what="both calls were seen")
-        assert heard == [TRACE, None]
-        assert [each.head.traceparent for each in w.node.opened] == [TRACE, ""]
-        assert asked == [TRACE, ""]
+        made, asked_too = heard[1] or "", asked[1]
+        assert (heard[0], asked[0]) == (TRACE, TRACE)
+        assert [each.head.traceparent for each in w.node.opened] == [TRACE, made]
+        assert len({trace.trace_id(each) for each in (TRACE, made, asked_too)} - {""}) == 3, "each request has one"
 
 
 async def answers(run: Run) -> None:
@@ -495,6 +513,29 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
         assert (each["decision"], each["past"], each["call"]) == ("a start on n1", True, call)
 
 
+async def test_a_start_of_which_only_that_it_was_is_remembered_has_its_record(nats: Nats) -> None:
+    """On large clusters a controller soon forgets what it was decided by."""
+    start = ctl.StartTold(instance=entry().instance, node="n1", state="READY", seconds=0.5, took=0.25)
+    so_far = ctl.Explained(
+        function="f", version=1, policy="StartupTime", decision="a start on n1", node="n1", past=True, starts=(start,)
+    )
+    near = ctl.Candidate(node="n1", seconds=0.5, expected="0.50 s")
+
+    async def explain(_: ctl.Explain) -> ctl.Explained:
+        return so_far
+
+    async with world(nats) as w:
+        await w.controller.serve("explain", ctl.Explain, explain)
+        told = msgspec.structs.replace(so_far, candidates=(near,), starts=(msgspec.structs.replace(start, at=1.0),))
+        w.controller.bus.publish_now(subjects.decision("f"), told)
+        await w.controller.bus.flush()
+        await w.deploy(manifest("f"), entry(), script=answers)
+        call = (await w.http.post("/fn/f", headers=SSE)).headers["sllm-call-id"]
+        found = (await w.http.get(f"{API}/explain/{call}")).json()
+    assert [each["node"] for each in found["candidates"]] == ["n1"]
+    assert (found["past"], found["starts"][0]["at"]) == (True, 0.0), "what it has come to is known better"
+
+
 async def test_events_are_read(nats: Nats) -> None:
     async with world(nats) as w:
         event = Happened(kind="instance.ready", at=1.0, component="node", function="f")
@@ -515,7 +556,10 @@ async def test_events_are_read(nats: Nats) -> None:
         assert await read(kind="instance.ready") == ["instance.ready"]
         assert await read(call="call-2") == ["call.moved"]
         assert await read(kind="call.failed", call="call-2") == []
-        for wrong in ({"kind": "a.b.c"}, {"call": "a b"}, {"function": "*"}):
+        refused = (await w.http.get(f"{API}/events", params={"kind": "instance.redy"})).json()["error"]
+        assert refused["message"].startswith("no event is of kind ")
+        assert "instance.ready, " in refused["message"]
+        for wrong in ({"kind": "a.b.c"}, {"kind": "instance.redy"}, {"call": "a b"}, {"function": "*"}):
             answer = await w.http.get(f"{API}/events", params=wrong)
             assert (answer.status_code, answer.json()["error"]["field"]) == (400, next(iter(wrong)))
 

@@ -288,6 +288,7 @@ async def test_one_acquire_serves_many_callers(nats: Nats) -> None:
         assert [len(answer.json()) for answer in answers] == list(range(20))
         assert len(w.controller.acquires) <= 6  # one, and one for each doubling of the queue
         assert len({(a.function, a.version) for a in w.controller.acquires}) == 1
+        assert {a.call for a in w.controller.acquires} <= {each.headers["sllm-call-id"] for each in answers}
 
 
 async def test_a_start_that_failed_is_told_to_all_waiters(nats: Nats) -> None:

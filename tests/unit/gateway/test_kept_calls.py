@@ -226,6 +226,7 @@ async def test_calls_that_nobody_keeps_are_listed_and_cancelled_at_any_gateway(n
             return len((await listed())["calls"]) == 3
 
         await until(all_three, what="the gateways have heard of each other")
+        assert "\nsllm_gateways 2.0\n" in (await other.get("/metrics")).text
         found = {each["id"]: each for each in (await listed())["calls"]}
         assert found[kept]["kept"]
         for each in found.values():
@@ -246,6 +247,47 @@ async def test_calls_that_nobody_keeps_are_listed_and_cancelled_at_any_gateway(n
         await reaches(other, kept, "CANCELLED")
         assert [each["id"] for each in (await listed())["calls"]] == [kept], "what nobody keeps is gone at its end"
         assert (await other.get(f"/v1/calls/{first}")).status_code == 404
+
+
+async def test_a_kept_call_that_waits_again_is_shown_and_found_as_one_that_waits(nats: Nats) -> None:
+    """Its instance died: its journal says that it has begun, its gateway that it waits."""
+
+    async def dies(run: Run) -> None:
+        run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (0,))))
+        run.out(0)
+        await until(lambda: run.outbox.acked >= 2)
+        await die.wait()
+        run.end(InstanceLost("the worker died"))
+
+    die = asyncio.Event()
+    async with world(nats) as w, second(nats) as other:
+
+        async def found(state: str) -> list[tuple[str, str, bool]]:
+            answer = (await other.get("/v1/calls", params={"state": state} if state else {})).json()
+            return [(each["id"], each["state"], each["kept"]) for each in answer["calls"]]
+
+        async def waits() -> bool:
+            return await found("") == [(call, "QUEUED", True)]
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=dies)
+        call = (await w.http.post("/fn/tokens", json={}, headers=ASYNC)).json()["id"]
+        await reaches(other, call, "RUNNING")
+        await w.deploy(engine("tokens"))  # no instance is left
+        die.set()
+        await until(waits, what="it waits again")
+        assert await found("QUEUED") == [(call, "QUEUED", True)]
+        assert await found("RUNNING") == []
+        assert (await state_of(other, call))["state"] == "QUEUED"
+        assert (await other.post(f"/v1/calls/{call}/cancel")).json() == {"id": call, "state": "CANCELLED"}
+
+
+async def test_cancelling_what_has_ended_says_how_it_ended(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        call = (await w.http.post("/fn/count", json={"n": 1}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "SUCCEEDED")
+        answer = await w.http.post(f"/v1/calls/{call}/cancel")
+        assert (answer.status_code, answer.json()) == (202, {"id": call, "state": "SUCCEEDED"})
 
 
 async def test_a_gateway_that_does_not_answer_is_named(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:

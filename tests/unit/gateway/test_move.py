@@ -14,6 +14,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nats.aio.msg import Msg
 
 from sllm_gateway import move as moving
 from sllm_gateway import queue, tempo
@@ -22,14 +23,15 @@ from sllm_gateway.move import BEHIND, IN_STEP, NEAR, ROUNDS, TOGETHER_S, Move, S
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.tempo import OVERTAKES, PATIENCE, QUIET_S, SLOWER, STOP_S
 from sllm_gateway.under_way import Next, going, together
-from sllm_runtime.protocol import codec, limits
+from sllm_runtime.platform import trace
+from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
 from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import parse_comment
-from tests.fixtures.nats import Nats
+from tests.fixtures.nats import NODE, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, world
 from tests.unit.gateway.test_faults import SSE, values
@@ -902,6 +904,27 @@ async def test_a_running_call_goes_on_at_the_destination(nats: Nats) -> None:
         (timeline,) = [line[2:] for line in text.split("\n") if line.startswith(": timeline ")]
         when = {span.name: span.at for span in parse_comment(timeline)}
         assert when["tokens"] < when["move"]
+
+
+async def test_its_destination_is_asked_within_its_trace(nats: Nats) -> None:
+    """In the header of NATS' messages, as its source was."""
+    said = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+    heard: list[tuple[str, str | None]] = []
+
+    async def opened(message: Msg) -> None:
+        head = codec.unpack(Open, message.data).head
+        heard.append((head.instance, (message.headers or {}).get(trace.HEADER)))
+
+    async with scene(nats) as s:
+        await (await nats.bus(NODE)).subscribe_raw(subjects.node_open(NODE, "x")[:-1] + "*", opened)
+        await s.deploy()
+        s.pace["i1"], s.pace["i2"] = 10, TOTAL
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers={trace.HEADER: said}, timeout=60))
+        await until(lambda: s.acked("i1") >= 20)
+        await s.deploy(moves=True)
+        assert (await call).json() == list(range(TOTAL))
+        await until(lambda: len(heard) == 2, what="both were seen")
+    assert heard == [("i1", said), ("i2", said)]
 
 
 async def test_an_answer_that_is_not_streamed_moves_too(nats: Nats) -> None:

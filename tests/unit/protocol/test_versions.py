@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from sllm_runtime.protocol import codec, ctl, events, frames, node, records, worker
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.events import KINDS, Kind
+from sllm_runtime.protocol.states import InstanceState, MigrationState, VersionState
 
 MESSAGES: tuple[msgspec.Struct, ...] = (
     ctl.Acquire(function="f", version=1, gateway="g1", waiting=2),
@@ -48,3 +49,13 @@ def test_fields_with_defaults_may_be_missing(message: msgspec.Struct) -> None:
     earlier = {key: value for key, value in raw.items() if key in needed}
     read = codec.unpack(type(message), msgspec.msgpack.encode(earlier))
     assert all(getattr(read, name) == getattr(message, name) for name in needed)
+
+
+@pytest.mark.parametrize(
+    ("of", "states"), [("instance", InstanceState), ("migration", MigrationState), ("version", VersionState)]
+)
+def test_every_state_has_its_kind_of_event(
+    of: str, states: type[InstanceState | MigrationState | VersionState]
+) -> None:
+    for state in states:
+        assert Kind.of_state(of, state) in KINDS

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sllm import bundle, profiles
+from sllm.cli.top import Look
 from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
     BY_CODE,
@@ -29,6 +30,7 @@ from sllm_runtime.protocol.http import (
     CallListView,
     CallView,
     CandidateView,
+    DeviceView,
     ExplainView,
     GpuView,
     InstanceView,
@@ -36,6 +38,7 @@ from sllm_runtime.protocol.http import (
     NodeDetailView,
     OutcomeView,
     StartView,
+    StorageView,
     WayView,
 )
 from tests.fixtures import command
@@ -348,11 +351,40 @@ def test_a_drain_waits_as_long_as_it_is_told_to(gateway: Gateway) -> None:
     assert "2 instance(s) still run on n1 after 0 s" in late.stderr
 
 
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ({}, "alive"),
+        ({"condition": "podman hangs"}, "makes no sandboxes"),
+        ({"cordoned": True, "condition": "podman hangs"}, "cordoned"),
+        ({"cordoned": True, "draining": True}, "draining"),
+        ({"cordoned": True, "alive": False, "age_s": 7.0}, "silent for 7 s"),
+    ],
+)
+def test_what_is_decided_of_a_node_is_shown_wherever_it_is(gateway: Gateway, said: dict[str, Any], state: str) -> None:
+    node = {
+        "node": "n1", "alive": True, "cordoned": False, "draining": False, "age_s": 0.0, "cpu": 2, "free_cpu": 1,
+        "memory": 4, "free_memory": 3, **said,
+    }  # fmt: skip
+    counted = Answer(raw=b"")
+    for verb, answers in (
+        (("node", "list"), [Answer(json={"nodes": [node]})]),
+        (("node", "describe", "n1"), [Answer(json=node)]),
+        (("top",), [counted, Answer(json={"nodes": [node]}), counted]),
+    ):
+        gateway.will(*answers)
+        shown = here(*verb).stdout
+        assert ["n1", state] in [line.split("\t")[:2] for line in shown.splitlines()], verb
+        if verb[-1] == "n1" and state.startswith("silent"):
+            assert "NOTHING IS STARTED HERE: it is cordoned" in shown
+
+
 def test_a_node_says_what_lies_where(gateway: Gateway) -> None:
     digest = "sha256:" + "ab" * 32
     node: dict[str, Any] = {
         "node": "n1", "alive": True, "cordoned": False, "draining": False, "age_s": 0.0, "cpu": 2, "free_cpu": 1,
-        "memory": 4, "free_memory": 3, "tiers": {digest: ["dram", "ssd"]},
+        "memory": 4, "free_memory": 3, "tiers": {digest: ["dram", "ssd"]}, "labels": {"zone": "a", "gpu": "l4"},
+        "here": [{"instance": "chat-1", "function": "chat", "version": 2, "state": "READY", "running": 3}],
         "storage": {
             "dram_used": 2**20, "dram_limit": 2**30, "dram_ready": 2**21, "ssd_used": 0, "ssd_limit": 2**30,
             "disk_free": 2**30, "integrity": False, "devices": [{"device": "fake:0", "limit": 2**21, "used": 0}],
@@ -364,10 +396,12 @@ def test_a_node_says_what_lies_where(gateway: Gateway) -> None:
     gateway.will(Answer(json=node))
     shown = here("node", "describe", "n1").stdout
     assert "INTEGRITY IS OFF" in shown
+    assert "labels: gpu=l4, zone=a\n" in shown
     rows = [line.split("\t") for line in shown.splitlines()]
     assert ["dram", "1.0 MiB", "1.0 GiB", "2.0 MiB ready ahead"] in rows
     assert ["disk", "1.0 GiB/s", "3 B"] in rows
     assert ["abababababab", "dram, ssd"] in rows
+    assert ["chat-1", "chat v2", "READY", "3"] in rows
     gateway.will(Answer(json=node | {"storage": None, "tiers": {}}))
     assert "loaderd is away" in here("node", "describe", "n1").stdout
     gateway.will(Answer(json=node | {"condition": "podman hangs"}))
@@ -525,7 +559,29 @@ def test_top_adds_up_what_all_gateways_of_the_profile_count(
     write_profile(home, "default", gateway.url, "t", tuple(urls))
     queued = [Answer(raw=f'sllm_queue_depth{{function="chat"}} {depth}.0\n'.encode()) for depth in (3, 4)]
     gateway.will(*queued, Answer(json={"nodes": []}), *queued)
-    assert document(here("top", "--json", "--once"))["counts"] == {"queued chat": 7.0}
+    found = document(here("top", "--json", "--once"))
+    assert (found["counts"], found["silent"]) == ({"queued chat": 7.0}, [urls[silent]])
+    gateway.will(*queued, Answer(json={"nodes": []}), *queued)
+    assert f"no answer of {urls[silent]}" in here("top").stderr
+
+
+def test_top_says_of_how_many_gateways_it_counts_one(gateway: Gateway) -> None:
+    counted = Answer(raw=b'sllm_gateways 2.0\nsllm_queue_depth{function="chat"} 1.0\n')
+    gateway.will(counted, Answer(json={"nodes": []}), counted)
+    assert "of 1 of 2 gateways" in here("top").stderr
+    gateway.will(counted, Answer(json={"nodes": []}), counted)
+    assert document(here("top", "--json", "--once"))["gateways"] == 2
+
+
+def test_what_came_is_not_what_a_gateway_ever_counted() -> None:
+    """One that did not answer in between, one that was started anew, and one that has just counted its first."""
+    before = Look({"a": {"tokens f": 10.0}, "again": {"tokens f": 500.0}, "new": {}}, 1.0, ("b",))
+    now = Look(
+        {"a": {"tokens f": 30.0}, "b": {"tokens f": 9000.0}, "again": {"tokens f": 4.0}, "new": {"tokens f": 6.0}}, 3.0
+    )
+    assert now.counts == {"tokens f": 9040.0}
+    assert now.since(before) == {"tokens f": 13.0}
+    assert now.since(None) == {}
 
 
 def test_top_has_rates_for_programs_and_goes_on_where_the_controller_does_not_answer(gateway: Gateway) -> None:
@@ -662,12 +718,18 @@ def test_top_looks_once_where_nobody_watches(gateway: Gateway) -> None:
     node = NodeDetailView(
         node="n1", alive=True, cordoned=False, draining=False, age_s=0, cpu=4, free_cpu=3, memory=2**30,
         free_memory=2**29, gpus=(GpuView(index=0, kind="L4", memory=1, used_by="i"),), dram_limit=2**30, instances=1,
+        storage=StorageView(
+            dram_used=0, dram_limit=0, dram_ready=0, ssd_used=0, ssd_limit=0, disk_free=0,
+            devices=(
+                DeviceView(device="cuda:0", limit=2**31, used=2**30), DeviceView(device="1", limit=2**31, used=2**29)
+            ),
+        ),
     ).model_dump(mode="json")  # fmt: skip
     metrics = 'sllm_queue_depth{function="chat"} 3.0\nsllm_tokens_total{function="chat",kind="completion"} 12.0\n'
     counted = Answer(raw=metrics.encode())
     gateway.will(counted, Answer(json={"nodes": [node]}), counted)
     rows = [row.split("\t") for row in here("top").stdout.splitlines()]
-    assert rows[1][:5] == ["n1", "alive", "3/4", "512.0 MiB/1.0 GiB", "1/1 used"]
+    assert rows[1][:6] == ["n1", "alive", "3/4", "512.0 MiB/1.0 GiB", "1/1 used", "1.5 GiB/4.0 GiB"]
     (chat,) = [row for row in rows if row[0] == "chat"]
     assert chat[3:] == ["3", "0.0"]
     assert gateway.queries[-2:] == [{"detail": "true"}, {}]
@@ -698,3 +760,17 @@ def test_calls_are_listed_with_where_they_run_and_where_to_go_on(gateway: Gatewa
     assert "--after 1-call-1" in said.stderr
     assert "no answer of gw-1" in said.stderr
     assert document(here("call", "list", "--json")) == found
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"id": CALL}, "is cancelled\n"),  # a gateway of before says no more
+        ({"id": CALL, "state": "CANCELLED"}, "is cancelled\n"),
+        ({"id": CALL, "state": "SUCCEEDED"}, "had ended before: SUCCEEDED\n"),
+        ({"id": CALL, "state": "RUNNING"}, "is cancelled as soon as a gateway goes on with it; now none has it\n"),
+    ],
+)
+def test_a_cancel_says_what_became_of_the_call(gateway: Gateway, answer: dict[str, str], said: str) -> None:
+    gateway.will(Answer(json=answer))
+    assert here("call", "cancel", CALL).stdout == f"{CALL} {said}"

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from sllm_runtime.control.providing.provider import Offer, Shape
+from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.records import PoolRecord
 
 _NOTHING: Final[Mapping[Any, Any]] = {}
@@ -54,7 +55,7 @@ class Errand:
 class News:
     """Something to tell as an event."""
 
-    kind: str
+    kind: Kind
     message: str
     node: str = ""
 

@@ -19,6 +19,7 @@ from sllm_runtime.control.providing.packing import nodes_for
 from sllm_runtime.control.providing.pool import Asked, Errand, News, Pool
 from sllm_runtime.control.providing.provider import Offer
 from sllm_runtime.control.view import Key, View, without
+from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.states import INSTANCE, final
 
 SETTLED_S: Final = 2.0
@@ -172,7 +173,7 @@ def _forgotten(view: View, now: float) -> View:
         members=tuple(name for name in pool.record.members if name not in gone),
         leaving=tuple(name for name in pool.record.leaving if name not in gone),
     )
-    news = tuple(News("node.removed", "the provider no longer has it", name) for name in gone)
+    news = tuple(News(Kind.NODE_REMOVED, "the provider no longer has it", name) for name in gone)
     return replace(view, nodes=without(view.nodes, gone), pool=replace(left, news=news))
 
 
@@ -188,7 +189,7 @@ def _kept(view: View, staying: list[str], starts: int) -> View:
         view = draining.cordon(view, name, cordoned=False, drain=False)
     pool = _pool(view)
     left = tuple(name for name in pool.record.leaving if name not in staying)
-    news = tuple(News("node.stays", f"{starts} start(s) wait for a node", name) for name in staying)
+    news = tuple(News(Kind.NODE_STAYS, f"{starts} start(s) wait for a node", name) for name in staying)
     return _put(view, replace(pool.with_record(leaving=left), idle=without(pool.idle, staying), news=news))
 
 
@@ -199,7 +200,7 @@ def _grow(view: View, wanted: int, starts: int, now: float) -> Step:
         return Step(view)
     asked = (Asked(now, known=True),) * (nodes - offer.desired)
     text = f"from {offer.desired} to {nodes} node(s), for {starts} start(s) that wait; expected in {pool.boot_s:.0f} s"
-    made = replace(pool, acted=now, coming=(*pool.coming, *asked), news=(*pool.news, News("pool.grows", text)))
+    made = replace(pool, acted=now, coming=(*pool.coming, *asked), news=(*pool.news, News(Kind.POOL_GROWS, text)))
     return Step(_put(view, made), (SetDesired(nodes),))
 
 
@@ -222,7 +223,7 @@ def _shrink(view: View, now: float) -> View:
         return view
     for name in going:
         view = draining.cordon(view, name, cordoned=True, drain=True)
-    news = tuple(News("node.leaving", f"idle for {now - pool.idle[name]:.0f} s", name) for name in going)
+    news = tuple(News(Kind.NODE_LEAVING, f"idle for {now - pool.idle[name]:.0f} s", name) for name in going)
     made = pool.with_record(leaving=(*pool.record.leaving, *going))
     return _put(view, replace(made, acted=now, news=(*pool.news, *news)))
 
@@ -245,7 +246,7 @@ def _still(view: View, name: str) -> bool:
 def _removing(view: View, gone: list[str], now: float) -> Step:
     pool = _pool(view)
     news = tuple(
-        News("node.given_back", "it is empty" if _empty(view, name) else "it is silent", name) for name in gone
+        News(Kind.NODE_GIVEN_BACK, "it is empty" if _empty(view, name) else "it is silent", name) for name in gone
     )
     made = replace(pool, removed={**pool.removed, **dict.fromkeys(gone, now)}, news=(*pool.news, *news))
     return Step(_put(view, made), tuple(Remove(name) for name in gone))
