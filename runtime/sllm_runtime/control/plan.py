@@ -15,7 +15,7 @@ from sllm_runtime.control.providing import awaiting
 from sllm_runtime.control.reason import Words
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.scheduling.serving import last_begins_s, over_s
-from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
+from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View, with_item, without
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
 from sllm_runtime.protocol.node import InstanceStatus
@@ -74,7 +74,14 @@ def plan(view: View, context: Context) -> Plan:
     view = moved.taught(view, context.now)
     view = warmup.lapsed(_forget(view, context.now), context.now)
     view = _bury(view, context.now)
-    view = replace(view, pending=EMPTY, claims=EMPTY, awaiting=EMPTY, lacking=_lacking(view, context.now))
+    view = replace(
+        view,
+        pending=EMPTY,
+        claims=EMPTY,
+        awaiting=EMPTY,
+        lacking=_lacking(view, context.now),
+        enough=view.enough & view.waiting.keys(),
+    )
     groups: dict[Key, list[Instance]] = {}
     for instance in view.instances.values():
         groups.setdefault(instance.key, []).append(instance)
@@ -94,11 +101,14 @@ def _wanted(view: View) -> set[Key]:
 
 
 def _lacking(view: View, now: float) -> Mapping[Key, int]:
-    """Instances that calls which wait want beside those that are there or start."""
+    """Instances that calls which wait want beside those that are there or start. Whoever had enough in the last plan is
+    not among them until it is found otherwise."""
     found = {}
     for key in view.waiting:
         version = view.versions.get(key)
         if version is None or _unwanted(view, key) or backoff.active(view.failures.get(key), now, asked=True):
+            continue
+        if key in view.enough:
             continue
         live = [instance for instance in view.of(key) if instance.live]
         count = _lack(view, version, live)
@@ -174,9 +184,9 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     if lack > 0 and not backoff.active(view.failures.get(key), context.now, asked=asked):
         for number in range(lack):
             view, placed = _place(view, version, context, for_calls=len(live) + number >= least)
+            view = _counted(view, key, lack - number - placed)
             if not placed:
                 break
-            view = replace(view, lacking={**view.lacking, key: lack - number - 1})
     awaited = view.destinations
     names = (instance.record.instance for instance in live)
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
@@ -185,6 +195,15 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
         # A call may be on its way to it. One that outlives the grace goes on elsewhere, if it can.
         view = instances.stop(view, instance, why, manifest.timeout, resume=instance.carries)
     return view
+
+
+def _counted(view: View, key: Key, lack: int) -> View:
+    """Version ``key`` lacks so many instances for calls that wait, as this plan has found."""
+    if key not in view.waiting or key in view.enough:
+        lack = 0
+    if view.lacking.get(key, 0) == lack:
+        return view
+    return replace(view, lacking=with_item(view.lacking, key, lack) if lack else without(view.lacking, [key]))
 
 
 def _place(view: View, version: VersionRecord, context: Context, *, for_calls: bool) -> tuple[View, bool]:
@@ -197,7 +216,9 @@ def _place(view: View, version: VersionRecord, context: Context, *, for_calls: b
         if begin_s <= decision.seconds:
             why = f"all its calls are expected to begin at instances that it has, after {begin_s:.2f} s; another one "
             why += f"would be ready after {decision.seconds:.2f} s"
-            return replace(patience.served(view, [key]), pending={**view.pending, key: why}), False
+            view = replace(patience.served(view, [key]), pending={**view.pending, key: why})
+            return replace(view, enough=view.enough | {key}), False
+    view = replace(view, enough=view.enough - {key}) if key in view.enough else view
     if isinstance(decision, Place):
         known = view.put_off.get(key)
         made = replace(_new(version, decision, context), outlook=known.outlook if known is not None else None)

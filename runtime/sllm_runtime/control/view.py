@@ -251,7 +251,10 @@ class View:
     """Instances whose places starts of this plan wait for, with the seconds after which these will have served their
     calls there; infinite where nobody knows."""
     lacking: Mapping[Key, int] = field(default_factory=dict)
-    """Instances that versions want for calls which wait, and have no place for."""
+    """Instances that versions want for calls which wait, and have no place for; none of those of ``enough``."""
+    enough: frozenset[Key] = frozenset()
+    """Versions that want instances for calls which wait and have enough all the same: the calls are expected to begin
+    at those that are there before another one would be ready."""
     awaiting: Mapping[Key, Progress] = field(default_factory=dict)
     """Those of them for which a node is to come, and how far that is."""
     pool: Pool | None = None
