@@ -4,15 +4,17 @@ A decision is ``Policy.place`` on the view as it is then: what was placed before
 four fifths full each placement is followed by the end of another instance, so that the view changes as it does in
 service (the changes themselves are not timed). Models are asked for by Zipf's law. ``decide``: each policy on 100 nodes
 with eight accelerators and 1,000 models. ``moves``: the same where what runs can be moved away for a quicker start
-(``extra``: how many decisions were to do so). ``growth``: the default policy on 10 to 1,000 nodes with ten models each.
+(``extra``: how many decisions were to do so). ``crowd``: plans of the default policy where 300 versions lack an
+instance at once, by the decisions that one makes. ``growth``: the default policy on 10 to 1,000 nodes with ten models
+each.
 
 ``acquire`` is measured from end to end: a gateway asks a real controller process over a real NATS server. The nodes, 10
 to 1,000 of them, are simulated (``scheduler_nodes``): they report and obey over NATS as invokers do, and what they
 start is READY at once. So a start is what the control plane adds to one: the question, the decision, the command to the
 node, its report, the route. Beside it, the answer where an instance is there. ``sync``: writes of the state, which are
 on the disk when they are acknowledged, beside the server's default (``scheduler_sync``). A full run takes about 12
-minutes, a quick one two. CPU seconds of ``decide``, ``moves`` and ``growth`` are this process's, with the changes of
-the view; of ``acquire`` the controller's; of ``sync`` the server's.
+minutes, a quick one two. CPU seconds of ``decide``, ``moves``, ``crowd`` and ``growth`` are this process's, with the
+changes of the view; of ``acquire`` the controller's; of ``sync`` the server's.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from benchmarks.record import Aim, Case, percentile
 from benchmarks.runner import Run, main
 from benchmarks.scheduler_cluster import GPUS, NOW, cluster, ended, request, started
 from sllm_runtime.control.placement import Place, Policy
+from sllm_runtime.control.plan import Context, plan
 from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, Preemption, StartupTime
 from sllm_runtime.control.view import Key, View
 
@@ -39,6 +42,8 @@ NODES: Final = 100
 MODELS: Final = 1000
 FULL: Final = 0.8
 ZIPF: Final = 1.1
+CROWD: Final = 300
+"""Versions that lack an instance: more than there is room for."""
 
 
 def measure(run: Run, cases: Sequence[str]) -> None:
@@ -49,6 +54,9 @@ def measure(run: Run, cases: Sequence[str]) -> None:
     if "moves" in cases:
         with run.attempt("moves"):
             _moves(run)
+    if "crowd" in cases:
+        with run.attempt("crowd"):
+            _crowd(run)
     if "growth" in cases:
         with run.attempt("growth"):
             _growth(run)
@@ -88,6 +96,27 @@ def _moves(run: Run) -> None:
     run.aims.append(
         Aim("moves: decisions per second, 100 nodes x 8, with search", case.median if enough else None, at_least=2_000)
     )
+
+
+def _crowd(run: Run) -> None:
+    """One call waits for each of the versions that are asked for least. Each plan is made of the same view, by a policy
+    that has seen it."""
+    view, keys = cluster(NODES, MODELS, random.Random(1))
+    view = _filled(view, keys, carries=True)
+    lacking = [key for key in reversed(keys) if not view.of(key)][:CROWD]
+    for key in lacking:
+        view = view.put_waiting(key, "gw", 1)
+    for number in range(run.rounds):
+        case, times, policy = run.case("crowd", DEFAULT, "1/s"), [], POLICIES[DEFAULT]()
+        plan(view, Context(NOW, 0.0, policy, random.Random(number)))
+        with run.spending(own_usage, case):
+            for _ in range(1 if run.quick else 5):
+                began = time.perf_counter()
+                made = plan(view, Context(NOW, 0.0, policy, random.Random(number)))
+                times.append(time.perf_counter() - began)
+        assert len(made.view.pending) + len(made.actions) >= CROWD
+        case.samples.append(round(len(lacking) * len(times) / sum(times)))
+        case.extra["plan_ms"] = round(percentile(times, 50) * 1e3, 1)
 
 
 def _growth(run: Run) -> None:
@@ -147,4 +176,4 @@ def _asked(keys: Sequence[Key], rng: random.Random) -> Key:
 
 
 if __name__ == "__main__":
-    sys.exit(main("scheduler", ("decide", "moves", "growth", "acquire", "sync"), measure))
+    sys.exit(main("scheduler", ("decide", "moves", "crowd", "growth", "acquire", "sync"), measure))

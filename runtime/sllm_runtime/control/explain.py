@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Final, Literal
 
@@ -44,7 +45,7 @@ MOST_OUTCOMES: Final = 32
 def explained(view: View, key: Key, policy: Policy, now: float, outcomes: Sequence[Outcome] = ()) -> Explained:
     """What ``policy`` would decide for one more instance of version ``key`` now, what each node would cost, what the
     starts of its instances took beside what was expected, and what came of its last predictions (``outcomes``)."""
-    version = view.versions[key]
+    version, view = view.versions[key], _unclaimed(view)
     request = Request(key, version.manifest, version.model)
     decision = policy.place(request, view, now, random.Random(0))
     return Explained(
@@ -65,7 +66,7 @@ def explained(view: View, key: Key, policy: Policy, now: float, outcomes: Sequen
 def started(past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, short: bool = False) -> Explained:
     """The start of one instance: what each node would have cost when it was decided, what it took and what came of its
     predictions (``outcomes``). ``short``: of some nodes, for a record of every start."""
-    instance, view = past.instance, past.view
+    instance, view = past.instance, _unclaimed(past.view) if past.view is not None else None
     candidates: tuple[Candidate, ...] = ()
     moves: Iterable[MoveTold] = ()
     if view is not None and instance.key in view.versions:
@@ -87,6 +88,11 @@ def started(past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, sho
         outcomes=_came(outcomes),
         past=True,
     )
+
+
+def _unclaimed(view: View) -> View:
+    """As a plan begins: what it claimed in the end it may have claimed for the very start that is asked about."""
+    return replace(view, claims=dict.fromkeys(view.making_way, inf))
 
 
 def _nearest(view: View, request: Request, chosen: str) -> Iterable[str]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Final, TypeAlias
 
 import msgspec
 
-from sllm_runtime.control import autoscale, fits, instances
-from sllm_runtime.control.placement import Decision, Place, Request
-from sllm_runtime.control.reason import Words
+from sllm_runtime.control import autoscale, fits, instances, room
+from sllm_runtime.control.placement import Decision, Place, Request, Wait
 from sllm_runtime.control.view import Instance, Key, Migration, Refusal, View, with_item, without
 from sllm_runtime.protocol.ctl import Migrated
 from sllm_runtime.protocol.errors import (
@@ -166,9 +166,10 @@ def _place(view: View, migration: Migration, source: Instance, now: float, choos
     if isinstance(decision, Place):
         view, name = make(view, source.key, decision)
         return _put(view, replace(migration, destination=name, node=decision.node))
+    view = room.begun(view, source.key, decision, inf)
     # One that a policy has decided on is decided on anew: what it went by is no longer so.
     if now - migration.began >= PLACE_S or migration.expected is not None:
-        return _end(view, migration, MigrationState.ABANDONED, f"no room for it: {decision}", now)
+        return _end(view, migration, MigrationState.ABANDONED, f"no room for it: {decision.reason}", now)
     return view
 
 
@@ -183,26 +184,25 @@ def _idle(view: View, source: Instance, node: str) -> Instance | None:
     return None
 
 
-def _choice(view: View, source: Instance, node: str, now: float, choose: Choose) -> Place | Words:
-    """Where a new one goes; or what is short, in words."""
+def _choice(view: View, source: Instance, node: str, now: float, choose: Choose) -> Decision:
+    """Where a new one goes; or how room is made for it, or what is short."""
     view = replace(view, moves=without(view.moves, [source.record.instance]))  # the place that is promised to itself
     need = _need(view, source)
     if need is None:
-        return MIXED
+        return Wait(MIXED)
     if not node:
         # On accelerators of its kind, whatever its version may use.
         same = source.manifest.model_copy(update={"gpu": tuple(f"{kind}:{count}" for kind, count in need.gpus)})
         request = Request(source.key, same, view.versions[source.key].model, patient=False)
         # The policy looks everywhere but where it runs now.
         elsewhere = with_item(view.refused, (source.key, source.record.node), Refusal(now + 1, "it moves away"))
-        decision = choose(request, replace(view, refused=elsewhere))
-        return decision if isinstance(decision, Place) else decision.reason
+        return choose(request, replace(view, refused=elsewhere))
     known = view.nodes.get(node)
     capacity = fits.free(view, known) if known is not None else None
     if capacity is None:
-        return f"node {node} is not heard"
+        return Wait(f"node {node} is not heard")
     chosen, lacks = fits.choose_gpus(need, capacity), fits.short(need, capacity)
-    return Place(node, chosen[1]) if chosen is not None and not lacks else f"{node} lacks {'; '.join(lacks)}"
+    return Place(node, chosen[1]) if chosen is not None and not lacks else Wait(f"{node} lacks {'; '.join(lacks)}")
 
 
 def _commit(view: View, migration: Migration, source: Instance, destination: Instance, now: float) -> View:

@@ -13,7 +13,7 @@ from typing import Final
 
 from sllm_runtime.control import instances
 from sllm_runtime.control.fits import free, short
-from sllm_runtime.control.placement import Request, evictable, may_start
+from sllm_runtime.control.placement import Request, evictable, may_start, needed
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.view import Instance, Key, PutOff, View, without
 
@@ -21,15 +21,15 @@ LINGER_S: Final = 2.0
 """Who asks for an instance asks again within this: between two questions nobody has given up."""
 
 
-def put_off(view: View, request: Request, now: float, outlook: Outlook | None = None) -> View:
-    """The start could not be placed now; ``outlook``: what was decided for it. Keeps a node for it if it has waited
-    long enough."""
+def put_off(view: View, request: Request, now: float, outlook: Outlook | None = None, *, room: bool = False) -> View:
+    """The start was not placed now; ``outlook``: what was decided for it. Keeps a node for it if it has waited long
+    enough, unless it waits beside ``room``."""
     key = request.key
     known = view.put_off.get(key, PutOff(now, now))
-    since, outlook = known.since, known.outlook or outlook
-    view = _let_go(replace(view, put_off={**view.put_off, key: PutOff(since, now, outlook)}), key, now)
+    since, known = known.since, replace(known, last=now, outlook=known.outlook or outlook)
+    view = _let_go(replace(view, put_off={**view.put_off, key: known}), key, now)
     longest = _longest(view)
-    if key in view.kept.values() or not longest or now - since < longest:
+    if room or key in view.kept.values() or not longest or now - since < longest:
         return view
     found = _place(view, request, now)
     if found is None:
@@ -54,6 +54,16 @@ def served(view: View, keys: Sequence[Key]) -> View:
         return view
     kept = {node: key for node, key in view.kept.items() if key not in keys}
     return replace(view, put_off=without(view.put_off, keys), kept=kept)
+
+
+def behind(view: View, key: Key, now: float, outlook: Outlook | None) -> View:
+    """It has got an instance and wants more: it is behind those who wait for their first, and has waited all the same.
+    ``outlook``: of one that waits still."""
+    known = view.put_off.get(key)
+    if known is None:
+        return view
+    later = PutOff(now, now, outlook, lacks=min(known.since, known.lacks))
+    return replace(served(view, [key]), put_off={**view.put_off, key: later})
 
 
 def _let_go(view: View, key: Key, now: float) -> View:
@@ -81,7 +91,9 @@ def _place(view: View, request: Request, now: float) -> tuple[str, tuple[Instanc
             continue
         there = [each for each in view.on(name).values() if not each.ended]
         leaving = [each for each in there if each.running or each.stop or evictable(request, view, each, now)]
+        leaving.sort(key=lambda each: (each.stop is None, each.running))  # as few calls as may be have to end for it
         capacity = free(view, node, leaving)
         if capacity is not None and not short(need, capacity):
-            found.append((sum(each.running for each in leaving), name, tuple(leaving)))
+            chosen = needed(need, view, node, leaving)
+            found.append((sum(each.running for each in chosen), name, chosen))
     return min(found, key=lambda each: each[:2])[1:] if found else None

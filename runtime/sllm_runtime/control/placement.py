@@ -27,7 +27,11 @@ class Request:
     manifest: Manifest
     model: str | None = None
     patient: bool = True
-    """Whether it may wait for calls to end though there is room: nobody computes for its callers meanwhile."""
+    """Whether it may wait, or make room, where there is some that is worse: nobody computes for its callers meanwhile.
+    What relieves one that runs takes the room that there is, and has nobody moved."""
+    further: bool = False
+    """Another instance of its version waits for a place already: moves that are under way are for that one, and no
+    more begin meanwhile."""
 
     def need(self, view: View) -> Need:
         return need_in(view, self.key, self.manifest)
@@ -168,9 +172,13 @@ def room_made(request: Request, need: Need, view: View, node: Node, now: float) 
     if fits(need, view, node, leaving):
         return needed(need, view, node, leaving)
     idle = sorted((i for i in there if evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
-    for count in range(1, len(idle) + 1):
-        if _spares(view, idle[:count]) and fits(need, view, node, [*leaving, *idle[:count]]):
-            return needed(need, view, node, [*leaving, *idle[:count]])
+    chosen: list[Instance] = []
+    for each in idle:
+        if not _spares(view, [*chosen, each]):  # its version needs it, now that others of it go
+            continue
+        chosen.append(each)
+        if fits(need, view, node, [*leaving, *chosen]):
+            return needed(need, view, node, [*leaving, *chosen])
     return None
 
 

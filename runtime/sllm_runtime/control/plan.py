@@ -9,13 +9,14 @@ from functools import partial
 from math import inf
 from typing import Final, TypeAlias
 
-from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience, warmup
+from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience, room, warmup
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
 from sllm_runtime.control.providing import awaiting
 from sllm_runtime.control.reason import Words
+from sllm_runtime.control.scheduling.moving import under_way
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.scheduling.serving import last_begins_s, over_s
-from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View
+from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View, with_item, without
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
 from sllm_runtime.protocol.node import InstanceStatus
@@ -25,6 +26,9 @@ from sllm_runtime.protocol.states import INSTANCE, InstanceState, VersionState, 
 REPEAT_S: Final = HEARTBEAT_S
 """A command is repeated after this long until the node's report shows its effect."""
 REPEAT_DRAIN_S: Final = 5.0
+WORTH_S: Final = 0.5
+"""Calls that begin so little later are left to an instance that waits for its place: another one takes it from
+others."""
 STRAY: Final = "the controller does not know it"
 TAKE_S: Final = 30.0
 """A living node that has not shown an instance for this long does not want it."""
@@ -69,12 +73,12 @@ class Plan:
 
 def plan(view: View, context: Context) -> Plan:
     """The next step: the dead are struck out, versions scaled, commands sent or repeated. Same input, same answer."""
-    view = draining.advance(view, context.now)
+    view = _begun(draining.advance(view, context.now), context.now)
     view = migration.advance(view, context.now, partial(_choose, context=context), partial(_make, context=context))
+    view = replace(view, claims={**view.claims, **dict.fromkeys(view.making_way, inf)})
     view = moved.taught(view, context.now)
     view = warmup.lapsed(_forget(view, context.now), context.now)
     view = _bury(view, context.now)
-    view = replace(view, pending=EMPTY, claims=EMPTY, awaiting=EMPTY, lacking=_lacking(view, context.now))
     groups: dict[Key, list[Instance]] = {}
     for instance in view.instances.values():
         groups.setdefault(instance.key, []).append(instance)
@@ -86,6 +90,18 @@ def plan(view: View, context: Context) -> Plan:
     return Plan(view, (*actions, *strays))
 
 
+def _begun(view: View, now: float) -> View:
+    """Before the first decision of a plan: nothing is claimed yet, and what is lacking is counted."""
+    return replace(
+        view,
+        pending=EMPTY,
+        claims=EMPTY,
+        awaiting=EMPTY,
+        lacking=_lacking(view, now),
+        enough=view.enough & view.waiting.keys(),
+    )
+
+
 def _wanted(view: View) -> set[Key]:
     """Versions that may want an instance without having one: few of those that there are."""
     least = {key for key, record in view.versions.items() if record.manifest.min_instances}
@@ -94,11 +110,14 @@ def _wanted(view: View) -> set[Key]:
 
 
 def _lacking(view: View, now: float) -> Mapping[Key, int]:
-    """Instances that calls which wait want beside those that are there or start."""
+    """Instances that calls which wait want beside those that are there or start. Whoever had enough in the last plan is
+    not among them until it is found otherwise."""
     found = {}
     for key in view.waiting:
         version = view.versions.get(key)
         if version is None or _unwanted(view, key) or backoff.active(view.failures.get(key), now, asked=True):
+            continue
+        if key in view.enough:
             continue
         live = [instance for instance in view.of(key) if instance.live]
         count = _lack(view, version, live)
@@ -172,11 +191,7 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     asked = bool(waiting) or key in view.warm or key in view.trials
     lack = _lack(view, version, live)
     if lack > 0 and not backoff.active(view.failures.get(key), context.now, asked=asked):
-        for number in range(lack):
-            view, placed = _place(view, version, context, for_calls=len(live) + number >= least)
-            if not placed:
-                break
-            view = replace(view, lacking={**view.lacking, key: lack - number - 1})
+        view = _grow(view, version, len(live), lack, context)
     awaited = view.destinations
     names = (instance.record.instance for instance in live)
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
@@ -187,44 +202,81 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     return view
 
 
-def _place(view: View, version: VersionRecord, context: Context, *, for_calls: bool) -> tuple[View, bool]:
-    """One more instance. ``for_calls``: none is wanted but for calls that wait."""
+def _counted(view: View, key: Key, lack: int) -> View:
+    """Version ``key`` lacks so many instances for calls that wait, as this plan has found."""
+    if key not in view.waiting or key in view.enough:
+        lack = 0
+    if view.lacking.get(key, 0) == lack:
+        return view
+    return replace(view, lacking=with_item(view.lacking, key, lack) if lack else without(view.lacking, [key]))
+
+
+def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Context) -> View:
+    """``lack`` more instances, beside those that are ``there``. Where one waits for a place of its own it goes on: the
+    next one may have another."""
+    key, now = (version.function, version.version), context.now
+    least = autoscale.floor(view, key, version.manifest)
+    placed, coming = 0, list[float]()
+    for number in range(lack):
+        request = Request(key, version.manifest, version.model, further=bool(coming))
+        decision = context.policy.place(request, view, now, context.rng)
+        for_calls = there + number >= least  # none is wanted but for calls that wait
+        enough = _enough(view, key, decision, coming, now) if for_calls else ""
+        if enough:
+            if not coming:
+                view = replace(patience.served(view, [key]), pending=with_item(view.pending, key, enough))
+                view = replace(view, enough=view.enough | {key})
+            lack = placed + len(coming)
+            break
+        view = replace(view, enough=view.enough - {key}) if key in view.enough else view
+        if isinstance(decision, Place):
+            view = _started(view, version, decision, context, more=number + 1 < lack, waits=bool(coming))
+            placed += 1
+            continue
+        before = view.claims.keys()
+        view = _waits(view, request, decision, now)
+        coming.append(decision.seconds if decision.seconds is not None else inf)
+        if view.claims.keys() <= before and (request.further or not under_way(view, request)):
+            break
+    return _counted(view, key, lack - placed)
+
+
+def _enough(view: View, key: Key, decision: Decision, coming: Sequence[float], now: float) -> str:
+    """Why it is not started, where all its calls begin sooner at instances that it has, or that wait for their places
+    and are ready after those of ``coming``; else empty."""
+    begin_s = last_begins_s(view, key, now, coming) if decision.seconds is not None else inf
+    if decision.seconds is None or begin_s > decision.seconds + (WORTH_S if coming else 0.0):
+        return ""
+    why = f"all its calls are expected to begin at instances that it has, after {begin_s:.2f} s; another one "
+    return why + f"would be ready after {decision.seconds:.2f} s"
+
+
+def _started(view: View, version: VersionRecord, place: Place, context: Context, *, more: bool, waits: bool) -> View:
+    """One more instance. ``more``: others are wanted yet; ``waits``: one of these has been waiting for longer."""
     key = (version.function, version.version)
-    request = Request(key, version.manifest, version.model)
-    decision = context.policy.place(request, view, context.now, context.rng)
-    if for_calls and decision.seconds is not None:
-        begin_s = last_begins_s(view, key, context.now)
-        if begin_s <= decision.seconds:
-            why = f"all its calls are expected to begin at instances that it has, after {begin_s:.2f} s; another one "
-            why += f"would be ready after {decision.seconds:.2f} s"
-            return replace(patience.served(view, [key]), pending={**view.pending, key: why}), False
-    if isinstance(decision, Place):
-        known = view.put_off.get(key)
-        made = replace(
-            _new(version, decision, context),
-            outlook=known.outlook if known is not None else None,
-            call=next(iter(view.callers.get(key, EMPTY).values()), ""),
-        )
-        return patience.served(view.put_instance(made), [key]), True
-    if isinstance(decision, Evict):
-        for name in decision.instances:
-            idle = view.instances[name]
-            # A call may be on its way to it: it still ends when that call does.
-            grace = 0.0 if decision.at_once else idle.manifest.timeout
-            view = instances.stop(view, idle, f"makes room for {key[0]}", grace, resume=idle.carries)
-    if isinstance(decision, Migrate):
-        view = replace(view, moves={**view.moves, **{move.instance: move for move in decision.moves}})
+    known = view.put_off.get(key)
+    outlook = known.outlook if known is not None else None
+    caller = next(iter(view.callers.get(key, EMPTY).values()), "")
+    made = replace(_new(version, place, context), outlook=None if waits else outlook, call=caller)
+    view = view.put_instance(made)
+    if more or waits:
+        return patience.behind(view, key, context.now, outlook if waits else None)
+    return patience.served(view, [key])
+
+
+def _waits(view: View, request: Request, decision: Evict | Migrate | Wait | Refuse, now: float) -> View:
+    """It has no place yet; room is made for it as was decided."""
+    key = request.key
+    view = room.begun(view, key, decision, over_s(view, key, decision.seconds))
     reason: Words = decision.reason
-    if isinstance(decision, (Evict, Wait)):
-        after = over_s(view, key, decision.seconds)
-        view = replace(view, claims={**view.claims, **dict.fromkeys(decision.claims, after)})
-    if isinstance(decision, Wait) and not decision.room:
-        view, reason = awaiting.told(view, key, request.need(view), reason, context.now)
+    beside = isinstance(decision, Wait) and decision.room
+    if isinstance(decision, Wait) and not beside:
+        view, reason = awaiting.told(view, key, request.need(view), reason, now)
     if not isinstance(decision, Refuse):
         seconds = decision.seconds
-        outlook = Outlook(type(decision).__name__.lower(), context.now, seconds) if seconds is not None else None
-        view = patience.put_off(view, request, context.now, outlook)
-    return replace(view, pending={**view.pending, key: reason}), False
+        outlook = Outlook(type(decision).__name__.lower(), now, seconds) if seconds is not None else None
+        view = patience.put_off(view, request, now, outlook, room=beside)
+    return view if key in view.pending else replace(view, pending={**view.pending, key: reason})
 
 
 def _choose(request: Request, view: View, *, context: Context) -> Decision:

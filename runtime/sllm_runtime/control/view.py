@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -220,6 +221,8 @@ class PutOff:
     last: float
     outlook: Outlook | None = None
     """Of the first decision that said how long it would take."""
+    lacks: float = inf
+    """Since when it lacks one without a break, where it has got others meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +260,13 @@ class View:
     pending: Mapping[Key, Words] = field(default_factory=dict)
     """Why a wanted instance cannot be placed now; ``why`` says it."""
     claims: Mapping[str, float] = field(default_factory=dict)
-    """Instances whose places starts of this plan wait for, with the seconds after which these will have served their
-    calls there; infinite where nobody knows."""
+    """Instances whose places starts of this plan wait for, or that are moved for one, with the seconds after which
+    these will have served their calls there; infinite where nobody knows."""
     lacking: Mapping[Key, int] = field(default_factory=dict)
-    """Instances that versions want for calls which wait, and have no place for."""
+    """Instances that versions want for calls which wait, and have no place for; none of those of ``enough``."""
+    enough: frozenset[Key] = frozenset()
+    """Versions that want instances for calls which wait and have enough all the same: the calls are expected to begin
+    at those that are there before another one would be ready."""
     awaiting: Mapping[Key, Progress] = field(default_factory=dict)
     """Those of them for which a node is to come, and how far that is."""
     pool: Pool | None = None
@@ -299,9 +305,9 @@ class View:
         return sum(self.waiting.get(key, EMPTY).values())
 
     def put_off_s(self, key: Key, now: float) -> float:
-        """For how long a wanted instance of a version could not be placed; 0: none is put off."""
+        """For how long a version has lacked a wanted instance, whichever it is; 0: none is put off."""
         known = self.put_off.get(key)
-        return now - known.since if known is not None else 0.0
+        return now - min(known.since, known.lacks) if known is not None else 0.0
 
     def why(self, key: Key, otherwise: str = "") -> str:
         """Why a wanted instance of a version cannot be placed now, for people; ``otherwise`` if none waits."""
@@ -335,6 +341,12 @@ class View:
         """Instances that calls are on their way to by migration."""
         going = (each for each in self.migrations.values() if each.ended is None)
         return frozenset(each.destination for each in going if each.destination)
+
+    @property
+    def making_way(self) -> frozenset[str]:
+        """Instances that are moved, or are to be, so that a start has their places."""
+        going = (each for each in self.migrations.values() if each.ended is None and each.by is not None)
+        return frozenset(self.moves) | {each.source for each in going}
 
     # --- changes: each returns a new view -----------------------------------------------------------
     def put_instance(self, instance: Instance) -> View:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from sllm_runtime.control import draining
 from sllm_runtime.control.migration import so_far
 from sllm_runtime.control.plan import SendStop
+from sllm_runtime.control.scheduling.policies import POLICIES
 from sllm_runtime.protocol.errors import NodeNotFound
 from sllm_runtime.protocol.states import InstanceState, MigrationState
 from tests.unit.control.test_migration import CHAT, entries, ready, running, works
-from tests.unit.control.world import World
+from tests.unit.control.world import FakeNode, World, deployed, manifest
 
 
 def cordon(world: World, name: str, *, cordoned: bool = False, drain: bool = False) -> None:
@@ -101,6 +104,28 @@ def test_one_that_finds_no_room_goes_on_and_is_asked_for_again() -> None:
     world.nodes["n2"].holds.clear()
     world.turn(2)
     assert len(world.live(CHAT)) == 2
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_what_is_idle_elsewhere_ends_for_one_that_has_to_go(policy: str) -> None:
+    world, source = running(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=1.0, gpus=0))
+    world.policy = POLICIES[policy]()
+    world.view = deployed(world.view, manifest("old", labels={}, cpu=1.0))
+    cordon(world, "n1", cordoned=True)
+    world.wait_for(("old", 1), 1)
+    world.plan()
+    (old,) = world.live(("old", 1))
+    ready(world, old)
+    world.wait_for(("old", 1), 0)
+    world.turn(2)
+    cordon(world, "n1", drain=True)
+    world.plan()
+    stop = world.view.instances[old].stop
+    assert stop is not None
+    assert stop.reason == "makes room for chat"
+    assert dict(world.view.claims) == {old: inf}
+    world.turn(1)
+    assert [world.view.instances[name].record.node for name in world.live(CHAT) if name != source] == ["n2"]
 
 
 def test_calls_of_a_node_that_says_it_is_stopped_move() -> None:

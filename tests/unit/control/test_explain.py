@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 
 import msgspec
@@ -12,6 +13,7 @@ from sllm_runtime.control.events import events
 from sllm_runtime.control.explain import RECORDED, explained, started
 from sllm_runtime.control.history import MOST, MOST_REPORTS, History, Past
 from sllm_runtime.control.placement import Place
+from sllm_runtime.control.plan import Context, plan
 from sllm_runtime.control.scheduling.policies import Random
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.scheduling.startup import StartupTime
@@ -55,6 +57,17 @@ def test_each_node_has_its_estimate_or_what_is_in_the_way() -> None:
     seconds = {each.node: each.seconds for each in told.candidates}
     assert seconds["full"] is not None
     assert seconds["full"] < 1.0, "where it does not fit it would be quickest"
+
+
+def test_what_the_plan_claimed_for_it_is_not_in_its_way() -> None:
+    """It is told what the plan has decided, which is the same each time."""
+    made, _ = function(cluster(node("near", models=(M.digest,)), models=(M,)), "chat", M)
+    made = idle(function(made, "old")[0], "old", "near").put_waiting(KEY, "gw", 1)
+    for words in ("makes room on near by ending 1 idle instance(s)", "waits for instances to end on near"):
+        after = plan(made, Context(now=NOW, wall=0.0, policy=StartupTime(), rng=random.Random(1))).view
+        assert after.why(KEY) == words
+        assert explained(after, KEY, StartupTime(), NOW).decision == "waits for instances to end on near"
+        made = after
 
 
 def test_other_things_in_the_way_are_named() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from sllm_runtime.control.patience import LINGER_S
+from dataclasses import replace
+
+from sllm_runtime.control.patience import LINGER_S, put_off
+from sllm_runtime.control.placement import Request
+from sllm_runtime.control.view import PutOff
 from sllm_runtime.protocol.states import InstanceState
 from tests.unit.control.world import FakeNode, World, deployed, manifest
 
@@ -59,6 +63,26 @@ def test_a_node_is_kept_for_what_has_waited_as_long_as_calls_may_last() -> None:
     assert made.live(("late", 1)), "nobody else gets the place"
     assert not made.view.kept
     assert not made.view.put_off.keys() & {("late", 1)}
+
+
+def test_no_more_ends_than_what_it_takes_the_place_of() -> None:
+    made = world(FakeNode("n1", 8.0, 4))
+    names = [running(made, name, gpu="L4", timeout=20) for name in "abcd"]
+    made.view = deployed(made.view, manifest("late", gpu="L4"))
+    made.wait_for(("late", 1), 1)
+    made.turn(21.0)
+    assert made.view.kept == {"n1": ("late", 1)}
+    assert sum(made.view.instances[name].stop is not None for name in names) == 1
+
+
+def test_nothing_is_kept_for_what_waits_beside_room() -> None:
+    made = busy_cluster()
+    made.turn(1.0)
+    late = made.view.versions[("late", 1)]
+    asked = Request(("late", 1), late.manifest)
+    waited = replace(made.view, put_off={("late", 1): PutOff(made.now - 30.0, made.now)})
+    assert not put_off(waited, asked, made.now, room=True).kept
+    assert put_off(waited, asked, made.now).kept
 
 
 def test_of_two_that_wait_the_first_one_gets_the_place() -> None:

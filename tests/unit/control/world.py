@@ -6,13 +6,13 @@ from dataclasses import replace
 import msgspec
 
 from sllm_runtime.control import registry
-from sllm_runtime.control.loop import accepted
+from sllm_runtime.control.loop import accepted, refused
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
 from sllm_runtime.control.reports import observe, still
 from sllm_runtime.control.scheduling.policies import StartupTime
-from sllm_runtime.control.view import Key, View
-from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.control.view import Instance, Key, View
+from sllm_runtime.protocol.errors import ErrorBody, NoCapacity
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Gpu, InstanceStatus, NodeStatus
 from sllm_runtime.protocol.records import VersionRecord
@@ -46,6 +46,8 @@ class FakeNode:
         self.name, self.cpu = name, cpu
         self.gpus = tuple(Gpu(index=index, kind="L4", memory=24 * GIB) for index in range(gpus))
         self.labels: dict[str, str] = {}
+        self.models: tuple[str, ...] = ()
+        """What lies on its SSD."""
         self.instances: dict[str, InstanceStatus] = {}
         self.holds: dict[str, tuple[float, tuple[int, ...]]] = {}
         self.sequence, self.life, self.alive, self.draining = 0, 0, True, False
@@ -54,7 +56,12 @@ class FakeNode:
         self.life, self.sequence = self.life + 1, 0
         self.instances, self.holds = {}, {}
 
-    def set(self, name: str, state: InstanceState, error: ErrorBody | None = None, **fields: float) -> None:
+    def room(self, what: Instance) -> bool:
+        """Whether it could take that instance."""
+        taken = {index for _, gpus in self.holds.values() for index in gpus}
+        return what.manifest.cpu <= self.cpu - sum(cpu for cpu, _ in self.holds.values()) and not taken & {*what.gpus}
+
+    def set(self, name: str, state: InstanceState, error: ErrorBody | None = None, **fields: object) -> None:
         changes = {"state": state, "error": error, **fields}
         self.instances[name] = msgspec.structs.replace(self.instances[name], **changes)
         if final(INSTANCE, state):
@@ -74,6 +81,7 @@ class FakeNode:
             free_memory=(64 - len(self.holds)) * GIB,
             gpus=tuple(msgspec.structs.replace(gpu, used_by=taken.get(gpu.index)) for gpu in self.gpus),
             labels=self.labels,
+            models=self.models,
             draining=self.draining,
             instances=tuple(self.instances.values()),
         )
@@ -90,6 +98,8 @@ class World:
         self.policy: Policy = StartupTime()
         self.started: list[tuple[float, str]] = []
         """When which instance got its first start command."""
+        self.refusals = 0
+        """Starts for which a node had no room."""
 
     def hear(self, name: str) -> None:
         node = self.nodes[name]
@@ -120,6 +130,10 @@ class World:
         instance = self.view.instances[action.instance]
         node = self.nodes[instance.record.node]
         if not node.alive:
+            return
+        if action.instance not in node.instances and not node.room(instance):
+            self.refusals += 1
+            self.view = refused(self.view, action, NoCapacity(f"{node.name} is full"), self.now)
             return
         if action.instance not in node.instances:
             node.holds[action.instance] = (instance.manifest.cpu, instance.gpus)

@@ -34,7 +34,7 @@ def quickest_ending(
         seconds = ready + sum(again_s(view, server, instance) for instance in idle)
         seconds += start.delay_s(server, guess.seconds)
         if seconds < limit:
-            limit, found = seconds, (seconds, server.name, ending(server.name, going, ready))
+            limit, found = seconds, (seconds, server.name, ending(server.name, going, ready, room=best != inf))
     return (found[0], found[2]) if found is not None else None
 
 
@@ -62,12 +62,13 @@ def make_room(request: Request, need: Need, view: View, servers: Sequence[Server
     return ending(name, going)
 
 
-def ending(name: str, going: Sequence[Instance], seconds: float | None = None) -> Decision:
+def ending(name: str, going: Sequence[Instance], seconds: float | None = None, *, room: bool = False) -> Decision:
     """The decision to end those of ``going`` on server ``name`` that do not end yet, for an instance that is ready
-    there after ``seconds``; where all do, to wait for them."""
+    there after ``seconds``; where all do, to wait for them. ``room``: there is some elsewhere."""
     claims = tuple(each.record.instance for each in going)
     names = tuple(each.record.instance for each in going if each.stop is None)
     if not names:
-        return Wait(f"waits for instances to end on {name}", claims=claims)
+        known = seconds if not any(map(ends_late, going)) else None
+        return Wait(f"waits for instances to end on {name}", seconds=known, room=room, claims=claims)
     why = f"makes room on {name} by ending {len(names)} idle instance(s)"
     return Evict(names, why, claims, seconds=seconds)

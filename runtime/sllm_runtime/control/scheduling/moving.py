@@ -11,12 +11,12 @@ from typing import Final, NamedTuple, TypeAlias
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, alike, choose_gpus, short, suits
 from sllm_runtime.control.placement import Migrate, Request, may_start
-from sllm_runtime.control.scheduling.crowd import crowd, delay_s
+from sllm_runtime.control.scheduling.crowd import NOBODY, Others, goes_without
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moves import MOST_MOVES, Amounts, Movable, Moves, Target, search
 from sllm_runtime.control.scheduling.rooms import CLOSE_S, Room, Start, by_time, quickest
 from sllm_runtime.control.scheduling.servers import Server
-from sllm_runtime.control.view import Instance, Key, Move, View
+from sllm_runtime.control.view import Instance, Key, Move, Node, View
 
 SETTLED_S: Final = 30.0
 """No instance is moved sooner after it was moved or took over what was, nor preempted sooner after it became ready: its
@@ -43,15 +43,16 @@ class Moving:
     moved: Set[str]
     """Instances that are left alone."""
     settled_s: float
-    crowd: Mapping[str, int]
-    """As in ``Start``: nothing is moved to where others lack a place."""
+    others: Others
+    """As in ``Start``: nothing is moved to where they would go without a place."""
     _first: dict[_Held, tuple[Need | None, list[Room]]] = field(default_factory=dict)
     _more: dict[tuple[_Held, int], list[Room]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request, view: View, servers: Servers, now: float, settled_s: float) -> Moving:
+    def of(
+        cls, request: Request, view: View, servers: Servers, now: float, settled_s: float, others: Others = NOBODY
+    ) -> Moving:
         """Of one decision."""
-        others = crowd(request.key, view, servers)
         return cls(request, view, servers, now, _moved(view, now, settled_s), settled_s, others)
 
     def movable(self, server: Server) -> list[Instance]:
@@ -90,8 +91,13 @@ class Moving:
         return [room for room in rooms if room.server is not server][:count]
 
     def _quickest(self, instance: Instance, need: Need, count: int) -> list[Room]:
-        view, key = self.view, instance.key
-        start = Start(key, need, view.model_of(key), view.learned, may_start(view, key, self.now))
+        view, key, others = self.view, instance.key, self.others
+        may, servers = may_start(view, key, self.now), self.servers.of(view)
+
+        def alone(node: Node) -> bool:
+            return may(node) and not goes_without(servers[node.record.node], need, others)
+
+        start = Start(key, need, view.model_of(key), view.learned, alone if others else may)
         return quickest(start, self.servers, count)
 
 
@@ -276,7 +282,7 @@ def _targets(
     targets = []
     for room in moving.rooms(going, server, count):
         seconds = room.estimate.seconds + resume + release
-        if seconds < within and not delay_s(room.server, going.need, moving.crowd, seconds):
+        if seconds < within:
             targets.append(Target(room.server.name, _taken(going.need, room.server, kinds), seconds))
     return tuple(targets)
 

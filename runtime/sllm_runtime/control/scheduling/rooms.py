@@ -12,13 +12,13 @@ import msgspec
 
 from sllm_runtime.control.fits import Need
 from sllm_runtime.control.placement import May
-from sllm_runtime.control.scheduling.crowd import delay_s
+from sllm_runtime.control.scheduling.crowd import NOBODY, Others, delay_s
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate, Tier, arrival
 from sllm_runtime.control.scheduling.servers import Server
-from sllm_runtime.control.view import EMPTY, Key
+from sllm_runtime.control.view import Key
 from sllm_runtime.protocol.loader import DISK, path_of
 from sllm_runtime.protocol.records import ModelRecord
 
@@ -36,12 +36,12 @@ class Start(msgspec.Struct, frozen=True):
     model: ModelRecord | None
     learned: Learned
     may: May
-    crowd: Mapping[str, int] = EMPTY
-    """By server: instances that others lack whose weights are there."""
+    others: Others = NOBODY
+    """What other versions lack."""
 
     def delay_s(self, server: Server, seconds: float) -> float:
         """What a start that takes so many seconds on ``server`` costs those others."""
-        return delay_s(server, self.need, self.crowd, seconds) if self.crowd else 0.0
+        return delay_s(server, self.need, self.others, seconds) if self.others else 0.0
 
     def on(self, server: Server, release: float = 0.0) -> Estimate:
         """What it takes there."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
+from sllm_runtime.control.placement import ends_late
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import EMPTY, STARTING, Instance, Key, Node, View
 from sllm_runtime.protocol.loader import DISK, is_link, path_of, unused_bandwidth
@@ -32,6 +34,14 @@ class Stored:
         if before is not None and said == (before.resident, before.models, before.remote):
             return before
         return cls(*said, frozenset(status.resident), frozenset(status.models).difference(status.remote))
+
+
+class Turnover(NamedTuple):
+    """How many instances of a server give their places back: ``now``, as they are idle or end, and ``in_time``, those
+    among them. Not those that their version keeps without a caller."""
+
+    now: int
+    in_time: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +81,20 @@ class Server:
     def kinds(self) -> Mapping[str, tuple[str, ...]]:
         """The kinds of the accelerators that each instance holds."""
         return {name: tuple([gpu.kind for gpu in gpus]) for name, gpus in self.held.items()}
+
+    def turnover(self, device: bool) -> Turnover:
+        """Of its instances; ``device``: of those that hold an accelerator."""
+        return self._turnovers[device]
+
+    @cached_property
+    def _turnovers(self) -> tuple[Turnover, Turnover]:
+        leave = [i for i in self.instances.values() if not i.ended and (i.stop or not i.manifest.min_instances)]
+        hold = [i for i in leave if i.gpus or i.record.instance in self.held]
+        soon = {i.record.instance for i in self.yielding if not ends_late(i)}
+        of_all, of_holders = (
+            Turnover(sum(i.record.instance in soon for i in each), len(each)) for each in (leave, hold)
+        )
+        return of_all, of_holders
 
     @cached_property
     def turns(self) -> tuple[tuple[Key, float, Instance], ...]:

@@ -8,7 +8,7 @@ gone on for longer is expected to take as long again: nobody waits much longer t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Final
 
@@ -19,14 +19,16 @@ MOST: Final = 1000
 """More calls than so many are not waited for."""
 
 
-def last_begins_s(view: View, key: Key, now: float) -> float:
-    """Seconds until all calls of version ``key`` that wait have begun at instances that are there, or start; infinite
-    where nobody knows how long its calls take, or it has no instance."""
+def last_begins_s(view: View, key: Key, now: float, coming: Sequence[float] = ()) -> float:
+    """Seconds until all calls of version ``key`` that wait have begun at instances that are there, or start, or wait
+    for a place and will be ready after the seconds of ``coming``; infinite where nobody knows how long its calls take,
+    or it has no instance."""
     waiting, call_s = view.demand(key), view.learned.call_s(key)
     if call_s is None or not 0 < waiting <= MOST:
         return inf
     there = (instance for instance in view.of(key) if _takes_calls(view, instance))
     free = [begin for instance in there for begin in _slots(instance, call_s, now)]
+    free += [ready for ready in coming for _ in range(view.versions[key].manifest.concurrency)]
     if not free:
         return inf
     heapq.heapify(free)

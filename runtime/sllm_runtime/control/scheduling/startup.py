@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.control.placement import Decision, Evict, Place, Request, Wait, may_start, why_not
-from sllm_runtime.control.scheduling.crowd import crowd
+from sllm_runtime.control.scheduling.crowd import Crowd
 from sllm_runtime.control.scheduling.ending import quickest_ending, release_s
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moving import SETTLED_S, Moving, fewest_removed, quickest_move, under_way
@@ -31,6 +31,7 @@ class StartupTime:
     def __init__(self, moves: bool = True, settled_s: float = SETTLED_S) -> None:
         """``settled_s``: nothing is moved again sooner."""
         self._servers = Servers()
+        self._crowd = Crowd(self._servers)
         self._moves, self._settled_s = moves, settled_s
 
     def ways(self, request: Request, view: View, now: float) -> Ways:
@@ -38,9 +39,12 @@ class StartupTime:
         return Ways(request, view, now, self._settled_s)
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
-        start = _start(request, view, self._servers, now)
+        start = _start(request, view, self._servers, self._crowd, now)
         room = _first(start, self._servers)
-        moves = under_way(view, request)
+        if room is not None and not request.patient:
+            return Place(room.server.name, room.gpus, room.estimate)
+        may_move = request.patient and not request.further
+        moves = under_way(view, request) if may_move else []
         if moves:
             late = now > max(move.decided + move.seconds for move in moves) + OVERDUE_S
             waits = Wait(f"waits for {len(moves)} instance(s) to go on elsewhere")
@@ -50,17 +54,16 @@ class StartupTime:
             start = msgspec.structs.replace(start, need=need)
         best = _cost(start, room) if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
-        if self._moves and self._servers.busy:
-            moving = Moving.of(request, view, self._servers, now, self._settled_s)
+        if self._moves and may_move and self._servers.busy:
+            moving = Moving.of(request, view, self._servers, now, self._settled_s, start.others)
             made = quickest_move(moving, start, made[0] if made is not None else best) or made
-        other = made[0] if made is not None else best
-        if request.patient and view.put_off_s(request.key, now) < other:  # calls may follow each other for ever there
-            ends = quickest_wait(request, start, view, self._servers, now, other)
+        otherwise = made[1] if made is not None else _here(room)
+        kept = request.key in view.kept.values()  # whoever has a node kept for it has waited
+        if request.patient and not kept and view.put_off_s(request.key, now) < _ready_s(otherwise):
+            ends = quickest_wait(request, start, view, self._servers, now, made[0] if made is not None else best)
             if ends is not None:
                 return replace(ends[1], room=best != inf)
-        if made is not None:
-            return made[1]
-        return _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
+        return otherwise or why_not(request, start.need, view, _asked(start, self._servers))
 
 
 class Preemption:
@@ -70,16 +73,22 @@ class Preemption:
     def __init__(self, settled_s: float = SETTLED_S) -> None:
         """``settled_s``: nothing is stopped sooner after it became ready."""
         self._servers = Servers()
+        self._crowd = Crowd(self._servers)
         self._settled_s = settled_s
 
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
-        start = _start(request, view, self._servers, now)
+        start = _start(request, view, self._servers, self._crowd, now)
         room = _first(start, self._servers)
+        if room is not None and not request.patient:
+            return Place(room.server.name, room.gpus, room.estimate)
         best = _cost(start, room) if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
         if made is not None:
             return made[1]
-        stopped = self._stopped(Moving.of(request, view, self._servers, now, self._settled_s), start, best)
+        if not request.patient:  # nothing is stopped for what runs
+            return _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
+        moving = Moving.of(request, view, self._servers, now, self._settled_s, start.others)
+        stopped = self._stopped(moving, start, best)
         return stopped or _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
 
     def _stopped(self, moving: Moving, start: Start, best: float) -> Evict | None:
@@ -104,8 +113,8 @@ class Ways:
     def __init__(self, request: Request, view: View, now: float, settled_s: float) -> None:
         self._servers = Servers()
         self._request, self._view, self._now = request, view, now
-        self._start = _start(request, view, self._servers, now)
-        self._moving = Moving.of(request, view, self._servers, now, settled_s)
+        self._start = _start(request, view, self._servers, Crowd(self._servers), now)
+        self._moving = Moving.of(request, view, self._servers, now, settled_s, self._start.others)
 
     def on(self, name: str) -> list[Decision]:
         """The quickest of each kind on server ``name``."""
@@ -119,22 +128,28 @@ class Ways:
         return [each[1] for each in found if each is not None]
 
 
-def _start(request: Request, view: View, servers: Servers, now: float) -> Start:
+def _start(request: Request, view: View, servers: Servers, crowd: Crowd, now: float) -> Start:
     servers.of(view)
     model = view.models.get(request.model) if request.model else None
     need = servers.need(view, request.key, request.manifest)
-    others = crowd(request.key, view, servers)
+    others = crowd.others(request.key, view, now)
     return Start(request.key, need, model, view.learned, may_start(view, request.key, now), others)
 
 
 def _first(start: Start, servers: Servers) -> Room | None:
     """Where it starts soonest, what it costs others counted."""
-    rooms = quickest(start, servers, FEW if start.crowd else 1)
+    rooms = quickest(start, servers, FEW if start.others else 1)
     return min(rooms, key=lambda room: (room.rank, _cost(start, room)), default=None)
 
 
 def _cost(start: Start, room: Room) -> float:
     return room.estimate.seconds + start.delay_s(room.server, room.estimate.seconds)
+
+
+def _ready_s(decision: Decision | None) -> float:
+    """Seconds for which it may wait in place of it: calls may follow each other for ever there. Of the start alone,
+    whatever it costs others: these may be as many as there are calls."""
+    return decision.seconds if decision is not None and decision.seconds is not None else inf
 
 
 def _here(room: Room | None) -> Place | None:

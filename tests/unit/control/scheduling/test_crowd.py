@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.scheduler_cluster import request
-from sllm_runtime.control.placement import Evict, Migrate, Place, Wait, needed
+from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Request, Wait, needed
 from sllm_runtime.control.plan import Context, Plan, plan
-from sllm_runtime.control.scheduling.crowd import crowd, delay_s
+from sllm_runtime.control.scheduling.crowd import Crowd, Others, delay_s
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.policies import POLICIES, StartupTime
-from sllm_runtime.control.view import View
+from sllm_runtime.control.view import Key, PutOff, Refusal, View
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place
+from tests.unit.control.world import GIB
 
 A, B, C = model("a", 2 * GB), model("b", 2 * GB), model("c", 2 * GB)
 
@@ -74,16 +78,118 @@ def full(lacking: int) -> View:
     return replace(view, lacking={("a", 1): 1} | {(name, 1): 1 for name in ("b", "c")[:lacking]})
 
 
+def others(view: View, key: Key = ("a", 1)) -> Others:
+    return Crowd(Servers()).others(key, view, NOW)
+
+
 def test_what_others_lack_counts_by_where_their_weights_are() -> None:
-    view, servers = full(2), Servers()
-    there = servers.of(view)
-    found = crowd(("a", 1), view, servers)
-    assert found == {"theirs": 2}
+    view = full(2)
+    there = Servers().of(view)
+    found = others(view)
+    assert [found.at(name) for name in ("theirs", "mine")] == [2.0, 0.0]
     need = request(view, ("a", 1)).need(view)
     assert delay_s(there["theirs"], need, found, 20.0) == 40.0, "one of three gets the place of who is idle"
     assert delay_s(there["mine"], need, found, 20.0) == 0.0
-    assert delay_s(there["theirs"], need, {"theirs": 0}, 20.0) == 0.0
-    assert not crowd(("a", 1), replace(view, lacking={}), servers)
+    assert not others(replace(view, lacking={}))
+    assert not others(replace(view, lacking={("a", 1): 8})), "of its own it takes no place away"
+
+
+@pytest.mark.parametrize("why", ["kind", "memory", "label", "cordoned", "kept", "refused"])
+def test_what_others_could_not_start_there_takes_nothing_from_them(why: str) -> None:
+    view = full(2)
+    fields: dict[str, dict[str, Any]] = {
+        "kind": {"gpu": ["T4"]},
+        "memory": {"memory": 900 * GIB},
+        "label": {"labels": {"zone": "b"}},
+    }
+    for key in (("b", 1), ("c", 1)):
+        version = view.versions[key]
+        changed = version.manifest.model_copy(update=fields.get(why, {}))
+        view = view.put_version(msgspec.structs.replace(version, manifest=changed))
+        view = (
+            replace(view, refused={**view.refused, (key, "theirs"): Refusal(NOW + 1, "no")})
+            if why == "refused"
+            else view
+        )
+    if why == "cordoned":
+        node = view.nodes["theirs"]
+        view = view.put_node(replace(node, record=msgspec.structs.replace(node.record, cordoned=True)))
+    view = replace(view, kept={"theirs": ("a", 1)}) if why == "kept" else view
+    assert others(view).at("theirs") == 0.0
+
+
+def test_what_has_its_weights_on_several_servers_lacks_a_place_once() -> None:
+    view = cluster(*(node(f"n{number}", models=(B.digest,)) for number in range(4)), models=(A, B))
+    view = function(function(view, "a", A)[0], "b", B)[0]
+    found = others(replace(view, lacking={("b", 1): 6}))
+    assert [found.at(f"n{number}") for number in range(4)] == [1.5] * 4
+
+
+def test_what_is_lacking_is_the_same_whether_it_is_counted_anew_or_as_it_changes() -> None:
+    view, kept = full(2), Crowd(Servers())
+    for lacking in ({("b", 1): 2}, {("b", 1): 1, ("c", 1): 3}, {("c", 1): 3, ("a", 1): 1}, {("a", 1): 1}):
+        view = replace(view, lacking=lacking)
+        for key in (("a", 1), ("b", 1)):
+            found, anew = kept.others(key, view, NOW), others(view, key)
+            assert found.at("theirs") == pytest.approx(anew.at("theirs"))
+            assert bool(found) == bool(anew)
+
+
+def test_only_what_gives_its_place_back_counts_as_one() -> None:
+    """Who holds no accelerator gives none; who is to be there without a caller stays; who works ends in time."""
+    view = full(2)
+    view = idle(function(view, "plain")[0], "plain", "theirs", 7)
+    view = idle(function(view, "least", min_instances=1)[0], "least", "theirs", 8)
+    view = idle(function(view, "more")[0], "more", "theirs", 9, running=1)
+    plain = view.instances["plain-on-theirs-7"]
+    view = view.put_instance(replace(plain, gpus=()))
+    there = Servers().of(view)["theirs"]
+    assert there.turnover(True) == (1, 2)
+    assert there.turnover(False) == (2, 3)
+
+
+def test_a_place_near_its_weights_is_taken_though_another_lacks_one_that_has_its_own() -> None:
+    """``b`` could start on ``z`` as well; on ``y`` a short call is about to end."""
+    nodes = (node("x", models=(A.digest, B.digest)), node("y", models=(A.digest,)), node("z", models=(B.digest,)))
+    view = function(function(cluster(*nodes, models=(A, B)), "a", A)[0], "b", B)[0]
+    view = idle(function(view, "busy")[0], "busy", "y", running=1)
+    view = replace(view, learned=view.learned.called(("busy", 1), 0.1), lacking={("b", 1): 1})
+    decision = place(StartupTime(), view, "a")
+    assert isinstance(decision, Place)
+    assert decision.node == "x"
+
+
+def test_it_waits_for_no_longer_than_its_own_start_takes_however_many_lack_a_place() -> None:
+    """20 s on ``theirs``, where it would be one of twenty; calls on ``mine`` follow each other for ever."""
+    view = full(0)
+    view = replace(view, learned=view.learned.called(("busy", 1), 27.0), lacking={("b", 1): 19})
+    assert isinstance(place(StartupTime(), view, "a"), Wait)
+    for waited, waits in ((15.0, True), (25.0, False)):
+        later = replace(view, put_off={("a", 1): PutOff(NOW - waited, NOW)})
+        assert isinstance(place(StartupTime(), later, "a"), Wait) is waits
+
+
+def test_calls_that_begin_where_their_version_is_lack_no_place() -> None:
+    """Twenty short ones at one instance, which could have twenty."""
+    view = cluster(node("near", gpus=2, models=(B.digest,)), models=(B,))
+    view = idle(function(view, "b", B, max_instances=20)[0], "b", "near", running=1)
+    view = replace(view, learned=view.learned.called(("b", 1), 0.05)).put_waiting(("b", 1), "gw", 20)
+    for _ in range(2):
+        view = planned(view).view
+        assert not view.lacking
+        assert view.enough == {("b", 1)}
+    assert "all its calls are expected to begin" in view.why(("b", 1))
+    seen = list[Mapping[Key, int]]()
+
+    class Seeing(StartupTime):
+        def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
+            seen.append(view.lacking)
+            return super().place(request, view, now, rng)
+
+    plan(view, Context(now=NOW, wall=0.0, policy=Seeing(), rng=random.Random(1)))
+    assert seen == [{}], "nor while that is asked once more"
+    view = planned(view.put_waiting(("b", 1), "gw", 100)).view
+    assert (view.lacking[("b", 1)], view.enough) == (18, frozenset()), "one is started, for others there is no room"
 
 
 @pytest.mark.parametrize(("lacking", "waits"), [(0, False), (1, True)])
@@ -114,10 +220,21 @@ def test_nothing_is_moved_to_where_others_lack_a_place(lacking: int, moves: bool
     assert isinstance(place(StartupTime(), view, "a"), Migrate) is moves
 
 
+def test_it_is_moved_to_a_slower_server_where_others_lack_none() -> None:
+    nodes = (*(node(f"theirs{number}", models=(B.digest, C.digest)) for number in range(3)), node("slow"))
+    big = model("big", 40 * GB)
+    view = cluster(node("mine", models=(big.digest,)), *nodes, models=(big, B, C))
+    view = function(function(view, "a", big)[0], "b", B)[0]
+    view = idle(function(view, "c", C, engine=True, model=C.digest)[0], "c", "mine", running=1, carries=True)
+    decision = place(StartupTime(), replace(view, lacking={("b", 1): 9}), "a")
+    assert isinstance(decision, Migrate)
+    assert [move.node for move in decision.moves] == ["slow"]
+
+
 def test_a_plan_counts_what_is_lacking_until_it_has_its_place() -> None:
     view = cluster(node("near", gpus=1, models=(A.digest, B.digest)), models=(A, B))
     for name, record in (("a", A), ("b", B)):
         view = function(view, name, record)[0].put_waiting((name, 1), "gw", 1)
     made = planned(view)
     assert [each.key for each in made.view.instances.values()] == [("a", 1)]
-    assert dict(made.view.lacking) == {("a", 1): 0, ("b", 1): 1}
+    assert dict(made.view.lacking) == {("b", 1): 1}

@@ -366,7 +366,8 @@ def test_the_policy_finds_what_trying_everything_finds(seed: int, nodes: int, wi
             name, gpus = rng.choice(spare[:1] if rng.random() < 0.7 else spare)
             view = started(view, key, Place(name, gpus), f"i{number}", carries=rng.random() < 0.3)
     best = brute_force(view, asked)
-    decision = StartupTime().place(replace(request(view, asked), patient=False), view, NOW, rng)
+    never = replace(view, learned=replace(view.learned, calls={}))  # nobody knows when a call ends
+    decision = StartupTime().place(request(view, asked), never, NOW, rng)
     waited = StartupTime().place(request(view, asked), view, NOW, rng)
     if best is None:
         assert isinstance(decision, Wait | Refuse)

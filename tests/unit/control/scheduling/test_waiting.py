@@ -98,6 +98,12 @@ def test_calls_that_follow_each_other_for_ever_are_not_waited_for_much_longer_ei
     assert later == pytest.approx(FAR_S, abs=1.0)
 
 
+def test_who_has_a_node_kept_for_it_waits_for_no_call() -> None:
+    decision = chat(replace(busy(), kept={"far": ("chat", 1)}))
+    assert isinstance(decision, Place)
+    assert decision.node == "far"
+
+
 @pytest.mark.parametrize("why", ["unknown", "in demand", "claimed", "wanted"])
 def test_what_is_not_expected_to_become_free_is_not_waited_for(why: str) -> None:
     view = busy(None if why == "unknown" else 0.5)
