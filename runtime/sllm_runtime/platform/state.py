@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from nats.js.api import RawStreamMsg
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.streams import STATE_STREAM, WITHIN_S, await_streams, ensure_streams
-from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
+from sllm_runtime.platform.watch import Last, Watch, is_deletion, last_messages
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import NotStorable, ProtocolError, StaleTerm, Unavailable
 from sllm_runtime.protocol.limits import KIB
@@ -42,8 +42,27 @@ _AGAIN_S = 0.05
 _WRITE_S = 10.0
 _TRY_S = 1.0
 """One try of a write: what was in flight when the server died is written again after this (it changes nothing)."""
+_WHOLE_S = 15.0
+"""How long a server that lags has to catch up, or another one to be asked."""
+_LAGS_S = 0.25
 _MARKER_TTL = "3600"
 """Seconds that a deletion stays visible in the stream; watches that were away longer see it by comparing."""
+
+
+class Records:
+    """All records of one moment. Raises ``ProtocolError`` as ``StateStore``."""
+
+    def __init__(self, found: Mapping[str, bytes]) -> None:
+        self._found = found
+
+    def get(self, key: str, type_: type[T]) -> T | None:
+        """The record at ``key``, ``None`` if there is none."""
+        data = self._found.get(key)
+        return None if data is None else _record(type_, key, data)
+
+    def list(self, prefix: str, type_: type[T]) -> dict[str, T]:
+        """All records whose key begins with ``prefix``, by key."""
+        return {key: _record(type_, key, data) for key, data in self._found.items() if key.startswith(prefix)}
 
 
 class StateStore:
@@ -89,9 +108,33 @@ class StateStore:
     async def list(self, prefix: str, type_: type[T]) -> dict[str, T]:
         """All records whose key begins with ``prefix`` (``"functions."``), by key. Raises ``Unavailable``."""
         pattern = prefix if prefix.endswith(">") else prefix.rstrip(".") + ".>"
-        found = await snapshot(self._bus, STATE_STREAM, _SUBJECT + pattern)
-        keys = {name.removeprefix(_SUBJECT): data for name, data in found.items()}
-        return {key: _record(type_, key, data) for key, data in keys.items()}
+        found = await last_messages(self._bus, STATE_STREAM, _SUBJECT + pattern)
+        return _records(found).list("", type_)
+
+    async def everything(self, within_s: float = _WHOLE_S) -> Records:
+        """All records as they were when this process was elected, or later. Raises ``StaleTerm``, ``Unavailable`` after
+        ``within_s`` seconds.
+
+        With replicas any server of the stream may be the one that answers, also one that is catching up. What has
+        this process's own term has all that was written before it, and what came after is its own.
+        """
+        why = "no server answers"
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        found = await last_messages(self._bus, STATE_STREAM, f"{_SUBJECT}>")
+                        term = found.get(_SUBJECT + TERM_KEY)
+                        if term is not None and term.sequence == self._fence:
+                            return _records(found)
+                        await self.confirm()
+                        why = f"a server lags: it does not have term {self._term} yet"
+                    except Unavailable as error:
+                        why = error.message
+                    log.info("the state is read again: %s", why)
+                    await asyncio.sleep(_LAGS_S)
+        except TimeoutError as error:
+            raise Unavailable(f"the state cannot be read (asked for {within_s:g} s): {why}") from error
 
     async def watch(self, pattern: str, type_: type[T], on_change: Callable[[str, T | None], None]) -> Watch:
         """Call ``on_change(key, record)`` for every record that matches now, before this returns, and for every
@@ -233,6 +276,10 @@ def _record(type_: type[T], key: str, data: bytes) -> T:
     """What stands at ``key``; fields that are unknown here are left out. Raises ``ProtocolError``, also for a schema
     that is not this one or the one before: what it means is not known."""
     return codec.served(codec.from_json(type_, data), f"record {key}")
+
+
+def _records(found: Mapping[str, Last]) -> Records:
+    return Records({subject.removeprefix(_SUBJECT): each.data for subject, each in found.items()})
 
 
 class _Refused(Exception):

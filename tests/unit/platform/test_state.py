@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from nats.errors import Error as NatsError
 from nats.js.api import ConsumerConfig
 
+from sllm_runtime.platform import state
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.streams import STATE_STREAM
-from sllm_runtime.protocol.errors import ProtocolError, StaleTerm
+from sllm_runtime.platform.watch import Last, last_messages
+from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, Term
@@ -42,6 +45,34 @@ async def test_put_get_list_delete(nats: Nats) -> None:
     assert await store.get(node_key("n1"), NodeRecord) is None
     assert list(await store.list("nodes", NodeRecord)) == ["nodes.n2"]
     assert await store.list("models.", NodeRecord) == {}
+
+
+async def test_what_a_server_that_lags_shows_is_no_picture_of_the_state(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, or what was there before the last election: it is asked again, until the time is over."""
+    read, old = last_messages, await _leader(nats)
+    await old.put(node_key("n1"), _node("n1"))
+    stale = await read(old._bus, STATE_STREAM, "$KV.sllm_state.>")
+    await old.put(node_key("n2"), _node("n2"))
+    new = await _leader(nats, CONTROLLER_2)
+    lags = [stale, {}]
+
+    async def lagging(*asked: Any) -> dict[str, Last]:
+        return lags.pop() if lags else await read(*asked)
+
+    monkeypatch.setattr(state, "last_messages", lagging)
+    monkeypatch.setattr(state, "_LAGS_S", 0.0)
+    records = await new.everything(GIVE_UP_S)
+    assert not lags
+    assert records.list("nodes.", NodeRecord) == {"nodes.n1": _node("n1"), "nodes.n2": _node("n2")}
+    assert records.get(TERM_KEY, Term) == Term(term=2, controller=CONTROLLER_2)
+    assert records.get(node_key("n3"), NodeRecord) is None
+    with pytest.raises(StaleTerm, match="term 2 leads"):
+        await old.everything(GIVE_UP_S)
+    monkeypatch.setattr(state, "last_messages", lambda *_: asyncio.sleep(0, stale))
+    with pytest.raises(Unavailable, match="a server lags: it does not have term 2 yet"):
+        await new.everything(0.2)
 
 
 async def test_a_deposed_leader_writes_nothing(nats: Nats) -> None:
