@@ -135,7 +135,7 @@ async def lead(
         async with leadership.taking_over():
             stored = await restore.read(store)
             loop = _take_over(stored, bus, leadership, policy or StartupTime(), ledger, nodes)
-            models = Models(loop, nodes)
+            models = Models(loop, ledger, nodes)
             stack.push_async_callback(models.close)
             pulls = Pulls(loop, nodes)
             stack.push_async_callback(pulls.close)

@@ -234,6 +234,7 @@ class Deployments:
         never = unsupported(manifest) or unsatisfiable(need_of(manifest), self._loop.view)
         if never:
             raise Unsatisfiable(f"function {manifest.name!r}: {never}", stage="check")
+        await self._ledger.require_room()
         await self._vault.read(manifest.secrets)
         stored = await bundles.size(self._bus, request.bundle)
         if stored is None:

@@ -19,11 +19,11 @@ import nats.js.errors
 from nats.js.api import RawStreamMsg
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import STATE_STREAM, WITHIN_S, await_streams, ensure_streams
+from sllm_runtime.platform.streams import STATE_STREAM, STORE_FAILED, WITHIN_S, await_streams, ensure_streams
 from sllm_runtime.platform.watch import Last, Watch, is_deletion, last_messages
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import NotStorable, ProtocolError, StaleTerm, Unavailable
-from sllm_runtime.protocol.limits import KIB
+from sllm_runtime.protocol.errors import NotStorable, ProtocolError, StaleTerm, StoreFull, Unavailable
+from sllm_runtime.protocol.limits import KIB, MIB
 from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import STATE, TERM_KEY
@@ -45,6 +45,8 @@ _TRY_S = 1.0
 _WHOLE_S = 15.0
 """How long a server that lags has to catch up, or another one to be asked."""
 _LAGS_S = 0.25
+_FOR_WHAT_RUNS = 1 / 4
+"""Of the stream: what new versions, models and secrets leave to terms, leases, routes, instances and deletions."""
 _MARKER_TTL = "3600"
 """Seconds that a deletion stays visible in the stream; watches that were away longer see it by comparing."""
 
@@ -200,12 +202,30 @@ class StateStore:
 
     async def put(self, key: str, record: msgspec.Struct) -> None:
         """Write ``record``. Raises ``StaleTerm`` if another controller leads, ``NotStorable`` if no try could help,
-        ``Unavailable`` after 10 s."""
+        ``StoreFull`` at once, ``Unavailable`` after 10 s."""
         await self._write(key, codec.to_json(record), {})
 
     async def delete(self, key: str) -> None:
         """Remove ``key``; nothing happens if it is not there. Raises as ``put``."""
-        await self._write(key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": _MARKER_TTL})
+        try:
+            await self._write(key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": _MARKER_TTL})
+        except StoreFull:  # a full stream takes what is smaller than what it replaces; this replaces nothing
+            if await self._read(key, direct=False) is not None:
+                raise
+
+    async def require_room(self) -> None:
+        """Before something is begun that stays and that people can do without: a version, a model, a secret. Raises
+        ``StoreFull`` where what is left is for what runs, ``Unavailable``."""
+        try:
+            info = await self._bus.jetstream.stream_info(STATE_STREAM)
+        except nats.errors.Error as error:
+            raise Unavailable(f"the state's room cannot be read: {_text(error)}") from error
+        used, limit = info.state.bytes, info.config.max_bytes or 0
+        if 0 < limit < used + limit * _FOR_WHAT_RUNS:
+            raise StoreFull(
+                f"{STATE_STREAM} holds {used / MIB:.1f} of {limit / MIB:.1f} MiB of records, and what is left is for"
+                " what runs: delete functions, models or secrets that nobody needs"
+            )
 
     async def _write(self, key: str, data: bytes, headers: dict[str, str]) -> None:
         deadline = time.monotonic() + _WRITE_S
@@ -213,6 +233,8 @@ class StateStore:
             try:
                 await self._write_once(key, data, headers)
                 return
+            except StoreFull:
+                raise
             except Unavailable:
                 if time.monotonic() > deadline:
                     raise
@@ -261,6 +283,8 @@ class StateStore:
                 raise _Refused(error.description) from error
             if error.err_code in _FOR_GOOD:
                 raise _not_storable(key, f"it has {show_bytes(len(data))}: {error.description}") from error
+            if error.err_code == STORE_FAILED:
+                raise StoreFull(f"{key} was not written: {STATE_STREAM}: {error.description}") from error
             raise Unavailable(f"{key} was not written: {error.description}") from error
         except nats.errors.Error as error:
             raise Unavailable(f"{key} was not written: {_text(error)}") from error
