@@ -1,8 +1,9 @@
 """The reliable store: records in one JetStream KV bucket, written by the leading controller alone.
 
 Every write of the leader carries the sequence of the ``term`` key, so a deposed controller writes nothing any more
-(a key's own revision would not fence it). Writes go one at a time: with replicas a second one in flight on the same
-fence is refused with the same error as a lost election.
+(a key's own revision would not fence it). Nor does a copy of a write that comes late: where there was no answer, the
+next write moves the fence first, by writing the same term again (docs/decisions/0052). Writes go one at a time: with
+replicas a second one in flight on the same fence is refused with the same error as a lost election.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ class StateStore:
         self._bus = bus
         self._lock = asyncio.Lock()
         self._fence: int | None = None
+        self._unanswered: int | None = None
+        """The fence that a write has which nobody has answered: it may still come, as long as the fence is this one."""
         self._term = 0
+        self._controller = ""
         self._watches: list[Watch] = []
 
     @classmethod
@@ -169,6 +173,7 @@ class StateStore:
         """Become the only writer: a new term, which fences every earlier one. Returns it. With ``over`` only if that is
         the term until now: raises ``StaleTerm`` where another one was faster. Raises ``Unavailable``."""
         async with self._lock:
+            self._controller = controller
             deadline = time.monotonic() + _WRITE_S
             asked: Term | None = None
             while True:
@@ -241,13 +246,15 @@ class StateStore:
             await asyncio.sleep(_AGAIN_S)
 
     async def put_once(self, key: str, record: msgspec.Struct) -> None:
-        """``put`` in one try of at most a second or two: for what is soon written again. Raises as ``put``."""
+        """``put`` in one try of two seconds at most: for what is soon written again. Raises as ``put``."""
         await self._write_once(key, codec.to_json(record), {})
 
     async def _write_once(self, key: str, data: bytes, headers: dict[str, str]) -> None:
         async with self._lock:
             if self._fence is None:
                 raise StaleTerm(f"{key} was not written: this controller does not lead")
+            if self._unanswered == self._fence:
+                await self._move_fence(key)
             fenced = headers | {
                 "Nats-Expected-Last-Subject-Sequence": str(self._fence),
                 "Nats-Expected-Last-Subject-Sequence-Subject": _SUBJECT + TERM_KEY,
@@ -259,6 +266,19 @@ class StateStore:
                 await self._require_term(key)
                 raise Unavailable(f"{key} was not written: {error}") from error
 
+    async def _move_fence(self, key: str) -> None:
+        """The same term again, which is another sequence: what is on its way behind the old one is refused. Raises
+        ``StaleTerm``, ``Unavailable``."""
+        term = Term(term=self._term, controller=self._controller)
+        headers = {"Nats-Expected-Last-Subject-Sequence": str(self._fence)}
+        try:
+            self._fence = await self._publish(TERM_KEY, codec.to_json(term), headers)
+        except _Refused as error:
+            before = self._fence
+            await self._require_term(key)
+            if self._fence == before:  # something is still in flight
+                raise Unavailable(f"{key} was not written: {error}") from error
+
     async def confirm(self) -> None:
         """Make sure that this process still leads, by reading alone: also on a full disk. Raises ``StaleTerm``,
         ``Unavailable``."""
@@ -267,7 +287,9 @@ class StateStore:
     async def _require_term(self, key: str) -> None:
         """Raises ``StaleTerm`` if another one has been elected."""
         last, sequence = await self._last_term()
-        if sequence != self._fence:
+        if self._fence is not None and last == Term(term=self._term, controller=self._controller):
+            self._fence = max(self._fence, sequence)  # it was moved, and only the answer was lost
+        elif sequence != self._fence:
             self._fence = None
             leads = last.term if last is not None else 0
             raise StaleTerm(f"{key} was not written: term {leads} leads, this controller had {self._term}")
@@ -286,8 +308,14 @@ class StateStore:
             if error.err_code == STORE_FAILED:
                 raise StoreFull(f"{key} was not written: {STATE_STREAM}: {error.description}") from error
             raise Unavailable(f"{key} was not written: {error.description}") from error
-        except nats.errors.Error as error:
+        except nats.js.errors.NoStreamResponseError as error:  # nobody has it
             raise Unavailable(f"{key} was not written: {_text(error)}") from error
+        except nats.errors.Error as error:
+            self._unanswered = self._fence
+            raise Unavailable(f"{key} was not written: {_text(error)}") from error
+        except asyncio.CancelledError:
+            self._unanswered = self._fence
+            raise
         return answer.seq
 
     async def close(self) -> None:
