@@ -39,8 +39,7 @@ from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.node import NodeStatus
-from sllm_runtime.protocol.records import Popularity
-from sllm_runtime.protocol.subjects import POPULARITY_KEY, STATUS_ALL
+from sllm_runtime.protocol.subjects import STATUS_ALL
 
 log = logging.getLogger(__name__)
 
@@ -134,13 +133,13 @@ async def lead(
         stack.push_async_callback(leadership.release)
         ledger, nodes = Ledger(store, lambda: shortage(settings.nats_store)), Nodes(bus, store, term, vault)
         async with leadership.taking_over():
-            loop = await _take_over(bus, store, leadership, policy or StartupTime(), ledger, nodes)
-            models = Models(loop, nodes)
+            stored = await restore.read(store)
+            loop = _take_over(stored, bus, leadership, policy or StartupTime(), ledger, nodes)
+            models = Models(loop, ledger, nodes)
             stack.push_async_callback(models.close)
             pulls = Pulls(loop, nodes)
             stack.push_async_callback(pulls.close)
-            popular = await store.get(POPULARITY_KEY, Popularity)
-            spreading = Spreading(loop, ledger, nodes, pulls, popular.models if popular is not None else {})
+            spreading = Spreading(loop, ledger, nodes, pulls, stored.popularity.models)
             stack.push_async_callback(spreading.close)
             remembering = Remembering(loop, ledger)
             stack.push_async_callback(remembering.close)
@@ -150,7 +149,7 @@ async def lead(
             stack.push_async_callback(deletions.close)
             sweeps = Sweeps(loop, nodes, deployments, bus)
             stack.push_async_callback(sweeps.close)
-            supplying = await supplied(settings, store, loop, ledger)
+            supplying = supplied(settings, stored.pool, loop, ledger)
             stack.push_async_callback(supplying.close)
             stack.callback(bus.on_reconnect(loop.listening_again))
             reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
@@ -167,10 +166,9 @@ async def lead(
         yield Controller(loop, service, leadership, term)
 
 
-async def _take_over(
-    bus: Bus, store: StateStore, leadership: Leadership, policy: Policy, ledger: Ledger, nodes: Nodes
+def _take_over(
+    stored: restore.Stored, bus: Bus, leadership: Leadership, policy: Policy, ledger: Ledger, nodes: Nodes
 ) -> Loop:
-    stored = await restore.read(store)
     view = restore.as_stored(stored, time.monotonic())
     routes = {(route.function, route.version): route for route in stored.routes.values()}
     rng = random.Random(random.SystemRandom().getrandbits(64))

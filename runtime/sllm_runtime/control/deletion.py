@@ -73,7 +73,7 @@ class Deletions:
                 log.info("waits for running calls to end before it is deleted", extra={"function": name})
             reached = [record.bundle for record in self._loop.view.versions_of(name)]
             await self._remove(name)
-            await remove_bundles(self._bus, registry.unreachable(self._loop.view, reached))
+            await remove_bundles(self._loop, self._bus, registry.unreachable(self._loop.view, reached))
         finally:
             self._running.pop(name, None)
             done.set()

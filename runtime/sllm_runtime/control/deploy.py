@@ -234,6 +234,7 @@ class Deployments:
         never = unsupported(manifest) or unsatisfiable(need_of(manifest), self._loop.view)
         if never:
             raise Unsatisfiable(f"function {manifest.name!r}: {never}", stage="check")
+        await self._ledger.require_room()
         await self._vault.read(manifest.secrets)
         stored = await bundles.size(self._bus, request.bundle)
         if stored is None:
@@ -277,12 +278,16 @@ class Deployments:
         """Remove the bundle if no version, and no other deployment, needs it."""
         if self.needs(bundle, but=asyncio.current_task()):
             return
-        await remove_bundles(self._bus, registry.unreachable(self._loop.view, [bundle]))
+        await remove_bundles(self._loop, self._bus, registry.unreachable(self._loop.view, [bundle]))
 
 
-async def remove_bundles(bus: Bus, digests: list[str]) -> None:
-    """Delete bundles; one that cannot be is logged: it costs room only."""
+async def remove_bundles(loop: Loop, bus: Bus, digests: list[str]) -> None:
+    """Delete bundles, which nothing fences: only while it is sure that it leads, since another leader's versions may
+    need what this one's view does not. One that stays is logged: it costs room only, until the next sweep."""
     for digest in digests:
+        if not loop.may_act:
+            log.warning("bundle %s is left for the sweep: it is not sure that this controller leads", digest)
+            continue
         try:
             await bundles.delete(bus, digest)
         except SllmError as error:

@@ -40,13 +40,16 @@ def advance(view: View, now: float) -> View:
 def _leave(view: View, instance: Instance, now: float) -> View:
     if not instance.ready:
         return instances.stop(view, instance, WHY, 0.0)
-    needed = bool(instance.running) or instance.manifest.min_instances > 0
+    known = view.migrations.get(instance.record.instance)
+    over = known is not None and final(MIGRATION, known.state)
+    # Where others compute other bits, one that has no call ends: its version's next one starts there.
+    replaced = over and bool(migration.apart(view, instance))
+    needed = bool(instance.running) or (instance.manifest.min_instances > 0 and not replaced)
     if not needed and instance.carries and instance.idle_s(now) < SURE_S:
         return view  # it may have a call that could move: of one that is ended it would be waited for where it is
     if not (needed and instance.carries):
         return instances.stop(view, instance, WHY, instance.manifest.timeout, resume=instance.carries)
-    known = view.migrations.get(instance.record.instance)
-    if known is not None and not final(MIGRATION, known.state):
+    if known is not None and not over:
         return view
     # One that found no room is asked again: until it has moved it goes on here, and takes calls.
     return migration.ask(view, instance.record.instance, "", now)

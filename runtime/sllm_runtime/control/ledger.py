@@ -9,7 +9,7 @@ from typing import Final
 
 from sllm_runtime.control.changes import Write
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import NotStorable, SllmError, Unavailable
+from sllm_runtime.protocol.errors import NotStorable, SllmError, StoreFull, Unavailable
 from sllm_runtime.protocol.records import Record
 
 log = logging.getLogger(__name__)
@@ -39,13 +39,16 @@ class Ledger:
     """Holds what the store does not have yet. Bounded by the number of keys: a newer record replaces one that waits.
 
     While the store cannot be reached the writes wait; one that it refuses for good is left out, so that the others go
-    on. ``run`` ends with ``StaleTerm`` when another controller leads.
+    on, and one that has no room lets others go first: they may be smaller, or make some. ``run`` ends with
+    ``StaleTerm`` when another controller leads.
     """
 
     def __init__(self, store: StateStore, shortage: Callable[[], str] = lambda: "") -> None:
         self._store = store
         self._shortage = shortage
         self._waiting: dict[str, Record | None] = {}
+        self._full = ""
+        """Why the last record that found no room found none; empty: what was written since had some."""
         self._wake = asyncio.Event()
         self._waiters: set[_Waiter] = set()
 
@@ -53,6 +56,10 @@ class Ledger:
     def waiting(self) -> int:
         """Records that the store does not have yet."""
         return len(self._waiting)
+
+    async def require_room(self) -> None:
+        """As ``StateStore``."""
+        await self._store.require_room()
 
     def take(self, writes: Sequence[Write]) -> None:
         """Write these after what already waits."""
@@ -84,7 +91,7 @@ class Ledger:
             async with asyncio.timeout(min(timeout_s, FULL_S) if self._shortage() else timeout_s):
                 await waiter.done.wait()
         except TimeoutError as error:
-            why = self._shortage() or "NATS does not take it; try again"
+            why = self._shortage() or self._full or "NATS does not take it; try again"
             raise Unavailable(f"the state cannot be stored now: {why}") from error
         finally:
             self._waiters.discard(waiter)
@@ -95,11 +102,16 @@ class Ledger:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            full = 0
             while self._waiting:
                 key = next(iter(self._waiting))
-                await self._write(key, self._waiting[key])
+                full = 0 if await self._write(key, self._waiting[key]) else full + 1
+                if full >= len(self._waiting):
+                    await asyncio.sleep(AGAIN_S)
+                    full = 0
 
-    async def _write(self, key: str, record: Record | None) -> None:
+    async def _write(self, key: str, record: Record | None) -> bool:
+        """False: there is no room for it, and it waits behind all others."""
         refused: SllmError | None = None
         try:
             if record is None:
@@ -109,12 +121,21 @@ class Ledger:
         except NotStorable as error:
             log.error("%s", error.message)
             refused = error
+        except StoreFull as error:
+            log.warning("%s waits to be stored: %s", key, error.message)
+            self._full = error.message
+            if key in self._waiting and self._waiting[key] is record:
+                self._waiting[key] = self._waiting.pop(key)
+            return False
         except Unavailable as error:
             log.warning("%s waits to be stored: %s", key, error.message)
             await asyncio.sleep(AGAIN_S)
-            return
+            return True
+        else:
+            self._full = "" if record is not None else self._full
         # What was put meanwhile stays: only what was written is done.
         if key in self._waiting and self._waiting[key] is record:
             del self._waiting[key]
             for waiter in self._waiters:
                 waiter.over(key, refused)
+        return True

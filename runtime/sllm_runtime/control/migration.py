@@ -6,6 +6,7 @@ Here is decided which instance goes where and when the source takes no new call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -13,7 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from sllm_runtime.control import autoscale, fits, instances, room
+from sllm_runtime.control import autoscale, backoff, fits, instances, room
 from sllm_runtime.control.placement import Decision, Place, Request, Wait
 from sllm_runtime.control.view import Instance, Key, Migration, Refusal, View, with_item, without
 from sllm_runtime.protocol.ctl import Migrated
@@ -30,6 +31,9 @@ from sllm_runtime.protocol.states import MIGRATION, InstanceState, MigrationStat
 PLACE_S: Final = 60.0
 """A destination that has no room for so long gives it up."""
 MIXED: Final = "it holds accelerators of several kinds"
+OTHER_BITS: Final = "it computes other bits than the source: the rest would be of another answer"
+FAILED_S: Final = 300.0
+"""A node where a destination did not start is left out for so long, unless somebody names it."""
 KEEP_S: Final = 60.0
 """What came of a migration can be asked for so long after its end."""
 
@@ -40,19 +44,46 @@ Choose: TypeAlias = Callable[[Request, View], Decision]
 
 def ask(view: View, name: str, to: str, now: float, expected: float | None = None, by: Key | None = None) -> View:
     """Begin to move the calls of instance ``name`` to node ``to`` (empty: the policy chooses), which is ``expected`` to
-    take so many seconds, to make room for version ``by``; one that goes on is joined.
+    take so many seconds, to make room for version ``by``; one that goes on there, or anywhere, is joined.
 
     Raises ``InstanceNotFound``, ``NodeNotFound``, ``Conflict``, or ``InvalidRequest`` if they cannot be
     carried."""
     known = view.migrations.get(name)
-    if known is not None and (name not in view.instances or not final(MIGRATION, known.state)):
-        return view
     instance = view.instances.get(name)
+    if known is not None and (instance is None or not final(MIGRATION, known.state)):
+        return view if instance is None else _joined(view, known, instance, to, now)
     if instance is None or instance.ended:
         raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
     _reachable(view, instance, _carried(view, instance), to, now)
+    if expected is None and to in apart(view, instance):
+        raise InvalidRequest(f"calls of instance {name} cannot go on at node {to}: {OTHER_BITS}", field="to")
     begun = Migration(name, to, MigrationState.PREPARING, now, tokens=instance.tokens(now), expected=expected, by=by)
-    return _put(view, begun)
+    return _put(view, replace(begun, unfit=known.unfit) if known is not None else begun)
+
+
+def _joined(view: View, known: Migration, source: Instance, to: str, now: float) -> View:
+    """Who names another node than it goes to is not told that it goes there; while it has none yet it gets that one."""
+    destination = view.instances.get(known.destination)
+    node = destination.record.node if destination is not None else known.node
+    if to in ("", node):
+        return view
+    if not known.destination and not node:
+        _reachable(view, source, _carried(view, source), to, now)
+        return _put(view, replace(known, node=to))
+    where = f"node {node}" if node else f"instance {known.destination}"
+    raise Conflict(f"instance {known.source} moves to {where} already; ask again when that is over")
+
+
+def apart(view: View, source: Instance) -> frozenset[str]:
+    """Nodes that are known to compute other bits than ``source``, on accelerators of its kind."""
+    known, mark, kinds = view.migrations.get(source.record.instance), source.record.fingerprint, _kinds(view, source)
+    met = (node for node, until in known.unfit.items() if until == inf) if known is not None else ()
+    others = (each for each in view.of(source.key) if each.record.fingerprint not in ("", mark))
+    return frozenset((*met, *(each.record.node for each in others if _kinds(view, each) == kinds)))
+
+
+def _kinds(view: View, instance: Instance) -> Counter[str]:
+    return Counter(gpu.kind for gpu in fits.held(view, instance))
 
 
 def _carried(view: View, instance: Instance) -> fits.Need:
@@ -162,7 +193,7 @@ def _place(view: View, migration: Migration, source: Instance, now: float, choos
     if idle is not None:
         found = replace(migration, destination=idle.record.instance, node=idle.record.node)
         return _commit(view, found, source, idle, now)
-    decision = _choice(view, source, migration.node, now, choose)
+    decision = _choice(view, migration, source, now, choose)
     if isinstance(decision, Place):
         view, name = make(view, source.key, decision)
         return _put(view, replace(migration, destination=name, node=decision.node))
@@ -184,19 +215,32 @@ def _idle(view: View, source: Instance, node: str) -> Instance | None:
     return None
 
 
-def _choice(view: View, source: Instance, node: str, now: float, choose: Choose) -> Decision:
+def _left_out(view: View, migration: Migration, source: Instance, now: float) -> dict[str, str]:
+    """Nodes where none is started, and why."""
+    failed = (node for node, until in migration.unfit.items() if now < until)
+    return dict.fromkeys(failed, "it did not start there") | dict.fromkeys(apart(view, source), OTHER_BITS)
+
+
+def _choice(view: View, migration: Migration, source: Instance, now: float, choose: Choose) -> Decision:
     """Where a new one goes; or how room is made for it, or what is short."""
     view = replace(view, moves=without(view.moves, [source.record.instance]))  # the place that is promised to itself
-    need = _need(view, source)
+    need, node = _need(view, source), migration.node
     if need is None:
         return Wait(MIXED)
+    failure = view.failures.get(source.key)
+    if failure is not None and backoff.active(failure, now, asked=True):
+        return Wait(f"its version's last start failed: {failure.error.message}")
+    without_hope = _left_out(view, migration, source, now)
     if not node:
         # On accelerators of its kind, whatever its version may use.
         same = source.manifest.model_copy(update={"gpu": tuple(f"{kind}:{count}" for kind, count in need.gpus)})
         request = Request(source.key, same, view.versions[source.key].model, patient=False)
         # The policy looks everywhere but where it runs now.
-        elsewhere = with_item(view.refused, (source.key, source.record.node), Refusal(now + 1, "it moves away"))
-        return choose(request, replace(view, refused=elsewhere))
+        barred = {**without_hope, source.record.node: "it moves away"}
+        elsewhere = {(source.key, name): Refusal(now + 1, why) for name, why in barred.items()}
+        return choose(request, replace(view, refused={**view.refused, **elsewhere}))
+    if node in without_hope and (migration.expected is not None or node in apart(view, source)):
+        return Wait(f"node {node}: {without_hope[node]}")
     known = view.nodes.get(node)
     capacity = fits.free(view, known) if known is not None else None
     if capacity is None:
@@ -209,8 +253,8 @@ def _commit(view: View, migration: Migration, source: Instance, destination: Ins
     """The destination is there: the source takes no new call, and says where those that run go on."""
     if destination.record.fingerprint != source.record.fingerprint:
         view = instances.stop(view, destination, "it computes other bits than the one that it was to relieve", 0.0)
-        text = f"{migration.destination} computes other bits: the rest would be of another answer"
-        return _end(view, migration, MigrationState.ABANDONED, text, now)
+        migration = _unfit(migration, destination, inf)
+        return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {OTHER_BITS}", now)
     view = _put(view, replace(migration, state=check(MIGRATION, migration.state, MigrationState.MOVING)))
     view = _points(view, source, migration.destination)
     return _drained(view, view.instances[migration.source], migration.destination)
@@ -231,7 +275,13 @@ def _lost(view: View, migration: Migration, source: Instance, destination: Insta
     why = error.message if error is not None else stop.reason if stop is not None else "it is gone"
     if source.record.moves_to:
         view = _points(view, source, "")
+    if destination is not None and destination.state is InstanceState.FAILED:
+        migration = _unfit(migration, destination, now + FAILED_S)
     return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {why}", now)
+
+
+def _unfit(migration: Migration, destination: Instance, until: float) -> Migration:
+    return replace(migration, unfit=with_item(migration.unfit, destination.record.node, until))
 
 
 def _for_nobody(view: View, migration: Migration, why: str) -> View:

@@ -13,6 +13,7 @@ import msgspec
 from sllm_runtime.control import registry
 from sllm_runtime.control.changes import NODES
 from sllm_runtime.control.fits import need_of, short, total
+from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.providing.awaiting import awaited, need_of_errand
@@ -64,8 +65,8 @@ class Preparation:
 class Models:
     """Registers, checks and deletes models. Owns its preparations: ``close`` ends them."""
 
-    def __init__(self, loop: Loop, nodes: Nodes) -> None:
-        self._loop, self._nodes = loop, nodes
+    def __init__(self, loop: Loop, ledger: Ledger, nodes: Nodes) -> None:
+        self._loop, self._ledger, self._nodes = loop, ledger, nodes
         self._running: dict[str, Preparation] = {}
         self._tasks = Tasks("models")
 
@@ -93,6 +94,7 @@ class Models:
 
     async def _run(self, uri: str, manifest: Manifest | None, preparation: Preparation) -> None:
         try:
+            await self._ledger.require_room()
             model = await self._prepare(uri, manifest, preparation)
             model = msgspec.structs.replace(model, created=model.created or time.time())
             await self._loop.commit(lambda view: registry.know(view, model))

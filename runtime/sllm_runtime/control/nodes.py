@@ -101,5 +101,5 @@ class Nodes:
 
     async def deposed(self) -> bool:
         """Whether another controller has been elected since."""
-        term = await self._store.get(TERM_KEY, Term)
+        term = await self._store.get(TERM_KEY, Term, direct=False)
         return term is not None and term.term != self._term

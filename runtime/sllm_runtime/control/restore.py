@@ -18,13 +18,15 @@ from sllm_runtime.protocol.records import (
     InstanceRecord,
     LearnedRecord,
     ModelRecord,
+    PoolRecord,
+    Popularity,
     ProofsRecord,
     Route,
     RouteEntry,
     VersionRecord,
 )
 from sllm_runtime.protocol.states import InstanceState, VersionState
-from sllm_runtime.protocol.subjects import LEARNED_KEY
+from sllm_runtime.protocol.subjects import LEARNED_KEY, POOL_KEY, POPULARITY_KEY
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,19 +40,24 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     routes: dict[str, Route]
     learned: LearnedRecord
     proofs: dict[str, ProofsRecord]
+    popularity: Popularity
+    pool: PoolRecord
 
 
 async def read(store: StateStore) -> Stored:
-    """Everything in the store. Raises ``Unavailable``."""
+    """Everything in the store, of one moment. Raises ``StaleTerm``, ``Unavailable``."""
+    records = await store.everything()
     return Stored(
-        functions=await store.list("functions.", FunctionRecord),
-        versions=await store.list("versions.", VersionRecord),
-        models=await store.list("models.", ModelRecord),
-        nodes=await store.list("nodes.", NodeRecord),
-        instances=await store.list("instances.", InstanceRecord),
-        routes=await store.list("routes.", Route),
-        learned=await store.get(LEARNED_KEY, LearnedRecord) or LearnedRecord(),
-        proofs=await store.list("proofs.", ProofsRecord),
+        functions=records.list("functions.", FunctionRecord),
+        versions=records.list("versions.", VersionRecord),
+        models=records.list("models.", ModelRecord),
+        nodes=records.list("nodes.", NodeRecord),
+        instances=records.list("instances.", InstanceRecord),
+        routes=records.list("routes.", Route),
+        learned=records.get(LEARNED_KEY, LearnedRecord) or LearnedRecord(),
+        proofs=records.list("proofs.", ProofsRecord),
+        popularity=records.get(POPULARITY_KEY, Popularity) or Popularity(),
+        pool=records.get(POOL_KEY, PoolRecord) or PoolRecord(),
     )
 
 

@@ -86,6 +86,7 @@ class SealedVault:
         bounded(value)
         if await self._get(name) is None:
             room_for(len(await self._records()))
+            await self._store.require_room()
         record = self._keys.seal(name, value, self._wall())
         try:
             await self._store.put(secret_key(name), record)

@@ -191,6 +191,8 @@ class Migration:
     """What it was expected to take, if a policy decided it."""
     by: Key | None = None
     """As ``Move.by``."""
+    unfit: Mapping[str, float] = field(default_factory=dict)
+    """Nodes where one was started in vain, and until when none is again; infinite: it computes other bits there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import nats.js.errors
 from nats.nuid import NUID
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import BUNDLE_STREAM
+from sllm_runtime.platform.streams import BUNDLE_STREAM, STORE_FAILED
 from sllm_runtime.platform.watch import snapshot
 from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, NotFound, Unavailable
 from sllm_runtime.protocol.limits import KIB, MAX_BUNDLE
@@ -28,8 +28,6 @@ from sllm_runtime.protocol.subjects import BUNDLES
 
 _CHUNK: Final = 256 * KIB
 _TRIES: Final = 3
-_FULL: Final = 10077
-"""JetStream's code for a stream, or a store, that takes no more."""
 _MAKE_ROOM: Final = (
     "delete functions that nobody needs, or old versions with them, or raise SLLM_BUNDLE_BYTES where its disk has room"
 )
@@ -127,7 +125,7 @@ async def _publish(bus: Bus, subject: str, data: bytes, headers: dict[str, str] 
     try:
         await bus.jetstream.publish(subject, data, headers=headers)
     except nats.js.errors.APIError as error:
-        hint = f"; {_MAKE_ROOM}" if error.err_code == _FULL else ""
+        hint = f"; {_MAKE_ROOM}" if error.err_code == STORE_FAILED else ""
         raise Unavailable(f"the bundle cannot be stored: {error.description}{hint}") from error
     except nats.errors.Error as error:
         raise Unavailable(f"the bundle cannot be stored: {error or type(error).__name__}") from error

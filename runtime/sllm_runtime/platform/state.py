@@ -1,8 +1,9 @@
 """The reliable store: records in one JetStream KV bucket, written by the leading controller alone.
 
 Every write of the leader carries the sequence of the ``term`` key, so a deposed controller writes nothing any more
-(a key's own revision would not fence it). Writes go one at a time: with replicas a second one in flight on the same
-fence is refused with the same error as a lost election.
+(a key's own revision would not fence it). Nor does a copy of a write that comes late: where there was no answer, the
+next write moves the fence first, by writing the same term again (docs/decisions/0052). Writes go one at a time: with
+replicas a second one in flight on the same fence is refused with the same error as a lost election.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self, TypeVar
 
 import msgspec
@@ -19,11 +20,11 @@ import nats.js.errors
 from nats.js.api import RawStreamMsg
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import STATE_STREAM, WITHIN_S, await_streams, ensure_streams
-from sllm_runtime.platform.watch import Watch, is_deletion, snapshot
+from sllm_runtime.platform.streams import STATE_STREAM, STORE_FAILED, WITHIN_S, await_streams, ensure_streams
+from sllm_runtime.platform.watch import Last, Watch, is_deletion, last_messages
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import NotStorable, ProtocolError, StaleTerm, Unavailable
-from sllm_runtime.protocol.limits import KIB
+from sllm_runtime.protocol.errors import NotStorable, ProtocolError, StaleTerm, StoreFull, Unavailable
+from sllm_runtime.protocol.limits import KIB, MIB
 from sllm_runtime.protocol.quantities import show_bytes
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import STATE, TERM_KEY
@@ -42,8 +43,29 @@ _AGAIN_S = 0.05
 _WRITE_S = 10.0
 _TRY_S = 1.0
 """One try of a write: what was in flight when the server died is written again after this (it changes nothing)."""
+_WHOLE_S = 15.0
+"""How long a server that lags has to catch up, or another one to be asked."""
+_LAGS_S = 0.25
+_FOR_WHAT_RUNS = 1 / 4
+"""Of the stream: what new versions, models and secrets leave to terms, leases, routes, instances and deletions."""
 _MARKER_TTL = "3600"
 """Seconds that a deletion stays visible in the stream; watches that were away longer see it by comparing."""
+
+
+class Records:
+    """All records of one moment. Raises ``ProtocolError`` as ``StateStore``."""
+
+    def __init__(self, found: Mapping[str, bytes]) -> None:
+        self._found = found
+
+    def get(self, key: str, type_: type[T]) -> T | None:
+        """The record at ``key``, ``None`` if there is none."""
+        data = self._found.get(key)
+        return None if data is None else _record(type_, key, data)
+
+    def list(self, prefix: str, type_: type[T]) -> dict[str, T]:
+        """All records whose key begins with ``prefix``, by key."""
+        return {key: _record(type_, key, data) for key, data in self._found.items() if key.startswith(prefix)}
 
 
 class StateStore:
@@ -53,7 +75,10 @@ class StateStore:
         self._bus = bus
         self._lock = asyncio.Lock()
         self._fence: int | None = None
+        self._unanswered: int | None = None
+        """The fence that a write has which nobody has answered: it may still come, as long as the fence is this one."""
         self._term = 0
+        self._controller = ""
         self._watches: list[Watch] = []
 
     @classmethod
@@ -89,9 +114,33 @@ class StateStore:
     async def list(self, prefix: str, type_: type[T]) -> dict[str, T]:
         """All records whose key begins with ``prefix`` (``"functions."``), by key. Raises ``Unavailable``."""
         pattern = prefix if prefix.endswith(">") else prefix.rstrip(".") + ".>"
-        found = await snapshot(self._bus, STATE_STREAM, _SUBJECT + pattern)
-        keys = {name.removeprefix(_SUBJECT): data for name, data in found.items()}
-        return {key: _record(type_, key, data) for key, data in keys.items()}
+        found = await last_messages(self._bus, STATE_STREAM, _SUBJECT + pattern)
+        return _records(found).list("", type_)
+
+    async def everything(self, within_s: float = _WHOLE_S) -> Records:
+        """All records as they were when this process was elected, or later. Raises ``StaleTerm``, ``Unavailable`` after
+        ``within_s`` seconds.
+
+        With replicas any server of the stream may be the one that answers, also one that is catching up. What has
+        this process's own term has all that was written before it, and what came after is its own.
+        """
+        why = "no server answers"
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        found = await last_messages(self._bus, STATE_STREAM, f"{_SUBJECT}>")
+                        term = found.get(_SUBJECT + TERM_KEY)
+                        if term is not None and term.sequence == self._fence:
+                            return _records(found)
+                        await self.confirm()
+                        why = f"a server lags: it does not have term {self._term} yet"
+                    except Unavailable as error:
+                        why = error.message
+                    log.info("the state is read again: %s", why)
+                    await asyncio.sleep(_LAGS_S)
+        except TimeoutError as error:
+            raise Unavailable(f"the state cannot be read (asked for {within_s:g} s): {why}") from error
 
     async def watch(self, pattern: str, type_: type[T], on_change: Callable[[str, T | None], None]) -> Watch:
         """Call ``on_change(key, record)`` for every record that matches now, before this returns, and for every
@@ -124,6 +173,7 @@ class StateStore:
         """Become the only writer: a new term, which fences every earlier one. Returns it. With ``over`` only if that is
         the term until now: raises ``StaleTerm`` where another one was faster. Raises ``Unavailable``."""
         async with self._lock:
+            self._controller = controller
             deadline = time.monotonic() + _WRITE_S
             asked: Term | None = None
             while True:
@@ -157,12 +207,30 @@ class StateStore:
 
     async def put(self, key: str, record: msgspec.Struct) -> None:
         """Write ``record``. Raises ``StaleTerm`` if another controller leads, ``NotStorable`` if no try could help,
-        ``Unavailable`` after 10 s."""
+        ``StoreFull`` at once, ``Unavailable`` after 10 s."""
         await self._write(key, codec.to_json(record), {})
 
     async def delete(self, key: str) -> None:
         """Remove ``key``; nothing happens if it is not there. Raises as ``put``."""
-        await self._write(key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": _MARKER_TTL})
+        try:
+            await self._write(key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": _MARKER_TTL})
+        except StoreFull:  # a full stream takes what is smaller than what it replaces; this replaces nothing
+            if await self._read(key, direct=False) is not None:
+                raise
+
+    async def require_room(self) -> None:
+        """Before something is begun that stays and that people can do without: a version, a model, a secret. Raises
+        ``StoreFull`` where what is left is for what runs, ``Unavailable``."""
+        try:
+            info = await self._bus.jetstream.stream_info(STATE_STREAM)
+        except nats.errors.Error as error:
+            raise Unavailable(f"the state's room cannot be read: {_text(error)}") from error
+        used, limit = info.state.bytes, info.config.max_bytes or 0
+        if 0 < limit < used + limit * _FOR_WHAT_RUNS:
+            raise StoreFull(
+                f"{STATE_STREAM} holds {used / MIB:.1f} of {limit / MIB:.1f} MiB of records, and what is left is for"
+                " what runs: delete functions, models or secrets that nobody needs"
+            )
 
     async def _write(self, key: str, data: bytes, headers: dict[str, str]) -> None:
         deadline = time.monotonic() + _WRITE_S
@@ -170,19 +238,23 @@ class StateStore:
             try:
                 await self._write_once(key, data, headers)
                 return
+            except StoreFull:
+                raise
             except Unavailable:
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(_AGAIN_S)
 
     async def put_once(self, key: str, record: msgspec.Struct) -> None:
-        """``put`` in one try of at most a second or two: for what is soon written again. Raises as ``put``."""
+        """``put`` in one try of two seconds at most: for what is soon written again. Raises as ``put``."""
         await self._write_once(key, codec.to_json(record), {})
 
     async def _write_once(self, key: str, data: bytes, headers: dict[str, str]) -> None:
         async with self._lock:
             if self._fence is None:
                 raise StaleTerm(f"{key} was not written: this controller does not lead")
+            if self._unanswered == self._fence:
+                await self._move_fence(key)
             fenced = headers | {
                 "Nats-Expected-Last-Subject-Sequence": str(self._fence),
                 "Nats-Expected-Last-Subject-Sequence-Subject": _SUBJECT + TERM_KEY,
@@ -194,6 +266,19 @@ class StateStore:
                 await self._require_term(key)
                 raise Unavailable(f"{key} was not written: {error}") from error
 
+    async def _move_fence(self, key: str) -> None:
+        """The same term again, which is another sequence: what is on its way behind the old one is refused. Raises
+        ``StaleTerm``, ``Unavailable``."""
+        term = Term(term=self._term, controller=self._controller)
+        headers = {"Nats-Expected-Last-Subject-Sequence": str(self._fence)}
+        try:
+            self._fence = await self._publish(TERM_KEY, codec.to_json(term), headers)
+        except _Refused as error:
+            before = self._fence
+            await self._require_term(key)
+            if self._fence == before:  # something is still in flight
+                raise Unavailable(f"{key} was not written: {error}") from error
+
     async def confirm(self) -> None:
         """Make sure that this process still leads, by reading alone: also on a full disk. Raises ``StaleTerm``,
         ``Unavailable``."""
@@ -202,7 +287,9 @@ class StateStore:
     async def _require_term(self, key: str) -> None:
         """Raises ``StaleTerm`` if another one has been elected."""
         last, sequence = await self._last_term()
-        if sequence != self._fence:
+        if self._fence is not None and last == Term(term=self._term, controller=self._controller):
+            self._fence = max(self._fence, sequence)  # it was moved, and only the answer was lost
+        elif sequence != self._fence:
             self._fence = None
             leads = last.term if last is not None else 0
             raise StaleTerm(f"{key} was not written: term {leads} leads, this controller had {self._term}")
@@ -218,9 +305,17 @@ class StateStore:
                 raise _Refused(error.description) from error
             if error.err_code in _FOR_GOOD:
                 raise _not_storable(key, f"it has {show_bytes(len(data))}: {error.description}") from error
+            if error.err_code == STORE_FAILED:
+                raise StoreFull(f"{key} was not written: {STATE_STREAM}: {error.description}") from error
             raise Unavailable(f"{key} was not written: {error.description}") from error
-        except nats.errors.Error as error:
+        except nats.js.errors.NoStreamResponseError as error:  # nobody has it
             raise Unavailable(f"{key} was not written: {_text(error)}") from error
+        except nats.errors.Error as error:
+            self._unanswered = self._fence
+            raise Unavailable(f"{key} was not written: {_text(error)}") from error
+        except asyncio.CancelledError:
+            self._unanswered = self._fence
+            raise
         return answer.seq
 
     async def close(self) -> None:
@@ -233,6 +328,10 @@ def _record(type_: type[T], key: str, data: bytes) -> T:
     """What stands at ``key``; fields that are unknown here are left out. Raises ``ProtocolError``, also for a schema
     that is not this one or the one before: what it means is not known."""
     return codec.served(codec.from_json(type_, data), f"record {key}")
+
+
+def _records(found: Mapping[str, Last]) -> Records:
+    return Records({subject.removeprefix(_SUBJECT): each.data for subject, each in found.items()})
 
 
 class _Refused(Exception):

@@ -33,6 +33,8 @@ DECISIONS_KEPT: Final = 64
 _OVERHEAD: Final = 32 * MIB
 """Of a store: what messages take beside what they hold."""
 _DAY_S: Final = 24 * 3600.0
+STORE_FAILED: Final = 10077
+"""JetStream's code for a stream, or a store, that takes no more."""
 _NAME_IN_USE: Final = 10058
 _SERVERS_OWN: Final = frozenset({"duplicate_window", "metadata", "consumer_limits"})
 """Settings that we never make, and a server does."""

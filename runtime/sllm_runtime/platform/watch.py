@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -204,9 +204,22 @@ class Watch:
         return True
 
 
+class Last(NamedTuple):
+    """The last message of a subject."""
+
+    sequence: int
+    data: bytes
+
+
 async def snapshot(bus: Bus, stream: str, subject: str) -> dict[str, bytes]:
-    """The last message of every subject under ``subject``, deletions left out. Raises ``Unavailable``."""
-    found: dict[str, bytes] = {}
+    """What the last message of every subject under ``subject`` says, as ``last_messages``."""
+    return {name: found.data for name, found in (await last_messages(bus, stream, subject)).items()}
+
+
+async def last_messages(bus: Bus, stream: str, subject: str) -> dict[str, Last]:
+    """The last message of every subject under ``subject``, deletions left out, as one of the stream's servers has them:
+    with replicas it may lag. Raises ``Unavailable``."""
+    found: dict[str, Last] = {}
     picture = _Picture(bus, stream, subject)
     try:
         async with asyncio.timeout(_SYNC_S):
@@ -214,7 +227,7 @@ async def snapshot(bus: Bus, stream: str, subject: str) -> dict[str, bytes]:
             while picture.pending:
                 news = await picture.next()
                 if news is not None and news[2] is not None:
-                    found[news[0]] = news[2]
+                    found[news[0]] = Last(news[1], news[2])
     except (_Again, TimeoutError) as error:
         raise Unavailable(f"{subject} cannot be listed: {error or 'no answer'}") from error
     finally:

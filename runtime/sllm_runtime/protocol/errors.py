@@ -278,7 +278,7 @@ class NoCapacity(Unavailable):
 
 
 class StoreFull(Unavailable):
-    """What is kept of calls has no room for more just now; the message names the stream that is full."""
+    """What is kept of calls, or the state, has no room for more just now; the message names the stream that is full."""
 
     code = "store_full"
 

@@ -6,13 +6,16 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from sllm_runtime.control.daemon import lead
 from sllm_runtime.control.service import Service
+from sllm_runtime.platform import state
 from sllm_runtime.platform.state import StateStore
+from sllm_runtime.platform.watch import Last, last_messages
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import StaleTerm, Unavailable
 from sllm_runtime.protocol.records import InstanceRecord
@@ -77,6 +80,27 @@ async def test_what_was_started_and_not_recorded_goes_on_under_the_next_controll
         assert record is not None
         assert (record.state, record.fingerprint) == (InstanceState.READY, "cpu")
         assert not node.stops
+
+
+async def test_a_server_that_lags_is_not_believed_by_a_new_controller(
+    nats: Nats, node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end what runs as nobody's, and write its older records over the newer ones."""
+    gateway, read, lags = Gateway(await nats.bus("gw")), last_messages, 3
+    async with controller_of(nats) as first:
+        await gateway.deploy(manifest(min_instances=1))
+        await first.loop._ledger.settled(GIVE_UP_S)
+        (name,) = first.loop.view.instances
+
+    async def lagging(*asked: Any) -> dict[str, Last]:
+        nonlocal lags
+        lags -= 1
+        return {} if lags >= 0 else await read(*asked)
+
+    monkeypatch.setattr(state, "last_messages", lagging)
+    async with controller_of(nats, "ctl2") as second:
+        assert set(second.loop.view.functions) == {"chat"}
+        assert second.loop.view.instances[name].ready
 
 
 async def test_a_deployment_that_was_broken_off_is_forgotten(nats: Nats, node: ScriptedNode) -> None:

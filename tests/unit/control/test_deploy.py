@@ -15,6 +15,7 @@ from sllm_runtime.protocol.errors import (
     InvalidBundle,
     PythonMismatch,
     SllmError,
+    StaleTerm,
     StartFailed,
     Unsatisfiable,
     UnsupportedModel,
@@ -47,6 +48,26 @@ async def test_a_deployed_function_has_a_route_and_an_instance(bench: Bench) -> 
     instance = await bench.stored(subjects.instance_key(start.instance), InstanceRecord)
     assert instance.state is InstanceState.READY
     assert (instance.fingerprint, instance.capabilities) == ("cpu", ("engine:cpu",))
+
+
+@pytest.mark.parametrize("leads", [True, False])
+async def test_who_is_not_sure_to_lead_removes_no_bundle(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, leads: bool
+) -> None:
+    """It was stopped while a deployment or a deletion went on: the next leader may have a version with that bundle."""
+    loop, gateway = bench.controller.loop, bench.gateway
+    await gateway.deploy(manifest("old", keep_alive=0), b"of the old one")
+    (name,) = bench.live()
+    bench.node.put(name, InstanceState.READY, idle_s=100.0)
+    await bench.none_left()
+    (old,) = (record.bundle for record in loop.view.versions.values())
+    new = await gateway.upload(b"of the new one")
+    bench.node.problem = StaleTerm("term 1 is over")
+    monkeypatch.setattr(loop, "_may_act", lambda: leads)
+    with pytest.raises(StaleTerm):
+        await gateway.deploy(manifest(model="/models/tiny"), b"of the new one")
+    assert (await gateway.ask("delete", ctl.Delete(function="old"))).note == "deleted"
+    assert [await bundles.exists(gateway.bus, bundle) for bundle in (old, new)] == [not leads] * 2
 
 
 async def test_the_same_content_makes_no_new_version(bench: Bench) -> None:

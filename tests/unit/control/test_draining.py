@@ -6,14 +6,14 @@ from math import inf
 
 import pytest
 
-from sllm_runtime.control import draining
-from sllm_runtime.control.migration import so_far
+from sllm_runtime.control import backoff, draining
+from sllm_runtime.control.migration import PLACE_S, so_far
 from sllm_runtime.control.plan import SendStop
 from sllm_runtime.control.scheduling.policies import POLICIES
 from sllm_runtime.protocol.errors import NodeNotFound
 from sllm_runtime.protocol.states import InstanceState, MigrationState
 from tests.unit.control.test_migration import CHAT, entries, ready, running, works
-from tests.unit.control.world import FakeNode, World, deployed, manifest
+from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest
 
 
 def cordon(world: World, name: str, *, cordoned: bool = False, drain: bool = False) -> None:
@@ -126,6 +126,61 @@ def test_what_is_idle_elsewhere_ends_for_one_that_has_to_go(policy: str) -> None
     assert dict(world.view.claims) == {old: inf}
     world.turn(1)
     assert [world.view.instances[name].record.node for name in world.live(CHAT) if name != source] == ["n2"]
+
+
+@pytest.mark.parametrize("how", ["it computes other bits", "it does not start"])
+def test_a_destination_without_hope_is_not_started_again_while_the_call_runs(how: str) -> None:
+    """Another node is tried; when there is none, the call ends where it is."""
+    three = [FakeNode(name, cpu=4.0, gpus=0) for name in ("n1", "n2", "n3")]
+    world, source = running(*three)
+    cordon(world, "n1", drain=True)
+    tried = []
+    for _ in range(2):
+        world.turn(2)  # longer than the back-off after a start that failed
+        (destination,) = [name for name in world.live(CHAT) if name != source]
+        tried.append(world.view.instances[destination].record.node)
+        if how == "it does not start":
+            world.finish(destination, InstanceState.FAILED, ERROR)
+        else:
+            ready(world, destination, fingerprint="g")
+        world.plan()
+        world.hear_all()
+    assert sorted(tried) == ["n2", "n3"]
+    world.turn(200)
+    assert len(world.started) == 3
+    assert world.view.instances[source].ready
+    works(world, source, 0)
+    world.turn(draining.SURE_S + 1)
+    assert not world.live(CHAT)
+
+
+def test_a_start_that_failed_holds_back_the_next_one() -> None:
+    world, source = running(*(FakeNode(name, cpu=4.0, gpus=0) for name in ("n1", "n2", "n3")))
+    cordon(world, "n1", drain=True)
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    world.hear_all()
+    world.finish(destination, InstanceState.FAILED, ERROR)
+    for _ in range(3):
+        world.plan()
+    assert world.live(CHAT) == [source]
+    world.turn(backoff.FIRST_S + 1)
+    assert len(world.live(CHAT)) == 2
+
+
+def test_one_that_must_be_there_and_has_no_call_is_replaced_where_bits_are_others() -> None:
+    world, source = running(min_instances=1)
+    cordon(world, "n1", drain=True)
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    world.hear_all()
+    ready(world, destination, fingerprint="g")
+    world.turn(2)
+    assert world.view.instances[source].ready, "it has calls"
+    works(world, source, 0)
+    world.turn(PLACE_S + draining.SURE_S)
+    (other,) = world.live(CHAT)
+    assert world.view.instances[other].record.node == "n2"
 
 
 def test_calls_of_a_node_that_says_it_is_stopped_move() -> None:

@@ -25,7 +25,7 @@ from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import ModelRecord, RouteEntry
 from sllm_runtime.protocol.states import InstanceState, MigrationState
-from tests.unit.control.world import GIB, FakeNode, World, deployed, manifest
+from tests.unit.control.world import ERROR, GIB, FakeNode, World, deployed, manifest
 
 CHAT: Key = ("chat", 1)
 EXACT = ("engine:ours", "exact_resume")
@@ -146,6 +146,28 @@ def test_who_asks_again_joins() -> None:
     assert len(world.view.migrations) == 1
 
 
+def test_who_names_another_node_is_told_where_it_goes() -> None:
+    world, source, _ = begun("")
+    with pytest.raises(Conflict, match=f"{source} moves to node n2 already"):
+        ask(world, source, "n3")
+    ask(world, source, "n2")
+    assert len(world.live(CHAT)) == 2
+
+
+def test_who_names_a_node_while_the_policy_has_none_gets_it() -> None:
+    world, source = running(cpu=4.0)
+    world.nodes["n2"].holds["other"] = (4.0, ())
+    world.hear_all()
+    ask(world, source)
+    world.plan()
+    with pytest.raises(NodeNotFound):
+        ask(world, source, "n9")
+    ask(world, source, "n2")
+    assert migration.so_far(world.view, source).node == "n2"
+    with pytest.raises(Conflict, match="n2"):
+        ask(world, source, "n1")
+
+
 def test_an_idle_instance_is_taken() -> None:
     world, source = running(max_instances=2, cpu=3.0)
     world.wait_for(CHAT, 8)
@@ -235,6 +257,48 @@ def test_other_bits_are_not_moved_to() -> None:
     assert state(world, source) is MigrationState.ABANDONED
     assert world.view.instances[source].ready
     assert world.view.instances[destination].stop is not None
+
+
+def test_where_other_bits_are_computed_is_refused_before_it_begins() -> None:
+    """An instance of the version is there, or one was started in vain."""
+    world, source = running(max_instances=2, cpu=3.0)
+    world.wait_for(CHAT, 8)
+    world.plan()
+    (other,) = [name for name in world.live(CHAT) if name != source]
+    world.wait_for(CHAT, 0)
+    world.hear_all()
+    ready(world, other, fingerprint="g")
+    with pytest.raises(InvalidRequest, match="cannot go on at node n2: it computes other bits"):
+        ask(world, source, "n2")
+    ask(world, source)
+    before = len(world.started)
+    world.turn(migration.PLACE_S + 1)
+    assert state(world, source) is MigrationState.ABANDONED
+    assert len(world.started) == before
+
+
+def test_a_node_that_was_tried_in_vain_is_refused_and_no_policy_has_it_tried_again() -> None:
+    world, source, destination = begun()
+    ready(world, destination, fingerprint="g")
+    world.plan()
+    world.hear_all()
+    with pytest.raises(InvalidRequest, match="cannot go on at node n2"):
+        ask(world, source, "n2")
+    world.now += 1.0
+    world.view = replace(world.view, moves={source: Move(source, "n2", 1.0, ("other", 1), world.now)})
+    world.plan()
+    assert world.live(CHAT) == [source]
+    assert state(world, source) is MigrationState.ABANDONED
+    assert not world.view.moves
+
+
+def test_whoever_names_a_node_where_it_did_not_start_has_it_tried_again() -> None:
+    world, source, destination = begun()
+    world.finish(destination, InstanceState.FAILED, ERROR)
+    world.turn(2)
+    ask(world, source, "n2")
+    world.turn(1)
+    assert len(world.live(CHAT)) == 2
 
 
 def test_a_node_without_room_is_waited_for_and_then_not() -> None:

@@ -14,6 +14,8 @@ from sllm_runtime.protocol.records import (
     FunctionRecord,
     InstanceRecord,
     LearnedRecord,
+    PoolRecord,
+    Popularity,
     ProofsRecord,
     Route,
     RouteEntry,
@@ -104,6 +106,8 @@ def stored(*versions: VersionRecord, active: int | None, deleting: bool = False)
         proofs={
             f"proofs.{name}.{number}": ProofsRecord(function=name, version=number, proofs=("p",)) for number in (1, 9)
         },
+        popularity=Popularity(),
+        pool=PoolRecord(),
     )
 
 

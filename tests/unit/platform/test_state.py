@@ -2,14 +2,19 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from nats.errors import Error as NatsError
-from nats.js.api import ConsumerConfig
+from nats.errors import TimeoutError as NatsTimeout
+from nats.js.api import ConsumerConfig, PubAck
+from nats.js.errors import APIError
 
+from sllm_runtime.platform import state
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.streams import STATE_STREAM
-from sllm_runtime.protocol.errors import ProtocolError, StaleTerm
+from sllm_runtime.platform.watch import Last, last_messages
+from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, Term
@@ -44,6 +49,34 @@ async def test_put_get_list_delete(nats: Nats) -> None:
     assert await store.list("models.", NodeRecord) == {}
 
 
+async def test_what_a_server_that_lags_shows_is_no_picture_of_the_state(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, or what was there before the last election: it is asked again, until the time is over."""
+    read, old = last_messages, await _leader(nats)
+    await old.put(node_key("n1"), _node("n1"))
+    stale = await read(old._bus, STATE_STREAM, "$KV.sllm_state.>")
+    await old.put(node_key("n2"), _node("n2"))
+    new = await _leader(nats, CONTROLLER_2)
+    lags = [stale, {}]
+
+    async def lagging(*asked: Any) -> dict[str, Last]:
+        return lags.pop() if lags else await read(*asked)
+
+    monkeypatch.setattr(state, "last_messages", lagging)
+    monkeypatch.setattr(state, "_LAGS_S", 0.0)
+    records = await new.everything(GIVE_UP_S)
+    assert not lags
+    assert records.list("nodes.", NodeRecord) == {"nodes.n1": _node("n1"), "nodes.n2": _node("n2")}
+    assert records.get(TERM_KEY, Term) == Term(term=2, controller=CONTROLLER_2)
+    assert records.get(node_key("n3"), NodeRecord) is None
+    with pytest.raises(StaleTerm, match="term 2 leads"):
+        await old.everything(GIVE_UP_S)
+    monkeypatch.setattr(state, "last_messages", lambda *_: asyncio.sleep(0, stale))
+    with pytest.raises(Unavailable, match="a server lags: it does not have term 2 yet"):
+        await new.everything(0.2)
+
+
 async def test_a_deposed_leader_writes_nothing(nats: Nats) -> None:
     old, new = await _leader(nats), await _leader(nats, CONTROLLER_2)
     await new.put(node_key("n1"), _node("n1", 2.0))
@@ -69,6 +102,95 @@ async def test_many_writes_at_once_are_all_written(nats: Nats) -> None:
     store = await _leader(nats)
     await asyncio.gather(*(store.put(node_key(f"n{n}"), _node(f"n{n}")) for n in range(100)))
     assert len(await store.list("nodes.", NodeRecord)) == 100
+
+
+class Lossy:
+    """A connection whose answers about ``key`` are lost: of what is told to ``lose``, and before JetStream has it of
+    what is told to ``hold``."""
+
+    def __init__(self, store: StateStore, monkeypatch: pytest.MonkeyPatch, *, silent: bool = False) -> None:
+        self._silent = silent
+        self._js = store._bus.jetstream
+        self._publish = self._js.publish
+        self.lose: set[str] = set()
+        self.hold: set[str] = set()
+        self.held: list[tuple[str, bytes, dict[str, str]]] = []
+        monkeypatch.setattr(self._js, "publish", self._lossy)
+
+    async def _lossy(self, subject: str, data: bytes, *, headers: dict[str, str], **how: Any) -> PubAck:
+        key = subject.removeprefix("$KV.sllm_state.")
+        if key in self.hold:
+            self.hold.discard(key)
+            self.held.append((subject, data, headers))
+            if self._silent:
+                await asyncio.Event().wait()
+            raise NatsTimeout
+        answer = await self._publish(subject, data, headers=headers, **how)
+        if key in self.lose:
+            self.lose.discard(key)
+            raise NatsTimeout
+        return answer
+
+    async def late(self) -> None:
+        """What was held comes now. Raises what JetStream answers."""
+        for subject, data, headers in self.held:
+            await self._publish(subject, data, headers=headers)
+
+
+@pytest.mark.parametrize("how", ["again", "given up", "cancelled"])
+async def test_a_write_that_comes_late_writes_nothing(nats: Nats, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """There was no answer, and what was written since is newer."""
+    leader = await _leader(nats)
+    lossy = Lossy(leader, monkeypatch, silent=how == "cancelled")
+    lossy.hold = {node_key("n1")}
+    if how == "given up":
+        with pytest.raises(Unavailable):
+            await leader.put_once(node_key("n1"), _node("n1", 1.0))
+    elif how == "cancelled":
+        writing = asyncio.ensure_future(leader.put(node_key("n1"), _node("n1", 1.0)))
+        await until(lambda: lossy.held)
+        writing.cancel()
+    else:
+        await leader.put(node_key("n1"), _node("n1", 1.0))
+    await leader.put(node_key("n1"), _node("n1", 2.0))
+    with pytest.raises(APIError, match="wrong last sequence"):
+        await lossy.late()
+    assert await leader.get(node_key("n1"), NodeRecord, direct=False) == _node("n1", 2.0)
+    await leader.confirm()
+    assert await leader.get(TERM_KEY, Term) == Term(term=1, controller=CONTROLLER)
+
+
+async def test_who_moves_its_fence_and_hears_no_answer_still_leads(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = await _leader(nats)
+    lossy = Lossy(leader, monkeypatch)
+    lossy.hold, lossy.lose = {node_key("n1")}, {TERM_KEY}
+    await leader.put(node_key("n1"), _node("n1", 1.0))
+    assert not lossy.lose
+    await leader.confirm()
+    await leader.put(node_key("n1"), _node("n1", 2.0))
+    with pytest.raises(APIError, match="wrong last sequence"):
+        await lossy.late()
+    lossy.hold = {TERM_KEY, node_key("n1")}  # this one comes when another leads
+    lossy.held.clear()
+    await leader.put(node_key("n1"), _node("n1", 3.0))
+    other = await _leader(nats, CONTROLLER_2)
+    with pytest.raises(APIError, match="wrong last sequence"):
+        await lossy.late()
+    with pytest.raises(StaleTerm, match="term 2 leads"):
+        await leader.put(node_key("n1"), _node("n1", 4.0))
+    await other.confirm()
+
+
+async def test_a_leader_that_was_deposed_moves_no_fence(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = await _leader(nats)
+    lossy = Lossy(leader, monkeypatch)
+    lossy.hold = {node_key("n1")}
+    with pytest.raises(Unavailable):
+        await leader.put_once(node_key("n1"), _node("n1"))
+    other = await _leader(nats, CONTROLLER_2)
+    with pytest.raises(StaleTerm, match="term 2 leads"):
+        await leader.put(node_key("n1"), _node("n1"))
+    await other.confirm()
 
 
 async def test_nobody_writes_without_an_election(nats: Nats) -> None:

@@ -19,10 +19,8 @@ from sllm_runtime.control.providing.sizing import Action, Remove, SetDesired, St
 from sllm_runtime.control.view import View
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.settings import Settings
-from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.records import PoolRecord
-from sllm_runtime.protocol.subjects import POOL_KEY
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +28,10 @@ STORED_S: Final = 10.0
 """Nothing is removed before the store has that it is to go: the next controller must know."""
 
 
-async def supplied(settings: Settings, store: StateStore, loop: Loop, ledger: Ledger) -> Supplying:
+def supplied(settings: Settings, record: PoolRecord, loop: Loop, ledger: Ledger) -> Supplying:
     """By the provider that ``settings`` name, as the last controller left it. Raises ``InvalidRequest`` for settings
-    that cannot work, ``Unavailable``."""
+    that cannot work."""
     rules = settings if isinstance(settings, ProviderSettings) else ProviderSettings()
-    record = await store.get(POOL_KEY, PoolRecord) or PoolRecord()
     return Supplying(loop, ledger, rules.provider(), Pool(rules.timing, record), rules.nodes_every)
 
 
