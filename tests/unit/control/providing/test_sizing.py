@@ -226,7 +226,7 @@ def test_calls_that_are_to_leave_their_node_have_one_made() -> None:
     (source,) = world.live(CHAT)
     (node,) = world.nodes.values()
     carries = world.view.instances[source]
-    record = replace(carries.record, capabilities=("exact_resume",), fingerprint="cpu")
+    record = replace(carries.record, capabilities=("exact_resume",))
     world.view = world.view.put_instance(dataclasses.replace(carries, record=record))
     node.draining = True
     world.live_for(30)
