@@ -30,6 +30,7 @@ from sllm_runtime.protocol.errors import (
     CallNotFound,
     Cancelled,
     Conflict,
+    InvalidArgument,
     InvalidRequest,
     JournalExpired,
     SllmError,
@@ -99,7 +100,7 @@ class Keeping:
             await self._submit(order, asked)
         found = await self._find(call)
         if wish.durable:
-            await self._accepted(call, send)
+            await self._accepted(found, send)
         elif order.stream:
             await self.events(found, receive, send, last=-1, at_once=False)
         else:
@@ -127,8 +128,16 @@ class Keeping:
                     ) from error
             await asyncio.sleep(_AGAIN_S)
 
-    async def _accepted(self, call: str, send: Send) -> None:
-        journaled, _ = await self._journal.now(subjects.CALLS_STREAM, call)
+    async def _accepted(self, order: CallOrder, send: Send) -> None:
+        """Raises ``InvalidArgument`` for one that was begun otherwise: a 202 would promise what is not kept."""
+        call = order.call
+        if not order.durable:
+            raise InvalidArgument(
+                f"{call} was begun with this Idempotency-Key and without `Prefer: respond-async`: it ends when nobody"
+                " reads it. Read it by the same request without `Prefer`, or use a new key",
+                field="Idempotency-Key",
+            )
+        journaled, _ = await self._journal.now(stream_of(order), call)
         headers: Headers = [
             _JSON,
             (b"location", f"/v1/calls/{call}".encode()),

@@ -127,6 +127,27 @@ async def test_a_key_is_one_execution(nats: Nats) -> None:
         assert len(gate.runs) == 2
 
 
+async def test_a_call_is_kept_as_its_first_request_asked(nats: Nats) -> None:
+    """A 202 for a call that ends without a reader would promise too much; one that does not is read like any other."""
+    async with world(nats) as w, second(nats) as other:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        await until(lambda: w.gateway.table.get("gate", 1))
+        first = asyncio.create_task(w.http.post("/fn/gate", json={}, headers=key("k")))
+        await until(lambda: gate.runs, what="it runs")
+        refused = await w.http.post("/fn/gate", json={}, headers=key("k") | ASYNC)
+        assert (refused.status_code, refused.json()["error"]["field"]) == (422, "Idempotency-Key")
+        assert "preference-applied" not in refused.headers
+        durable = await w.http.post("/fn/gate", json={}, headers=key("durable") | ASYNC)
+        await reaches(other, durable.json()["id"], "RUNNING")
+        again = await w.http.post("/fn/gate", json={}, headers=key("durable") | ASYNC)
+        assert (again.status_code, again.json()) == (202, {"id": durable.json()["id"], "state": "RUNNING"})
+        gate.opened.set()
+        assert (await first).json() == [0, 1]
+        assert (await w.http.post("/fn/gate", json={}, headers=key("durable"))).json() == [0, 1]
+        assert len(gate.runs) == 2
+
+
 async def test_many_with_one_key_at_once(nats: Nats) -> None:
     async with world(nats) as w:
         await w.deploy(manifest("count"), entry(), script=count)
