@@ -248,7 +248,7 @@ class Detached:
                 await self._pause(BATCH_S)
 
     async def _end(self, run: _Run, state: CallState, error: SllmError | None) -> None:
-        ending = functools.partial(self.end, run.asked, state, error, run.fence, run.call.end)
+        ending = functools.partial(self.end, run.asked, state, error, run.fence, run.call.end, run.journaled.frames)
         await self._insist(run.call.id, run.until, ending)
 
     async def _write(self, run: _Run) -> None:
@@ -308,10 +308,16 @@ class Detached:
             self._calls.fail(run.call, Cancelled(f"nobody has read it for {self._window:g} s"))
 
     async def end(
-        self, asked: CallOrder, state: CallState, error: SllmError | None, fence: int | None, end: End | None = None
+        self,
+        asked: CallOrder,
+        state: CallState,
+        error: SllmError | None,
+        fence: int | None,
+        end: End | None = None,
+        frames: int = -1,
     ) -> None:
-        """Write how it has ended, whoever has it by now where there is no ``fence``; then give back its body. Raises
-        ``Unavailable``, ``CallMoved`` or ``JournalExpired``."""
+        """Write how it has ended, whoever has it by now where there is no ``fence``; then give back its body.
+        ``frames`` as in ``Ended``. Raises ``Unavailable``, ``CallMoved`` or ``JournalExpired``."""
         stream = stream_of(asked)
         if error is not None and state is CallState.SUCCEEDED:
             error = None
@@ -322,6 +328,7 @@ class Detached:
             state=CallState.CANCELLED if isinstance(error, Cancelled) else state,
             error=error.body() if error is not None else None,
             usage=end.usage if end is not None else None,
+            frames=frames,
         )
         await self._journal.write(stream, asked.call, "kept", Kept(), JOURNAL_TTL_S, fence)
         if asked.key:

@@ -274,9 +274,9 @@ def _name(journaled: Journaled) -> str:
 def _success(journaled: Journaled) -> End:
     """Raises how the call failed, ``JournalExpired`` where not all of its answer is there: it must not seem whole."""
     assert journaled.ended is not None
-    if journaled.written > journaled.frames:
+    if not journaled.whole:
         raise JournalExpired(
-            f"of the answer of {_name(journaled)} only the first {journaled.frames} of {journaled.written} frames are"
+            f"of the answer of {_name(journaled)} only the first {journaled.frames} of {journaled.total} frames are"
             " kept: the journal is full, or its server was killed; call again"
         )
     if journaled.ended.error is not None:

@@ -136,8 +136,8 @@ class CallRoutes:
         journaled, entries = await self._journal.now(stream, call)
         ended = journaled.ended is not None
         view = views.call(journaled, None if ended else await self._recent.anywhere(call))
-        whole = journaled.kept and journaled.written == journaled.frames
-        if journaled.state is CallState.SUCCEEDED and whole and journaled.order is not None:
+        there = journaled.kept and journaled.whole
+        if journaled.state is CallState.SUCCEEDED and there and journaled.order is not None:
             order = journaled.order
             version = self._table.get(order.function, order.version)
             streams = version is not None and version.manifest.handler.streams

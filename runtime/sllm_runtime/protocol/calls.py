@@ -86,10 +86,13 @@ class Batch(Record, frozen=True, tag="batch"):
 
 
 class Ended(Record, frozen=True, kw_only=True, tag="ended"):
+    """``frames``: of the answer, that were written; -1: its writer did not know, or is of an earlier release."""
+
     at: float
     state: CallState
     error: ErrorBody | None = None
     usage: Usage | None = None
+    frames: int = -1
 
 
 class Kept(Record, frozen=True, kw_only=True, tag="kept"):
@@ -229,6 +232,16 @@ class Journaled:
         if self.ended is not None:
             return self.ended.state
         return CallState.QUEUED if self.began is None else CallState.RUNNING
+
+    @property
+    def total(self) -> int:
+        """Frames of the answer, as far as what is left says: its end tells of those whose batches are all gone."""
+        return max(self.written, self.ended.frames if self.ended is not None else -1)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of the answer so far is gone."""
+        return self.frames >= self.total
 
     @property
     def exact(self) -> bool:

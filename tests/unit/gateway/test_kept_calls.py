@@ -186,7 +186,8 @@ async def test_what_cannot_be_read(nats: Nats) -> None:
         assert (await state_of(w.http, call))["result"] is None
 
 
-async def test_an_answer_that_lost_its_beginning_does_not_seem_whole(nats: Nats) -> None:
+@pytest.mark.parametrize("gone", [["batch-0"], ["batch-0", "batch-1"]])
+async def test_an_answer_that_lost_its_beginning_or_all_of_it_does_not_seem_whole(nats: Nats, gone: list[str]) -> None:
     async with world(nats) as w:
         gate = Gate()
         await w.deploy(manifest("gate"), entry(), script=gate)
@@ -197,8 +198,9 @@ async def test_an_answer_that_lost_its_beginning_does_not_seem_whole(nats: Nats)
                     break
         gate.opened.set()
         await reaches(w.http, call, "SUCCEEDED")
-        purged = subjects.call_entry(subjects.CALLS_STREAM, call, "batch-0")
-        await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=purged)
+        for name in gone:
+            purged = subjects.call_entry(subjects.CALLS_STREAM, call, name)
+            await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=purged)
         told = await events_of(w.http, call)
         assert '"code":"journal_expired"' in told
         assert "id: " not in told
