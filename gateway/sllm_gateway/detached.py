@@ -91,6 +91,8 @@ class Detached:
         self._idle = asyncio.Event()
         """Set while none runs."""
         self._idle.set()
+        self._deaf = False
+        """Whether readers at other gateways cannot be heard now."""
         self._tasks = Tasks("detached")
 
     async def finish(self, within_s: float) -> None:
@@ -160,6 +162,16 @@ class Detached:
         """Somebody reads it."""
         if (run := self._running.get(call)) is not None:
             run.read = self._clock()
+
+    def deaf(self) -> None:
+        """Readers at other gateways cannot be heard: nobody knows whether there are any."""
+        self._deaf = True
+
+    def hears(self) -> None:
+        """They can again, and those that there were have as long to say so as after any word of them."""
+        self._deaf = False
+        for call in self._running:
+            self.read(call)
 
     # --- taking up again --------------------------------------------------------------------------
     def runs(self, call: str) -> bool:
@@ -304,7 +316,7 @@ class Detached:
 
     def _judge(self, run: _Run) -> None:
         """A call that nobody reads does not go on for ever."""
-        if not run.asked.durable and self._clock() - run.read > self._window:
+        if not run.asked.durable and not self._deaf and self._clock() - run.read > self._window:
             self._calls.fail(run.call, Cancelled(f"nobody has read it for {self._window:g} s"))
 
     async def end(

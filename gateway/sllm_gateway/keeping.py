@@ -230,6 +230,7 @@ class Keeping:
 
     async def _tell(self, call: str) -> None:
         while True:
+            self._detached.read(call)  # also while there is no NATS
             with contextlib.suppress(Unavailable):
                 self._bus.publish_now(subjects.READING, Reading(call=call))
             await asyncio.sleep(READING_S)

@@ -62,6 +62,8 @@ class CallRoutes:
         self._table, self._recent, self._others = table, recent, others
         self._coming, self._cancel = coming, cancel
         self._subscriptions: list[Subscription] = []
+        self._offs: list[Callable[[], None]] = []
+        """What takes the callbacks off the bus."""
 
     def routes(self) -> list[BaseRoute]:
         found = (
@@ -74,6 +76,7 @@ class CallRoutes:
 
     async def start(self) -> None:
         """Listen. Raises ``Unavailable``."""
+        self._offs += [self._bus.on_disconnect(self._detached.deaf), self._bus.on_reconnect(self._detached.hears)]
         self._subscriptions.append(
             await self._bus.listen(subjects.CANCEL_CALL, self._asked_to_cancel),
         )
@@ -82,6 +85,8 @@ class CallRoutes:
         )
 
     async def close(self) -> None:
+        for off in self._offs:
+            off()
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
 

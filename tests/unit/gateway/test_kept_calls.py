@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from sllm_gateway import keeping
+from sllm_gateway.detached import Detached
 from sllm_gateway.journal import Journal
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import Reading
@@ -16,6 +18,7 @@ from sllm_runtime.protocol.frames import FrameKind, Ids, Usage
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, entry, manifest, second, world
+from tests.unit.gateway.test_succession import asked
 
 SSE = {"accept": "text/event-stream"}
 ASYNC = {"prefer": "respond-async"}
@@ -338,6 +341,48 @@ async def test_a_reader_is_one_also_while_nothing_comes(
         answer = await asking
         assert answer.status_code == 200
         assert set(heard) == {answer.headers["sllm-call-id"]}
+
+
+async def test_a_reader_at_the_gateway_that_runs_the_call_is_known_without_nats(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "READING_S", 0.01)
+    async with world(nats) as w:
+        gate, read = Gate(), list[str]()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        asking = asyncio.create_task(w.http.post("/fn/gate", json={}, headers=key("quiet")))
+        await until(lambda: gate.runs, what="it runs")
+        await w.gateway._kept._subscriptions[1].unsubscribe()
+        monkeypatch.setattr(w.gateway._detached, "read", read.append)
+        await until(lambda: len(read) > 2, what="its own gateway is told")
+        gate.opened.set()
+        assert set(read) == {(await asking).headers["sllm-call-id"]}
+
+
+def test_time_without_nats_is_none_in_which_nobody_reads() -> None:
+    """Readers at other gateways cannot say that they are there."""
+    none, now, failed = cast(Any, None), 0.0, list[str]()
+    calls = cast(Any, SimpleNamespace(fail=lambda call, error: failed.append(error.code)))
+    journals = Detached(calls, none, none, none, 60.0, lambda: now, none)
+    run = cast(Any, SimpleNamespace(asked=asked("call-1"), call=None, read=0.0))
+    journals._running["call-1"] = run
+    for change, later in ((journals.deaf, 1000.0), (journals.hears, 59.0)):
+        change()
+        now += later
+        journals._judge(run)
+        assert failed == []
+    now += 2.0
+    journals._judge(run)
+    assert failed == ["cancelled"]
+
+
+async def test_a_gateway_knows_when_it_cannot_hear_readers(nats: Nats) -> None:
+    async with world(nats) as w:
+        bus, journals = w.gateway._bus, w.gateway._detached
+        await bus._when_disconnected()
+        await until(lambda: journals._deaf)
+        await bus._when_reconnected()
+        await until(lambda: not journals._deaf)
 
 
 async def test_a_journal_waits_for_jetstream_whatever_its_patience(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
