@@ -243,7 +243,7 @@ class Detached:
         manifest = run.call.version.manifest
         keep = kept_s(manifest.timeout + manifest.queue_timeout)
         try:
-            await self._insist(asked.call, run.until, lambda: self._journal.hold(asked.key, asked.claim, keep))
+            await self._insist(asked.call, run.until, lambda: self._journal.hold(asked.key, asked.claim_begun, keep))
         except Conflict as error:
             run.asked = msgspec.structs.replace(asked, key="")
             self._calls.fail(run.call, error)
@@ -345,7 +345,7 @@ class Detached:
         await self._journal.write(stream, asked.call, "kept", Kept(), JOURNAL_TTL_S, fence)
         if asked.key:
             with contextlib.suppress(Conflict):
-                await self._journal.hold(asked.key, asked.claim, JOURNAL_TTL_S)
+                await self._journal.hold(asked.key, asked.claim_begun, JOURNAL_TTL_S)
         await self._journal.write(stream, asked.call, "ended", ended, JOURNAL_TTL_S + KNOWN_S, fence)
         await self._journal.give_back(asked)
 

@@ -17,7 +17,7 @@ from sllm_gateway.asgi import Headers, Receive, Scope, Send, answer, exactness, 
 from sllm_gateway.call import Order
 from sllm_gateway.detached import Detached, stream_of
 from sllm_gateway.events import EventWriter
-from sllm_gateway.journal import CLAIMED_S, Journal, digest
+from sllm_gateway.journal import CLAIMED_S, Journal, digest, expired
 from sllm_gateway.outputs import Stream
 from sllm_gateway.recent import Recent
 from sllm_gateway.replay import After, body_of
@@ -90,15 +90,14 @@ class Keeping:
         self, scope: Scope, receive: Receive, send: Send, order: Order, asked: CallOrder, wish: Wish
     ) -> None:
         """Begin the call, or join the one that has its key; then 202, or its answer as ``order.stream`` says."""
-        call = asked.call
+        claim = KeyClaim(call=asked.call, body=digest(order.body))
         if wish.key:
-            claim = KeyClaim(call=call, body=digest(order.body))
-            call = (await self._journal.claim(wish.key, claim)).call
-            scope["sllm.call"] = call
             asked = msgspec.structs.replace(asked, key=wish.key, key_body=claim.body)
-        if call == asked.call:
+            claim = await self._journal.claim(wish.key, claim)
+            scope["sllm.call"] = claim.call
+        if claim.call == asked.call:
             await self._submit(order, asked)
-        found = await self._find(call)
+        found = await self._find(claim)
         if wish.durable:
             await self._accepted(found, send)
         elif order.stream:
@@ -115,13 +114,16 @@ class Keeping:
                     await self._journal.hold(asked.key, asked.claim, 1.0)
             raise
 
-    async def _find(self, call: str) -> CallOrder:
-        """What was asked. One whose key was claimed just now is written in a moment. Raises ``Unavailable``."""
+    async def _find(self, claim: KeyClaim) -> CallOrder:
+        """What was asked. One whose key was claimed just now is written in a moment. Raises ``Unavailable``, and
+        ``JournalExpired`` for one that was written: whoever called again would have it run twice."""
         deadline = self._clock() + CLAIMED_S / 4
         while True:
             try:
-                return (await self._journal.find(call))[1]
+                return (await self._journal.find(claim.call))[1]
             except CallNotFound as error:
+                if claim.begun:
+                    raise expired(claim.call) from error
                 if self._clock() > deadline:
                     raise Unavailable(
                         "the first request with this Idempotency-Key was not begun; call again"

@@ -167,7 +167,11 @@ class CallRoutes:
             return await self._journal.find(call, led=False)
         except CallNotFound:
             await self._coming(call)
-        return await self._journal.find(call)
+        try:
+            return await self._journal.find(call)
+        except CallNotFound:
+            await self._journal.require_nothing(call)
+            raise
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["path_params"]["call"]

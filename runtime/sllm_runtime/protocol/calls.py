@@ -61,6 +61,11 @@ class CallOrder(Record, frozen=True, kw_only=True, tag="order"):
         """Of its key."""
         return KeyClaim(call=self.call, body=self.key_body)
 
+    @property
+    def claim_begun(self) -> KeyClaim:
+        """The same, once this order is written."""
+        return KeyClaim(call=self.call, body=self.key_body, begun=True)
+
 
 class BodyPart(Record, frozen=True, tag="body"):
     number: int
@@ -107,10 +112,12 @@ Entry = CallOrder | BodyPart | Began | Batch | Ended | Kept | CancelAsked
 
 
 class KeyClaim(Record, frozen=True, kw_only=True):
-    """The call that an ``Idempotency-Key`` stands for. ``body``: BLAKE2b of what was asked."""
+    """The call that an ``Idempotency-Key`` stands for. ``body``: BLAKE2b of what was asked. ``begun``: its order was
+    written, so it may have run, whatever is left of it (an earlier release does not say so)."""
 
     call: str
     body: bytes
+    begun: bool = False
 
 
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True):
