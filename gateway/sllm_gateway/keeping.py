@@ -22,6 +22,7 @@ from sllm_gateway.outputs import Stream
 from sllm_gateway.recent import Recent
 from sllm_gateway.replay import After, body_of
 from sllm_gateway.replay import stream_of as encoder_of
+from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import subjects
@@ -77,12 +78,13 @@ class Keeping:
         bus: Bus,
         detached: Detached,
         journal: Journal,
+        table: RouteTable,
         recent: Recent,
         writer: EventWriter,
         clock: Callable[[], float],
     ) -> None:
         self._bus, self._detached, self._journal, self._writer = bus, detached, journal, writer
-        self._recent = recent
+        self._table, self._recent = table, recent
         self._clock = clock
 
     # --- beginning --------------------------------------------------------------------------------
@@ -103,7 +105,8 @@ class Keeping:
         elif order.stream:
             await self.events(found, receive, send, last=-1, at_once=False)
         else:
-            await self.whole(found, order.version.manifest.handler.streams, scope, send)
+            ran = self._table.get(found.function, found.version) or order.version  # another is active by now, maybe
+            await self.whole(found, ran.manifest.handler.streams, scope, send)
 
     async def _submit(self, order: Order, asked: CallOrder) -> None:
         try:

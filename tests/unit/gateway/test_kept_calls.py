@@ -151,6 +151,19 @@ async def test_a_call_is_kept_as_its_first_request_asked(nats: Nats) -> None:
         assert len(gate.runs) == 2
 
 
+async def test_an_answer_is_replayed_as_the_version_gave_it_that_ran(nats: Nats) -> None:
+    """Not as the one that is active by now would: this one is no generator."""
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        ask: dict[str, Any] = {"json": {"n": 1}, "headers": key("k")}
+        assert (await w.http.post("/fn/count", **ask)).json() == [0]
+        await w.deploy(manifest("count"), entry(), active=False)
+        await w.deploy(manifest("count", streams=False), entry("i2", version=2), version=2)
+        assert (await w.http.post("/fn/count", **ask)).json() == [0]
+        assert (await w.http.post("/fn/count", json={"n": 1}, headers=key("another"))).json() == 0
+        assert len(w.node.runs) == 2
+
+
 async def test_many_with_one_key_at_once(nats: Nats) -> None:
     async with world(nats) as w:
         await w.deploy(manifest("count"), entry(), script=count)
