@@ -103,7 +103,7 @@ class Gateway:
         self._succession = Succession(
             lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, clock
         )
-        keeping = Keeping(bus, self._detached, journal, self._recent, writer, clock)
+        keeping = Keeping(bus, self._detached, journal, self.table, self._recent, writer, clock)
 
         def others() -> set[str]:
             return {life.gateway for life in roll.living(lives.me.life)}

@@ -91,6 +91,8 @@ class Detached:
         self._idle = asyncio.Event()
         """Set while none runs."""
         self._idle.set()
+        self._deaf = False
+        """Whether readers at other gateways cannot be heard now."""
         self._tasks = Tasks("detached")
 
     async def finish(self, within_s: float) -> None:
@@ -161,6 +163,16 @@ class Detached:
         """Somebody reads it."""
         if (run := self._running.get(call)) is not None:
             run.read = self._clock()
+
+    def deaf(self) -> None:
+        """Readers at other gateways cannot be heard: nobody knows whether there are any."""
+        self._deaf = True
+
+    def hears(self) -> None:
+        """They can again, and those that there were have as long to say so as after any word of them."""
+        self._deaf = False
+        for call in self._running:
+            self.read(call)
 
     # --- taking up again --------------------------------------------------------------------------
     def runs(self, call: str) -> bool:
@@ -236,7 +248,7 @@ class Detached:
         if not asked.key:
             return
         try:
-            await self._insist(asked.call, run.until, lambda: self._journal.hold(asked.key, asked.claim, keep))
+            await self._insist(asked.call, run.until, lambda: self._journal.hold(asked.key, asked.claim_begun, keep))
         except Conflict as error:
             run.asked = msgspec.structs.replace(asked, key="")
             self._calls.fail(run.call, error)
@@ -260,7 +272,7 @@ class Detached:
                 await self._pause(BATCH_S)
 
     async def _end(self, run: _Run, state: CallState, error: SllmError | None) -> None:
-        ending = functools.partial(self.end, run.asked, state, error, run.fence, run.call.end)
+        ending = functools.partial(self.end, run.asked, state, error, run.fence, run.call.end, run.journaled.frames)
         await self._insist(run.call.id, run.until, ending)
 
     async def _write(self, run: _Run) -> None:
@@ -335,14 +347,20 @@ class Detached:
 
     def _judge(self, run: _Run) -> None:
         """A call that nobody reads does not go on for ever."""
-        if not run.asked.durable and self._clock() - run.read > self._window:
+        if not run.asked.durable and not self._deaf and self._clock() - run.read > self._window:
             self._calls.fail(run.call, Cancelled(f"nobody has read it for {self._window:g} s"))
 
     async def end(
-        self, asked: CallOrder, state: CallState, error: SllmError | None, fence: int | None, end: End | None = None
+        self,
+        asked: CallOrder,
+        state: CallState,
+        error: SllmError | None,
+        fence: int | None,
+        end: End | None = None,
+        frames: int = -1,
     ) -> None:
-        """Write how it has ended, whoever has it by now where there is no ``fence``; then give back its body. Raises
-        ``Unavailable``, ``CallMoved`` or ``JournalExpired``."""
+        """Write how it has ended, whoever has it by now where there is no ``fence``; then give back its body.
+        ``frames`` as in ``Ended``. Raises ``Unavailable``, ``CallMoved`` or ``JournalExpired``."""
         stream = stream_of(asked)
         if error is not None and state is CallState.SUCCEEDED:
             error = None
@@ -353,11 +371,12 @@ class Detached:
             state=CallState.CANCELLED if isinstance(error, Cancelled) else state,
             error=error.body() if error is not None else None,
             usage=end.usage if end is not None else None,
+            frames=frames,
         )
         await self._journal.write(stream, asked.call, "kept", Kept(), JOURNAL_TTL_S, fence)
         if asked.key:
             with contextlib.suppress(Conflict):
-                await self._journal.hold(asked.key, asked.claim, JOURNAL_TTL_S)
+                await self._journal.hold(asked.key, asked.claim_begun, JOURNAL_TTL_S)
         await self._journal.write(stream, asked.call, "ended", ended, JOURNAL_TTL_S + KNOWN_S, fence)
         await self._journal.give_back(asked)
 

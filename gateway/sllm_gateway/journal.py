@@ -195,6 +195,12 @@ class Journal:
             " Idempotency-Key"
         )
 
+    async def require_nothing(self, call: str) -> None:
+        """Raises ``JournalExpired`` where anything is left of a call that has no order. Not to be asked while an order
+        may still come: an heir writes it last."""
+        if await self._stored.last(JOURNAL_STREAM, call_entries(JOURNAL_STREAM, call)) is not None:
+            raise expired(call)
+
     async def entries(self, stream: str, call: str) -> AsyncGenerator[Entry | None, None]:
         """Everything that is and will be written of a call, in order; None once all that was there has come. While
         nothing comes it is looked for every READING_S: raises ``JournalExpired`` once its order is gone."""

@@ -17,11 +17,12 @@ from sllm_gateway.asgi import Headers, Receive, Scope, Send, answer, exactness, 
 from sllm_gateway.call import Order
 from sllm_gateway.detached import Detached, stream_of
 from sllm_gateway.events import EventWriter
-from sllm_gateway.journal import CLAIMED_S, Journal, digest
+from sllm_gateway.journal import CLAIMED_S, Journal, digest, expired
 from sllm_gateway.outputs import Stream
 from sllm_gateway.recent import Recent
 from sllm_gateway.replay import After, body_of
 from sllm_gateway.replay import stream_of as encoder_of
+from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import subjects
@@ -30,6 +31,7 @@ from sllm_runtime.protocol.errors import (
     CallNotFound,
     Cancelled,
     Conflict,
+    InvalidArgument,
     InvalidRequest,
     JournalExpired,
     SllmError,
@@ -76,12 +78,13 @@ class Keeping:
         bus: Bus,
         detached: Detached,
         journal: Journal,
+        table: RouteTable,
         recent: Recent,
         writer: EventWriter,
         clock: Callable[[], float],
     ) -> None:
         self._bus, self._detached, self._journal, self._writer = bus, detached, journal, writer
-        self._recent = recent
+        self._table, self._recent = table, recent
         self._clock = clock
 
     # --- beginning --------------------------------------------------------------------------------
@@ -89,21 +92,21 @@ class Keeping:
         self, scope: Scope, receive: Receive, send: Send, order: Order, asked: CallOrder, wish: Wish
     ) -> None:
         """Begin the call, or join the one that has its key; then 202, or its answer as ``order.stream`` says."""
-        call = asked.call
+        claim = KeyClaim(call=asked.call, body=digest(order.body))
         if wish.key:
-            claim = KeyClaim(call=call, body=digest(order.body))
-            call = (await self._journal.claim(wish.key, claim)).call
-            scope["sllm.call"] = call
             asked = msgspec.structs.replace(asked, key=wish.key, key_body=claim.body)
-        if call == asked.call:
+            claim = await self._journal.claim(wish.key, claim)
+            scope["sllm.call"] = claim.call
+        if claim.call == asked.call:
             await self._submit(order, asked)
-        found = await self._find(call)
+        found = await self._find(claim)
         if wish.durable:
-            await self._accepted(call, send)
+            await self._accepted(found, send)
         elif order.stream:
             await self.events(found, receive, send, last=-1, at_once=False)
         else:
-            await self.whole(found, order.version.manifest.handler.streams, scope, send)
+            ran = self._table.get(found.function, found.version) or order.version  # another is active by now, maybe
+            await self.whole(found, ran.manifest.handler.streams, scope, send)
 
     async def _submit(self, order: Order, asked: CallOrder) -> None:
         try:
@@ -114,21 +117,32 @@ class Keeping:
                     await self._journal.hold(asked.key, asked.claim, 1.0)
             raise
 
-    async def _find(self, call: str) -> CallOrder:
-        """What was asked. One whose key was claimed just now is written in a moment. Raises ``Unavailable``."""
+    async def _find(self, claim: KeyClaim) -> CallOrder:
+        """What was asked. One whose key was claimed just now is written in a moment. Raises ``Unavailable``, and
+        ``JournalExpired`` for one that was written: whoever called again would have it run twice."""
         deadline = self._clock() + CLAIMED_S / 4
         while True:
             try:
-                return (await self._journal.find(call))[1]
+                return (await self._journal.find(claim.call))[1]
             except CallNotFound as error:
+                if claim.begun:
+                    raise expired(claim.call) from error
                 if self._clock() > deadline:
                     raise Unavailable(
                         "the first request with this Idempotency-Key was not begun; call again"
                     ) from error
             await asyncio.sleep(_AGAIN_S)
 
-    async def _accepted(self, call: str, send: Send) -> None:
-        journaled, _ = await self._journal.now(subjects.CALLS_STREAM, call)
+    async def _accepted(self, order: CallOrder, send: Send) -> None:
+        """Raises ``InvalidArgument`` for one that was begun otherwise: a 202 would promise what is not kept."""
+        call = order.call
+        if not order.durable:
+            raise InvalidArgument(
+                f"{call} was begun with this Idempotency-Key and without `Prefer: respond-async`: it ends when nobody"
+                " reads it. Read it by the same request without `Prefer`, or use a new key",
+                field="Idempotency-Key",
+            )
+        journaled, _ = await self._journal.now(stream_of(order), call)
         headers: Headers = [
             _JSON,
             (b"location", f"/v1/calls/{call}".encode()),
@@ -221,6 +235,7 @@ class Keeping:
 
     async def _tell(self, call: str) -> None:
         while True:
+            self._detached.read(call)  # also while there is no NATS
             with contextlib.suppress(Unavailable):
                 self._bus.publish_now(subjects.READING, Reading(call=call))
             await asyncio.sleep(READING_S)
@@ -265,9 +280,9 @@ def _name(journaled: Journaled) -> str:
 def _success(journaled: Journaled) -> End:
     """Raises how the call failed, ``JournalExpired`` where not all of its answer is there: it must not seem whole."""
     assert journaled.ended is not None
-    if journaled.written > journaled.frames:
+    if not journaled.whole:
         raise JournalExpired(
-            f"of the answer of {_name(journaled)} only the first {journaled.frames} of {journaled.written} frames are"
+            f"of the answer of {_name(journaled)} only the first {journaled.frames} of {journaled.total} frames are"
             " kept: the journal is full, or its server was killed; call again"
         )
     if journaled.ended.error is not None:

@@ -43,9 +43,9 @@ from sllm_runtime.protocol.states import CALL, CallState, final
 log = logging.getLogger(__name__)
 
 ASK_S: Final = 1.0
+"""A gateway that has the call answers within this."""
 HEARD_S: Final = 2 * BEAT_S * SILENT_BEATS
 """A gateway that is not heard for half of it is taken for dead, and its calls are gone on with."""
-"""A gateway that has the call answers within this."""
 MOST: Final = 1000
 _JSON: Final = [(b"content-type", b"application/json")]
 
@@ -71,6 +71,8 @@ class CallRoutes:
         self._table, self._recent, self._others = table, recent, others
         self._coming, self._cancel = coming, cancel
         self._subscriptions: list[Subscription] = []
+        self._offs: list[Callable[[], None]] = []
+        """What takes the callbacks off the bus."""
 
     def routes(self) -> list[BaseRoute]:
         found = (
@@ -83,6 +85,7 @@ class CallRoutes:
 
     async def start(self) -> None:
         """Listen. Raises ``Unavailable``."""
+        self._offs += [self._bus.on_disconnect(self._detached.deaf), self._bus.on_reconnect(self._detached.hears)]
         self._subscriptions.append(
             await self._bus.listen(subjects.CANCEL_CALL, self._asked_to_cancel),
         )
@@ -91,6 +94,8 @@ class CallRoutes:
         )
 
     async def close(self) -> None:
+        for off in self._offs:
+            off()
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
 
@@ -138,15 +143,17 @@ class CallRoutes:
             stream, _ = await self._journal.find(call)
         except CallNotFound:
             told = await self._recent.anywhere(call)
-            if told is None or final(CALL, told.state):
-                raise
-            await answer(send, 200, _JSON, views.open_call(told).model_dump_json().encode())
-            return
+            if told is not None:
+                if final(CALL, told.state):
+                    raise
+                await answer(send, 200, _JSON, views.open_call(told).model_dump_json().encode())
+                return
+            stream, _ = await self._found(call)
         journaled, entries = await self._journal.now(stream, call)
         ended = journaled.ended is not None
         view = views.call(journaled, None if ended else await self._recent.anywhere(call))
-        whole = journaled.kept and journaled.written == journaled.frames
-        if journaled.state is CallState.SUCCEEDED and whole and journaled.order is not None:
+        there = journaled.kept and journaled.whole
+        if journaled.state is CallState.SUCCEEDED and there and journaled.order is not None:
             order = journaled.order
             version = self._table.get(order.function, order.version)
             streams = version is not None and version.manifest.handler.streams
@@ -161,23 +168,27 @@ class CallRoutes:
         last = Request(scope, receive).headers.get("last-event-id", "")
         if last and not (last.isascii() and last.isdigit() and len(last) < 19):
             raise InvalidRequest("Last-Event-ID is the number of an event", field="Last-Event-ID")
-        order = await self._found(scope["path_params"]["call"])
+        _, order = await self._found(scope["path_params"]["call"])
         scope["sllm.call"] = order.call
         await self._keeping.events(order, receive, send, last=int(last) if last else -1)
 
-    async def _found(self, call: str) -> CallOrder:
-        """What was asked; a stream of a gateway that is no more may become a kept call in a moment."""
+    async def _found(self, call: str) -> tuple[str, CallOrder]:
+        """As ``Journal.find``; a stream of a gateway that is no more may become a kept call in a moment."""
         try:
-            return (await self._journal.find(call, led=False))[1]
+            return await self._journal.find(call, led=False)
         except CallNotFound:
             await self._coming(call)
-        return (await self._journal.find(call))[1]
+        try:
+            return await self._journal.find(call)
+        except CallNotFound:
+            await self._journal.require_nothing(call)
+            raise
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["path_params"]["call"]
         state = CallState.CANCELLED
         if not await self._cancelled_somewhere(call):
-            stream, _ = await self._journal.find(call)
+            stream, _ = await self._found(call)
             journaled, _ = await self._journal.now(stream, call)
             state = journaled.state
             if journaled.ended is None:  # its gateway is away: whoever goes on with it reads this

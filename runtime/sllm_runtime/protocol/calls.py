@@ -61,6 +61,11 @@ class CallOrder(Record, frozen=True, kw_only=True, tag="order"):
         """Of its key."""
         return KeyClaim(call=self.call, body=self.key_body)
 
+    @property
+    def claim_begun(self) -> KeyClaim:
+        """The same, once this order is written."""
+        return KeyClaim(call=self.call, body=self.key_body, begun=True)
+
 
 class BodyPart(Record, frozen=True, tag="body"):
     number: int
@@ -86,10 +91,13 @@ class Batch(Record, frozen=True, tag="batch"):
 
 
 class Ended(Record, frozen=True, kw_only=True, tag="ended"):
+    """``frames``: of the answer, that were written; -1: its writer did not know, or is of an earlier release."""
+
     at: float
     state: CallState
     error: ErrorBody | None = None
     usage: Usage | None = None
+    frames: int = -1
 
 
 class Kept(Record, frozen=True, kw_only=True, tag="kept"):
@@ -104,10 +112,12 @@ Entry = CallOrder | BodyPart | Began | Batch | Ended | Kept | CancelAsked
 
 
 class KeyClaim(Record, frozen=True, kw_only=True):
-    """The call that an ``Idempotency-Key`` stands for. ``body``: BLAKE2b of what was asked."""
+    """The call that an ``Idempotency-Key`` stands for. ``body``: BLAKE2b of what was asked. ``begun``: its order was
+    written, so it may have run, whatever is left of it (an earlier release does not say so)."""
 
     call: str
     body: bytes
+    begun: bool = False
 
 
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +239,16 @@ class Journaled:
         if self.ended is not None:
             return self.ended.state
         return CallState.QUEUED if self.began is None else CallState.RUNNING
+
+    @property
+    def total(self) -> int:
+        """Frames of the answer, as far as what is left says: its end tells of those whose batches are all gone."""
+        return max(self.written, self.ended.frames if self.ended is not None else -1)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of the answer so far is gone."""
+        return self.frames >= self.total
 
     @property
     def exact(self) -> bool:

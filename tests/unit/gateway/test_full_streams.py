@@ -220,6 +220,33 @@ async def test_who_reads_a_call_that_nobody_has_any_more_is_told(nats: Nats, mon
         assert '"code":"journal_expired"' in text
 
 
+async def test_a_call_that_was_evicted_after_its_gateway_died_is_not_unknown(nats: Nats) -> None:
+    """It may have run; whoever is told that it was not begun calls again."""
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        asking = asyncio.create_task(w.http.post("/fn/gate", json={}, headers=key("k")))
+        await until(lambda: gate.runs, what="it runs")
+        call = gate.runs[0].head.call
+        stored = Stored(w.controller.bus)
+
+        async def last(subject: str) -> bool:
+            return await stored.last(JOURNAL_STREAM, call_entry(JOURNAL_STREAM, call, subject)) is not None
+
+        await until(lambda: last("batch-0"), what="what it said is written")
+        await w.gateway._detached.close()
+        asking.cancel()
+        await asyncio.wait([asking])
+    await drop(w.controller.bus, JOURNAL_STREAM, call_entry(JOURNAL_STREAM, call, "order"))
+    async with second(nats) as other:
+        for path in ("", "/events"):
+            answer = await other.get(f"/v1/calls/{call}{path}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (410, "journal_expired")
+        assert (await other.post(f"/v1/calls/{call}/cancel")).status_code == 410
+        again = await other.post("/fn/gate", json={}, headers=key("k"))
+        assert (again.status_code, again.json()["error"]["code"]) == (410, "journal_expired")
+
+
 async def test_a_writer_is_told_apart_what_became_of_its_call(nats: Nats) -> None:
     """Another gateway has it, or nobody; where nobody has, its end can still be written, and nothing else."""
     bus, kept = await nats.streams(), journal_of(await nats.bus(GATEWAY))

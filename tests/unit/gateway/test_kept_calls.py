@@ -2,13 +2,15 @@
 
 import asyncio
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from nats.js.api import RawStreamMsg
 
 from sllm_gateway import keeping
+from sllm_gateway.detached import Detached
 from sllm_gateway.journal import Journal
 from sllm_gateway.stored import Stored
 from sllm_runtime.protocol import codec, subjects
@@ -19,6 +21,7 @@ from sllm_runtime.protocol.limits import MAX_PART
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, manifest, second, world
+from tests.unit.gateway.test_succession import asked
 
 SSE = {"accept": "text/event-stream"}
 ASYNC = {"prefer": "respond-async"}
@@ -136,6 +139,40 @@ async def test_a_key_is_one_execution(nats: Nats) -> None:
         assert len(gate.runs) == 2
 
 
+async def test_a_call_is_kept_as_its_first_request_asked(nats: Nats) -> None:
+    """A 202 for a call that ends without a reader would promise too much; one that does not is read like any other."""
+    async with world(nats) as w, second(nats) as other:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        await until(lambda: w.gateway.table.get("gate", 1))
+        first = asyncio.create_task(w.http.post("/fn/gate", json={}, headers=key("k")))
+        await until(lambda: gate.runs, what="it runs")
+        refused = await w.http.post("/fn/gate", json={}, headers=key("k") | ASYNC)
+        assert (refused.status_code, refused.json()["error"]["field"]) == (422, "Idempotency-Key")
+        assert "preference-applied" not in refused.headers
+        durable = await w.http.post("/fn/gate", json={}, headers=key("durable") | ASYNC)
+        await reaches(other, durable.json()["id"], "RUNNING")
+        again = await w.http.post("/fn/gate", json={}, headers=key("durable") | ASYNC)
+        assert (again.status_code, again.json()) == (202, {"id": durable.json()["id"], "state": "RUNNING"})
+        gate.opened.set()
+        assert (await first).json() == [0, 1]
+        assert (await w.http.post("/fn/gate", json={}, headers=key("durable"))).json() == [0, 1]
+        assert len(gate.runs) == 2
+
+
+async def test_an_answer_is_replayed_as_the_version_gave_it_that_ran(nats: Nats) -> None:
+    """Not as the one that is active by now would: this one is no generator."""
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        ask: dict[str, Any] = {"json": {"n": 1}, "headers": key("k")}
+        assert (await w.http.post("/fn/count", **ask)).json() == [0]
+        await w.deploy(manifest("count"), entry(), active=False)
+        await w.deploy(manifest("count", streams=False), entry("i2", version=2), version=2)
+        assert (await w.http.post("/fn/count", **ask)).json() == [0]
+        assert (await w.http.post("/fn/count", json={"n": 1}, headers=key("another"))).json() == 0
+        assert len(w.node.runs) == 2
+
+
 async def test_many_with_one_key_at_once(nats: Nats) -> None:
     async with world(nats) as w:
         await w.deploy(manifest("count"), entry(), script=count)
@@ -174,7 +211,8 @@ async def test_what_cannot_be_read(nats: Nats) -> None:
         assert (await state_of(w.http, call))["result"] is None
 
 
-async def test_an_answer_that_lost_its_beginning_does_not_seem_whole(nats: Nats) -> None:
+@pytest.mark.parametrize("gone", [["batch-0"], ["batch-0", "batch-1"]])
+async def test_an_answer_that_lost_its_beginning_or_all_of_it_does_not_seem_whole(nats: Nats, gone: list[str]) -> None:
     async with world(nats) as w:
         gate = Gate()
         await w.deploy(manifest("gate"), entry(), script=gate)
@@ -185,8 +223,9 @@ async def test_an_answer_that_lost_its_beginning_does_not_seem_whole(nats: Nats)
                     break
         gate.opened.set()
         await reaches(w.http, call, "SUCCEEDED")
-        purged = subjects.call_entry(subjects.CALLS_STREAM, call, "batch-0")
-        await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=purged)
+        for name in gone:
+            purged = subjects.call_entry(subjects.CALLS_STREAM, call, name)
+            await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=purged)
         told = await events_of(w.http, call)
         assert '"code":"journal_expired"' in told
         assert "id: " not in told
@@ -366,6 +405,48 @@ async def test_a_reader_is_one_also_while_nothing_comes(
         answer = await asking
         assert answer.status_code == 200
         assert set(heard) == {answer.headers["sllm-call-id"]}
+
+
+async def test_a_reader_at_the_gateway_that_runs_the_call_is_known_without_nats(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "READING_S", 0.01)
+    async with world(nats) as w:
+        gate, read = Gate(), list[str]()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        asking = asyncio.create_task(w.http.post("/fn/gate", json={}, headers=key("quiet")))
+        await until(lambda: gate.runs, what="it runs")
+        await w.gateway._kept._subscriptions[1].unsubscribe()
+        monkeypatch.setattr(w.gateway._detached, "read", read.append)
+        await until(lambda: len(read) > 2, what="its own gateway is told")
+        gate.opened.set()
+        assert set(read) == {(await asking).headers["sllm-call-id"]}
+
+
+def test_time_without_nats_is_none_in_which_nobody_reads() -> None:
+    """Readers at other gateways cannot say that they are there."""
+    none, now, failed = cast(Any, None), 0.0, list[str]()
+    calls = cast(Any, SimpleNamespace(fail=lambda call, error: failed.append(error.code)))
+    journals = Detached(calls, none, none, none, 60.0, lambda: now, none)
+    run = cast(Any, SimpleNamespace(asked=asked("call-1"), call=None, read=0.0))
+    journals._running["call-1"] = run
+    for change, later in ((journals.deaf, 1000.0), (journals.hears, 59.0)):
+        change()
+        now += later
+        journals._judge(run)
+        assert failed == []
+    now += 2.0
+    journals._judge(run)
+    assert failed == ["cancelled"]
+
+
+async def test_a_gateway_knows_when_it_cannot_hear_readers(nats: Nats) -> None:
+    async with world(nats) as w:
+        bus, journals = w.gateway._bus, w.gateway._detached
+        await bus._when_disconnected()
+        await until(lambda: journals._deaf)
+        await bus._when_reconnected()
+        await until(lambda: not journals._deaf)
 
 
 async def test_a_journal_waits_for_jetstream_whatever_its_patience(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:

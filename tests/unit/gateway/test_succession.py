@@ -24,6 +24,7 @@ from sllm_gateway.ledger import Ledger, streams
 from sllm_gateway.lives import STILL_S, Lives, Lost, Over
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.roll import MOST, Roll
+from sllm_gateway.routes import calls
 from sllm_gateway.stored import Stored
 from sllm_gateway.succession import Succession, id_frames
 from sllm_gateway.table import Version
@@ -637,6 +638,28 @@ async def test_kept_calls_of_a_gateway_whose_record_has_aged_are_gone_on_with(na
             answer = await w.http.get("/v1/calls/call-1/events")
         assert data_of(answer.text) == [*map(str, range(6)), "[DONE]"]
         assert succession._roll.left(succession._lives.me.life) == [], "it is not looked for again"
+
+
+async def test_state_and_cancel_wait_for_a_call_of_a_gateway_that_died_just_now(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As who reads it does: its heir has not written it yet."""
+    monkeypatch.setattr(calls, "ASK_S", 0.1)
+    monkeypatch.setattr(calls, "HEARD_S", 0.1)
+    async with world(nats) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+
+        async def coming(call: str) -> None:
+            order = asked(call, "0" * 12, parts=0)
+            whole = Whole(order=order, body=b"", epoch=0, numerics="", exact=True, ids=())
+            await w.gateway._succession._keep(whole)
+
+        monkeypatch.setattr(w.gateway._kept, "_coming", coming)
+        state = await w.http.get("/v1/calls/call-1")
+        assert (state.status_code, state.json()["state"]) == (200, "QUEUED")
+        assert (await w.http.post("/v1/calls/call-2/cancel")).status_code == 202
+        journal = w.gateway._kept._journal
+        assert (await journal.now(JOURNAL_STREAM, "call-2"))[0].cancelled, "whoever goes on with it reads this"
 
 
 async def test_a_function_that_says_something_else_after_its_gateways_death_is_no_answer(nats: Nats) -> None:
