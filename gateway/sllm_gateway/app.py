@@ -96,7 +96,7 @@ class Gateway:
         )
         self._ledger = Ledger()
         self._detached = Detached(
-            self.calls, journal, self.table, lambda: lives.me.life, settings.resume_window, clock, wall
+            self.calls, journal, self.table, self.metrics, lambda: lives.me.life, settings.resume_window, clock, wall
         )
         self._taking_up = TakingUp(self._detached, journal, self.table, lives, roll)
         hearsay = Hearsay(bus, settings.gateway, clock)

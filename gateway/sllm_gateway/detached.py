@@ -24,8 +24,10 @@ import msgspec
 from sllm_gateway.call import Call, Earlier, Order
 from sllm_gateway.calls import Calls
 from sllm_gateway.journal import CLAIMED_S, Journal, kept_s, known_s
+from sllm_gateway.metrics import Metrics
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import RouteTable, Version
+from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.calls import (
     JOURNAL_TTL_S,
@@ -48,6 +50,7 @@ from sllm_runtime.protocol.errors import (
     InstanceLost,
     InternalError,
     JournalExpired,
+    QueueFull,
     SllmError,
     StoreFull,
     Unavailable,
@@ -78,13 +81,14 @@ class Detached:
         calls: Calls,
         journal: Journal,
         table: RouteTable,
+        metrics: Metrics,
         life: Callable[[], str],
         window_s: float,
         clock: Callable[[], float],
         wall: Callable[[], float],
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._calls, self._journal, self._table = calls, journal, table
+        self._calls, self._journal, self._table, self._metrics = calls, journal, table, metrics
         self._life, self._window = life, window_s
         self._clock, self._wall, self._pause = clock, wall, pause
         self._running: dict[str, _Run] = {}
@@ -114,6 +118,8 @@ class Detached:
         another call's; then it is none."""
         keep = _order_s(order.version)
         self._calls.require_open()
+        with self._metrics.refusing(order.version.function):  # one that would be refused is not written first
+            self._calls.dispatcher.require_room(order.version)
         await self._journal.admit(asked, len(order.body))
         ordered = False
         try:
@@ -125,7 +131,9 @@ class Detached:
             undo = functools.partial(self._journal.give_back, asked)
             if ordered and not isinstance(error, StoreFull):
                 undo = functools.partial(self._take_back, asked, error)
-            self._tasks.start(self._see_to(asked.call, self._clock() + keep, undo), f"undo {asked.call}")
+            undoing = self._tasks.start(self._see_to(asked.call, self._clock() + keep, undo), f"undo {asked.call}")
+            if isinstance(error, QueueFull | Draining):  # it is stored: nobody is to begin it once its caller is told
+                await asyncio.wait({undoing}, timeout=ELECTION_S)
             raise
         self._start(call, asked, Journaled(order=asked), fence)
 
@@ -192,6 +200,8 @@ class Detached:
         resumable = _resumable(version)
         if journaled.began is not None and not resumable and not (version.manifest.retries and not journaled.written):
             raise InstanceLost("its gateway died while it ran, and it is not resumable; call again")
+        if not journaled.whole:  # what is left stood longer; another beginning does not fit it
+            raise JournalExpired(f"the beginning of the answer of {asked.call} is no longer kept; call again")
         resumption = Resumption(asked.delivered, asked.delivered_hash)
         resumption.take(frames)
         earlier = Earlier(

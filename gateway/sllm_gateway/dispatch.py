@@ -114,14 +114,18 @@ class Dispatcher:
         last = bool(slots.waiting) and slots.waiting[-1] is call
         if last and line.queued and self._queued(call.version.function) > limit:
             slots.remove(call)
-            raise QueueFull(
-                f"all instances of {call.version.function!r} are taken and {limit} calls wait already (max_queue); "
-                "try again later",
-                retry_after_s=1.0,
-            )
+            raise _full(call.version)
         if last:
             self._tell_queued(line, call)
         self._poll(line)
+
+    def require_room(self, version: Version) -> None:
+        """Raises ``QueueFull`` where ``submit`` would for a call that is to be written before; it may all the same."""
+        line, now = self._line(version), self._clock()
+        self._pump(line, now)
+        waits = not line.slots.free(now) and len(line.slots.waiting) >= line.coming
+        if waits and self._queued(version.function) >= version.manifest.max_queue:
+            raise _full(version)
 
     def submit_again(self, call: Call) -> None:
         """A call that had its turn: it goes to the head, whatever the length of the queue."""
@@ -362,3 +366,11 @@ class Dispatcher:
         for call in waiting:
             self._fail(call, body.to_error())
         self._drop_if_idle(line)
+
+
+def _full(version: Version) -> QueueFull:
+    return QueueFull(
+        f"all instances of {version.function!r} are taken and {version.manifest.max_queue} calls wait already"
+        " (max_queue); try again later",
+        retry_after_s=1.0,
+    )

@@ -71,6 +71,10 @@ class SlotQueue(Generic[T]):
             matched.append((self.waiting.popleft(), entry))
         return matched
 
+    def free(self, now: float, reserved: Mapping[str, int] = NONE) -> bool:
+        """Whether an instance has a slot for one more call. ``reserved`` as for ``match``."""
+        return self._freest(now, reserved) is not None
+
     def _freest(self, now: float, reserved: Mapping[str, int]) -> RouteEntry | None:
         best, most = None, 0
         for entry in self.entries.values():

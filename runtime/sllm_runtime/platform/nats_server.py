@@ -32,6 +32,7 @@ _POLL_S: Final = 0.01
 _FIRST_PORT: Final = 20_000
 _PORTS: Final = 12_768
 _PORT_TRIES: Final = 100
+_START_TRIES: Final = 3
 START_S: Final = 15.0
 STOP_S: Final = 5.0
 _FILE_LIMIT: Final = 8 * 1024 * MIB
@@ -87,7 +88,7 @@ def permissions(identity: Identity) -> dict[str, Any]:
 @dataclass(kw_only=True)
 class EmbeddedNats:
     """One nats-server with JetStream in ``directory``. ``prepare`` once, then ``start`` and ``stop`` as often as
-    needed, always on the same port. Dies with this process."""
+    needed, always on the same port (once it has been up). Dies with this process."""
 
     directory: Path
     identities: tuple[Identity, ...]
@@ -98,6 +99,10 @@ class EmbeddedNats:
     child: Child | None = field(default=None, init=False)
     store_bytes: int = field(default=0, init=False)
     """Most bytes of its streams. Valid after ``prepare``."""
+    name: str = field(default_factory=lambda: f"sllm-{secrets.token_hex(8)}", init=False)
+    """By which it is known from one of somebody else that has taken its port."""
+    _fixed: bool = field(default=False, init=False)
+    """Whether its port was given, or others may know it by now."""
 
     @property
     def url(self) -> str:
@@ -115,11 +120,15 @@ class EmbeddedNats:
     def prepare(self) -> None:
         """Choose the port, write the configuration (mode 0600: it holds the passwords) and an identity file each."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._fixed = bool(self.port)
         self.port = self.port or free_port()
         self.store_bytes = self._file_limit()
-        write_private(self.config_file, json.dumps(self._config(), indent=1, ensure_ascii=False))
+        self._configure()
         for identity in self.identities:
             write_private(self.identity_file(identity.identity), _identity_json(identity))
+
+    def _configure(self) -> None:
+        write_private(self.config_file, json.dumps(self._config(), indent=1, ensure_ascii=False))
 
     def identity_file(self, identity: str) -> Path:
         """The file to name in the daemon's ``SLLM_IDENTITY_FILE``."""
@@ -127,7 +136,7 @@ class EmbeddedNats:
 
     def _config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
-            "server_name": f"sllm-{self.port}",
+            "server_name": self.name,
             "listen": f"{_HOST}:{self.port}",
             **nats_settings.LIMITS,
             "authorization": {"timeout": 5, "users": [self._user(identity) for identity in self.identities]},
@@ -156,10 +165,20 @@ class EmbeddedNats:
         )
 
     async def start(self) -> None:
-        """Start it and wait until it answers. Raises ``Unavailable`` with the end of its log."""
-        self.child = self.new_child()
-        await self.child.start()
-        await self.wait_ready(self.child)
+        """Start it and wait until it answers. Raises ``Unavailable`` with the end of its log. Its first start takes
+        another port where somebody has taken the one that was free."""
+        for left in reversed(range(_START_TRIES)):
+            self.child = self.new_child()
+            await self.child.start()
+            try:
+                await self.wait_ready(self.child)
+                break
+            except Unavailable:
+                if self._fixed or not left or _is_free(self.port):
+                    raise
+            self.port = free_port()
+            self._configure()
+        self._fixed = True
 
     async def wait_ready(self, child: Child) -> None:
         """Wait until ``child`` answers. Raises ``Unavailable`` if it ends before, or after 15 s."""
@@ -180,11 +199,12 @@ class EmbeddedNats:
             async with asyncio.timeout(1.0):
                 reader, writer = await asyncio.open_connection(_HOST, self.port)
                 try:
-                    return (await reader.readline()).startswith(b"INFO")
+                    word, _, said = (await reader.readline()).partition(b" ")
+                    return word == b"INFO" and json.loads(said).get("server_name") == self.name
                 finally:
                     writer.close()
                     await writer.wait_closed()
-        except OSError:  # TimeoutError too
+        except (OSError, ValueError):  # TimeoutError too
             return False
 
     async def stop(self) -> None:
@@ -195,6 +215,13 @@ class EmbeddedNats:
 
 def _identity_json(identity: Identity) -> str:
     return json.dumps({name: getattr(identity, name) for name in identity.__struct_fields__})
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind((_HOST, port))
+        return True
+    return False
 
 
 def free_port() -> int:

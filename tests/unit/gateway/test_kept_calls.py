@@ -427,7 +427,7 @@ def test_time_without_nats_is_none_in_which_nobody_reads() -> None:
     """Readers at other gateways cannot say that they are there."""
     none, now, failed = cast(Any, None), 0.0, list[str]()
     calls = cast(Any, SimpleNamespace(fail=lambda call, error: failed.append(error.code)))
-    journals = Detached(calls, none, none, none, 60.0, lambda: now, none)
+    journals = Detached(calls, none, none, none, none, 60.0, lambda: now, none)
     run = cast(Any, SimpleNamespace(asked=asked("call-1"), call=None, read=0.0))
     journals._running["call-1"] = run
     for change, later in ((journals.deaf, 1000.0), (journals.hears, 59.0)):
@@ -633,3 +633,40 @@ async def test_one_that_cannot_go_on_says_so(nats: Nats) -> None:
         assert failed["error"]["code"] == "instance_lost"
         assert json.dumps("not resumable")[1:-1] in failed["error"]["message"]
     assert len(gate.runs) == 1
+
+
+async def test_calls_that_find_no_room_in_the_queue_leave_nothing(nats: Nats) -> None:
+    """Not written, not listed, counted: a thousand a second would fill what is kept for an hour."""
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate", max_queue=0, concurrency=1, max_instances=1), entry(concurrency=1), script=gate)
+        first = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await until(lambda: gate.runs, what="it runs")
+        refused = await w.http.post("/fn/gate", json={}, headers=ASYNC | key("k"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert [each["id"] for each in (await w.http.get("/v1/calls")).json()["calls"]] == [first]
+        assert 'sllm_calls_total{code="queue_full",function="gate"} 1.0' in (await w.http.get("/metrics")).text
+
+
+async def test_an_answer_whose_beginning_lapsed_gets_no_other_end(nats: Nats) -> None:
+    async def tokens(run: Run) -> None:
+        for number in range(2):
+            run.out(number)
+            await until(lambda: run.outbox.acked == run.outbox.next_index, what="it is written")
+        await run.cancelled.wait()
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=tokens)
+        call = (await w.http.post("/fn/tokens", json={}, headers=ASYNC)).json()["id"]
+
+        async def written() -> bool:
+            return (await w.gateway._kept._journal.now(subjects.CALLS_STREAM, call))[0].batches == 2
+
+        await until(written, what="both batches are written")
+        lapsed = subjects.call_entry(subjects.CALLS_STREAM, call, "batch-0")
+        await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=lapsed)
+    async with world(nats, {"tokens": tokens}) as next_life:
+        await reaches(next_life.http, call, "FAILED")
+        assert '"code":"journal_expired"' in await events_of(next_life.http, call)
+        assert not next_life.node.opened

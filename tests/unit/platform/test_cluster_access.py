@@ -135,7 +135,7 @@ async def test_no_url_says_what_to_do() -> None:
 async def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     server = EmbeddedNats(directory=tmp_path / "nats", identities=(new_identity("node", "n1"),))
     server.prepare()
-    os.truncate(server.config_file, 40)
+    os.truncate(server.config_file, 50)
     with pytest.raises(Unavailable, match="Parse error on line 3"):
         await server.start()
     await server.stop()

@@ -1,10 +1,15 @@
 """Where the embedded server listens."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from sllm_runtime.platform.nats_server import free_port, threads
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.nats_server import EmbeddedNats, free_port, new_identity, threads
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.protocol.errors import Unavailable
+from tests.fixtures.nats import CONTROLLER, Nats
 
 
 def test_a_free_port_is_none_that_a_connection_or_another_server_could_be_given() -> None:
@@ -21,6 +26,26 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     with socket.create_server(("127.0.0.1", first)):
         monkeypatch.setattr("secrets.randbelow", lambda _: next(numbers))
         assert free_port() == second
+
+
+async def test_a_server_of_somebody_else_is_not_taken_for_its_own(nats: Nats, tmp_path: Path) -> None:
+    """Its port was free when it was chosen, and is not by now."""
+    server = EmbeddedNats(directory=tmp_path / "mine", identities=(new_identity("controller", CONTROLLER),))
+    server.prepare()
+    server.port = nats.server.port
+    server._configure()
+    child = server.new_child()
+    await child.start()
+    with pytest.raises(Unavailable, match="did not start"):
+        await server.wait_ready(child)
+    try:
+        await server.start()
+        assert server.port != nats.server.port
+        env = {"SLLM_NATS_URL": server.url, "SLLM_IDENTITY_FILE": str(server.identity_file(CONTROLLER))}
+        bus = await Bus.connect(Settings.load(env), CONTROLLER, name="test")
+        await bus.close()
+    finally:
+        await server.stop()
 
 
 def test_the_server_leaves_most_of_a_machine_to_others() -> None:
