@@ -89,7 +89,7 @@ class Call:
     """Whether nothing more will come of it."""
     epoch: int = 0
     attempts: int = 0
-    """Hand-overs that an instance accepted."""
+    """Hand-overs that an instance accepted, or may have."""
     binding: Binding | None = None
     frames: list[Frame] = field(default_factory=list)
     """In order, not yet taken by the reader."""

@@ -71,6 +71,7 @@ class Handover:
                 opened = await self._link.open(binding.node, request)
         except DeadlineExceeded:
             if not binding.accepted and call.binding is binding:
+                call.attempts += 1  # it may have been taken, and run: only `retries` lets it begin again
                 why = f"node {binding.node} did not answer for instance {binding.instance}"
                 self._ending.lost(call, binding, why)
             return

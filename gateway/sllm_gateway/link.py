@@ -109,19 +109,24 @@ class Link:
     async def open(self, node: str, request: Open) -> Opened:
         """Ask ``node`` to take a call; asked again until it answers. Time without a connection does not count.
 
-        Raises ``Unavailable`` if nobody is there, ``DeadlineExceeded`` if there is and it does not answer.
+        Raises ``Unavailable`` if nobody is there, ``DeadlineExceeded`` if there is and it does not answer, or is no
+        more and may have taken it: it was asked before, and did not answer.
         """
         subject = subjects.node_open(node, self._gateway)
-        left = limits.RPC_TIMEOUT_S
+        left, asked = limits.RPC_TIMEOUT_S, False
         while True:
             began = self._clock()
             try:
                 return await self._bus.call(subject, request, Opened, timeout_s=OPEN_TRY_S)
-            except Unavailable:
+            except Unavailable as error:
                 if self._bus.connected:
+                    if asked:
+                        raise DeadlineExceeded(error.message) from error
                     raise
+                asked = True  # it may have been on its way when the connection broke
                 await asyncio.sleep(limits.RESEND_AFTER_S)
             except DeadlineExceeded:
+                asked = True
                 left -= self._clock() - began if self._bus.connected else 0.0
                 if left <= 0:
                     raise

@@ -10,14 +10,15 @@ import time
 import httpx
 import pytest
 
+from sllm_gateway import link
 from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import InstanceLost
-from sllm_runtime.protocol.frames import Beat, Cancel, Frame, FrameKind, Segment
+from sllm_runtime.protocol.frames import Beat, Cancel, Frame, FrameKind, Open, Opened, Segment
 from sllm_runtime.protocol.http import error_view
-from tests.fixtures.nats import Nats
+from tests.fixtures.nats import NODE_2, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.gateway.peer import Run, ScriptedController, entry, manifest, world
+from tests.unit.gateway.peer import Run, ScriptedController, ScriptedNode, entry, manifest, world
 
 SSE = {"accept": "text/event-stream"}
 
@@ -106,6 +107,47 @@ async def test_a_silent_node_is_lost(nats: Nats, monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() - began > 1.0, "it had its time"
         assert "instance_lost" in response.text
         assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("gone", [False, True])
+async def test_one_that_may_have_been_taken_is_not_run_again_by_accident(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, retries: int, gone: bool
+) -> None:
+    """Its instance has it, and is not heard any more, or is no more; another one is there."""
+    monkeypatch.setattr(link, "OPEN_TRY_S", 0.2)
+    monkeypatch.setattr(limits, "RPC_TIMEOUT_S", GIVE_UP_S if gone else 0.4)
+    opened = ScriptedNode._open
+
+    async def unheard(node: ScriptedNode, request: Open) -> Opened:
+        answer = await opened(node, request)
+        if request.head.instance == "i1":
+            node.silent = True
+            if gone:
+                await node.close()
+            await asyncio.Event().wait()
+        return answer
+
+    async def works(run: Run) -> None:
+        if run.head.instance == "i2":
+            run.out(2)
+            run.end()
+
+    monkeypatch.setattr(ScriptedNode, "_open", unheard)
+    async with world(nats) as w:
+        other = ScriptedNode(await nats.bus(NODE_2), NODE_2)
+        other.scripts["works"] = works
+        await other.start()
+        try:
+            await w.deploy(
+                manifest("works", retries=retries), entry(), entry("i2", NODE_2, concurrency=1), script=works
+            )
+            response = await w.http.post("/fn/works", json={}, headers=SSE, timeout=GIVE_UP_S)
+        finally:
+            await other.close()
+        assert ("instance_lost" in response.text) == (retries == 0)
+        assert values(response.text) == [2] * retries or retries == 0
+        assert len(other.runs) == retries
 
 
 async def test_a_restarted_node_that_knows_nothing_ends_its_calls_at_once(nats: Nats) -> None:
