@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.chaos_client import Callers, Told
-from benchmarks.chaos_faults import Field, Tally, Victim, counted, gateways_of, shared_mib, strike
+from benchmarks.chaos_faults import Field, Tally, Victim, counted, gateways_of, settled_mib, shared_mib, strike
 from benchmarks.chaos_moves import Mover, Moves
 from benchmarks.chaos_schedule import KINDS, STOPPED_S, Fault, schedule
 from benchmarks.cold_cases import CODER
@@ -189,7 +189,7 @@ def wreck(run: Run, directory: Path, plan: Plan, whole: Case) -> Outcome:
         place.until_ready(INSTANCES)
         platform.until_cold()
         run.note("the right answers are known, and all processes there")
-        before, held = place.processes(), shared_mib(platform)
+        before, held = place.processes(), settled_mib(platform)
         callers = Callers(urls, platform.token, name, plan.asks, CALLERS)
         mover = Mover(place, urls, platform.token, NODES, plan.seed)
         with run.spending(platform.program.usage, whole), callers.running(), mover.running():

@@ -33,6 +33,7 @@ from sllm_runtime.protocol.subjects import TERM_KEY
 
 WAIT_S: Final = 120.0
 POLL_S: Final = 0.02
+_STILL_S: Final = 0.5
 _OWN: Final = re.compile(r"\b[0-9a-f]{6,}\b|\d+")
 """What titles of the same process differ in from life to life: instances, descriptors, ports."""
 
@@ -233,6 +234,18 @@ def shared_mib(platform: Platform) -> float:
                         status = entry.stat()
                         found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(found.values()) / 2**20
+
+
+def settled_mib(platform: Platform) -> float:
+    """``shared_mib`` once it stands still: a pool makes its reserve in the background, page by page. Raises
+    ``ProgramFailed``."""
+    until, last = time.monotonic() + WAIT_S, -1.0
+    while (now := shared_mib(platform)) != last:
+        if time.monotonic() > until:
+            raise ProgramFailed(f"memory of models still grows after {WAIT_S:g} s: {now:g} MiB")
+        last = now
+        time.sleep(_STILL_S)
+    return now
 
 
 def _title(process: psutil.Process) -> str:
