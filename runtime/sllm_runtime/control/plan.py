@@ -244,8 +244,10 @@ def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Co
 def _enough(view: View, key: Key, decision: Decision, coming: Sequence[float], now: float) -> str:
     """Why it is not started, where all its calls begin sooner at instances that it has, or that wait for their places
     and are ready after those of ``coming``; else empty."""
-    begin_s = last_begins_s(view, key, now, coming) if decision.seconds is not None else inf
-    if decision.seconds is None or begin_s > decision.seconds + (WORTH_S if coming else 0.0):
+    if decision.seconds is None:
+        return ""
+    begin_s = last_begins_s(view, key, now, coming)
+    if begin_s > decision.seconds + (WORTH_S if coming else 0.0):
         return ""
     why = f"all its calls are expected to begin at instances that it has, after {begin_s:.2f} s; another one "
     return why + f"would be ready after {decision.seconds:.2f} s"

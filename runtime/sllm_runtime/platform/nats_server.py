@@ -230,9 +230,8 @@ def free_port() -> int:
     Below those that the kernel gives to connections and to who asks for any (from 32768 on): it stays free until its
     server is up, also while that is started again."""
     for _ in range(_PORT_TRIES):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((_HOST, _FIRST_PORT + secrets.randbelow(_PORTS)))
-            return int(probe.getsockname()[1])
+        if _is_free(port := _FIRST_PORT + secrets.randbelow(_PORTS)):
+            return port
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])

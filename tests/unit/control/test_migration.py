@@ -168,14 +168,20 @@ def test_who_names_a_node_while_the_policy_has_none_gets_it() -> None:
         ask(world, source, "n1")
 
 
-def test_an_idle_instance_is_taken() -> None:
-    world, source = running(max_instances=2, cpu=3.0)
+def another(world: World, source: str, **how: Any) -> str:
+    """An instance of the version beside ``source``, ready and idle."""
     world.wait_for(CHAT, 8)
     world.plan()
-    (idle,) = [name for name in world.live(CHAT) if name != source]
+    (name,) = [each for each in world.live(CHAT) if each != source]
     world.wait_for(CHAT, 0)
     world.hear_all()
-    ready(world, idle)
+    ready(world, name, **how)
+    return name
+
+
+def test_an_idle_instance_is_taken() -> None:
+    world, source = running(max_instances=2, cpu=3.0)
+    idle = another(world, source)
     assert world.view.instances[idle].record.node == "n2"
     ask(world, source)
     assert set(entries(world)) == {source, idle}, "it goes on serving"
@@ -262,12 +268,7 @@ def test_other_bits_are_not_moved_to() -> None:
 def test_where_other_bits_are_computed_is_refused_before_it_begins() -> None:
     """An instance of the version is there, or one was started in vain."""
     world, source = running(max_instances=2, cpu=3.0)
-    world.wait_for(CHAT, 8)
-    world.plan()
-    (other,) = [name for name in world.live(CHAT) if name != source]
-    world.wait_for(CHAT, 0)
-    world.hear_all()
-    ready(world, other, fingerprint="g")
+    another(world, source, fingerprint="g")
     with pytest.raises(InvalidRequest, match="cannot go on at node n2: it computes other bits"):
         ask(world, source, "n2")
     ask(world, source)

@@ -41,8 +41,9 @@ class StartupTime:
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         start = _start(request, view, self._servers, self._crowd, now)
         room = _first(start, self._servers)
-        if room is not None and not request.patient:
-            return Place(room.server.name, room.gpus, room.estimate)
+        here = _here(room)
+        if here is not None and not request.patient:
+            return here
         may_move = request.patient and not request.further
         moves = under_way(view, request) if may_move else []
         if moves:
@@ -57,7 +58,7 @@ class StartupTime:
         if self._moves and may_move and self._servers.busy:
             moving = Moving.of(request, view, self._servers, now, self._settled_s, start.others)
             made = quickest_move(moving, start, made[0] if made is not None else best) or made
-        otherwise = made[1] if made is not None else _here(room)
+        otherwise = made[1] if made is not None else here
         kept = request.key in view.kept.values()  # whoever has a node kept for it has waited
         if request.patient and not kept and view.put_off_s(request.key, now) < _ready_s(otherwise):
             ends = quickest_wait(request, start, view, self._servers, now, made[0] if made is not None else best)
@@ -79,17 +80,18 @@ class Preemption:
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
         start = _start(request, view, self._servers, self._crowd, now)
         room = _first(start, self._servers)
-        if room is not None and not request.patient:
-            return Place(room.server.name, room.gpus, room.estimate)
+        here = _here(room)
+        if here is not None and not request.patient:
+            return here
         best = _cost(start, room) if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
         if made is not None:
             return made[1]
         if not request.patient:  # nothing is stopped for what runs
-            return _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
+            return why_not(request, start.need, view, _asked(start, self._servers))
         moving = Moving.of(request, view, self._servers, now, self._settled_s, start.others)
         stopped = self._stopped(moving, start, best)
-        return stopped or _here(room) or why_not(request, start.need, view, _asked(start, self._servers))
+        return stopped or here or why_not(request, start.need, view, _asked(start, self._servers))
 
     def _stopped(self, moving: Moving, start: Start, best: float) -> Evict | None:
         """What to stop where it starts soonest then, if that is before ``best``."""
