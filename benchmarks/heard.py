@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sllm.sse import Parser
+from sllm_gateway.pace import MOST, STRETCH
 from sllm_runtime.protocol import timeline
 
 
@@ -114,11 +115,17 @@ def longest(heard: Heard, windows: Sequence[Window]) -> list[float]:
     return [max(found) / heard.usual for found in through if heard.usual > 0.0]
 
 
+def around(at: float, interval: float) -> Window:
+    """In which the caller notices that its call went over at ``at``: what was written before may still be in reserve
+    then, and the gap comes when that is used up."""
+    return Window(at - interval, at + (1 + MOST * STRETCH) * interval)
+
+
 def pauses(heard: Heard) -> list[float]:
-    """The gap in which it went over, for each time that it did, in its mean intervals."""
+    """The longest gap ``around`` each moment at which it went over, in its mean intervals."""
     if len(heard.times) < 2:
         return []
-    return longest(heard, [Window(at - heard.usual, at + heard.usual) for at in heard.moves])
+    return longest(heard, [around(at, heard.usual) for at in heard.moves])
 
 
 def jitters(heard: Heard, windows: Sequence[Window], chance: random.Random) -> list[float]:
@@ -126,9 +133,10 @@ def jitters(heard: Heard, windows: Sequence[Window], chance: random.Random) -> l
     happens."""
     if len(heard.times) < 2:
         return []
-    inside = [each for each in windows if heard.times[0] <= each.begin and heard.times[-1] > each.end + heard.usual]
+    reach = around(0.0, heard.usual).end
+    inside = [each for each in windows if heard.times[0] <= each.begin and heard.times[-1] > each.end + reach]
     moments = [chance.uniform(each.begin, each.end) for each in inside]
-    return longest(heard, [Window(at - heard.usual, at + heard.usual) for at in moments])
+    return longest(heard, [around(at, heard.usual) for at in moments])
 
 
 def moves(heard: Heard, comment: str) -> list[float]:

@@ -13,12 +13,12 @@ wants the place of a running call does to both, by policy (``migration_policies`
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened: lost and repeated by
 the events' ids, different by their values; one that breaks off is counted as such, and with what it did not say. The
-pause of a call is the gap between two of its events in which it went over, by the timeline that ends its stream (the
-longest within one interval of that moment), in mean intervals of the same call. Beside it, as ``longest``, and for the
-other cases: the longest gap from the command until it is over; in it the destination starts, prefills, and computes on
-the cores that the source has. Of ``restart`` it is the gap between what came last and the first event that had not come
-before. ``jitter``, of the other cases: what the rule of the pause finds at random moments, at none of which a call goes
-over.
+pause of a call is the longest gap between two of its events around the moment at which it went over, by the timeline
+that ends its stream, in mean intervals of the same call: from one interval before until what the gateway may have had
+in reserve then is used up (``heard.around``). Beside it, as ``longest``, and for the other cases: the longest gap from
+the command until it is over; in it the destination starts, prefills, and computes on the cores that the source has. Of
+``restart`` it is the gap between what came last and the first event that had not come before. ``jitter``, of the other
+cases: what the rule of the pause finds at random moments, at none of which a call goes over.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from sllm_gateway.call import Call
 from sllm_runtime.protocol.errors import InternalError, SllmError
@@ -12,13 +13,18 @@ from sllm_runtime.protocol.errors import InternalError, SllmError
 log = logging.getLogger(__name__)
 
 
+SOONEST_S: Final = 0.001
+
+
 class Arrivals:
-    """Calls whose new frames are not written yet; ``fail`` ends one whose answer cannot be."""
+    """Calls whose new frames are not written yet; ``fail`` ends one whose answer cannot be. Those of which something is
+    kept in reserve are looked at again when it is due."""
 
     def __init__(self, fail: Callable[[Call, SllmError], None], clock: Callable[[], float]) -> None:
         self._fail = fail
         self._clock = clock
         self._calls: list[Call] = []
+        self._later: dict[Call, asyncio.TimerHandle] = {}
 
     def add(self, call: Call) -> None:
         """``call`` has new frames: at the end of this tick they are written, or its reader is woken."""
@@ -36,3 +42,13 @@ class Arrivals:
             except Exception as error:
                 log.exception("writing an answer failed", extra={"call": call.id})
                 self._fail(call, InternalError(f"the gateway failed ({type(error).__name__}) writing the answer"))
+            if call.pace is not None or call in self._later:
+                self._look_again(call, now)
+
+    def _look_again(self, call: Call, now: float) -> None:
+        """One timer for each call that has a reserve; it is over at the latest when that is to be written."""
+        if timer := self._later.pop(call, None):
+            timer.cancel()
+        if call.pace is not None and call.held and not call.over:
+            wait = max(SOONEST_S, call.pace.due - now)
+            self._later[call] = asyncio.get_running_loop().call_later(wait, self.add, call)

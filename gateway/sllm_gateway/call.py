@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from sllm_gateway.binding import NEVER, Binding
 from sllm_gateway.move import Move
+from sllm_gateway.pace import Pace
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
 from sllm_runtime.protocol.errors import SllmError
@@ -94,7 +95,12 @@ class Call:
     frames: list[Frame] = field(default_factory=list)
     """In order, not yet taken by the reader."""
     held: list[Frame] = field(default_factory=list)
-    """Parts of a value of which more is to come, taken by a reader that uses whole ones alone."""
+    """Taken by the reader and not used yet: parts of a value of which more is to come, where it uses whole ones alone;
+    the reserve of a stream (``pace``)."""
+    paces: bool = False
+    """Whether its reader keeps a reserve when it is to."""
+    pace: Pace | None = None
+    """Of a stream that moves, or did until just now."""
     before_open: Callable[[], Awaitable[None]] | None = None
     """Done before an instance is asked to take it. Raises ``SllmError``: then none is."""
     buffered: int = 0
@@ -190,6 +196,18 @@ class Call:
         frames, self.frames = self.frames, []
         self.taken = self.taken or bool(frames)
         return frames
+
+    def take_due(self, now: float) -> list[Frame]:
+        """As ``take``, without what is kept in reserve; of a call that is over all of it."""
+        if self.pace is None:
+            return self.take()
+        self.held += self.take()
+        released = self.held[:] if self.over else self.pace.release(self.held, now)
+        if self.over:
+            self.held.clear()
+        if self.over or self.pace.over(self.held, now):
+            self.pace = None
+        return released
 
     async def changed(self, until: float) -> None:
         """Wait for frames, the end, progress, or ``until`` (to some 25 ms)."""

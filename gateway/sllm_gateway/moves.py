@@ -18,6 +18,7 @@ from sllm_gateway.metrics import Metrics
 from sllm_gateway.move import Move, Stage, leaving
 from sllm_gateway.news import Tell
 from sllm_gateway.open_calls import OpenCalls
+from sllm_gateway.pace import Pace
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
 from sllm_gateway.under_way import Next, UnderWay, going, together
@@ -116,6 +117,7 @@ class Moves:
         binding.held = bool(kept.counts)  # who knows no id of it cannot tell it how far to go
         call.move = Move(binding, kept)
         self._moving.begin(call, call.move)
+        _keep_reserve(call, kept, now)
         self._dispatcher.take(call, entry.instance)
         request = Open(head=call.head(binding, now), first=binding.first())  # now: the move counts from what it says
         self._tasks.start(self._open(call, call.move, request), "move")
@@ -324,9 +326,13 @@ class Moves:
         if not busy:  # it is asked again when it is held no longer (``Dispatcher.refused``)
             call.move_after = now + AGAIN_S
             self._unfollow(call)
+        elif call.pace is not None:
+            call.pace.end()
 
     def _unfollow(self, call: Call) -> None:
-        """Nobody compares it with another one any more."""
+        """Nobody compares it with another one any more, and no pause is to come."""
+        if call.pace is not None:
+            call.pace.end()
         if call.binding is not None:
             call.binding.following = False
         if call.resumption is not None:
@@ -351,6 +357,16 @@ class Moves:
         """Messages may have been lost in both directions."""
         for _, move in self._moving.all():
             self._link.send_all(move.binding.node, [*move.binding.recovered(now), *move.lacking()])
+
+
+def _keep_reserve(call: Call, kept: Resumption, now: float) -> None:
+    """From now on, where its reader can."""
+    if call.pace is not None:
+        call.pace.go_on()
+    elif call.paces:
+        marks, gaps = call.marks, kept.delivered - 1
+        usual = (marks.last - marks.first) / gaps if gaps > 0 and marks.first and marks.last else 0.0
+        call.pace = Pace(usual, marks.last or now)
 
 
 def _may_move(call: Call) -> bool:

@@ -55,10 +55,11 @@ class Responder:
 
     async def _write_all(self, call: Call, encoder: Stream, scope: Scope, send: Send, connection: Connection) -> None:
         pause = _Pause(self._clock(), self._settings.heartbeat)
+        call.paces = True
         write_now = self._write_now(call, encoder, _chunks(scope, send, connection), connection, pause)
         while True:
             cost = call.buffered
-            data = _taken(call, encoder)
+            data = _taken(call, encoder, self._clock())
             over = call.over
             if over:
                 data += self._closing(call, encoder)
@@ -74,7 +75,7 @@ class Responder:
             if not call.frames and not call.over:
                 call.write_now = write_now
                 try:
-                    await call.changed(pause.due)
+                    await call.changed(min(pause.due, call.pace.due) if call.pace and call.held else pause.due)
                 finally:
                     call.write_now = None
 
@@ -87,7 +88,7 @@ class Responder:
             cost = call.buffered
             if call.over or cost > PIECE or not connection.writable:
                 return False
-            if data := _taken(call, encoder):
+            if data := _taken(call, encoder, now):
                 chunk(data)
                 pause.wrote(now)
             self._calls.consumed(call, cost, now)
@@ -180,11 +181,11 @@ class _Pause:
         return sse.HEARTBEAT if now >= self.due else b""
 
 
-def _taken(call: Call, encoder: Stream) -> bytes:
-    """What is here, encoded. Which instance it is from is known with the first frame at the latest."""
+def _taken(call: Call, encoder: Stream, now: float) -> bytes:
+    """What is here and due, encoded. Which instance it is from is known with the first frame at the latest."""
     if not call.exact:
         encoder.inexact()
-    return encoder.frames(call.take())
+    return encoder.frames(call.take_due(now))
 
 
 def _head(call: Call) -> Headers:

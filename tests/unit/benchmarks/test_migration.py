@@ -16,6 +16,7 @@ from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed, Usage
 from benchmarks.record import Case
 from benchmarks.runner import Run
+from sllm_gateway.pace import MOST
 
 
 def test_what_was_lost_repeated_or_different() -> None:
@@ -39,7 +40,8 @@ def test_a_pause_is_counted_in_the_streams_own_intervals() -> None:
 
 
 def test_a_pause_is_the_gap_in_which_the_call_went_over() -> None:
-    heard = Heard(0, times=[10.0, 11.0, 12.0, 15.0, 16.0, 17.0, 18.0, 18.0, 18.0])
+    later = [float(at) for at in range(19, 30)]
+    heard = Heard(0, times=[10.0, 11.0, 12.0, 15.0, 16.0, 17.0, 18.0, 18.0, 18.0, *later])
     heard.moves = moves(
         heard, "timeline queue=1.0@0.0 first_token=2.0@0.0 tokens=8000.0@2.0 move=0.0@3502.0 move=0.0@6602.0"
     )
@@ -48,8 +50,20 @@ def test_a_pause_is_the_gap_in_which_the_call_went_over() -> None:
     assert pauses(Heard(0, moves=[1.0])) == []
 
 
+def test_a_pause_that_the_reserve_put_off_is_found() -> None:
+    """What was in reserve when the call went over is written first."""
+    seam, end = float(MOST), float(MOST + 2)
+    heard = Heard(
+        0, times=[-2.0, -1.0, *(float(at) for at in range(MOST + 1)), end, end, *(end + at for at in range(1, 9))]
+    )
+    assert heard.usual == 1.0
+    heard.moves = [0.0]
+    assert heard.times[heard.times.index(seam) + 1] - seam == 2.0
+    assert pauses(heard) == [2.0]
+
+
 def test_a_jitter_is_the_gap_at_a_moment_of_each_window_that_a_stream_ran_through() -> None:
-    heard = Heard(0, times=[0.0, 1.0, 2.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.0, 9.0])
+    heard = Heard(0, times=[0.0, 1.0, 2.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.0, *(float(at) for at in range(9, 20))])
     quiet, gap = Window(6.9, 7.1), Window(3.0, 4.0)
     assert jitters(heard, [quiet, gap, Window(20.0, 21.0)], random.Random(1)) == [1.0, 3.0]
     assert jitters(Heard(0), [quiet], random.Random(1)) == []

@@ -1,0 +1,110 @@
+"""A reserve of outputs for a stream whose call moves, so that its caller does not see the pause. No I/O.
+
+While a call is on its way each output is written somewhat later than the one before it allows, until a few wait; when
+none comes for a while, because the call goes over, those are written instead. When it has gone over, and what follows
+from that is past too (an instance that ends, one that draws for the first time), they are given back, a little quicker
+than they come. Times are seconds of the gateway's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sllm_gateway.resumption import VALUES
+from sllm_runtime.protocol.frames import Frame
+
+MOST: Final = 3
+"""Outputs that wait at most."""
+LATE_S: Final = 0.05
+"""So late they may be by it, or one output, ..."""
+SLOW_S: Final = 0.25
+"""... where that takes no longer."""
+STRETCH: Final = 1.4
+"""Usual intervals from one output to the next while the reserve is made, and while it is used."""
+STAYS: Final = 16.0
+"""For so many usual intervals the reserve stays when the call has gone over."""
+QUICKEN: Final = 0.6
+"""The same while it is given back, ..."""
+GIVES_BACK: Final = 2.0
+"""... and in so many at least one fewer may wait, however quick the others come."""
+KNOWN: Final = 4
+"""Outputs since the beginning from which on their interval is known."""
+EARLY_S: Final = 0.0005
+"""Timers may be so much too early."""
+
+
+class Pace:
+    """When the outputs of one stream are written, since its call is on its way."""
+
+    def __init__(self, usual: float, now: float) -> None:
+        """``usual``: from one output to the next in the call until now; 0: not known."""
+        self._usual = usual
+        self._ends = False
+        self._given_back_from: float | None = None
+        self._written = 0
+        self._written_at = now
+        self._came = 0
+        self._first_at = self._last_at = now
+        self.due = now
+        """When to look again, if something waits."""
+
+    def go_on(self) -> None:
+        """The call is on its way again."""
+        self._ends, self._given_back_from = False, None
+
+    def end(self) -> None:
+        """It is on its way no longer: what waits is given back in a while. Repeatable."""
+        self._ends = True
+
+    @property
+    def interval(self) -> float:
+        """From one output to the next; 0: not known. What slows the source while its call moves does not count."""
+        seen = (self._last_at - self._first_at) / (self._came - 1) if self._came > KNOWN else 0.0
+        return min(seen, self._usual) if seen and self._usual else seen or self._usual
+
+    def most(self, now: float) -> int:
+        """Outputs that may wait."""
+        interval = self.interval
+        if not 0.0 < interval <= SLOW_S:
+            return 0
+        most = max(1, min(MOST, int(LATE_S / interval)))
+        if self._given_back_from is not None and now >= self._given_back_from:
+            most -= int((now - self._given_back_from) / (GIVES_BACK * interval))
+        return max(0, most)
+
+    def release(self, waiting: list[Frame], now: float) -> list[Frame]:
+        """Takes out of ``waiting``, in order, what is to be written now."""
+        if self._ends and self._given_back_from is None:
+            self._given_back_from = now + STAYS * self.interval
+        ends = [at for at, frame in enumerate(waiting, 1) if frame.kind in VALUES and not frame.more]
+        self._arrived(self._written + len(ends), now)
+        count = self._count(len(ends), now)
+        if waiting and waiting[-1].more:  # a large value, whose parts are passed on as they come
+            count = len(ends)
+        self._written += count
+        if count:
+            self._written_at = now
+        self.due = self._written_at + self._step(now)
+        upto = len(waiting) if count == len(ends) else ends[count - 1] if count else 0
+        released = waiting[:upto]
+        del waiting[:upto]
+        return released
+
+    def over(self, waiting: list[Frame], now: float) -> bool:
+        """Whether there is no need of it any more."""
+        return not waiting and self._gives_back(now)
+
+    def _gives_back(self, now: float) -> bool:
+        return self._given_back_from is not None and now >= self._given_back_from
+
+    def _step(self, now: float) -> float:
+        return self.interval * (QUICKEN if self._gives_back(now) else STRETCH)
+
+    def _arrived(self, came: int, now: float) -> None:
+        if came > self._came:
+            self._first_at = self._first_at if self._came else now
+            self._came, self._last_at = came, now
+
+    def _count(self, outputs: int, now: float) -> int:
+        due = now >= self._written_at + self._step(now) - EARLY_S
+        return max(outputs - self.most(now), min(outputs, 1) if due else 0)
