@@ -28,8 +28,7 @@ def put_off(view: View, request: Request, now: float, outlook: Outlook | None = 
     known = view.put_off.get(key, PutOff(now, now))
     since, known = known.since, replace(known, last=now, outlook=known.outlook or outlook)
     view = _let_go(replace(view, put_off={**view.put_off, key: known}), key, now)
-    longest = _longest(view)
-    if room or key in view.kept.values() or not longest or now - since < longest:
+    if room or key in view.kept.values() or not _outlasts(view, now - since):
         return view
     found = _place(view, request, now)
     if found is None:
@@ -76,9 +75,15 @@ def _let_go(view: View, key: Key, now: float) -> View:
     return replace(view, kept=without(view.kept, kept)) if kept else view
 
 
-def _longest(view: View) -> float:
-    """Seconds that any call which runs now may last; 0 if none runs."""
-    return max((i.manifest.timeout for i in view.instances.values() if i.running and not i.ended), default=0.0)
+def _outlasts(view: View, waited: float) -> bool:
+    """Whether calls run now, and none of them may last for longer than it has ``waited``."""
+    running = False
+    for instance in view.instances.values():
+        if instance.running and not instance.ended:
+            if instance.manifest.timeout > waited:
+                return False
+            running = True
+    return running
 
 
 def _place(view: View, request: Request, now: float) -> tuple[str, tuple[Instance, ...]] | None:

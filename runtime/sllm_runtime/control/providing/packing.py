@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+import msgspec
 
 from sllm_runtime.control.fits import Capacity, Need, choose_gpus, short, using
 from sllm_runtime.control.providing.provider import Shape
@@ -51,7 +52,7 @@ def _size(need: Need) -> tuple[int, int, float]:
 def _less(there: Capacity, need: Need) -> Capacity:
     chosen = choose_gpus(need, there)
     taken = frozenset(chosen[1]) if chosen is not None else frozenset()
-    return replace(
+    return msgspec.structs.replace(
         there,
         cpu=there.cpu - need.cpu,
         memory=there.memory - need.takes(there),

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final, NamedTuple, TypeAlias
 
+import msgspec
+
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, alike, choose_gpus, short, suits
 from sllm_runtime.control.placement import Migrate, Request, may_start
 from sllm_runtime.control.scheduling.crowd import NOBODY, Others, goes_without
@@ -159,7 +161,8 @@ def _promised(moving: Moving, going: Mapping[str, Going], moves: Moves) -> tuple
         there = left[target.server]
         fitting = choose_gpus(going[name].need, there)
         gpus = fitting[1] if fitting is not None else ()
-        left[target.server] = replace(there, gpus=tuple(gpu for gpu in there.gpus if gpu.index not in gpus))
+        still = tuple(gpu for gpu in there.gpus if gpu.index not in gpus)
+        left[target.server] = msgspec.structs.replace(there, gpus=still)
         made.append(Move(name, target.server, target.seconds, moving.request.key, moving.now, gpus))
     return tuple(made)
 

@@ -80,7 +80,7 @@ def quickest(start: Start, servers: Servers, count: int = 1, within: float = inf
         for tier in _tiers(start, servers, kind):
             _look(start, rank, tier, found, count - len(rooms), within)
         taken = {room.server.name for room in rooms}
-        rooms += [room for _, room in found if room.server.name not in taken and room.estimate.seconds < within]
+        rooms += [room for order, room in found if room.server.name not in taken and order[0] < within]
         if len(rooms) >= count:
             break
     return rooms

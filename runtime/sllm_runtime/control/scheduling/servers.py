@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
 from sllm_runtime.control.placement import ends_late
 from sllm_runtime.control.scheduling.prediction import Estimate
@@ -44,9 +46,10 @@ class Turnover(NamedTuple):
     in_time: int
 
 
-@dataclass(frozen=True, eq=False)
-class Server:
+class Server(msgspec.Struct, frozen=True, eq=False, dict=True):
     """A node that has reported: what it has free, what its storage holds and how fast that comes."""
+
+    # A structure, as ``Capacity``; with a dictionary for what is worked out once.
 
     name: str
     node: Node

@@ -140,12 +140,15 @@ def _start(request: Request, view: View, servers: Servers, crowd: Crowd, now: fl
 
 def _first(start: Start, servers: Servers) -> Room | None:
     """Where it starts soonest, what it costs others counted."""
-    rooms = quickest(start, servers, FEW if start.others else 1)
+    if not start.others:
+        return next(iter(quickest(start, servers)), None)
+    rooms = quickest(start, servers, FEW)
     return min(rooms, key=lambda room: (room.rank, _cost(start, room)), default=None)
 
 
 def _cost(start: Start, room: Room) -> float:
-    return room.estimate.seconds + start.delay_s(room.server, room.estimate.seconds)
+    seconds = room.estimate.seconds
+    return seconds + start.delay_s(room.server, seconds)
 
 
 def _ready_s(decision: Decision | None) -> float:

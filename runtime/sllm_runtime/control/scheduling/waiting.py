@@ -68,7 +68,9 @@ def _quickest(
     """Waiting for the fewest of those that end ``within`` so many seconds on ``server``, the soonest first, if it is
     quicker than ``limit``."""
     coming = sorted(_endings(request, view, server, now, within), key=_BY_TIME)
-    begins = start.on(server).seconds if coming else inf
+    if not coming:
+        return None
+    begins = start.on(server).seconds
     chosen, lack = list[_Ending](), _lack(start, server)
     for last in coming:
         ready = last.seconds + begins
