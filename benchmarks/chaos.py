@@ -189,7 +189,10 @@ def wreck(run: Run, directory: Path, plan: Plan, whole: Case) -> Outcome:
         place.until_ready(INSTANCES)
         platform.until_cold()
         run.note("the right answers are known, and all processes there")
-        before, held = place.processes(), settled_mib(platform)
+        held, before = (
+            settled_mib(platform),
+            place.processes(),
+        )  # a pool is whole when that stands still
         callers = Callers(urls, platform.token, name, plan.asks, CALLERS)
         mover = Mover(place, urls, platform.token, NODES, plan.seed)
         with run.spending(platform.program.usage, whole), callers.running(), mover.running():
@@ -262,6 +265,7 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
     moves = {"asked": outcome.moves.asked, "done": outcome.moves.done, "refused": outcome.moves.refused}
     whole.extra |= {f"moves_{what}": count for what, count in moves.items()}
     whole.notes = outcome.leaders()
+    whole.extra["left"] = dict(outcome.processes_left)
     whole.extra["faults_in_moves"] = sum(each.moving for each in outcome.struck)
     for kind in map(str, KINDS):
         found = run.case(f"{case}: {kind}", "sllm")

@@ -190,7 +190,7 @@ class WarmPool:
             if not waiter.done():
                 waiter.set_result(sandbox)
                 return
-        if self._pressed:
+        if self._pressed or len(self._idle) >= self._size:  # it was made for one who waits no longer
             self._discard(sandbox)
             return
         self._idle.append(sandbox)

@@ -148,6 +148,25 @@ async def test_a_start_that_gives_up_loses_no_sandbox() -> None:
         await sandbox.close()
 
 
+async def test_of_starts_that_give_up_no_more_wait_than_shall(monkeypatch: pytest.MonkeyPatch) -> None:
+    can, ready = asyncio.Event(), ProcessDriver.ready
+
+    async def waits(driver: ProcessDriver, wish: Wish = PLAIN) -> None:
+        await can.wait()
+        await ready(driver, wish)
+
+    monkeypatch.setattr(ProcessDriver, "ready", waits)
+    async with pool_of(1) as pool:
+        starts = [asyncio.create_task(pool.acquire()) for _ in range(3)]
+        await until(lambda: len(pool._making) == 4, what="one is made for each, and one that waits")
+        for start in starts:
+            start.cancel()
+        await asyncio.wait(starts)
+        can.set()
+        await until(lambda: not pool._making and not pool._closing, what="all have been made")
+        assert pool.idle == 1
+
+
 async def test_one_that_cannot_be_filled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for its node to begin waits no longer."""
 
