@@ -46,9 +46,10 @@ class Arrivals:
                 self._look_again(call, now)
 
     def _look_again(self, call: Call, now: float) -> None:
-        """One timer for each call that has a reserve; it is over at the latest when that is to be written."""
+        """One timer for each call that has a reserve; it is over at the latest when that is to be written. A reader
+        that writes, and may wait for its client, looks at it itself afterwards."""
         if timer := self._later.pop(call, None):
             timer.cancel()
-        if call.pace is not None and call.held and not call.over:
+        if call.pace is not None and call.held and call.writing is None and not call.over:
             wait = max(SOONEST_S, call.pace.due - now)
             self._later[call] = asyncio.get_running_loop().call_later(wait, self.add, call)

@@ -41,6 +41,8 @@ class Pace:
         self._usual = usual
         self._ends = False
         self._given_back_from: float | None = None
+        self._inside = False
+        """Whether of a value only parts are written."""
         self._written = 0
         self._written_at = now
         self._came = 0
@@ -81,6 +83,8 @@ class Pace:
         count = self._count(len(ends), now)
         if waiting and waiting[-1].more:  # a large value, whose parts are passed on as they come
             count = len(ends)
+        elif self._inside and ends:
+            count = max(count, 1)
         self._written += count
         if count:
             self._written_at = now
@@ -88,6 +92,7 @@ class Pace:
         upto = len(waiting) if count == len(ends) else ends[count - 1] if count else 0
         released = waiting[:upto]
         del waiting[:upto]
+        self._inside = released[-1].more if released else self._inside
         return released
 
     def over(self, waiting: list[Frame], now: float) -> bool:

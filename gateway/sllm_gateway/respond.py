@@ -86,12 +86,14 @@ class Responder:
 
         def write(now: float) -> bool:
             cost = call.buffered
-            if call.over or cost > PIECE or not connection.writable:
+            reserve = sum(frame.cost for frame in call.held) if call.pace is not None else 0
+            if call.over or cost + reserve > PIECE or not connection.writable:
                 return False
             if data := _taken(call, encoder, now):
                 chunk(data)
                 pause.wrote(now)
-            self._calls.consumed(call, cost, now)
+            if cost:
+                self._calls.consumed(call, cost, now)
             return True
 
         return write

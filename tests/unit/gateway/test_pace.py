@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_gateway.arrivals import Arrivals
+from sllm_gateway.call import Call
 from sllm_gateway.pace import GIVES_BACK, LATE_S, MOST, QUICKEN, SLOW_S, STAYS, STRETCH, Pace
 from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
@@ -119,7 +120,10 @@ def test_where_no_interval_is_known_nothing_is_kept() -> None:
 def test_a_large_value_is_passed_on_part_by_part() -> None:
     pace, waiting = Pace(STEP, NOW), [*token(0), *token(1, more=True)]
     assert len(pace.release(waiting, NOW)) == 4
-    assert not waiting
+    waiting = token(1)[1:]
+    assert len(pace.release(waiting, NOW)) == 1, "nor does its last part wait"
+    waiting = token(2)
+    assert pace.release(waiting, NOW) == []
 
 
 def test_it_is_given_back_also_where_the_destination_is_much_quicker() -> None:
@@ -197,3 +201,21 @@ async def test_it_is_written_when_it_is_due() -> None:
     Arrivals(lambda *_: None, loop.time).add(call)
     await until(lambda: written == token(0) + token(1))
     assert not call.held
+
+
+async def test_while_its_client_takes_nothing_it_is_not_looked_at_again_and_again() -> None:
+    """The reader, which waits for it, does so itself then."""
+    looked, call = list[float](), call_named("lags")
+
+    class Counted(Arrivals):
+        def add(self, call: Call) -> None:
+            looked.append(0.0)
+            super().add(call)
+
+    loop = asyncio.get_running_loop()
+    call.pace, call.held = Pace(STEP, loop.time()), token(0)
+    call.writing = loop.time()
+    arrivals = Counted(lambda *_: None, loop.time)
+    arrivals.add(call)
+    await asyncio.sleep(20 * STEP)
+    assert len(looked) == 1
