@@ -189,10 +189,8 @@ def wreck(run: Run, directory: Path, plan: Plan, whole: Case) -> Outcome:
         place.until_ready(INSTANCES)
         platform.until_cold()
         run.note("the right answers are known, and all processes there")
-        held, before = (
-            settled_mib(platform),
-            place.processes(),
-        )  # a pool is whole when that stands still
+        held = settled_mib(platform)
+        before = place.processes()  # now that pools are whole
         callers = Callers(urls, platform.token, name, plan.asks, CALLERS)
         mover = Mover(place, urls, platform.token, NODES, plan.seed)
         with run.spending(platform.program.usage, whole), callers.running(), mover.running():

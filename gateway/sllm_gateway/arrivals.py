@@ -12,8 +12,8 @@ from sllm_runtime.protocol.errors import InternalError, SllmError
 
 log = logging.getLogger(__name__)
 
-
 SOONEST_S: Final = 0.001
+"""A timer for less is not worth it."""
 
 
 class Arrivals:

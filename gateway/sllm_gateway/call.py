@@ -202,10 +202,11 @@ class Call:
         if self.pace is None:
             return self.take()
         self.held += self.take()
-        released = self.held[:] if self.over else self.pace.release(self.held, now)
         if self.over:
-            self.held.clear()
-        if self.over or self.pace.over(self.held, now):
+            released, self.held, self.pace = self.held, [], None
+            return released
+        released = self.pace.release(self.held, now)
+        if self.pace.over(self.held, now):
             self.pace = None
         return released
 

@@ -8,6 +8,7 @@ than they come. Times are seconds of the gateway's monotonic clock.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Final
 
 from sllm_gateway.resumption import VALUES
@@ -40,7 +41,7 @@ class Pace:
         """``usual``: from one output to the next in the call until now; 0: not known."""
         self._usual = usual
         self._ends = False
-        self._given_back_from: float | None = None
+        self._given_back_from = inf
         self._inside = False
         """Whether of a value only parts are written."""
         self._written = 0
@@ -52,7 +53,7 @@ class Pace:
 
     def go_on(self) -> None:
         """The call is on its way again."""
-        self._ends, self._given_back_from = False, None
+        self._ends, self._given_back_from = False, inf
 
     def end(self) -> None:
         """It is on its way no longer: what waits is given back in a while. Repeatable."""
@@ -70,13 +71,13 @@ class Pace:
         if not 0.0 < interval <= SLOW_S:
             return 0
         most = max(1, min(MOST, int(LATE_S / interval)))
-        if self._given_back_from is not None and now >= self._given_back_from:
+        if self._gives_back(now):
             most -= int((now - self._given_back_from) / (GIVES_BACK * interval))
         return max(0, most)
 
     def release(self, waiting: list[Frame], now: float) -> list[Frame]:
         """Takes out of ``waiting``, in order, what is to be written now."""
-        if self._ends and self._given_back_from is None:
+        if self._ends and self._given_back_from == inf:
             self._given_back_from = now + STAYS * self.interval
         ends = [at for at, frame in enumerate(waiting, 1) if frame.kind in VALUES and not frame.more]
         self._arrived(self._written + len(ends), now)
@@ -100,7 +101,7 @@ class Pace:
         return not waiting and self._gives_back(now)
 
     def _gives_back(self, now: float) -> bool:
-        return self._given_back_from is not None and now >= self._given_back_from
+        return now >= self._given_back_from
 
     def _step(self, now: float) -> float:
         return self.interval * (QUICKEN if self._gives_back(now) else STRETCH)

@@ -49,7 +49,7 @@ class StartupTime:
         if moves:
             late = now > max(move.decided + move.seconds for move in moves) + OVERDUE_S
             waits = Wait(f"waits for {len(moves)} instance(s) to go on elsewhere")
-            return _here(room) or waits if late else waits
+            return here or waits if late else waits
         if room is not None and room.rank + 1 < len(start.need.gpus):  # nobody makes way for what is less wanted
             need = replace(start.need, gpus=start.need.gpus[: room.rank + 1])
             start = msgspec.structs.replace(start, need=need)
