@@ -1,15 +1,17 @@
 """``python -m benchmarks.migration``: running calls move between two nodes, back and forth, while their callers read.
 
 Four callers stream all the time, greedy and seeded, from one instance of the demo model that computes them in one
-batch; no token is delayed. ``move``: ``POST /instances/{instance}/migrate`` again and again, the next one asked for
-when the last has ended and all callers hear something, each carrying over what runs then. A migration is one move of an
-instance that took calls along; counted are those, and the calls that moved (the gateway's own count). ``resume``: the
-worker is killed instead, and its calls go on at a new instance from their tokens. ``restart``: it is killed where
-nothing is resumable: a new instance begins from nothing, and the callers make their calls anew. ``still``: as long with
-none of it. ``beside``: neither, but another function with the same model prefills and begins as many calls again and
-again, as a destination does: how far instances that share this machine's cores slow each other. ``large``: as ``move``,
-until a hundred calls have moved, with a model of 0.5 G parameters (``migration_large``). ``figure3``: what a start that
-wants the place of a running call does to both, by policy (``migration_policies``).
+batch; no token is delayed. Their threads have priority over all that shares the cores with them (``hear_at_once``),
+since callers are elsewhere and wait for none of it. ``move``: ``POST /instances/{instance}/migrate`` again and again,
+the next one asked for when the last has ended and all callers hear something, each carrying over what runs then. A
+migration is one move of an instance that took calls along; counted are those, and the calls that moved (the gateway's
+own count). ``resume``: the worker is killed instead, and its calls go on at a new instance from their tokens.
+``restart``: it is killed where nothing is resumable: a new instance begins from nothing, and the callers make their
+calls anew. ``still``: as long with none of it. ``beside``: neither, but another function with the same model prefills
+and begins as many calls again and again, as a destination does: how far instances that share this machine's cores slow
+each other. ``large``: as ``move``, until a hundred calls have moved, with a model of 0.5 G parameters
+(``migration_large``). ``figure3``: what a start that wants the place of a running call does to both, by policy
+(``migration_policies``).
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened: lost and repeated by
 the events' ids, different by their values; one that breaks off is counted as such, and with what it did not say. The

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 FIRST_S: Final = 1.0
 """So long a call that has just begun may take to tell a first id: without one its destination draws along."""
+RESERVE_S: Final = 0.3
+"""So long calls wait for their reserves (``pace``) at most before their destination is opened."""
 AGAIN_S: Final = 1.0
 """A destination that failed a call is asked again for it after this long."""
 
@@ -84,9 +86,7 @@ class Moves:
         self._changed |= self._moving.instances()
         self.look(now)
         for key, where in self._leaving.items():
-            for call in list(self._calls.values()):
-                if call.version.key == key:
-                    self._consider(call, where, now)
+            self._consider([call for call in self._calls.values() if call.version.key == key], where, now)
 
     def to_go(self, key: tuple[str, int]) -> Iterator[str]:
         """Where each running call of a version is that could begin to move, now or soon."""
@@ -94,19 +94,34 @@ class Moves:
             if call.version.key == key and call.binding is not None and _may_move(call):
                 yield call.binding.instance
 
-    def _consider(self, call: Call, where: dict[str, RouteEntry], now: float) -> None:
-        source = call.binding
-        if now < call.move_after or not _may_move(call):
+    def _consider(self, calls: Sequence[Call], where: dict[str, RouteEntry], now: float) -> None:
+        """Begin what may, of the ``calls`` of a version: those of one instance together, since what the destination
+        computes for one of them slows all, and who has its reserve by then is not seen to be slowed."""
+        known: dict[str, list[tuple[Call, Resumption, RouteEntry]]] = {}
+        for call in calls:
+            source, kept = call.binding, call.resumption
+            if now < call.move_after or source is None or kept is None or not _may_move(call):
+                continue
+            entry = where.get(source.instance)
+            if entry is None or not source.accepted or not self._dispatcher.may_ask(call, entry.instance, now):
+                continue
+            self._follow(call, source, kept, now)
+            if kept.count or now - source.followed_at >= FIRST_S:
+                known.setdefault(source.instance, []).append((call, kept, entry))
+        for group in known.values():
+            if all(_has_reserve(call, now) for call, _, _ in group):
+                for call, kept, entry in group:
+                    if self._dispatcher.may_ask(call, entry.instance, now):  # those before it took some of the room
+                        self._begin(call, kept, entry)
+
+    def _follow(self, call: Call, source: Binding, kept: Resumption, now: float) -> None:
+        """It is told from now on as it draws, and its reader makes a reserve. Repeatable."""
+        if source.following:
             return
-        assert source is not None
-        assert call.resumption is not None
-        entry = where.get(source.instance)
-        if entry is not None and source.accepted and self._dispatcher.may_ask(call, entry.instance, now):
-            if not source.following:
-                self._link.send_all(source.node, source.follow(now))
-                call.resumption.watch()
-            if call.resumption.count or now - source.followed_at >= FIRST_S:
-                self._begin(call, call.resumption, entry)
+        self._link.send_all(source.node, source.follow(now))
+        kept.watch()
+        if pace := _pace(call, kept, now):
+            pace.expect(now)
 
     # --- the destination ------------------------------------------------------------------------------
     def _begin(self, call: Call, kept: Resumption, entry: RouteEntry) -> None:
@@ -117,7 +132,8 @@ class Moves:
         binding.held = bool(kept.counts)  # who knows no id of it cannot tell it how far to go
         call.move = Move(binding, kept)
         self._moving.begin(call, call.move)
-        _keep_reserve(call, kept, now)
+        if pace := _pace(call, kept, now):
+            pace.go_on()
         self._dispatcher.take(call, entry.instance)
         request = Open(head=call.head(binding, now), first=binding.first())  # now: the move counts from what it says
         self._tasks.start(self._open(call, call.move, request), "move")
@@ -359,14 +375,20 @@ class Moves:
             self._link.send_all(move.binding.node, [*move.binding.recovered(now), *move.lacking()])
 
 
-def _keep_reserve(call: Call, kept: Resumption, now: float) -> None:
-    """From now on, where its reader can."""
-    if call.pace is not None:
-        call.pace.go_on()
-    elif call.paces:
+def _pace(call: Call, kept: Resumption, now: float) -> Pace | None:
+    """Its reserve, from now on if it had none; None where its reader has none."""
+    if call.pace is None and call.paces:
         marks, gaps = call.marks, kept.delivered - 1
         usual = (marks.last - marks.first) / gaps if gaps > 0 and marks.first and marks.last else 0.0
         call.pace = Pace(usual, marks.last or now)
+    return call.pace
+
+
+def _has_reserve(call: Call, now: float) -> bool:
+    """Whether it need not be waited for: also where none is to be had."""
+    if call.pace is None or call.binding is None:
+        return True
+    return call.pace.full(now) or now - call.binding.followed_at >= RESERVE_S
 
 
 def _may_move(call: Call) -> bool:

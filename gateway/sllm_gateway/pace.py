@@ -1,9 +1,9 @@
 """A reserve of outputs for a stream whose call moves, so that its caller does not see the pause. No I/O.
 
-While a call is on its way each output is written somewhat later than the one before it allows, until a few wait; when
-none comes for a while, because the call goes over, those are written instead. When it has gone over, and what follows
-from that is past too (an instance that ends, one that draws for the first time), they are given back, a little quicker
-than they come. Times are seconds of the gateway's monotonic clock.
+Before a call is on its way, and while it is, each output is written somewhat later than the one before it allows, until
+a few wait; when none comes for a while, because the call goes over, those are written instead. When it has gone over,
+and what follows from that is past too (an instance that ends, one that draws for the first time), they are given back,
+a little quicker than they come. Times are seconds of the gateway's monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ STRETCH: Final = 1.4
 """Usual intervals from one output to the next while the reserve is made, and while it is used."""
 STAYS: Final = 16.0
 """For so many usual intervals the reserve stays when the call has gone over."""
+EXPECTED_S: Final = 1.0
+"""A move that is expected begins within that time, or the reserve is given back."""
 QUICKEN: Final = 0.6
 """The same while it is given back, ..."""
 GIVES_BACK: Final = 2.0
 """... and in so many at least one fewer may wait, however quick the others come."""
 KNOWN: Final = 4
-"""Outputs since the beginning from which on their interval is known."""
+"""Of so many their interval is known."""
 EARLY_S: Final = 0.0005
 """Timers may be so much too early."""
 
@@ -40,19 +42,32 @@ class Pace:
     def __init__(self, usual: float, now: float) -> None:
         """``usual``: from one output to the next in the call until now; 0: not known."""
         self._usual = usual
+        self._expects = False
+        """Whether the move has yet to begin: what comes then comes as it usually does."""
         self._ends = False
         self._given_back_from = inf
         self._inside = False
         """Whether of a value only parts are written."""
         self._written = 0
+        self._waiting = 0
         self._written_at = now
         self._came = 0
         self._first_at = self._last_at = now
+        self._first = 1
+        """By number, of the outputs whose interval is looked at: that which came at ``_first_at``."""
         self.due = now
         """When to look again, if something waits."""
 
+    def expect(self, now: float) -> None:
+        """The call will soon be on its way: the reserve is made before its source is slowed by that."""
+        self._expects, self._ends, self._given_back_from = True, True, now + EXPECTED_S
+        self._count_anew()
+
     def go_on(self) -> None:
-        """The call is on its way again."""
+        """The call is on its way, or is again."""
+        if self._expects:
+            self._usual, self._expects = self.interval, False
+            self._count_anew()
         self._ends, self._given_back_from = False, inf
 
     def end(self) -> None:
@@ -61,9 +76,13 @@ class Pace:
 
     @property
     def interval(self) -> float:
-        """From one output to the next; 0: not known. What slows the source while its call moves does not count."""
-        seen = (self._last_at - self._first_at) / (self._came - 1) if self._came > KNOWN else 0.0
-        return min(seen, self._usual) if seen and self._usual else seen or self._usual
+        """From one output to the next, of late; 0: not known. What slows the source while its call moves does not
+        count."""
+        count = self._came - self._first
+        seen = (self._last_at - self._first_at) / count if count >= KNOWN else 0.0
+        if not seen or not self._usual:
+            return seen or self._usual
+        return seen if self._expects else min(seen, self._usual)
 
     def most(self, now: float) -> int:
         """Outputs that may wait."""
@@ -74,6 +93,10 @@ class Pace:
         if self._gives_back(now):
             most -= int((now - self._given_back_from) / (GIVES_BACK * interval))
         return max(0, most)
+
+    def full(self, now: float) -> bool:
+        """Whether as many outputs wait as may."""
+        return self._waiting >= self.most(now)
 
     def release(self, waiting: list[Frame], now: float) -> list[Frame]:
         """Takes out of ``waiting``, in order, what is to be written now."""
@@ -87,6 +110,7 @@ class Pace:
         elif self._inside and ends:
             count = max(count, 1)
         self._written += count
+        self._waiting = len(ends) - count
         if count:
             self._written_at = now
         self.due = self._written_at + self._step(now)
@@ -99,6 +123,9 @@ class Pace:
     def over(self, waiting: list[Frame], now: float) -> bool:
         """Whether there is no need of it any more."""
         return not waiting and self._gives_back(now)
+
+    def _count_anew(self) -> None:
+        self._first, self._first_at = max(1, self._came), self._last_at
 
     def _gives_back(self, now: float) -> bool:
         return now >= self._given_back_from

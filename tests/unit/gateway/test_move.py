@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from nats.aio.msg import Msg
 
 from sllm_gateway import move as moving
-from sllm_gateway import queue, tempo
+from sllm_gateway import moves, queue, tempo
 from sllm_gateway.binding import Binding
 from sllm_gateway.move import BEHIND, IN_STEP, NEAR, ROUNDS, TOGETHER_S, Move, Stage
+from sllm_gateway.pace import Pace
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.tempo import OVERTAKES, PATIENCE, QUIET_S, SLOWER, STOP_S
+from sllm_gateway.timers import TICK_S
 from sllm_gateway.under_way import Next, going, together
 from sllm_runtime.platform import trace
 from sllm_runtime.protocol import codec, limits, subjects
@@ -875,15 +877,22 @@ TAKES: Final = Opened(status="accepted", holds=True)
 
 @asynccontextmanager
 async def scene(
-    nats: Nats, *, quiet_s: float = 0.1, stop_s: float = STOP_S, quick: float = NEVER, concurrency: int = 64
+    nats: Nats,
+    *,
+    quiet_s: float = 0.1,
+    stop_s: float = STOP_S,
+    quick: float = NEVER,
+    reserve_s: float = 0.0,
+    concurrency: int = 64,
 ) -> AsyncIterator[Scene]:
-    """``quiet_s``, ``stop_s``, ``quick``: the bounds of the same names; no destination draws beside its source.
-    ``concurrency``: of each instance."""
+    """``quiet_s``, ``stop_s``, ``quick``, ``reserve_s``: the bounds of the same names; no destination draws beside its
+    source, none is opened later for a reserve. ``concurrency``: of each instance."""
     async with world(nats) as w:
         w.node.judge = lambda _: TAKES
         with pytest.MonkeyPatch.context() as patch:
             for module in (moving, tempo):
                 patch.setattr(module, "QUIET_S", quiet_s)
+            patch.setattr(moves, "RESERVE_S", reserve_s)
             patch.setattr(tempo, "STOP_S", stop_s)
             patch.setattr(tempo, "QUICK", quick)
             yield Scene(w, concurrency)
@@ -904,6 +913,41 @@ async def test_a_running_call_goes_on_at_the_destination(nats: Nats) -> None:
         (timeline,) = [line[2:] for line in text.split("\n") if line.startswith(": timeline ")]
         when = {span.name: span.at for span in parse_comment(timeline)}
         assert when["tokens"] < when["move"]
+
+
+async def test_calls_of_one_source_are_opened_when_their_readers_have_a_reserve(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them; of one that is not streamed none is waited for."""
+    full = list[Pace]()
+    monkeypatch.setattr(Pace, "full", lambda self, _: self in full)
+    async with scene(nats, reserve_s=NEVER) as s, s.reading() as call:
+        others = [
+            asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=each, timeout=60)) for each in (SSE, {})
+        ]
+        await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20] * 3)
+        made = list[Pace]()
+        monkeypatch.setattr(Pace, "expect", lambda self, _: made.append(self))
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        await until(lambda: len(made) == 2)
+        for pace in made:
+            await asyncio.sleep(4 * TICK_S)
+            assert not s.runs("i2")
+            full.append(pace)
+        assert [values((await each).text) for each in (call, others[0])] == [list(range(TOTAL))] * 2
+        assert (await others[1]).json() == list(range(TOTAL))
+        assert await s.moved() == 3
+
+
+async def test_a_reserve_is_waited_for_so_long(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "full", lambda *_: False)
+    async with scene(nats, reserve_s=0.2) as s, s.reading() as call:
+        s.pace["i2"], began = TOTAL, asyncio.get_running_loop().time()
+        await s.deploy(moves=True)
+        assert values((await call).text) == list(range(TOTAL))
+        assert asyncio.get_running_loop().time() - began >= 0.2
+        assert await s.moved() == 1
 
 
 async def test_its_destination_is_asked_within_its_trace(nats: Nats) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sllm_gateway.arrivals import Arrivals
 from sllm_gateway.call import Call
-from sllm_gateway.pace import GIVES_BACK, LATE_S, MOST, QUICKEN, SLOW_S, STAYS, STRETCH, Pace
+from sllm_gateway.pace import EXPECTED_S, GIVES_BACK, KNOWN, LATE_S, MOST, QUICKEN, SLOW_S, STAYS, STRETCH, Pace
 from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
@@ -160,6 +160,57 @@ def test_one_that_is_given_back_stays_where_the_call_moves_again() -> None:
     assert pace.over([], late)
     pace.go_on()
     assert not pace.over([], late)
+
+
+def until_full(pace: Pace, interval: float) -> int:
+    """How many outputs that come so far apart it takes."""
+    waiting, now = list[Frame](), NOW
+    for number in range(100):
+        while waiting and pace.due <= now:
+            pace.release(waiting, pace.due)
+        waiting += token(number)
+        pace.release(waiting, now)
+        if number > KNOWN and pace.full(now):
+            return number
+        now += interval
+    return 100
+
+
+@pytest.mark.parametrize("slower", [0.5, 1.0, 1.3, 2.0])
+def test_it_is_made_before_the_call_is_on_its_way(slower: float) -> None:
+    """By how the outputs come then, whatever their mean was."""
+    pace = Pace(STEP, NOW)
+    pace.expect(NOW)
+    assert until_full(pace, slower * STEP) <= 16
+    assert pace.interval == pytest.approx(slower * STEP)
+
+
+def test_what_slows_the_source_afterwards_does_not_count_then_either() -> None:
+    pace, waiting = Pace(STEP, NOW), list[Frame]()
+    pace.expect(NOW)
+    until_full(pace, 2 * STEP)
+    pace.go_on()
+    for number in range(100, 120):
+        waiting += token(number)
+        pace.release(waiting, NOW + 4 * STEP * number)
+    assert pace.interval == pytest.approx(2 * STEP)
+
+
+def test_it_is_given_back_where_the_move_does_not_begin() -> None:
+    pace, waiting = Pace(STEP, NOW), token(0)
+    pace.expect(NOW)
+    assert pace.release(waiting, NOW) == []
+    assert not pace.over([], NOW + 0.99 * EXPECTED_S)
+    late = NOW + EXPECTED_S + GIVES_BACK * MOST * STEP
+    assert pace.release(waiting, late) == token(0)
+    assert pace.over(waiting, late)
+
+
+def test_where_none_is_to_be_had_nobody_waits_for_it() -> None:
+    for usual in (0.0, 1.1 * SLOW_S):
+        pace = Pace(usual, NOW)
+        pace.expect(NOW)
+        assert pace.full(NOW)
 
 
 # --- of a call --------------------------------------------------------------------------------------
