@@ -15,7 +15,8 @@ from typing import Final, TypeAlias
 import msgspec
 
 from sllm_runtime.control import autoscale, backoff, fits, instances, room
-from sllm_runtime.control.placement import Decision, Place, Request, Wait
+from sllm_runtime.control.placement import Decision, Place, Request, Wait, room_made
+from sllm_runtime.control.scheduling.ending import ending
 from sllm_runtime.control.view import Instance, Key, Migration, Refusal, View, with_item, without
 from sllm_runtime.protocol.ctl import Migrated
 from sllm_runtime.protocol.errors import (
@@ -243,10 +244,15 @@ def _choice(view: View, migration: Migration, source: Instance, now: float, choo
         return Wait(f"node {node}: {without_hope[node]}")
     known = view.nodes.get(node)
     capacity = fits.free(view, known) if known is not None else None
-    if capacity is None:
+    if known is None or capacity is None:
         return Wait(f"node {node} is not heard")
     chosen, lacks = fits.choose_gpus(need, capacity), fits.short(need, capacity)
-    return Place(node, chosen[1]) if chosen is not None and not lacks else Wait(f"{node} lacks {'; '.join(lacks)}")
+    if chosen is not None and not lacks:
+        return Place(node, chosen[1])
+    request = Request(source.key, source.manifest, view.versions[source.key].model)
+    # Nothing ends for what a policy has decided on, who went by its being there.
+    going = room_made(request, need, view, known, now) if migration.expected is None else None
+    return ending(node, going) if going else Wait(f"{node} lacks {'; '.join(lacks)}")
 
 
 def _commit(view: View, migration: Migration, source: Instance, destination: Instance, now: float) -> View:
