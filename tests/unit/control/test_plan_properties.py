@@ -164,19 +164,6 @@ class Cluster(RuleBasedStateMachine):
             assert sum(instance.manifest.cpu for instance in placed) <= node.cpu
 
     @invariant()
-    def what_is_promised_to_a_move_is_given_to_nobody_else(self) -> None:
-        view = self.world.view
-        for name, node in self.world.nodes.items():
-            placed = [i for i in view.instances.values() if i.record.node == name and not i.ended]
-            to_come = [move for move in view.moves.values() if move.node == name and not move.placed]
-            moves = [move for move in to_come if move.instance in view.instances]
-            promised = [index for move in moves for index in move.gpus]
-            assert len(promised) == len(set(promised)), "it was promised twice"
-            assert not {index for instance in placed for index in instance.gpus} & set(promised)
-            cpu = sum(view.instances[move.instance].manifest.cpu for move in moves)
-            assert sum(instance.manifest.cpu for instance in placed) + cpu <= node.cpu
-
-    @invariant()
     def no_start_is_sent_to_a_node_that_has_no_room_for_it(self) -> None:
         assert not self.world.refusals
 
