@@ -185,6 +185,7 @@ def tell(run: Run, name: str, load: Load, windows: Sequence[Window], fate: Fate)
     case.samples = [round(gap, 2) for heard in whole for gap in pauses(heard)] if counts else gaps
     case.extra = {"lost": sums.lost, "repeated": sums.repeated, "different": sums.different, "broken": sums.broken}
     case.extra |= {"streams": sums.streams, "events": sums.events, "times": len(windows)}
+    case.extra["callers_at_once"] = load.at_once
     if windows:
         case.extra["took_s"] = round(statistics.median(window.end - window.begin for window in windows), 3)
     if whole:

@@ -61,6 +61,8 @@ class Load:
         self._numbers = itertools.count()
         self._now: dict[int, Heard] = {}
         self.heard: list[Heard] = []
+        self.at_once = True
+        """Whether no caller waited for a core (``hear_at_once``)."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -76,7 +78,7 @@ class Load:
                 understand(heard)
 
     def _call_on(self, caller: int) -> None:
-        hear_at_once()
+        self.at_once = hear_at_once() and self.at_once
         while not self._stop.is_set():
             heard = self._now[caller] = Heard(next(self._numbers) % len(self._called.asks))
             receive(self._called, heard)
@@ -113,11 +115,14 @@ class Load:
         return sums(self.heard, self._right)
 
 
-def hear_at_once() -> None:
+def hear_at_once() -> bool:
     """This thread waits for no core, as a caller on another machine does not: what it reads when is what is measured.
-    Without the right to it, it stays as it is."""
-    with contextlib.suppress(PermissionError):
+    False: it has no right to that."""
+    try:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    except PermissionError:
+        return False
+    return True
 
 
 def sums(heard: Sequence[Heard], right: Sequence[Sequence[Any]]) -> Sums:

@@ -49,7 +49,6 @@ class Pace:
         self._inside = False
         """Whether of a value only parts are written."""
         self._written = 0
-        self._waiting = 0
         self._written_at = now
         self._came = 0
         self._first_at = self._last_at = now
@@ -60,7 +59,7 @@ class Pace:
 
     def expect(self, now: float) -> None:
         """The call will soon be on its way: the reserve is made before its source is slowed by that."""
-        self._expects, self._ends, self._given_back_from = True, True, now + EXPECTED_S
+        self._expects, self._given_back_from = True, now + EXPECTED_S
         self._count_anew()
 
     def go_on(self) -> None:
@@ -96,7 +95,7 @@ class Pace:
 
     def full(self, now: float) -> bool:
         """Whether as many outputs wait as may."""
-        return self._waiting >= self.most(now)
+        return self._came - self._written >= self.most(now)
 
     def release(self, waiting: list[Frame], now: float) -> list[Frame]:
         """Takes out of ``waiting``, in order, what is to be written now."""
@@ -110,7 +109,6 @@ class Pace:
         elif self._inside and ends:
             count = max(count, 1)
         self._written += count
-        self._waiting = len(ends) - count
         if count:
             self._written_at = now
         self.due = self._written_at + self._step(now)

@@ -315,16 +315,22 @@ def test_a_node_without_room_is_waited_for_and_then_not() -> None:
     assert "n2 lacks 4 CPUs (has 0)" in told.note
 
 
-@pytest.mark.parametrize("idle", [True, False])
-def test_what_is_idle_on_the_node_that_is_named_ends_for_it(idle: bool) -> None:
+def full() -> tuple[World, str, str]:
+    """As ``running``, and n2 has no room beside an idle instance of another function, the third."""
     world, source = running(cpu=4.0)
     world.view = deployed(world.view, manifest("other", cpu=4.0, keep_alive=600.0))
     world.wait_for(("other", 1), 1)
     world.plan()
     (other,) = world.live(("other", 1))
     ready(world, other)
-    works(world, other, 0 if idle else 1)
     world.wait_for(("other", 1), 0)
+    return world, source, other
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_what_is_idle_on_the_node_that_is_named_ends_for_it(idle: bool) -> None:
+    world, source, other = full()
+    works(world, other, 0 if idle else 1)
     ask(world, source, "n2")
     world.turn(1)
     assert (world.view.instances[other].stop is not None) is idle
@@ -336,13 +342,7 @@ def test_what_is_idle_on_the_node_that_is_named_ends_for_it(idle: bool) -> None:
 
 
 def test_nothing_ends_for_what_a_policy_wants_moved() -> None:
-    world, source = running(cpu=4.0)
-    world.view = deployed(world.view, manifest("other", cpu=4.0, keep_alive=600.0))
-    world.wait_for(("other", 1), 1)
-    world.plan()
-    (other,) = world.live(("other", 1))
-    ready(world, other)
-    world.wait_for(("other", 1), 0)
+    world, source, other = full()
     world.view = replace(world.view, moves={source: Move(source, "n2", 1.0, ("third", 1), world.now)})
     world.plan()
     assert world.view.instances[other].stop is None
