@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import sys
-from typing import Final
 
 from sllm_invoker.containers import choice
 from sllm_invoker.node import Node, sandbox_environment
@@ -21,8 +20,6 @@ from sllm_runtime.platform.telemetry import configure_logging
 from sllm_runtime.protocol.errors import SllmError
 
 log = logging.getLogger(__name__)
-
-MAX_FILES: Final = 65536
 
 
 async def serve(settings: InvokerSettings, stop: asyncio.Event) -> None:
@@ -53,14 +50,6 @@ async def serve(settings: InvokerSettings, stop: asyncio.Event) -> None:
         await bus.close()
 
 
-def set_limits() -> None:
-    """What everything started from here inherits: no core dumps (they hold users' data), descriptors for all chunks."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-
-
 def main() -> int:
     """The exit status."""
     try:
@@ -69,7 +58,7 @@ def main() -> int:
         sys.stderr.write(f"sllm-invoker: {error.message}\n")
         return error.exit_code
     configure_logging("invoker", settings.node, settings)
-    set_limits()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of nothing that is started from here: it has users' data
     become_subreaper()  # what outlives a fork server comes to us, and is ended
 
     async def run(stop: asyncio.Event) -> None:

@@ -8,7 +8,7 @@ import sys
 
 from sllm_loaderd.daemon.server import run
 from sllm_loaderd.daemon.settings import read_settings
-from sllm_loaderd.descriptors import raise_descriptor_limit
+from sllm_runtime.platform import descriptors
 from sllm_runtime.platform.daemon import run_daemon
 from sllm_runtime.protocol.errors import InvalidRequest
 
@@ -21,7 +21,7 @@ def main() -> int:
     except InvalidRequest as error:
         logging.error("%s", error)
         return error.exit_code
-    raise_descriptor_limit()
+    descriptors.allow()  # each chunk is one
     return run_daemon(functools.partial(run, settings), title=f"sllm-loaderd {settings.node}")
 
 

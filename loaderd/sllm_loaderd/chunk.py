@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +11,8 @@ from typing import Final
 from sllm_loaderd.client import memory
 from sllm_loaderd.sealed import adopt_sealed, create_sealed
 from sllm_runtime.protocol.states import check
+
+log = logging.getLogger(__name__)
 
 MEMFD_NAME: Final = "sllm-chunk"
 
@@ -72,6 +75,17 @@ def create_chunk(size: int, *, huge: bool, lasting: bool) -> Chunk:
     """A sealed memfd of ``size`` bytes without pages. ``huge``: of 2 MiB, where they fit. Raises ``OSError``."""
     fd, address = create_sealed(MEMFD_NAME, size, huge=huge and not size % memory.HUGE_PAGE)
     return Chunk(fd, address, memory.view(address, size), os.fstat(fd).st_ino, lasting=lasting)
+
+
+def fault(chunk: Chunk, *, huge: bool) -> None:
+    """Give it its pages, now. Where memory is in pieces a fault takes small ones in place of a ``huge`` one; here there
+    is time to have others moved for it (Linux 6.1; huge ones already there cost it 20 us a chunk)."""
+    try:
+        memory.advise(chunk.address, chunk.size, memory.MADV_POPULATE_WRITE)
+        if huge:
+            memory.advise(chunk.address, chunk.size, memory.MADV_COLLAPSE)
+    except OSError as error:  # short of memory: the chunk serves as it is, its pages come one by one
+        log.warning("pre-faulting: %s", error)
 
 
 def adopt_chunk(fd: int, size: int) -> Chunk:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from sllm_loaderd.chunk import Chunk, ChunkState, adopt_chunk, close_chunk, create_chunk
+from sllm_loaderd.chunk import Chunk, ChunkState, adopt_chunk, close_chunk, create_chunk, fault
 from sllm_loaderd.client import memory
 from sllm_loaderd.pinning import Pinner, Pinning
 from sllm_loaderd.sealed import is_sealed
@@ -261,23 +261,13 @@ class ChunkPool:
         with contextlib.suppress(OSError):  # not allowed everywhere, and only a courtesy
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)
         while (chunk := self._next_cold()) is not None:
-            self._fault(chunk)
+            fault(chunk, huge=self.huge_pages)
             self.pin(chunk)
             with self._changed:
                 self._faulting -= 1
                 chunk.prefaulted = True
                 self._free.append(chunk)
                 self._changed.notify_all()
-
-    def _fault(self, chunk: Chunk) -> None:
-        """Give it its pages, now. Where memory is in pieces a fault takes small ones in place of a huge one; here there
-        is time to have others moved for it (Linux 6.1; huge ones already there cost it 20 us a chunk)."""
-        try:
-            memory.advise(chunk.address, self.chunk_bytes, memory.MADV_POPULATE_WRITE)
-            if self.huge_pages:
-                memory.advise(chunk.address, self.chunk_bytes, memory.MADV_COLLAPSE)
-        except OSError as error:  # short of memory: the chunk serves as it is, its pages come one by one
-            log.warning("pre-faulting: %s", error)
 
     def _next_cold(self) -> Chunk | None:
         """A chunk to pre-fault, taken out of the free ones meanwhile; None at the end."""

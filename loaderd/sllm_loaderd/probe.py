@@ -6,11 +6,13 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final
 
+from sllm_loaderd.chunk import close_chunk, create_chunk, fault
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.reader import ByteSource
 from sllm_loaderd.task import Task
@@ -34,11 +36,22 @@ MOST_STORES: Final = 8
 """Stores that are measured at a time; of further ones the first load finds it out."""
 
 
+class Piece:
+    """Memory for a piece of a file, made as the pool's chunks are (``huge``: as there), with its pages: into small ones
+    a disk may give half of what it gives into huge ones. It goes with the last read that has it. Raises ``OSError``."""
+
+    def __init__(self, *, huge: bool) -> None:
+        chunk = create_chunk(_PIECE, huge=huge, lasting=False)
+        weakref.finalize(self, close_chunk, chunk)
+        fault(chunk, huge=huge)
+        self.view = chunk.view
+
+
 class ProbeRead(Task):
     """``nbytes`` of ``file`` into memory that nobody looks at."""
 
     def __init__(
-        self, number: int, file: Path, nbytes: int, memory: mmap.mmap, done: Callable[[Task, SllmError | None], None]
+        self, number: int, file: Path, nbytes: int, memory: Piece, done: Callable[[Task, SllmError | None], None]
     ) -> None:
         super().__init__(number, nbytes, (DISK,), done)
         self._file, self._memory = file, memory
@@ -50,7 +63,7 @@ class ProbeRead(Task):
         except OSError as error:
             raise Unavailable(f"{self._file} cannot be read direct: {error.strerror}") from error
         try:
-            with memoryview(self._memory)[: self.nbytes] as view:
+            with self._memory.view[: self.nbytes] as view:
                 if os.preadv(fd, [view], self.number * _PIECE) != self.nbytes:
                     raise Unavailable(f"{self._file} is shorter than it was")
         except OSError as error:
@@ -65,9 +78,12 @@ def unmeasured(files: Iterable[Path], paths: Paths) -> tuple[int, Path] | None:
     return None if known else _largest(files)
 
 
-def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None], turn: int = 0) -> list[ProbeRead]:
+def probe(
+    files: Iterable[Path], paths: Paths, on_end: Callable[[], None], turn: int = 0, *, huge: bool = False
+) -> list[ProbeRead]:
     """Have what is ``unmeasured`` of ``files`` read: the reads, for ``Paths.cancel``. Blocking. ``turn``: which of
-    READS it is, from 0; in those after the first it is measured.
+    READS it is, from 0; in those after the first it is measured. ``huge``: see ``Piece``. Raises ``OSError`` where
+    there is no memory.
 
     ``on_end`` is called when the last of them was done, in the thread of the path; never where ``paths`` closes before.
     """
@@ -76,8 +92,7 @@ def probe(files: Iterable[Path], paths: Paths, on_end: Callable[[], None], turn:
         return []
     nbytes, file = found
     there, pieces = nbytes // _PIECE, min(nbytes, MOST) // _PIECE
-    memory = mmap.mmap(-1, _PIECE)
-    memory.write(bytes(_PIECE))  # its pages are there before the clock runs; all reads may share them
+    memory = Piece(huge=huge)  # all reads may share it
     left = count(pieces - 1, -1)
 
     def ended(task: Task, error: SllmError | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from sllm_loaderd.client.load import DEADLINE_S, SessionLoad
-from sllm_runtime.platform.framing import make_room
+from sllm_runtime.platform import descriptors
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol.codec import pack, unpack
 from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
@@ -45,7 +45,7 @@ class LoaderSession:
     """
 
     def __init__(self, fd: int, *, name: str = "", timeout: float = DEADLINE_S) -> None:
-        make_room(fd)
+        descriptors.make_room(descriptors.OF_WORKER)
         sock = socket.socket(fileno=fd)
         sock.settimeout(timeout)
         self._wire = BlockingWire(sock)

@@ -35,9 +35,11 @@ _GLANCE_S: Final = 0.1
 class Measuring:
     """Measures the paths of ``store`` of which no load has told. Lives in one event loop; ``close`` ends it."""
 
-    def __init__(self, store: ModelStore, paths: Paths, used: Callable[[], tuple[float, float]]) -> None:
-        """``used``: see ``processor_time``."""
-        self._store, self._paths, self._used = store, paths, used
+    def __init__(
+        self, store: ModelStore, paths: Paths, used: Callable[[], tuple[float, float]], *, huge: bool = False
+    ) -> None:
+        """``used``: see ``processor_time``; ``huge``: whether loads read into pages of 2 MiB."""
+        self._store, self._paths, self._used, self._huge = store, paths, used, huge
         self._tasks = Tasks("measuring")
         self._disk: asyncio.Task[None] | None = None
         self._begun = False
@@ -89,7 +91,9 @@ class Measuring:
         def on_end() -> None:
             loop.call_soon_threadsafe(ended.set)
 
-        reads = await asyncio.to_thread(lambda: probe(self._store.files(), self._paths, on_end, number))
+        reads = await asyncio.to_thread(
+            lambda: probe(self._store.files(), self._paths, on_end, number, huge=self._huge)
+        )
         try:
             if reads:
                 await ended.wait()

@@ -86,7 +86,7 @@ class LoaderService:
         exports = Exports(self.store, self.residency, loop.call_soon_threadsafe)
         held = Held(self.store, self.residency, exports)
         self.copying = Copying(self)
-        self.measuring = Measuring(self.store, self.paths, processor_time)
+        self.measuring = Measuring(self.store, self.paths, processor_time, huge=self.pool.huge_pages)
         self.registrations = Registrations(self.store, settings.conversions, held, settings.listing_timeout)
         self.peers = open_peer_server(settings.peer_listen, settings.peer_token, exports)
         self._open: dict[str, StoredModel] = {}

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 
+from sllm_runtime.platform import descriptors
 from sllm_runtime.platform.process import PARENT, die_with_parent, set_title
 from sllm_runtime.protocol.errors import SllmError
 
@@ -27,10 +28,13 @@ def run_daemon(main: Callable[[asyncio.Event], Awaitable[None]], *, title: str) 
     """Run ``main(stop)`` until it returns; SIGTERM and SIGINT set ``stop``, a second one ends the process at once.
 
     Returns the exit status: 0, or 1 after an error, which is logged. Ends with the parent process (SIGKILL).
+    It may open more descriptors than a shell's programs.
     """
     parent = os.environ.get(PARENT)
     die_with_parent(signal.SIGKILL, int(parent) if parent else None)
     set_title(title)
+    descriptors.allow(descriptors.OF_DAEMON)
+    descriptors.make_room(descriptors.AT_ONCE)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_run(main))

@@ -7,8 +7,6 @@ A message that carries descriptors says how many in its own ``fds`` field; they 
 from __future__ import annotations
 
 import array
-import contextlib
-import fcntl
 import os
 import socket
 import struct
@@ -81,16 +79,6 @@ class Descriptors:
         """Close what nobody took."""
         while self._waiting:
             os.close(self._waiting.popleft())
-
-
-def make_room(fd: int) -> None:
-    """Let this process's table of descriptors grow now, to what a message may bring beside what is open (``fd`` is).
-
-    Once threads share the table, the kernel waits for an RCU grace period whenever it doubles: 10 to 40 ms each time,
-    and the chunks of one model make it double twice. With one thread it grows at once; so call it after a fork.
-    """
-    with contextlib.suppress(OSError):  # fewer descriptors are allowed: what comes has to fit
-        os.close(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 2 * MAX_FDS))
 
 
 def frame(payload: bytes) -> bytes:

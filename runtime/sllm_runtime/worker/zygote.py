@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from sllm_runtime.platform.framing import make_room
+from sllm_runtime.platform import descriptors
 from sllm_runtime.platform.process import (
     become_subreaper,
     children,
@@ -287,7 +287,7 @@ def _take_descriptors(fds: list[int]) -> socket.socket:
     for source, target in zip(high, (0, 3, 1, 2), strict=True):
         os.dup2(source, target, inheritable=target != 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-    make_room(3)
+    descriptors.make_room(descriptors.OF_WORKER)
     return socket.socket(fileno=3)
 
 

@@ -16,6 +16,9 @@ import pytest
 from benchmarks import cold_gigabyte
 from benchmarks.synthetic import write
 from sllm_invoker.loader import Loader
+from sllm_loaderd import probe as sllm_probe
+from sllm_loaderd.chunk import Chunk, close_chunk, create_chunk
+from sllm_loaderd.client import memory
 from sllm_loaderd.convert.directory import convert_directory
 from sllm_loaderd.daemon import measuring
 from sllm_loaderd.paths import Paths
@@ -107,6 +110,43 @@ async def test_a_disk_is_read_from_several_times_each_time_elsewhere(
         assert read == list(range(READS))
         await until(lambda: idle(paths.status()), what="its last read's end was told")
         await measures.close()
+
+
+@pytest.mark.parametrize("huge", [False, True])
+async def test_a_disk_is_read_into_memory_as_loads_read_it(
+    store: ModelStore, huge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into pages as large as theirs; the memory is gone when nothing is read any more."""
+    monkeypatch.setattr(measuring, "QUIET_WITHIN_S", 0.0)
+    asked, made, gone = list[int](), list[int](), list[int]()
+    advise = memory.advise
+
+    def advised(address: int, size: int, advice: int) -> bool:
+        asked.append(advice)
+        return advise(address, size, advice)
+
+    def created(size: int, *, huge: bool, lasting: bool) -> Chunk:
+        chunk = create_chunk(size, huge=huge, lasting=lasting)
+        made.append(chunk.id)
+        return chunk
+
+    def closed(chunk: Chunk) -> None:
+        close_chunk(chunk)
+        gone.append(chunk.id)
+
+    monkeypatch.setattr(memory, "advise", advised)
+    monkeypatch.setattr(sllm_probe, "create_chunk", created)
+    monkeypatch.setattr(sllm_probe, "close_chunk", closed)
+    with contextlib.closing(Paths(lambda path: 2)) as paths:
+        measures = measuring.Measuring(store, paths, lambda: (0.0, 1.0), huge=huge)
+        measures.look()
+        assert measures._disk is not None
+        await measures._disk
+        await measures.close()
+    assert len(made) == READS
+    of_each = [memory.MADV_HUGEPAGE, memory.MADV_POPULATE_WRITE, memory.MADV_COLLAPSE]
+    assert asked == READS * (of_each if huge else of_each[1:2])
+    assert sorted(gone) == sorted(made)
 
 
 def test_no_more_is_read_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

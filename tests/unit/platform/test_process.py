@@ -3,6 +3,7 @@
 import asyncio
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sllm_runtime.platform import log_files, process
+from sllm_runtime.platform import descriptors, log_files, process
 from sllm_runtime.platform.process import Child, children, start_time, tail
 from tests.fixtures.waiting import until
 
@@ -152,12 +153,29 @@ def title(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
 
 
+def said(pid: int, file: str, pattern: str) -> list[int]:
+    """The numbers that a file of the kernel has for ``pid``."""
+    found = re.search(pattern, Path(f"/proc/{pid}/{file}").read_text())
+    assert found is not None
+    return [int(number) for number in found.groups()]
+
+
 async def daemon(tmp_path: Path, end: str) -> Child:
     argv = [sys.executable, "-c", DAEMON.format(end=end)]
     child = Child(name="x", argv=argv, env=dict(os.environ), output=tmp_path / "log")
     await child.start()
     await until(lambda: tail(tmp_path / "log").startswith("up uvloop"))
     return child
+
+
+async def test_a_daemon_has_a_table_of_descriptors_that_need_not_grow(tmp_path: Path) -> None:
+    child = await daemon(tmp_path, "pass")
+    soft, hard = said(child.pid, "limits", r"Max open files +(\d+) +(\d+)")
+    (size,) = said(child.pid, "status", r"FDSize:\s(\d+)")
+    assert soft >= min(hard, descriptors.OF_DAEMON)
+    assert size >= min(hard, descriptors.AT_ONCE)
+    assert len(os.listdir(f"/proc/{child.pid}/fd")) < 32  # none of them is left open
+    assert await child.stop(10) == 0
 
 
 async def test_a_daemon_has_a_name_and_ends_well_on_sigterm(tmp_path: Path) -> None:

@@ -59,11 +59,11 @@ def test_a_flood_of_descriptors_is_closed_and_refused() -> None:
 
 ROOM = """
 import os
-from sllm_runtime.platform.framing import make_room
+from sllm_runtime.platform.descriptors import OF_WORKER, make_room
 def size():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("FDSize"))
 before = sorted(os.listdir("/proc/self/fd"))
-make_room(0)
+make_room(OF_WORKER)
 print(size(), before == sorted(os.listdir("/proc/self/fd")))
 """
 

@@ -1,0 +1,41 @@
+"""How many descriptors this process may have open, and the table that the kernel keeps of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+from typing import Final
+
+from sllm_runtime.protocol.limits import MAX_FDS
+
+OF_DAEMON: Final = 65_536
+"""A connection is one, and so is a chunk of a model."""
+AT_ONCE: Final = 16_384
+"""A daemon's table begins with so many: 130 KiB."""
+OF_WORKER: Final = 2 * MAX_FDS
+"""What one message may bring, beside what is open."""
+
+
+def allow(count: int | None = None) -> None:
+    """Let this process, and what it starts, open ``count`` descriptors (None: as many as there may be), if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if count is None else min(max(soft, count), hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def make_room(count: int) -> None:
+    """Let the table grow now to ``count`` descriptors, or as many as are allowed.
+
+    Once threads share it, the kernel waits for an RCU grace period whenever the table doubles: 10 to 40 ms, in which
+    the thread that opened something stands still. With one thread it grows at once; so call it after a fork, and
+    before there are threads.
+    """
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError):  # none is free: nothing else will be opened either
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.close(fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, min(count, soft) - 1))
+        finally:
+            os.close(null)
