@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 F_ADD_SEALS: Final = 1033
 _FAULT_DEADLINE_S: Final = 5.0
 _PREFAULT_NICE: Final = 10
+QUIET_S: Final = 0.5
+"""Since chunks were last taken, until others get their pages. On few cores that takes time from the very start that
+took them, as to refill a pool of warm sandboxes does: of a start from the SSD on two cores it had half."""
 
 
 class ChunkPool:
@@ -51,6 +55,8 @@ class ChunkPool:
         self._chunks: set[Chunk] = set()
         self._free: list[Chunk] = []
         self._faulting = 0
+        self._quiet_until = 0.0
+        """``time.monotonic``."""
         self._changed = threading.Condition()
         self._closing = False
         self.on_freed: Callable[[list[int]], None] = lambda ids: None
@@ -102,6 +108,7 @@ class ChunkPool:
             taken = self._take_whole(count) if size == self.chunk_bytes else self._make_small(count, size)
             for chunk in taken:
                 chunk.move(ChunkState.USED)
+            self._quiet_until = time.monotonic() + QUIET_S
             self._changed.notify_all()
             return taken
 
@@ -273,6 +280,9 @@ class ChunkPool:
         """A chunk to pre-fault, taken out of the free ones meanwhile; None at the end."""
         with self._changed:
             while not self._closing:
+                if (left := self._quiet_until - time.monotonic()) > 0:
+                    self._changed.wait(timeout=left)
+                    continue
                 ready = sum(chunk.prefaulted for chunk in self._free)
                 cold = next((chunk for chunk in self._free if not chunk.prefaulted), None)
                 if ready < self._ahead and cold is not None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from sllm_loaderd import pool as sllm_pool
 from sllm_loaderd.chunk import Chunk, ChunkState
 from sllm_loaderd.client import memory
 from sllm_loaderd.huge_pages import have_huge_pages
@@ -273,6 +274,20 @@ def test_pages_made_ahead_are_made_huge(huge: bool, monkeypatch: pytest.MonkeyPa
         pool.close()
     ours = [memory.MADV_HUGEPAGE, memory.MADV_POPULATE_WRITE, memory.MADV_COLLAPSE]
     assert asked == (ours if huge else ours[1:2])
+
+
+def test_pages_are_made_ahead_when_nobody_has_taken_any_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sllm_pool, "QUIET_S", 2 * WAIT)
+    pool = ChunkPool(SIZE, 8 * SIZE, 2 * SIZE)
+    try:
+        assert pool.wait_prefaulted(2 * SIZE, WAIT), "before the first start"
+        pool.allocate(1)
+        assert not pool.wait_prefaulted(2 * SIZE, 0.3), "while a start goes on"
+        monkeypatch.setattr(sllm_pool, "QUIET_S", 0.05)
+        pool.allocate(1)
+        assert pool.wait_prefaulted(2 * SIZE, WAIT)
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("huge", [False, True])
