@@ -27,7 +27,7 @@ openssl x509 -req -in "$work/server.csr" -CA "$secrets/nats/ca" -CAkey "$work/ca
     -days "$DAYS" -extfile "$work/extensions" -out "$secrets/nats/cert" 2>"$work/log" || { cat "$work/log" >&2; exit 1; }
 
 # Without --overwrite: a cluster that has its secrets keeps them, and this stops at the first.
-for name in nats/ca nats/cert nats/key nats/accounts controller/key controller/secrets-key \
+for name in nats/ca nats/cert nats/key nats/accounts operator/seed controller/key controller/secrets-key \
     gateway/key gateway/token node/key node/peer-token; do
     aws ssm put-parameter --region "$region" --name "$prefix/$name" --type SecureString --tier Intelligent-Tiering \
         ${key:+--key-id "$key"} --value "file://$secrets/$name" >/dev/null

@@ -3,9 +3,11 @@ from it for one name.
 
 A scoped key's rights stand in the account, with the user's name for the identity: whoever holds a kind's key can speak
 for any name of that kind, and for no other kind. So a machine makes its own credentials when it boots, and the servers
-need not be told of it.
+need not be told of it. What the account says is signed by the operator, whose key no machine has: with it a later
+release gives the same account, and so the same streams, the rights that its components need.
 
     python -m sllm_runtime.platform.cluster_keys new DIR     the servers' accounts and all keys, once
+    python -m sllm_runtime.platform.cluster_keys renew DIR   nats/accounts anew, by operator/seed: this release's rights
     python -m sllm_runtime.platform.cluster_keys join NAME   credentials for NAME, of the key on stdin
 """
 
@@ -29,11 +31,15 @@ from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.secrets import SEALING_KEY_BYTES
 
 KINDS: Final = ("controller", "gateway", "node")
+ACCOUNTS: Final = "nats/accounts"
+OPERATOR: Final = "operator/seed"
 _NAME: Final = "the-one-meant"
 _TEMPLATE: Final = "{{name()}}"
 """What the server replaces by the name in a user's JWT."""
 _ANSWER_WITHIN_NS: Final = 120 * 10**9
 _NO_LIMIT: Final = {"subs": -1, "data": -1, "payload": -1}
+_PLAIN: Final = {**_NO_LIMIT, "conn": -1, "leaf": 0, "imports": -1, "exports": -1, "wildcards": True}
+"""Limits of an account, without JetStream."""
 
 
 class SigningKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,31 +62,48 @@ class Cluster:
     """Part of each server's configuration; holds no secret."""
     keys: dict[str, SigningKey]
     """By kind."""
+    operator: str
+    """The operator's seed."""
 
 
 def new_cluster(now: int) -> Cluster:
-    """Fresh keys. The operator's and the account's own are thrown away: another account is another cluster."""
+    """Fresh keys. The account's own is thrown away: the operator's signs what it says."""
     operator, account, system = (
         _fresh(prefix) for prefix in (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_ACCOUNT)
     )
     signing = {kind: _fresh(nkeys.PREFIX_BYTE_ACCOUNT) for kind in KINDS}
-    plain = {**_NO_LIMIT, "conn": -1, "leaf": 0, "imports": -1, "exports": -1, "wildcards": True}
-    stored = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
-    claims = {
-        "limits": {**plain, **stored},
-        "signing_keys": [_scope(kind, _public(key)) for kind, key in signing.items()],
-    }
+    public = {kind: _public(key) for kind, key in signing.items()}
     accounts = {
         "operator": _jwt(operator, _public(operator), "sllm", "operator", now),
         "system_account": _public(system),
         "resolver": "MEMORY",
         "resolver_preload": {
-            _public(account): _jwt(operator, _public(account), "sllm", "account", now, **claims),
-            _public(system): _jwt(operator, _public(system), "SYS", "account", now, limits=plain),
+            _public(account): _account(operator, _public(account), public, now),
+            _public(system): _jwt(operator, _public(system), "SYS", "account", now, limits=_PLAIN),
         },
     }
     keys = {kind: SigningKey(kind, _public(account), key.seed.decode()) for kind, key in signing.items()}
-    return Cluster(accounts, keys)
+    return Cluster(accounts, keys, operator.seed.decode())
+
+
+def renewed(accounts: dict[str, Any], operator: str, now: int) -> dict[str, Any]:
+    """The accounts of a cluster with the rights of this release, of the same keys: its streams and all credentials stay
+    what they are. ``operator``: its operator's seed. Raises ``InvalidRequest`` where that is another one's."""
+    try:
+        signer = nkeys.from_seed(operator.strip().encode())
+        whose = _body(accounts["operator"])["iss"]
+        told = {name: _body(token)["nats"] for name, token in accounts["resolver_preload"].items()}
+        (name,) = (name for name, claims in told.items() if "signing_keys" in claims)
+        keys = {scope["role"]: scope["key"] for scope in told[name]["signing_keys"]}
+    except (ValueError, LookupError, TypeError, AttributeError, nkeys.NkeysError) as error:
+        text = f"no accounts, or no operator's seed ({error!r}); give files that `new` wrote"
+        raise InvalidRequest(text) from error
+    if whose != _public(signer):
+        raise InvalidRequest("the accounts are another operator's; take the seed that was made with them")
+    if missing := set(KINDS) - keys.keys():
+        raise InvalidRequest(f"the account has no key of a {', '.join(sorted(missing))}: take a new cluster's")
+    preload = {**accounts["resolver_preload"], name: _account(signer, name, keys, now)}
+    return {**accounts, "resolver_preload": preload}
 
 
 def credentials(key: SigningKey, name: str, now: int) -> str:
@@ -108,13 +131,35 @@ def read_key(text: str) -> SigningKey:
 
 def write(cluster: Cluster, directory: Path) -> None:
     """Files below ``directory`` by the names that they have in the secret store; mode 0600."""
-    write_private(directory / "nats/accounts", json.dumps(cluster.accounts, indent=1) + "\n")
+    _write_accounts(cluster.accounts, directory)
+    write_private(directory / OPERATOR, cluster.operator + "\n")
     for kind, key in cluster.keys.items():
         write_private(directory / kind / "key", msgspec.json.encode(key).decode() + "\n")
     sealing = base64.urlsafe_b64encode(secrets.token_bytes(SEALING_KEY_BYTES)).decode()
     write_private(directory / "controller/secrets-key", sealing + "\n")
     write_private(directory / "node/peer-token", secrets.token_urlsafe(32) + "\n")
     write_private(directory / "gateway/token", secrets.token_urlsafe(32) + "\n")
+
+
+def renew(directory: Path, now: int) -> None:
+    """``renewed`` of what ``write`` has left below ``directory``. Raises ``InvalidRequest``."""
+    try:
+        accounts = json.loads((directory / ACCOUNTS).read_text(encoding="utf-8"))
+        operator = (directory / OPERATOR).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{ACCOUNTS} and {OPERATOR} below {directory} cannot be read: {error}") from error
+    _write_accounts(renewed(accounts, operator, now), directory)
+
+
+def _write_accounts(accounts: dict[str, Any], directory: Path) -> None:
+    write_private(directory / ACCOUNTS, json.dumps(accounts, indent=1) + "\n")
+
+
+def _account(operator: nkeys.KeyPair, name: str, keys: dict[str, str], now: int) -> str:
+    """The account ``name`` (its public key), with the rights of each kind by its key."""
+    stored = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
+    scopes = [_scope(kind, keys[kind]) for kind in KINDS]
+    return _jwt(operator, name, "sllm", "account", now, limits={**_PLAIN, **stored}, signing_keys=scopes)
 
 
 def _fresh(prefix: int) -> nkeys.KeyPair:
@@ -145,6 +190,13 @@ def _jwt(issuer: nkeys.KeyPair, subject: str, name: str, kind: str, now: int, **
     return f"{signed}.{_base64(issuer.sign(signed.encode()))}"
 
 
+def _body(token: str) -> dict[str, Any]:
+    """What a JWT says; nothing is verified. Raises ``ValueError``."""
+    part = token.split(".")[1]
+    body: dict[str, Any] = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+    return body
+
+
 def _part(document: dict[str, Any]) -> str:
     return _base64(json.dumps(document).encode())
 
@@ -155,18 +207,21 @@ def _base64(data: bytes) -> str:
 
 def main(arguments: list[str]) -> int:
     """The command line above. The exit status."""
-    match arguments:
-        case ["new", directory]:
-            write(new_cluster(int(time.time())), Path(directory))
-        case ["join", name]:
-            try:
-                sys.stdout.write(credentials(read_key(sys.stdin.read()), name, int(time.time())))
-            except InvalidRequest as error:
-                sys.stderr.write(f"{error.message}\n")
-                return 1
-        case _:
-            sys.stderr.write((__doc__ or "") + "\n")
-            return 2
+    now = int(time.time())
+    try:
+        match arguments:
+            case ["new", directory]:
+                write(new_cluster(now), Path(directory))
+            case ["renew", directory]:
+                renew(Path(directory), now)
+            case ["join", name]:
+                sys.stdout.write(credentials(read_key(sys.stdin.read()), name, now))
+            case _:
+                sys.stderr.write((__doc__ or "") + "\n")
+                return 2
+    except InvalidRequest as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
     return 0
 
 

@@ -24,16 +24,18 @@ READY_MOST = 2048
 FORCED = 130
 
 
-def run_daemon(main: Callable[[asyncio.Event], Awaitable[None]], *, title: str) -> int:
+def run_daemon(
+    main: Callable[[asyncio.Event], Awaitable[None]], *, title: str, files: int = descriptors.OF_DAEMON
+) -> int:
     """Run ``main(stop)`` until it returns; SIGTERM and SIGINT set ``stop``, a second one ends the process at once.
 
-    Returns the exit status: 0, or 1 after an error, which is logged. Ends with the parent process (SIGKILL).
-    It may open more descriptors than a shell's programs.
+    Returns the exit status: 0, or 1 after an error, which is logged. Ends with the parent process (SIGKILL). It and
+    what it starts may open as many as ``files``.
     """
     parent = os.environ.get(PARENT)
     die_with_parent(signal.SIGKILL, int(parent) if parent else None)
     set_title(title)
-    descriptors.allow(descriptors.OF_DAEMON)
+    descriptors.allow(files)
     descriptors.make_room(descriptors.AT_ONCE)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -11,18 +11,18 @@ from typing import Final
 from sllm_runtime.protocol.limits import MAX_FDS
 
 OF_DAEMON: Final = 65_536
-"""A connection is one, and so is a chunk of a model."""
+"""A connection is one, and so is a chunk of a model that is kept for loaderd."""
 AT_ONCE: Final = 16_384
 """A daemon's table begins with so many: 130 KiB."""
 OF_WORKER: Final = 2 * MAX_FDS
 """What one message may bring, beside what is open."""
 
 
-def allow(count: int | None = None) -> None:
-    """Let this process, and what it starts, open ``count`` descriptors (None: as many as there may be), if it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if count is None else min(max(soft, count), hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def allow(count: int) -> None:
+    """Let this process, and what it starts, open ``count`` descriptors, or as many as it may: no more either, since
+    there are programs that look at each."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_within(count, hard), hard))
 
 
 def make_room(count: int) -> None:
@@ -36,6 +36,10 @@ def make_room(count: int) -> None:
     with contextlib.suppress(OSError):  # none is free: nothing else will be opened either
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.close(fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, min(count, soft) - 1))
+            os.close(fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, _within(count, soft) - 1))
         finally:
             os.close(null)
+
+
+def _within(count: int, limit: int) -> int:
+    return count if limit == resource.RLIM_INFINITY else min(count, limit)

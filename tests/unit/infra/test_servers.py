@@ -31,7 +31,9 @@ esac
 
 KEEPS = """#!/usr/bin/env bash
 set -e
+all=" $* "
 while [ "$1" != --name ]; do shift; done
+case $all in *" get-parameter "*) exec cat "$STORE$2" ;; *" --overwrite "*) rm "$STORE$2" ;; esac
 [ ! -e "$STORE$2" ] || { echo ParameterAlreadyExists >&2; exit 254; }
 mkdir -p "$STORE${2%/*}"
 last=${*: -1}
@@ -46,18 +48,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bin").mkdir()
     (folder / "bin/aws").write_text(KEEPS)
     (folder / "bin/aws").chmod(0o755)
-    done = new_secrets(folder)
+    done = run(folder, "new-secrets.sh")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("stored /sllm/prod/") == 10
+    assert done.stdout.count("stored /sllm/prod/") == 11
     assert not list((folder / "tmp").iterdir()), "nothing of them stays"
     return folder / "store"
 
 
-def new_secrets(folder: Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """As on the operator's machine."""
     (folder / "tmp").mkdir(exist_ok=True)
     own = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "STORE": str(folder / "store"), "TMPDIR": str(folder / "tmp")}
     return subprocess.run(
-        ["bash", str(MACHINE / "new-secrets.sh"), "/sllm/prod", "us-east-1"],
+        ["bash", str(MACHINE / script), "/sllm/prod", "us-east-1"],
         env=os.environ | own | {"PYTHON": sys.executable},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -76,10 +79,31 @@ def machine_of(folder: Path, kind: str, store: Path) -> Machine:
 
 def test_secrets_are_made_once(store: Path) -> None:
     before = (store / "sllm/prod/nats/ca").read_text()
-    again = new_secrets(store.parent)
+    again = run(store.parent, "new-secrets.sh")
     assert again.returncode != 0
     assert "ParameterAlreadyExists" in again.stdout
     assert (store / "sllm/prod/nats/ca").read_text() == before
+
+
+def test_rights_are_renewed(tmp_path: Path, store: Path) -> None:
+    """Of the same account, by a seed that no machine may read; all else stays."""
+    folder = tmp_path / "operator"
+    shutil.copytree(store.parent, folder)
+    before = contents(folder / "store")
+    done = run(folder, "renew-rights.sh")
+    assert done.returncode == 0, done.stdout
+    after = contents(folder / "store")
+    assert {name for name in after if after[name] != before.get(name)} == {"sllm/prod/nats/accounts"}
+    old, new = (json.loads(each["sllm/prod/nats/accounts"]) for each in (before, after))
+    assert new["resolver_preload"].keys() == old["resolver_preload"].keys()
+    assert not list((folder / "tmp").iterdir()), "nothing of them stays"
+    policies = [path.read_text() for path in MACHINE.parent.rglob("iam.tf")]
+    assert policies
+    assert not any("operator" in policy for policy in policies)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("server", ["nats-0", "nats-1", "nats-2"])

@@ -1,24 +1,36 @@
 """Keys of a cluster, against a real server that knows nothing but its accounts."""
 
 import base64
+import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import nats
 import pytest
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.cluster_keys import Cluster, credentials, new_cluster, read_key, write
+from sllm_runtime.platform.cluster_keys import (
+    Cluster,
+    credentials,
+    main,
+    new_cluster,
+    read_key,
+    renew,
+    renewed,
+    write,
+)
 from sllm_runtime.platform.nats_server import find_binary, free_port
 from sllm_runtime.platform.process import Child
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError
-from tests.fixtures.waiting import GIVE_UP_S, until
+from sllm_runtime.protocol.subjects import Rights
+from tests.fixtures.waiting import GIVE_UP_S
 
 CLUSTER = new_cluster(1)
 
@@ -35,17 +47,25 @@ class Server:
         url = f"nats://127.0.0.1:{self.port}"
         return Settings.load({"SLLM_NATS_URL": url, "SLLM_NATS_CREDS": str(creds), "SLLM_NATS_TIMEOUT": str(GIVE_UP_S)})
 
+    @contextlib.asynccontextmanager
+    async def running(self, cluster: Cluster = CLUSTER) -> AsyncIterator[None]:
+        """With the same store as before."""
+        config, store = self.directory / "nats.conf", {"jetstream": {"store_dir": str(self.directory / "store")}}
+        config.write_text(json.dumps({"listen": f"127.0.0.1:{self.port}", **store, **cluster.accounts}))
+        argv = [str(find_binary()), "-c", str(config)]
+        child = Child(name="nats", argv=argv, env={}, output=self.directory / "nats.log")
+        await child.start()
+        try:
+            yield
+        finally:
+            await child.stop(5)
+
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     found = Server(tmp_path)
-    store = {"jetstream": {"store_dir": str(tmp_path / "store")}}
-    (tmp_path / "nats.conf").write_text(json.dumps({"listen": f"127.0.0.1:{found.port}", **store, **CLUSTER.accounts}))
-    argv = [str(find_binary()), "-c", str(tmp_path / "nats.conf")]
-    child = Child(name="nats", argv=argv, env={}, output=tmp_path / "nats.log")
-    await child.start()
-    yield found
-    await child.stop(5)
+    async with found.running():
+        yield found
 
 
 async def test_each_kind_has_its_rights_under_its_own_name(server: Server) -> None:
@@ -53,30 +73,39 @@ async def test_each_kind_has_its_rights_under_its_own_name(server: Server) -> No
     assert await (await StateStore.open(controller, create=True)).elect("c1") == 1
     await controller.close()
 
-    refused: list[str] = []
+    text = await refused(
+        server.settings("node", "n1"),
+        "n1",
+        publish=(subjects.status("n1"), subjects.status("n2"), "$KV.sllm_state.term"),
+        subscribe=(subjects.node_command("n1", "start"), subjects.node_command("n2", "start")),
+    )
+    assert len(text) == 3, text
+    for subject in (subjects.status("n2"), subjects.node_command("n2", "start"), "$kv.sllm_state.term"):
+        assert subject in " ".join(text).lower()
+
+
+async def refused(settings: Settings, name: str, *, publish: Sequence[str], subscribe: Sequence[str]) -> list[str]:
+    """What the server says of them."""
+    said: list[str] = []
 
     async def told(error: Exception) -> None:
-        refused.append(str(error))
+        said.append(str(error))
 
-    node = await nats.connect(
-        f"nats://127.0.0.1:{server.port}",
-        user_credentials=str(server.settings("node", "n1").nats_creds),
-        inbox_prefix=subjects.inbox("n1"),
+    connection = await nats.connect(
+        str(settings.nats_url),
+        user_credentials=str(settings.nats_creds),
+        inbox_prefix=subjects.inbox(name),
         error_cb=told,
         connect_timeout=int(GIVE_UP_S),
     )
-    for subject in (subjects.status("n1"), subjects.status("n2"), "$KV.sllm_state.term"):
-        await node.publish(subject, b"x")
-    for subject in (subjects.node_command("n1", "start"), subjects.node_command("n2", "start")):
-        await node.subscribe(subject)
-    # In the order of what was sent: after the last one there comes no more.
-    await until(lambda: len(refused) >= 3, what=lambda: f"three are refused: {refused}")
-    await node.close()
-    text = " ".join(refused).lower()
-    assert len(refused) == 3, refused
-    assert subjects.status("n2") in text
-    assert subjects.node_command("n2", "start") in text
-    assert "$kv.sllm_state.term" in text
+    for subject in publish:
+        await connection.publish(subject, b"x")
+    for subject in subscribe:
+        await connection.subscribe(subject)
+    for _ in range(2):  # it writes its ping before what it has buffered; what is refused is told before the answer
+        await connection.flush(int(GIVE_UP_S))
+    await connection.close()
+    return said
 
 
 async def test_the_key_of_another_cluster_is_refused(server: Server) -> None:
@@ -84,11 +113,62 @@ async def test_the_key_of_another_cluster_is_refused(server: Server) -> None:
         await Bus.connect(server.settings("node", "n1", new_cluster(1)), "n1", name="test", jetstream=False)
 
 
+async def test_a_later_release_has_its_rights_in_the_same_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the credentials and the state of before."""
+
+    def of_before(name: str) -> Rights:
+        return Rights(publish=("$JS.API.INFO",), subscribe=(f"{subjects.inbox(name)}.>",))
+
+    with monkeypatch.context() as before:
+        before.setattr(subjects, "RIGHTS", {**subjects.RIGHTS, "gateway": of_before})
+        old = new_cluster(1)
+    write(old, tmp_path / "secrets")
+    server = Server(tmp_path)
+    controller, gateway = server.settings("controller", "c1", old), server.settings("gateway", "g1", old)
+
+    async def elected() -> int:
+        bus = await Bus.connect(controller, "c1", name="test")
+        store = await StateStore.open(bus, create=True)
+        term = await store.elect("c1")
+        await store.close()
+        await bus.close()
+        return term
+
+    async with server.running(old):
+        assert await elected() == 1
+        assert len(await refused(gateway, "g1", publish=(), subscribe=(subjects.LEADER,))) == 1
+    assert main(["renew", str(tmp_path / "secrets")]) == 0
+    accounts = json.loads((tmp_path / "secrets/nats/accounts").read_text())
+    async with server.running(dataclasses.replace(old, accounts=accounts)):
+        assert await elected() == 2
+        assert await refused(gateway, "g1", publish=(), subscribe=(subjects.LEADER,)) == []
+        assert len(await refused(gateway, "g1", publish=(), subscribe=(subjects.node_command("n1", "start"),))) == 1
+
+
+def test_what_cannot_be_renewed(tmp_path: Path) -> None:
+    accounts = {**CLUSTER.accounts}
+    assert renewed(accounts, CLUSTER.operator, 1)["resolver_preload"].keys() == accounts["resolver_preload"].keys()
+    for those, seed, why in (
+        (accounts, new_cluster(1).operator, "another operator's"),
+        (accounts, "SO-no-seed", "files that `new` wrote"),
+        (accounts, CLUSTER.keys["node"].seed, "another operator's"),
+        ({**accounts, "operator": "rubbish"}, CLUSTER.operator, "files that `new` wrote"),
+        ({**accounts, "resolver_preload": {}}, CLUSTER.operator, "files that `new` wrote"),
+        ({}, CLUSTER.operator, "files that `new` wrote"),
+    ):
+        with pytest.raises(InvalidRequest, match=why):
+            renewed(those, seed, 1)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        renew(tmp_path, 1)
+
+
 def test_what_lies_in_the_store(tmp_path: Path) -> None:
     write(CLUSTER, tmp_path)
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     keys = {"controller/key", "gateway/key", "node/key", "controller/secrets-key"}
-    assert files == keys | {"nats/accounts", "node/peer-token", "gateway/token"}
+    assert files == keys | {"nats/accounts", "operator/seed", "node/peer-token", "gateway/token"}
     assert all((tmp_path / name).stat().st_mode & 0o777 == 0o600 for name in files)
     assert "SA" not in {word[:2] for word in (tmp_path / "nats/accounts").read_text().split('"')}, "no seed"
 
