@@ -45,6 +45,11 @@ class Arrivals:
             if call.pace is not None or call in self._later:
                 self._look_again(call, now)
 
+    def written(self, call: Call) -> None:
+        """Its reader has written by itself: of what it has kept in reserve it will hear when that is due."""
+        if call.pace is not None:
+            self._look_again(call, self._clock())
+
     def _look_again(self, call: Call, now: float) -> None:
         """One timer for each call that has a reserve; it is over at the latest when that is to be written. A reader
         that writes, and may wait for its client, looks at it itself afterwards."""

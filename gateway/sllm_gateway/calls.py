@@ -188,6 +188,10 @@ class Calls:
             if acknowledgement := binding.consumed(cost, now):
                 self._link.send_all_later(binding.node, acknowledgement)
 
+    def written(self, call: Call) -> None:
+        """Its reader waits, and has written what was due."""
+        self._delivery.written(call)
+
     def leave(self, call: Call) -> None:
         """The reader is done with it. What still runs for it is cancelled."""
         self._ending.left(call)

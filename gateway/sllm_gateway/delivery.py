@@ -99,6 +99,10 @@ class Delivery:
         if call.move is not None and binding is call.binding:
             self._moves.on_source(call, ready, now)
 
+    def written(self, call: Call) -> None:
+        """See ``Arrivals.written``."""
+        self._arrivals.written(call)
+
     def moved(self, call: Call, binding: Binding, frames: list[Frame], now: float) -> None:
         """Frames of ``binding`` that have waited until it was the call's."""
         try:

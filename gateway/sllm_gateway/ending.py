@@ -78,6 +78,7 @@ class Ending:
         self._moves.drop(call, "it has ended")
         if isinstance(error, Cancelled | CallMoved):
             call.frames.clear()
+            call.held.clear()
         call.error = error
         call.go(CallState.CANCELLED if type(error) is Cancelled else CallState.FAILED)
         call.free_reader()

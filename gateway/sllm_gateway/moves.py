@@ -70,6 +70,8 @@ class Moves:
         self._leaving: dict[tuple[str, int], dict[str, RouteEntry]] = {}
         """By version: where the calls of an instance are to go."""
         self._moving = UnderWay()
+        self._followed: dict[str, Call] = {}
+        """Calls that are to begin to move."""
         self._changed: set[str] = set()
         """Instances on their way to which something has come of a call since ``look``."""
 
@@ -87,6 +89,9 @@ class Moves:
         self.look(now)
         for key, where in self._leaving.items():
             self._consider([call for call in self._calls.values() if call.version.key == key], where, now)
+        for call in [call for call in self._followed.values() if not self._leaves(call)]:
+            del self._followed[call.id]
+            self._unfollow(call)
 
     def to_go(self, key: tuple[str, int]) -> Iterator[str]:
         """Where each running call of a version is that could begin to move, now or soon."""
@@ -114,12 +119,22 @@ class Moves:
                     if self._dispatcher.may_ask(call, entry.instance, now):  # those before it took some of the room
                         self._begin(call, kept, entry)
 
+    def _leaves(self, call: Call) -> bool:
+        """Whether it is to go from where it is, and is followed there."""
+        source = call.binding
+        if source is None or not source.following or call.over:
+            return False
+        return source.instance in self._leaving.get(call.version.key, {})
+
     def _follow(self, call: Call, source: Binding, kept: Resumption, now: float) -> None:
-        """It is told from now on as it draws, and its reader makes a reserve. Repeatable."""
-        if source.following:
+        """It is told from now on as it draws, and its reader makes a reserve; anew where that was given back since
+        its destination had no room. Repeatable."""
+        if not source.following:
+            self._followed[call.id] = call
+            self._link.send_all(source.node, source.follow(now))
+            kept.watch()
+        if call.pace is not None and call.pace.stays(now):
             return
-        self._link.send_all(source.node, source.follow(now))
-        kept.watch()
         if pace := _pace(call, kept, now):
             pace.expect(now)
 
@@ -131,6 +146,7 @@ class Moves:
         binding.following = True
         binding.held = bool(kept.counts)  # who knows no id of it cannot tell it how far to go
         call.move = Move(binding, kept)
+        self._followed.pop(call.id, None)
         self._moving.begin(call, call.move)
         if pace := _pace(call, kept, now):
             pace.go_on()
@@ -342,8 +358,10 @@ class Moves:
         if not busy:  # it is asked again when it is held no longer (``Dispatcher.refused``)
             call.move_after = now + AGAIN_S
             self._unfollow(call)
-        elif call.pace is not None:
-            call.pace.end()
+        else:
+            self._followed[call.id] = call
+            if call.pace is not None:
+                call.pace.end()
 
     def _unfollow(self, call: Call) -> None:
         """Nobody compares it with another one any more, and no pause is to come."""
@@ -386,9 +404,7 @@ def _pace(call: Call, kept: Resumption, now: float) -> Pace | None:
 
 def _has_reserve(call: Call, now: float) -> bool:
     """Whether it need not be waited for: also where none is to be had."""
-    if call.pace is None or call.binding is None:
-        return True
-    return call.pace.full(now) or now - call.binding.followed_at >= RESERVE_S
+    return call.pace is None or call.pace.full(now) or now - call.pace.expected_at >= RESERVE_S
 
 
 def _may_move(call: Call) -> bool:

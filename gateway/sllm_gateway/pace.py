@@ -27,7 +27,7 @@ STAYS: Final = 16.0
 EXPECTED_S: Final = 1.0
 """A move that is expected begins within that time, or the reserve is given back."""
 QUICKEN: Final = 0.6
-"""The same while it is given back, ..."""
+"""Usual intervals from one output to the next while it is given back, ..."""
 GIVES_BACK: Final = 2.0
 """... and in so many at least one fewer may wait, however quick the others come."""
 KNOWN: Final = 4
@@ -37,11 +37,13 @@ EARLY_S: Final = 0.0005
 
 
 class Pace:
-    """When the outputs of one stream are written, since its call is on its way."""
+    """When the outputs of one stream are written, since its call is expected to move."""
 
     def __init__(self, usual: float, now: float) -> None:
         """``usual``: from one output to the next in the call until now; 0: not known."""
         self._usual = usual
+        self.expected_at = now
+        """Since when the move has been expected."""
         self._expects = False
         """Whether the move has yet to begin: what comes then comes as it usually does."""
         self._ends = False
@@ -59,7 +61,8 @@ class Pace:
 
     def expect(self, now: float) -> None:
         """The call will soon be on its way: the reserve is made before its source is slowed by that."""
-        self._expects, self._given_back_from = True, now + EXPECTED_S
+        self._expects, self._ends, self.expected_at = True, False, now
+        self._given_back_from = now + EXPECTED_S
         self._count_anew()
 
     def go_on(self) -> None:
@@ -97,6 +100,10 @@ class Pace:
         """Whether as many outputs wait as may."""
         return self._came - self._written >= self.most(now)
 
+    def stays(self, now: float) -> bool:
+        """Whether there is a reserve, or one is being made, and nothing is given back."""
+        return not self._ends and not self._gives_back(now)
+
     def release(self, waiting: list[Frame], now: float) -> list[Frame]:
         """Takes out of ``waiting``, in order, what is to be written now."""
         if self._ends and self._given_back_from == inf:
@@ -104,7 +111,7 @@ class Pace:
         ends = [at for at, frame in enumerate(waiting, 1) if frame.kind in VALUES and not frame.more]
         self._arrived(self._written + len(ends), now)
         count = self._count(len(ends), now)
-        if waiting and waiting[-1].more:  # a large value, whose parts are passed on as they come
+        if _parts(waiting, False):  # of a large value, which are passed on as they come
             count = len(ends)
         elif self._inside and ends:
             count = max(count, 1)
@@ -115,7 +122,7 @@ class Pace:
         upto = len(waiting) if count == len(ends) else ends[count - 1] if count else 0
         released = waiting[:upto]
         del waiting[:upto]
-        self._inside = released[-1].more if released else self._inside
+        self._inside = _parts(released, self._inside)
         return released
 
     def over(self, waiting: list[Frame], now: float) -> bool:
@@ -139,3 +146,8 @@ class Pace:
     def _count(self, outputs: int, now: float) -> int:
         due = now >= self._written_at + self._step(now) - EARLY_S
         return max(outputs - self.most(now), min(outputs, 1) if due else 0)
+
+
+def _parts(frames: list[Frame], before: bool) -> bool:
+    """Whether ``frames`` end inside a value, where ``before`` them it was so: others may come between its parts."""
+    return next((frame.more for frame in reversed(frames) if frame.kind in VALUES), before)

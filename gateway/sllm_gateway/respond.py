@@ -74,8 +74,9 @@ class Responder:
                 return
             if not call.frames and not call.over:
                 call.write_now = write_now
+                self._calls.written(call)
                 try:
-                    await call.changed(min(pause.due, call.pace.due) if call.pace and call.held else pause.due)
+                    await call.changed(pause.due)
                 finally:
                     call.write_now = None
 

@@ -13,6 +13,7 @@ from sllm_invoker.node import Node, sandbox_environment
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_invoker.sandbox import SandboxDriver
 from sllm_invoker.settings import InvokerSettings
+from sllm_runtime.platform import descriptors
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.daemon import ready, run_daemon
 from sllm_runtime.platform.process import become_subreaper, end_orphans
@@ -64,7 +65,7 @@ def main() -> int:
     async def run(stop: asyncio.Event) -> None:
         await serve(settings, stop)
 
-    return run_daemon(run, title=f"sllm-invoker {settings.node}")
+    return run_daemon(run, title=f"sllm-invoker {settings.node}", files=descriptors.HANDED_ON)
 
 
 if __name__ == "__main__":

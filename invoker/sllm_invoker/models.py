@@ -6,13 +6,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Final, Protocol, TypeAlias
 
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, SllmError
 from sllm_runtime.protocol.loader import ModelInfo
 from sllm_runtime.protocol.node import ModelCommand, Ok, PrepareModel, PrepareReply, Progress, PullModel
 from sllm_runtime.protocol.records import ModelRecord
+
+RESULT_S: Final = 60.0
+"""How a command ended is kept for whoever asks again, no longer."""
 
 log = logging.getLogger(__name__)
 
@@ -133,14 +137,22 @@ class Models:
                 return None
 
             task = self._commands[key] = self._tasks.start(do(), f"{request.verb} {request.digest}")
+            task.add_done_callback(partial(self._forget_later, key))
         done, _ = await asyncio.wait({task}, timeout=request.wait_s)
         if not done:
             raise DeadlineExceeded(f"{request.verb} of {request.digest} goes on; ask again")
-        if self._commands.get(key) is task:
-            del self._commands[key]
+        self._forget(key, task)
         if (error := task.result()) is not None:
             raise error
         return Ok(note=f"{request.verb}d" if request.verb.endswith("e") else request.verb)
+
+    def _forget_later(self, key: tuple[str, str], task: asyncio.Task[SllmError | None]) -> None:
+        """What nobody asks for in time says nothing of the model that is there then."""
+        asyncio.get_running_loop().call_later(RESULT_S, self._forget, key, task)
+
+    def _forget(self, key: tuple[str, str], task: asyncio.Task[SllmError | None]) -> None:
+        if self._commands.get(key) is task:
+            del self._commands[key]
 
     async def close(self) -> None:
         """End what goes on."""

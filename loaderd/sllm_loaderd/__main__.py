@@ -5,15 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from typing import Final
 
 from sllm_loaderd.daemon.server import run
 from sllm_loaderd.daemon.settings import read_settings
 from sllm_runtime.platform.daemon import run_daemon
 from sllm_runtime.protocol.errors import InvalidRequest
-
-MOST_CHUNKS: Final = 2**20
-"""Each of them is a descriptor."""
 
 
 def main() -> int:
@@ -24,7 +20,7 @@ def main() -> int:
     except InvalidRequest as error:
         logging.error("%s", error)
         return error.exit_code
-    return run_daemon(functools.partial(run, settings), title=f"sllm-loaderd {settings.node}", files=MOST_CHUNKS)
+    return run_daemon(functools.partial(run, settings), title=f"sllm-loaderd {settings.node}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _PREFAULT_NICE: Final = 10
 QUIET_S: Final = 0.5
 """Since chunks were last taken, until others get their pages. On few cores that takes time from the very start that
 took them, as to refill a pool of warm sandboxes does: of a start from the SSD on two cores it had half."""
+LONGEST_S: Final = 3.0
 
 
 class ChunkPool:
@@ -55,7 +56,7 @@ class ChunkPool:
         self._chunks: set[Chunk] = set()
         self._free: list[Chunk] = []
         self._faulting = 0
-        self._quiet_until = 0.0
+        self._quiet_until = self._busy_since = 0.0
         """``time.monotonic``."""
         self._changed = threading.Condition()
         self._closing = False
@@ -108,9 +109,16 @@ class ChunkPool:
             taken = self._take_whole(count) if size == self.chunk_bytes else self._make_small(count, size)
             for chunk in taken:
                 chunk.move(ChunkState.USED)
-            self._quiet_until = time.monotonic() + QUIET_S
+            if taken:
+                self._postpone(time.monotonic())
             self._changed.notify_all()
             return taken
+
+    def _postpone(self, now: float) -> None:
+        """Chunks were taken ``now``; where that goes on for LONGEST_S others get their pages all the same."""
+        if now >= self._quiet_until:
+            self._busy_since = now
+        self._quiet_until = min(now + QUIET_S, max(now, self._busy_since + LONGEST_S))
 
     def _take_whole(self, count: int) -> list[Chunk]:
         self._free.sort(key=lambda chunk: (chunk.prefaulted, chunk.dirty))

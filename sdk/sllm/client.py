@@ -102,13 +102,16 @@ class Client(Connection[httpx.Client]):
         """One request of ``/api/v1``; its JSON. What only reads is sent again. Raises the typed error."""
         return self._again(lambda: self._once(method, path, None, options), repeatable=method in ("GET", "HEAD"))
 
-    def text(self, path: str) -> str:
-        """What stands at ``path``, as it is. Raises the typed error."""
+    def text(self, path: str, *, within_s: float | None = None) -> str:
+        """What stands at ``path``, as it is; ``within_s``: asked for once, and no longer silence is waited for. Raises
+        the typed error."""
+        if within_s is not None:
+            return self._text(path, timeout=within_s)
         return str(self._again(lambda: self._text(path), repeatable=True))
 
-    def _text(self, path: str) -> str:
+    def _text(self, path: str, **options: Any) -> str:
         try:
-            response = self._http.get(path)
+            response = self._http.get(path, **options)
         except httpx.HTTPError as error:
             raise transport.failed(self.url, error) from error
         if response.is_error:

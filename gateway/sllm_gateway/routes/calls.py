@@ -188,13 +188,17 @@ class CallRoutes:
         call = scope["path_params"]["call"]
         state = CallState.CANCELLED
         if not await self._cancelled_somewhere(call):
+            known = await self._recent.anywhere(call)
+            if known is not None and final(CALL, known.state):  # kept or not
+                await _cancelled(send, call, known.state)
+                return
             stream, _ = await self._found(call)
             journaled, _ = await self._journal.now(stream, call)
             state = journaled.state
             if journaled.ended is None:  # its gateway is away: whoever goes on with it reads this
                 await self._journal.write(stream, call, "cancel", CancelAsked(), known_s(0.0))
                 state = await self._until_heard(stream, call)
-        await answer(send, 202, _JSON, CancelledView(id=call, state=state.value).model_dump_json().encode())
+        await _cancelled(send, call, state)
 
     async def _until_heard(self, stream: str, call: str) -> CallState:
         """Its gateway may live, was away from NATS for a moment, and reads nothing: it is told again, until it would
@@ -218,6 +222,10 @@ class CallRoutes:
         except (DeadlineExceeded, Unavailable):
             return False
         return True
+
+
+async def _cancelled(send: Send, call: str, state: CallState) -> None:
+    await answer(send, 202, _JSON, CancelledView(id=call, state=state.value).model_dump_json().encode())
 
 
 def _kept(journaled: Journaled, told: CallTold | None, state: str | None, answered: Collection[str]) -> CallView | None:

@@ -20,7 +20,7 @@ from sllm_gateway.routes.api import shown
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.calls import CallTold
-from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound, Unavailable
+from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound, NotFound, Unavailable
 from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.http import API, ExplainView
 from sllm_runtime.protocol.manifest import NAME
@@ -107,16 +107,18 @@ class Explaining:
 
     async def _of_start(self, asked: ctl.Explain) -> ctl.Explained:
         """One that the controller does not remember, or of none that answers, is recorded; so are the candidates of one
-        of which it remembers no more than that it was."""
+        of which it remembers no more than that it was. Of a function that is gone there may be nothing."""
         try:
             found = await self._asked(asked)
             if not asked.instance or (found.past and found.candidates):
                 return found
-        except Unavailable:
+        except (Unavailable, NotFound) as error:
             told = (await recorded(self._bus, asked.function)).get(asked.instance)
-            if told is None:
+            if told is None and not isinstance(error, NotFound):
                 raise
-            return told
+            return told or ctl.Explained(
+                function=asked.function, version=asked.version or 0, policy="", decision=error.message, past=True
+            )
         told = (await recorded(self._bus, asked.function)).get(asked.instance)
         if told is None or not found.past:
             return told or found

@@ -18,13 +18,19 @@ def delay(attempts: int, longest_s: float = LONGEST_S) -> float:
     return min(longest_s, FIRST_S * 2.0 ** min(attempts - 1, 16))
 
 
-def after(previous: Failure | None, error: ErrorBody, now: float, *, blocking: bool) -> Failure:
-    """The record of one more failure. A blocking one is never weakened by a crash."""
-    if previous is not None and previous.blocking and not blocking and now < previous.until:
-        return previous
-    again = previous is not None and previous.blocking == blocking
-    attempts = previous.attempts + 1 if previous is not None and again else 1
-    return Failure(error=error, attempts=attempts, until=now + delay(attempts), blocking=blocking)
+def after(previous: Failure | None, error: ErrorBody, now: float, *, blocking: bool, began: float) -> Failure:
+    """The record of one more failure, of what ``began`` then. A blocking one is never weakened by a crash. What fails
+    together, since it began before the last failure was counted, failed once: eight starts for eight callers, the
+    instances of a node that died."""
+    attempts = 1
+    if previous is not None:
+        if previous.blocking and not blocking and now < previous.until:
+            return previous
+        if previous.blocking == blocking:
+            if began < previous.at:
+                return previous
+            attempts = previous.attempts + 1
+    return Failure(error=error, attempts=attempts, at=now, until=now + delay(attempts), blocking=blocking)
 
 
 def active(failure: Failure | None, now: float, *, asked: bool) -> bool:

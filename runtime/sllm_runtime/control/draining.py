@@ -19,11 +19,13 @@ SURE_S: Final = 2.5 * limits.COUNTS_S
 
 
 def cordon(view: View, name: str, *, cordoned: bool, drain: bool) -> View:
-    """What an operator decided about node ``name``; ``drain`` cordons too. Raises ``NodeNotFound``."""
+    """What an operator decided about node ``name``; ``drain`` cordons too, and to cordon what is drained ends no drain:
+    who waits for that would wait for ever. Raises ``NodeNotFound``."""
     node = view.nodes.get(name)
     if node is None:
         raise NodeNotFound(f"there is no node {name}; `sllm node list` shows all")
-    record = msgspec.structs.replace(node.record, cordoned=cordoned or drain, draining=drain)
+    drains = drain or (cordoned and node.record.draining)
+    record = msgspec.structs.replace(node.record, cordoned=cordoned or drain, draining=drains)
     return view if record == node.record else view.put_node(Node(record, node.status, node.heard))
 
 

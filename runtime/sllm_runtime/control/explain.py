@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from sllm_runtime.control import backoff
 from sllm_runtime.control.fits import free, short
 from sllm_runtime.control.history import Past
 from sllm_runtime.control.outcomes import Outcome
@@ -48,13 +49,15 @@ def explained(view: View, key: Key, policy: Policy, now: float, outcomes: Sequen
     version, view = view.versions[key], _unclaimed(view)
     request = Request(key, version.manifest, version.model)
     decision = policy.place(request, view, now, random.Random(0))
+    kept_back = _kept_back(view, key, now)
+    placed = decision if isinstance(decision, Place) and not kept_back else None
     return Explained(
         function=key[0],
         version=key[1],
         policy=type(policy).__name__,
-        decision=_words(decision) if isinstance(decision, Place) else str(decision.reason),
-        node=decision.node if isinstance(decision, Place) else "",
-        possible=not isinstance(decision, Refuse),
+        decision=kept_back or (_words(decision) if isinstance(decision, Place) else str(decision.reason)),
+        node=placed.node if placed is not None else "",
+        possible=not kept_back and not isinstance(decision, Refuse),
         pending=view.why(key),
         candidates=_candidates(view, request, policy, now, view.nodes)[:MOST],
         starts=tuple(_told(instance) for instance in view.of(key) if not instance.ended),
@@ -88,6 +91,16 @@ def started(past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, sho
         outcomes=_came(outcomes),
         past=True,
     )
+
+
+def _kept_back(view: View, key: Key, now: float) -> str:
+    """Why none is started whatever room there is; empty: nothing keeps it back."""
+    failure, most = view.failures.get(key), view.versions[key].manifest.max_instances
+    if failure is not None and backoff.active(failure, now, asked=True):
+        return f"none for another {failure.until - now:.0f} s, since the last start failed: {failure.error.message}"
+    if sum(instance.live for instance in view.of(key)) >= most:
+        return f"none: it has as many as it may (max_instances is {most})"
+    return ""
 
 
 def _unclaimed(view: View) -> View:

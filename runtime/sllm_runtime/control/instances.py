@@ -146,7 +146,8 @@ def settle(view: View, old: Instance, new: Instance, now: float) -> View:
         previous = None
     # A node that died took the start with it: that says nothing about the function.
     blocking = not started and error.code != InstanceLost.code
-    return view.put_failure(new.key, backoff.after(previous, error, now, blocking=blocking))
+    began = old.ready_at if started and old.ready_at is not None else old.placed
+    return view.put_failure(new.key, backoff.after(previous, error, now, blocking=blocking, began=began))
 
 
 def _unnamed(instance: Instance, started: bool) -> ErrorBody:

@@ -63,6 +63,8 @@ class Loop:
         self._policy, self._rng, self._may_act = policy, rng, may_act
         self._routes: dict[Key, Route] = dict(routes)
         self._alive: frozenset[str] = frozenset()
+        self._unheard = frozenset(view.nodes)
+        """Nodes of a controller before: whether they live has not been told."""
         self.traces: dict[Key, str] = {}
         """Of calls that wait for an instance, one of each version."""
         self.history = History()
@@ -245,9 +247,10 @@ class Loop:
         if made.view is not self.view:
             self._commit(self.view, made.view)
         alive = frozenset(name for name in self.view.nodes if self.view.alive(name, context.now))
-        for event in events.node_events(self._alive & self.view.nodes.keys(), alive, context.wall):
+        lost = frozenset(name for name in self._unheard if self.view.silent(name, context.now))
+        for event in events.node_events((self._alive | lost) & self.view.nodes.keys(), alive, context.wall):
             self._tell(event)
-        self._alive = alive
+        self._alive, self._unheard = alive, self._unheard - alive - lost
         for action in made.actions:
             with trace.within(self._trace_of(action)):
                 self._commands.start(self._send(action), f"{type(action).__name__} {action.instance}")

@@ -30,7 +30,9 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.states import MIGRATION, InstanceState, MigrationState, check, final
 
 PLACE_S: Final = 60.0
-"""A destination that has no room for so long gives it up."""
+"""A destination that has no room for so long gives it up, ..."""
+RELEASED_S: Final = 10.0
+"""... so much later where what ends for it is about to give back what it held."""
 MIXED: Final = "it holds accelerators of several kinds"
 OTHER_BITS: Final = "it computes other bits than the source: the rest would be of another answer"
 FAILED_S: Final = 300.0
@@ -198,11 +200,16 @@ def _place(view: View, migration: Migration, source: Instance, now: float, choos
     if isinstance(decision, Place):
         view, name = make(view, source.key, decision)
         return _put(view, replace(migration, destination=name, node=decision.node))
-    view = room.begun(view, source.key, decision, inf)
     # One that a policy has decided on is decided on anew: what it went by is no longer so.
-    if now - migration.began >= PLACE_S or migration.expected is not None:
+    patience_s = PLACE_S + (RELEASED_S if _is_made(decision) else 0.0)
+    if now - migration.began >= patience_s or migration.expected is not None:
         return _end(view, migration, MigrationState.ABANDONED, f"no room for it: {decision.reason}", now)
-    return view
+    return room.begun(view, source.key, decision, inf)
+
+
+def _is_made(decision: Decision) -> bool:
+    """Whether room is being made: what ends for it has given back what it held in a moment."""
+    return isinstance(decision, Wait) and bool(decision.claims)
 
 
 def _idle(view: View, source: Instance, node: str) -> Instance | None:
@@ -225,9 +232,11 @@ def _left_out(view: View, migration: Migration, source: Instance, now: float) ->
 def _choice(view: View, migration: Migration, source: Instance, now: float, choose: Choose) -> Decision:
     """Where a new one goes; or how room is made for it, or what is short."""
     view = replace(view, moves=without(view.moves, [source.record.instance]))  # the place that is promised to itself
-    need, node = _need(view, source), migration.node
+    need, node, version = _need(view, source), migration.node, view.versions.get(source.key)
     if need is None:
         return Wait(MIXED)
+    if version is None:
+        return Wait("its version is no more")
     failure = view.failures.get(source.key)
     if failure is not None and backoff.active(failure, now, asked=True):
         return Wait(f"its version's last start failed: {failure.error.message}")
@@ -235,7 +244,7 @@ def _choice(view: View, migration: Migration, source: Instance, now: float, choo
     if not node:
         # On accelerators of its kind, whatever its version may use.
         same = source.manifest.model_copy(update={"gpu": tuple(f"{kind}:{count}" for kind, count in need.gpus)})
-        request = Request(source.key, same, view.versions[source.key].model, patient=False)
+        request = Request(source.key, same, version.model, patient=False)
         # The policy looks everywhere but where it runs now.
         barred = {**without_hope, source.record.node: "it moves away"}
         elsewhere = {(source.key, name): Refusal(now + 1, why) for name, why in barred.items()}
@@ -244,12 +253,14 @@ def _choice(view: View, migration: Migration, source: Instance, now: float, choo
         return Wait(f"node {node}: {without_hope[node]}")
     known = view.nodes.get(node)
     capacity = fits.free(view, known) if known is not None else None
-    if known is None or capacity is None:
+    if known is None or capacity is None or not view.alive(node, now):
         return Wait(f"node {node} is not heard")
+    if not known.open:
+        return Wait(f"node {node} takes no starts now: it is cordoned, drained, or makes no sandboxes")
     chosen, lacks = fits.choose_gpus(need, capacity), fits.short(need, capacity)
     if chosen is not None and not lacks:
         return Place(node, chosen[1])
-    request = Request(source.key, source.manifest, view.versions[source.key].model)
+    request = Request(source.key, source.manifest, version.model)
     # Nothing ends for what a policy has decided on, who went by its being there.
     going = room_made(request, need, view, known, now) if migration.expected is None else None
     return ending(node, going) if going else Wait(f"{node} lacks {'; '.join(lacks)}")

@@ -24,7 +24,9 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import ModelInfo, Registered
 from sllm_runtime.protocol.errors import (
     DeadlineExceeded,
+    DigestMismatch,
     ErrorBody,
+    InvalidCheckpoint,
     NoCapacity,
     NodeNotFound,
     SllmError,
@@ -144,22 +146,25 @@ class Models:
 
     # --- checking, deleting -------------------------------------------------------------------------
     async def validate(self, digest: str) -> ModelInfo:
-        """Check every byte on each living node that has it; ``problem`` says what was found, and where."""
+        """Check every byte on each living node that has it; ``problem`` says what was found, and where. Where nothing
+        was it raises what kept a node from it: ``DeadlineExceeded`` while it goes on, which who asks again joins."""
         record = registry.model_of(self._loop.view, digest)
         nodes = self._holders(record.digest)
         if not nodes:
             raise NodeNotFound(f"no living node has model {record.digest[:19]}; call or deploy a function that uses it")
-        answers = await asyncio.gather(*(self._validate_on(node, record.digest) for node in nodes))
-        return registry.model_info(self._loop.view, record, "; ".join(answer for answer in answers if answer))
+        errors = await asyncio.gather(*(self._validate_on(node, record.digest) for node in nodes))
+        wrong = [error.message for error in errors if isinstance(error, InvalidCheckpoint | DigestMismatch)]
+        others = [error for error in errors if error is not None]
+        if others and not wrong:
+            raise others[0]
+        return registry.model_info(self._loop.view, record, "; ".join(wrong))
 
-    async def _validate_on(self, node: str, digest: str) -> str:
+    async def _validate_on(self, node: str, digest: str) -> SllmError | None:
         try:
             await self._nodes.model(node, "validate", digest)
-        except DeadlineExceeded:
-            return f"{node}: the check still goes on there; ask again"
         except SllmError as error:
-            return f"{node}: {error.message}"
-        return ""
+            return msgspec.structs.replace(error.body(), message=f"{node}: {error.message}").to_error()
+        return None
 
     async def delete(self, digest: str) -> ModelInfo:
         """Forget it, and remove it from the nodes that are up. Raises ``Conflict`` while a version needs it."""

@@ -30,6 +30,8 @@ from sllm_runtime.protocol.records import ModelRecord
 
 STALLED_S: Final = 120.0
 """A pull of which no more comes for so long is given up; its node may go on with it, and who asks again joins that."""
+KEPT_S: Final = 15.0
+"""A failure is kept for so long, until somebody has been told: who polls may just have had his answer."""
 BUSY_TRIES: Final = 240
 """Times that a copy which is being written beside a load is asked for again."""
 
@@ -42,6 +44,7 @@ class Pull:
         self.progress = Progress(stage="pull")
         self.done = asyncio.Event()
         self.error: ErrorBody | None = None
+        self.ended = 0.0
 
     def result(self) -> None:
         """Raises what the node raised, with its name. Valid when ``done``."""
@@ -64,13 +67,20 @@ class Pulls:
         await self._tasks.close()
 
     def join(self, model: ModelRecord, node: str) -> Pull:
-        """The running pull of ``model`` to ``node``, or a new one."""
+        """The running pull of ``model`` to ``node``, one that has just failed and nobody knows of, or a new one."""
+        old = self._clock() - KEPT_S
+        self._running = {k: each for k, each in self._running.items() if not each.done.is_set() or each.ended > old}
         key = (model.digest, node)
         pull = self._running.get(key)
         if pull is None:
             pull = self._running[key] = Pull(node)
             self._tasks.start(self._run(model, pull), f"pull {model.digest} to {node}")
         return pull
+
+    def told(self, model: str, pull: Pull) -> None:
+        """Somebody knows how it ended: who asks next begins anew."""
+        if pull.done.is_set() and self._running.get((model, pull.node)) is pull:
+            del self._running[model, pull.node]
 
     async def pull(self, digest: str, nodes: tuple[str, ...], wait_s: float) -> Pulled:
         """Long poll: the model when all of it is on the disk of each of ``nodes`` (none named: of all that are up),
@@ -81,11 +91,17 @@ class Pulls:
             async with asyncio.timeout(wait_s):
                 for pull in pulls:
                     await pull.done.wait()
+                    self._result(model, pull)
         except TimeoutError:
+            for pull in pulls:
+                if pull.done.is_set():
+                    self._result(model, pull)
             return Pulled(progress=_all(pulls, model))
-        for pull in pulls:
-            pull.result()
         return Pulled(model=registry.model_info(self._loop.view, model), nodes=tuple(pull.node for pull in pulls))
+
+    def _result(self, model: ModelRecord, pull: Pull) -> None:
+        self.told(model.digest, pull)
+        pull.result()
 
     async def _run(self, model: ModelRecord, pull: Pull) -> None:
         try:
@@ -93,8 +109,10 @@ class Pulls:
         except SllmError as error:
             pull.error = error.body()
         finally:
-            self._running.pop((model.digest, pull.node), None)
+            pull.ended = self._clock()
             pull.done.set()
+            if pull.error is None:
+                self.told(model.digest, pull)
 
     async def _ask(self, model: ModelRecord, pull: Pull) -> None:
         silent = busy = 0

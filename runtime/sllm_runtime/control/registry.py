@@ -217,9 +217,9 @@ def model_info(view: View, record: ModelRecord, problem: str = "") -> ModelInfo:
 
 
 def node_info(view: View, name: str, now: float) -> NodeInfo:
-    """A node with its last report."""
+    """A node with its last report. One that this controller has not heard is silent since it listens at the least."""
     node = view.nodes[name]
-    age = now - node.heard if node.heard is not None else 0.0
+    age = now - (node.heard if node.heard is not None else view.listening_since)
     return NodeInfo(record=node.record, status=node.status, age_s=age, alive=view.alive(name, now))
 
 

@@ -215,7 +215,7 @@ class Service:
             request.function, lambda view: warmup.answer(view, key, request.instances, time.monotonic()), wait_s
         )
         if found is not None:
-            self._loop.change(lambda view: warmup.granted(view, key))
+            self._loop.change(lambda view: warmup.granted(view, key, request.instances))
         return found or warmup.so_far(self._loop.view, key, request.instances)
 
     # --- secrets ------------------------------------------------------------------------------------

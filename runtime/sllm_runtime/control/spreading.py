@@ -139,6 +139,7 @@ class Spreading:
 
     async def _brought(self, pull: Pull, digest: str) -> None:
         await pull.done.wait()
+        self._pulls.told(digest, pull)
         self._going.discard((digest, pull.node))
         self._left.get(pull.node, set()).discard(digest)
         if pull.error is None:

@@ -202,6 +202,7 @@ class Failure:
 
     error: ErrorBody
     attempts: int
+    at: float
     until: float
     blocking: bool
 

@@ -20,8 +20,8 @@ GRACE_S: Final = 5.0
 
 
 def asked(view: View, key: Key, instances: int, until: float) -> View:
-    """``instances`` of version ``key`` are to be there. Raises ``InvalidRequest`` for more than it may have, and as
-    ``routes.require``."""
+    """``instances`` of version ``key`` are to be there, or more where somebody waits for more. Raises
+    ``InvalidRequest`` for more than it may have, and as ``routes.require``."""
     routes.require(view, key)
     most = view.versions[key].manifest.max_instances
     if not 1 <= instances <= most:
@@ -29,7 +29,8 @@ def asked(view: View, key: Key, instances: int, until: float) -> View:
             f"{instances} instance(s) of {key[0]} cannot be warm: its max_instances is {most}; ask for 1 to {most}",
             field="instances",
         )
-    return replace(view, warm=with_item(view.warm, key, (instances, until)))
+    before, since = view.warm.get(key, (0, 0.0))
+    return replace(view, warm=with_item(view.warm, key, (max(instances, before), max(until, since))))
 
 
 def lapsed(view: View, now: float) -> View:
@@ -38,9 +39,10 @@ def lapsed(view: View, now: float) -> View:
     return replace(view, warm=without(view.warm, over)) if over else view
 
 
-def granted(view: View, key: Key) -> View:
-    """Nobody waits for it any more: its instances live by their keep-alive."""
-    return replace(view, warm=without(view.warm, [key])) if key in view.warm else view
+def granted(view: View, key: Key, instances: int) -> View:
+    """Who waited for so many has them: unless somebody waits for more, they live by their keep-alive."""
+    wanted, _ = view.warm.get(key, (0, 0.0))
+    return replace(view, warm=without(view.warm, [key])) if 0 < wanted <= instances else view
 
 
 def answer(view: View, key: Key, instances: int, now: float) -> Warmed | None:

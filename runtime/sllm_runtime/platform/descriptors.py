@@ -10,8 +10,10 @@ from typing import Final
 
 from sllm_runtime.protocol.limits import MAX_FDS
 
-OF_DAEMON: Final = 65_536
-"""A connection is one, and so is a chunk of a model that is kept for loaderd."""
+OF_DAEMON: Final = 2**20
+"""A connection is one, and so is a chunk of a model."""
+HANDED_ON: Final = 65_536
+"""To what a daemon starts: there are programs that look at each that they may have."""
 AT_ONCE: Final = 16_384
 """A daemon's table begins with so many: 130 KiB."""
 OF_WORKER: Final = 2 * MAX_FDS
@@ -19,8 +21,7 @@ OF_WORKER: Final = 2 * MAX_FDS
 
 
 def allow(count: int) -> None:
-    """Let this process, and what it starts, open ``count`` descriptors, or as many as it may: no more either, since
-    there are programs that look at each."""
+    """Let this process, and what it starts, open ``count`` descriptors, or as many as it may; no more either."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_within(count, hard), hard))
 

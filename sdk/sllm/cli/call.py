@@ -10,6 +10,7 @@ import typer
 
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
+from sllm.cli.interrupt import naming
 from sllm_runtime.protocol.http import CALLS, CallListView, CallView, CancelledView
 from sllm_runtime.protocol.states import CALL, CallState, final
 
@@ -72,7 +73,7 @@ def status(context: typer.Context, call: Id, json: Json = False) -> None:
 @app.command()
 def cancel(context: typer.Context, call: Id, json: Json = False) -> None:
     """End a call, kept or not. Repeatable."""
-    with client(context) as connection:
+    with client(context) as connection, naming(f"{call} may be cancelled: `sllm call status {call}` says so"):
         found = CancelledView.model_validate(connection.request("POST", f"{CALLS}/{quote(call, safe='')}/cancel"))
     if json:
         output.value(found.model_dump(mode="json"))

@@ -44,7 +44,8 @@ def events(
 
 def line(found: dict[str, Any]) -> str:
     """One event for people."""
-    clock = time.strftime("%H:%M:%S", time.localtime(found.get("at", 0)))
+    at = time.localtime(found.get("at", 0))
+    clock = time.strftime("%H:%M:%S" if at[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M:%S", at)
     version = f" v{found['version']}" if found.get("version") is not None else ""
     about = " ".join(str(found[key]) for key in ("function", "instance", "node", "call") if found.get(key))
     fields = " ".join(f"{key}={value}" for key, value in found.get("fields", {}).items())

@@ -74,7 +74,7 @@ class LazyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:  # before typer makes an empty line and `Abort` of it
-            raise Interrupted("interrupted; nothing was begun that goes on") from error
+            raise Interrupted("interrupted; what was asked for before may be done") from error
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = []

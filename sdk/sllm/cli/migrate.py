@@ -9,6 +9,7 @@ import typer
 
 from sllm.cli import output
 from sllm.cli.context import Json, client
+from sllm.cli.interrupt import naming
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.http import API, MigrationView
 from sllm_runtime.protocol.states import MIGRATION, MigrationState, final
@@ -22,7 +23,8 @@ def migrate(
 ) -> None:
     """Move the running calls of an instance to another node, and end it. Their callers notice nothing."""
     path = f"{API}/instances/{quote(instance, safe='')}/migrate"
-    with client(context) as connection, output.progress("moving", quiet=json):
+    going_on = f"it goes on moving: `sllm migrate {instance}` again says how that ends"
+    with client(context) as connection, naming(going_on), output.progress("moving", quiet=json):
         while True:
             found = MigrationView.model_validate(connection.request("POST", path, json={"to": to}))
             if final(MIGRATION, MigrationState(found.state)):

@@ -13,7 +13,7 @@ from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.cli.lazy import LazyGroup, load_contributed
-from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound
+from sllm_runtime.protocol.errors import CorruptCheckpoint, DeadlineExceeded, ModelNotFound
 from sllm_runtime.protocol.http import API, ModelListView, ModelView, NodeDetailListView, NodeDetailView, PlacementView
 from sllm_runtime.protocol.quantities import show_bytes
 
@@ -75,7 +75,8 @@ def place(
     json: Json = False,
 ) -> None:
     """Decide anew on which nodes' SSDs models lie, by how often they are started, and begin to bring what lacks."""
-    with client(context) as connection:
+    going_on = "the nodes may go on with it: `sllm model place --dry-run` says how far it is"
+    with client(context) as connection, naming(going_on):
         found = connection.request("GET" if dry_run else "POST", f"{API}/placement")
     placed = PlacementView.model_validate(found)
     if json:
@@ -158,8 +159,10 @@ def validate(context: typer.Context, target: Target, json: Json = False) -> None
     if directory is not None:
         load_contributed("model", "validate")(directory, json=json)
         return
-    with client(context) as connection, output.progress(f"{target}: reading every byte", quiet=json):
-        view = ModelView.model_validate(connection.request("POST", f"{API}/models/{target}/validate", timeout=600.0))
+    going_on = "its nodes go on reading it; `sllm model validate` again joins them"
+    with client(context) as connection, naming(going_on), output.progress(f"{target}: reading every byte", quiet=json):
+        while (view := _validated(connection, target)) is None:
+            continue
     if view.problem:
         raise CorruptCheckpoint(f"{view.digest}: {view.problem}")
     if json:
@@ -168,12 +171,26 @@ def validate(context: typer.Context, target: Target, json: Json = False) -> None
         output.text(f"{view.digest}: every byte is right on {', '.join(view.nodes) or 'no node'}")
 
 
+def _validated(connection: Client, digest: str) -> ModelView | None:
+    """None: it goes on, and is joined by who asks again."""
+    path = f"{API}/models/{quote(digest, safe='')}/validate"
+    try:
+        return ModelView.model_validate(connection.request("POST", path, timeout=600.0))
+    except DeadlineExceeded:
+        return None
+
+
 @app.command()
 def delete(context: typer.Context, digest: Digest, json: Json = False) -> None:
     """Remove a model that no version uses."""
-    with client(context) as connection:
-        answer = connection.request("DELETE", f"{API}/models/{digest}")
+    if not _DIGEST.match(digest):
+        raise ModelNotFound(f"{digest} is no model's digest; `sllm model list` shows those")
+    fate = "it may be deleted: `sllm model list` says so"
+    with client(context) as connection, naming(fate):
+        found = ModelView.model_validate(connection.request("DELETE", f"{API}/models/{quote(digest, safe='')}"))
     if json:
-        output.value(answer)
-    else:
-        output.text(f"{digest}: deleted")
+        output.value(found.model_dump(mode="json"))
+        return
+    output.text(f"{digest}: deleted")
+    if found.problem:
+        output.note(found.problem)

@@ -11,7 +11,8 @@ import typer
 
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
-from sllm_runtime.protocol.errors import Conflict, DeadlineExceeded, Unavailable
+from sllm.cli.interrupt import naming
+from sllm_runtime.protocol.errors import Conflict, DeadlineExceeded, SllmError, Unavailable
 from sllm_runtime.protocol.http import API, NodeDetailView, NodeListView, NodeView
 
 Name = Annotated[str, typer.Argument(help="The node's name.")]
@@ -92,7 +93,8 @@ def drain(context: typer.Context, name: Name, wait: Wait = True, timeout: Timeou
     until = time.monotonic() + timeout if timeout is not None else math.inf
     heard = time.monotonic()
     found = _wish(context, name, "drain")
-    with output.progress("draining", quiet=json):
+    going_on = f"{name} goes on draining: `sllm node uncordon {name}` ends that"
+    with naming(going_on), output.progress("draining", quiet=json):
         while wait and not _empty(found):
             now = time.monotonic()
             heard = now if found.alive else heard
@@ -105,7 +107,7 @@ def drain(context: typer.Context, name: Name, wait: Wait = True, timeout: Timeou
                     f"{found.instances} instance(s) still run on {name} after {timeout:g} s; it goes on draining"
                 )
             time.sleep(POLL_S)
-            found = _seen(context, name)
+            found = _seen(context, name) or found.model_copy(update={"alive": False})
             if not found.cordoned:
                 raise Conflict(f"node {name} was taken into use again meanwhile; drain it anew if it is to end")
     _said(found, "is drained" if _empty(found) else "is being drained", json)
@@ -116,6 +118,12 @@ def _empty(found: NodeView) -> bool:
     return found.alive and not found.instances
 
 
-def _seen(context: typer.Context, name: str) -> NodeView:
-    with client(context) as connection:
-        return NodeDetailView.model_validate(connection.request("GET", f"{API}/nodes/{quote(name, safe='')}"))
+def _seen(context: typer.Context, name: str) -> NodeView | None:
+    """None: it is not known now, as while the gateway is started anew."""
+    try:
+        with client(context) as connection:
+            return NodeDetailView.model_validate(connection.request("GET", f"{API}/nodes/{quote(name, safe='')}"))
+    except SllmError as error:
+        if not error.retryable:
+            raise
+        return None

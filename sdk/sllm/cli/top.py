@@ -26,6 +26,8 @@ _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LIVE: Final = re.compile(r"^sllm_gateways ([0-9.e+]+)$", re.MULTILINE)
 CLEAR: Final = "\x1b[H\x1b[2J"
 SAMPLE_S: Final = 0.5
+METRICS_S: Final = 2.0
+"""A gateway that does not answer within this is left out: one that hangs takes connections, and answers none."""
 """Between the two counts that the first rates are of."""
 
 
@@ -125,7 +127,7 @@ def _counted(connection: Client) -> Look:
     live = 0
     for gateway in connection.profile.urls:
         try:
-            text = connection.text(f"{gateway}/metrics")
+            text = connection.text(f"{gateway}/metrics", within_s=METRICS_S)
         except SllmError as error:
             failed[gateway] = error
             continue

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from sllm_runtime.control import view
 from sllm_runtime.control.daemon import lead
 from sllm_runtime.control.service import Service
 from sllm_runtime.platform import state
@@ -42,6 +43,27 @@ async def test_a_new_controller_keeps_ready_functions_and_deposes_the_old(nats: 
             with pytest.raises(StaleTerm):
                 await asyncio.wait_for(running, GIVE_UP_S)
             await until(lambda: len({command.instance for command in node.starts}) == 2, what="it is started anew")
+
+
+async def test_a_node_that_was_lost_while_nobody_led_is_told_of(
+    nats: Nats, node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "LOST_AFTER_S", 1.0)
+    gateway = Gateway(await nats.bus("gw"))
+    async with controller_of(nats) as first:
+        await gateway.deploy(manifest())
+        await first.loop._ledger.settled(GIVE_UP_S)
+    node.silent = True
+    told: list[tuple[str, str | None]] = []
+    async with controller_of(nats, "ctl2") as second:
+        monkeypatch.setattr(second.loop, "_tell", lambda event: told.append((event.kind, event.node)))
+        await until(lambda: ("node.lost", "n1") in told)
+        (found,) = (await gateway.ask("nodes", ctl.Listing())).nodes
+        assert not found.alive
+        assert found.age_s >= 1.0
+        node.silent = False
+        await until(lambda: ("node.alive", "n1") in told)
+        assert [event for event in told if event[0] == "node.lost"] == [("node.lost", "n1")], "once"
 
 
 async def test_what_was_started_and_not_recorded_goes_on_under_the_next_controller(

@@ -50,6 +50,18 @@ def test_calls_of_a_drained_node_move() -> None:
     assert not [name for name in world.view.on("n1")]
 
 
+def test_to_cordon_what_is_drained_ends_no_drain() -> None:
+    world, _ = running()
+    cordon(world, "n1", drain=True)
+    cordon(world, "n1", cordoned=True)
+    assert world.view.nodes["n1"].record.draining
+    world.plan()
+    assert len(world.live(CHAT)) == 2, "its calls move"
+    cordon(world, "n1")
+    assert not world.view.nodes["n1"].record.cordoned
+    assert not world.view.nodes["n1"].record.draining
+
+
 def test_an_idle_instance_ends_and_one_that_must_be_there_moves() -> None:
     for least, moves in ((0, False), (1, True)):
         world, source = running(min_instances=least)

@@ -17,9 +17,9 @@ from sllm_runtime.control.plan import Context, plan
 from sllm_runtime.control.scheduling.policies import Random
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.scheduling.startup import StartupTime
-from sllm_runtime.control.view import Migration, Refusal, View
+from sllm_runtime.control.view import Failure, Migration, Refusal, View
 from sllm_runtime.protocol import codec, ctl, subjects
-from sllm_runtime.protocol.errors import FunctionNotFound
+from sllm_runtime.protocol.errors import ErrorBody, FunctionNotFound
 from sllm_runtime.protocol.states import InstanceState, MigrationState
 from tests.fixtures.waiting import until
 from tests.unit.control.bench import Bench
@@ -57,6 +57,23 @@ def test_each_node_has_its_estimate_or_what_is_in_the_way() -> None:
     seconds = {each.node: each.seconds for each in told.candidates}
     assert seconds["full"] is not None
     assert seconds["full"] < 1.0, "where it does not fit it would be quickest"
+
+
+def test_what_keeps_it_back_whatever_room_there_is_is_said() -> None:
+    failure = Failure(
+        ErrorBody(code="start_failed", message="no such module"), 3, at=NOW - 1, until=NOW + 3, blocking=True
+    )
+    told = explained(view().put_failure(KEY, failure), KEY, StartupTime(), NOW)
+    assert (told.node, told.possible) == ("", False)
+    assert told.decision == "none for another 3 s, since the last start failed: no such module"
+    assert explained(view().put_failure(KEY, failure), KEY, StartupTime(), NOW + 3).node == "near", "that is over"
+    made = view()
+    most = made.versions[KEY].manifest.max_instances
+    for number in range(most):
+        made = idle(made, "chat", "near", running=number)
+    told = explained(made, KEY, StartupTime(), NOW)
+    assert told.decision == f"none: it has as many as it may (max_instances is {most})"
+    assert not told.possible
 
 
 def test_what_the_plan_claimed_for_it_is_not_in_its_way() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm_runtime.control import instances, migration, restore
+from sllm_runtime.control import draining, instances, migration, restore
 from sllm_runtime.control.events import events
 from sllm_runtime.control.routes import route
-from sllm_runtime.control.view import TOKEN_S, Key, Move
+from sllm_runtime.control.view import TOKEN_S, Key, Move, without
 from sllm_runtime.protocol.errors import (
     Conflict,
     InstanceNotFound,
@@ -22,6 +22,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.events import Event
+from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import ModelRecord, RouteEntry
 from sllm_runtime.protocol.states import InstanceState, MigrationState
@@ -339,6 +340,77 @@ def test_what_is_idle_on_the_node_that_is_named_ends_for_it(idle: bool) -> None:
         world.turn(1)
     assert len(world.live(CHAT)) == 1 + idle
     assert state(world, source) is MigrationState.PREPARING
+
+
+@pytest.mark.parametrize("how", ["cordoned", "silent"])
+def test_nothing_ends_on_a_node_that_takes_no_starts_any_more(how: str) -> None:
+    world, source, other = full()
+    works(world, other, 1)
+    ask(world, source, "n2")
+    world.turn(1)
+    works(world, other, 0)
+    if how == "cordoned":
+        world.view = draining.cordon(world.view, "n2", cordoned=True, drain=False)
+    else:
+        world.nodes["n2"].alive = False
+        world.now += LOST_AFTER_S
+        world.hear("n1")
+    view = migration.advance(world.view, world.now, never, never)
+    assert view.instances[other].stop is None
+    assert view.migrations[source].state is MigrationState.PREPARING
+
+
+def idles(world: World, name: str) -> None:
+    """For a while already."""
+    world.nodes["n2"].set(name, InstanceState.READY, idle_s=100.0)
+    works(world, name, 0)
+    world.hear_all()
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("nothing is chosen or made")
+
+
+def test_nothing_ends_for_a_move_that_is_given_up() -> None:
+    world, source, other = full()
+    works(world, other, 1)
+    ask(world, source, "n2")
+    world.turn(migration.PLACE_S - 1)
+    world.now += 1
+    idles(world, other)
+    world.plan()
+    told = migration.so_far(world.view, source)
+    assert told.state is MigrationState.ABANDONED
+    assert "ending 1 idle instance" in told.note
+    assert world.view.instances[other].stop is None
+
+
+def test_a_move_is_not_given_up_while_what_ended_for_it_gives_back_what_it_held() -> None:
+    world, source, other = full()
+    works(world, other, 1)
+    ask(world, source, "n2")
+    world.turn(migration.PLACE_S - 1)
+    idles(world, other)
+    world.plan()
+    assert world.view.instances[other].stop is not None
+    world.now += 2
+    world.plan()
+    assert state(world, source) is MigrationState.PREPARING
+    world.finish(other, InstanceState.STOPPED)
+    world.turn(1)
+    assert len(world.live(CHAT)) == 2
+
+
+@pytest.mark.parametrize("to", ["", "n2"])
+def test_a_version_that_is_gone_is_not_moved(to: str) -> None:
+    """It is ended, but behind this in a plan."""
+    world, source = running(cpu=4.0)
+    world.nodes["n2"].holds["other"] = (4.0, ())
+    world.hear_all()
+    ask(world, source, to)
+    world.view = replace(world.view, versions=without(world.view.versions, [CHAT]))
+    world.plan()
+    assert world.view.instances[source].stop is not None
 
 
 def test_nothing_ends_for_what_a_policy_wants_moved() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sllm_runtime.control.pulling import Pulls
+from sllm_runtime.control.pulling import KEPT_S, Pulls
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import DeadlineExceeded, Forbidden, ModelNotFound, NodeNotFound
 from tests.fixtures.nats import Nats
@@ -77,3 +77,43 @@ async def test_what_fails_is_told_with_the_node(bench: Bench) -> None:
         await pulled(bench, digest, "n1", "n9")
     with pytest.raises(ModelNotFound):
         await pulled(bench, "sha256:ffff")
+
+
+async def test_a_failure_is_told_while_other_nodes_go_on(bench: Bench, nats: Nats) -> None:
+    """At the end of the poll in which it came, or at the next one; and who asks then begins anew."""
+    digest = await registered(bench)
+    bench.node.pulled.clear()
+    async with ScriptedNode(await nats.bus("n2"), "n2") as other:
+        await until(lambda: "n2" in bench.controller.loop.view.nodes, what="the other node is known")
+        other.problem = Forbidden("its disk refuses")
+        with pytest.raises(Forbidden, match="n2: its disk refuses"):
+            await pulled(bench, digest, wait_s=0.5)
+        assert (await pulled(bench, digest, "n1", wait_s=0.1)).model is None, "the other one goes on"
+        loop = bench.controller.loop
+        pulls = Pulls(loop, loop._nodes)
+        try:
+            await pulls.join(loop.view.models[digest], "n2").done.wait()  # between two polls
+            with pytest.raises(Forbidden, match="n2: its disk refuses"):
+                await pulls.pull(digest, ("n1", "n2"), 0.1)
+            other.problem = None
+            assert (await pulls.pull(digest, ("n2",), 15.0)).nodes == ("n2",)
+        finally:
+            await pulls.close()
+        bench.node.pulled.set()
+
+
+async def test_a_failure_of_which_nobody_is_told_is_not_kept_for_long(bench: Bench) -> None:
+    digest = await registered(bench)
+    bench.node.problem = Forbidden("the bucket refuses")
+    now = [0.0]
+    loop = bench.controller.loop
+    pulls = Pulls(loop, loop._nodes, clock=lambda: now[0])
+    try:
+        failed = pulls.join(loop.view.models[digest], "n1")
+        await failed.done.wait()
+        now[0] = KEPT_S - 1
+        assert pulls.join(loop.view.models[digest], "n1") is failed
+        now[0] = KEPT_S
+        assert pulls.join(loop.view.models[digest], "n1") is not failed
+    finally:
+        await pulls.close()

@@ -10,8 +10,10 @@ from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import (
     Conflict,
     CorruptCheckpoint,
+    DeadlineExceeded,
     FunctionNotFound,
     SecretNotFound,
+    Unavailable,
     VersionNotFound,
 )
 from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
@@ -89,11 +91,15 @@ async def test_a_model_is_kept_while_a_version_needs_it(bench: Bench) -> None:
     bench.node.problem = CorruptCheckpoint("chunk 3 differs")
     checked: ctl.ModelInfo = await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="validate"))
     assert checked.problem == "n1: chunk 3 differs"
+    for kept in (DeadlineExceeded("it goes on; ask again"), Unavailable("the disk is away")):
+        bench.node.problem = kept
+        with pytest.raises(type(kept), match=f"n1: {kept.message}"):
+            await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="validate"))
     bench.node.problem = None
     await bench.gateway.ask("delete", ctl.Delete(function="chat", force=True))
     await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="delete"))
     assert (await bench.gateway.ask("models", ctl.Listing())).models == ()
-    assert [command.verb for command in bench.node.commands] == ["validate", "delete"]
+    assert [command.verb for command in bench.node.commands] == [*["validate"] * 3, "delete"]
 
 
 async def test_lists(bench: Bench) -> None:

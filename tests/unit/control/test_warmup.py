@@ -39,7 +39,7 @@ def test_so_many_are_started_for_no_call_and_live_by_their_keep_alive(world: Wor
     world.finish(second, InstanceState.READY)
     told = warmup.answer(world.view, CHAT, 2, world.now)
     assert told == ctl.Warmed(function="chat", version=1, wanted=2, ready=2)
-    world.view = warmup.granted(world.view, CHAT)
+    world.view = warmup.granted(world.view, CHAT, 2)
     world.turn(1.0)
     assert world.live(CHAT) == [second], "the first has been idle for longer than its keep-alive"
     world.turn(3.0)
@@ -61,6 +61,21 @@ def test_a_start_that_fails_ends_it(world: World) -> None:
     world.finish(name, InstanceState.FAILED, ERROR)
     with pytest.raises(StartFailed, match="it does not import"):
         warmup.answer(world.view, CHAT, 1, world.now)
+
+
+def test_of_two_who_ask_at_once_both_get_theirs(world: World) -> None:
+    ask(world, 3, seconds=20.0)
+    ask(world, 1, seconds=2.0)
+    first, second, third = world.live(CHAT)
+    for name in (first, second):
+        world.finish(name, InstanceState.READY)
+    assert warmup.answer(world.view, CHAT, 1, world.now) is not None
+    world.view = warmup.granted(world.view, CHAT, 1)
+    world.turn(5.0)
+    assert set(world.live(CHAT)) == {first, second, third}, "the other one waits for them"
+    world.finish(third, InstanceState.READY)
+    world.view = warmup.granted(world.view, CHAT, 3)
+    assert not world.view.warm
 
 
 def test_it_is_said_what_is_waited_for(world: World) -> None:

@@ -536,6 +536,31 @@ async def test_a_start_of_which_only_that_it_was_is_remembered_has_its_record(na
     assert (found["past"], found["starts"][0]["at"]) == (True, 0.0), "what it has come to is known better"
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+async def test_a_call_of_a_function_that_is_gone_is_explained(nats: Nats, recorded: bool) -> None:
+    """By its start, if that is recorded; else by what its gateway knows of it."""
+
+    async def explain(_: ctl.Explain) -> ctl.Explained:
+        raise FunctionNotFound("there is no function f")
+
+    start = ctl.StartTold(instance=entry().instance, node="n1", state="READY", at=1.0)
+    async with world(nats) as w:
+        await w.controller.serve("explain", ctl.Explain, explain)
+        if recorded:
+            told = ctl.Explained(
+                function="f", version=1, policy="StartupTime", decision="a start on n1", past=True, starts=(start,)
+            )
+            w.controller.bus.publish_now(subjects.decision("f"), told)
+            await w.controller.bus.flush()
+        await w.deploy(manifest("f"), entry(), script=answers)
+        call = (await w.http.post("/fn/f", headers=SSE)).headers["sllm-call-id"]
+        answer = await w.http.get(f"{API}/explain/{call}")
+    found = answer.json()
+    assert (answer.status_code, found["call"], found["state"]) == (200, call, "SUCCEEDED")
+    assert found["decision"] == ("a start on n1" if recorded else "there is no function f")
+    assert [each["instance"] for each in found["starts"]] == [entry().instance] * recorded
+
+
 async def test_events_are_read(nats: Nats) -> None:
     async with world(nats) as w:
         event = Happened(kind="instance.ready", at=1.0, component="node", function="f")

@@ -369,6 +369,10 @@ async def test_a_call_that_is_not_kept_is_cancelled_too(nats: Nats) -> None:
 
         await until(lambda: calling.done() or cancelled(), what="its gateway has heard it")
         assert (await calling).json()["error"]["code"] == "cancelled"
+        await until(lambda: len(w.gateway.calls) == 0, what="it is over")
+        for gateway in (w.http, other):
+            again = await gateway.post(f"/v1/calls/{call}/cancel")
+            assert (again.status_code, again.json()) == (202, {"id": call, "state": "CANCELLED"})
 
 
 async def test_nobody_reads_it_any_more(nats: Nats) -> None:

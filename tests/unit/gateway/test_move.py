@@ -950,6 +950,67 @@ async def test_a_reserve_is_waited_for_so_long(nats: Nats, monkeypatch: pytest.M
         assert await s.moved() == 1
 
 
+async def test_one_that_is_not_to_move_any_more_is_not_followed(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its route said so, while it waited for its reserve; nor does one whose source died meanwhile keep what it was
+    followed for."""
+    monkeypatch.setattr(Pace, "full", lambda *_: False)
+    async with scene(nats, reserve_s=NEVER) as s, s.reading() as call:
+        (first,) = s.runs("i1")
+        moving = s.w.gateway.calls.get(first.head.call)
+        assert moving is not None
+        assert moving.resumption is not None
+        await s.deploy(moves=True)
+        await until(lambda: moving.binding is not None and moving.binding.following)
+        assert moving.resumption._trail
+        await s.deploy()
+        await until(lambda: moving.binding is not None and not moving.binding.following)
+        assert not moving.resumption._trail
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 0
+
+
+async def test_a_reserve_that_was_given_back_is_made_anew(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its destination had no room for it then."""
+    monkeypatch.setattr(Pace, "full", lambda *_: False)
+    async with scene(nats, reserve_s=NEVER) as s, s.reading() as call:
+        (first,) = s.runs("i1")
+        moving = s.w.gateway.calls.get(first.head.call)
+        assert moving is not None
+        await s.deploy(moves=True)
+        await until(lambda: moving.pace is not None)
+        made, moving.pace = moving.pace, None
+        await until(lambda: moving.pace is not None)
+        assert moving.pace is not None
+        assert moving.pace is not made
+        made = moving.pace
+        expected: list[Pace] = []
+        monkeypatch.setattr(Pace, "expect", lambda self, _: expected.append(self))
+        made.end()
+        await until(lambda: made in expected)
+        monkeypatch.setattr(Pace, "full", lambda *_: True)
+        s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 1
+
+
+async def test_what_is_in_reserve_of_a_call_that_is_cancelled_is_not_written(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pace, "full", lambda *_: False)
+    async with scene(nats, reserve_s=NEVER) as s, s.reading() as call:
+        (first,) = s.runs("i1")
+        moving = s.w.gateway.calls.get(first.head.call)
+        assert moving is not None
+        await s.deploy(moves=True)
+        await until(lambda: moving.pace is not None)
+        monkeypatch.setattr(Pace, "release", lambda *_: [])
+        s.pace["i1"] = 12
+        await until(lambda: moving.held)
+        assert s.w.gateway.calls.cancel(moving.id)
+        assert [value for value in values((await call).text) if isinstance(value, int)] == list(range(10))
+
+
 async def test_its_destination_is_asked_within_its_trace(nats: Nats) -> None:
     """In the header of NATS' messages, as its source was."""
     said = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"

@@ -126,6 +126,26 @@ def test_a_large_value_is_passed_on_part_by_part() -> None:
     assert pace.release(waiting, NOW) == []
 
 
+def test_parts_of_a_large_value_do_not_wait_for_what_comes_between_them() -> None:
+    pace, ids = Pace(STEP, NOW), token(9)[:1]
+    waiting = [*token(0), *token(1, more=True), *ids]
+    assert len(pace.release(waiting, NOW)) == 5
+    waiting = [*ids, *token(1)[1:]]
+    assert len(pace.release(waiting, NOW)) == 2, "nor does its last part wait"
+
+
+def test_it_is_made_anew_where_it_was_given_back() -> None:
+    pace = Pace(STEP, NOW)
+    for began in (NOW, NOW + 2 * EXPECTED_S):
+        pace.expect(began)
+        assert pace.stays(began)
+        assert not pace.stays(began + EXPECTED_S)
+    pace.end()
+    assert not pace.stays(NOW + 2 * EXPECTED_S)
+    pace.expect(NOW + 3 * EXPECTED_S)
+    assert pace.stays(NOW + 3 * EXPECTED_S)
+
+
 def test_it_is_given_back_also_where_the_destination_is_much_quicker() -> None:
     before = steady(20)
     arrivals = before + [before[-1] + STEP * at / 8 for at in range(1, 400)]
@@ -252,6 +272,23 @@ async def test_it_is_written_when_it_is_due() -> None:
     Arrivals(lambda *_: None, loop.time).add(call)
     await until(lambda: written == token(0) + token(1))
     assert not call.held
+
+
+async def test_what_its_reader_has_kept_is_written_when_it_is_due() -> None:
+    """Nothing came since: the reader wrote by itself, as after it had waited for its client."""
+    loop, call = asyncio.get_running_loop(), call_named("moves")
+    written: list[Frame] = []
+
+    def write(now: float) -> bool:
+        written.extend(call.take_due(now))
+        return True
+
+    call.write_now, call.pace, call.frames = write, Pace(STEP, loop.time()), token(0) + token(1)
+    assert call.take_due(loop.time()) == []
+    arrivals = Arrivals(lambda *_: None, loop.time)
+    arrivals.written(call)
+    await until(lambda: written == token(0) + token(1))
+    arrivals.written(call_named("of which nothing is kept"))
 
 
 async def test_while_its_client_takes_nothing_it_is_not_looked_at_again_and_again() -> None:

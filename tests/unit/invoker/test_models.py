@@ -4,14 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from sllm_invoker import models as invoker_models
 from sllm_invoker.loader import Loader
 from sllm_invoker.models import Models
 from sllm_invoker.storage import copied, remote
 from sllm_loaderd.convert import convert_directory
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidRequest, SllmError
+from sllm_runtime.protocol.errors import CorruptCheckpoint, DeadlineExceeded, InvalidRequest, SllmError
 from sllm_runtime.protocol.limits import CHUNK_BYTES
 from sllm_runtime.protocol.node import ModelCommand, PrepareModel, PullModel
 from sllm_runtime.protocol.records import ModelRecord
@@ -62,6 +64,26 @@ async def test_a_model_is_prepared_once_for_all_who_ask(models: Models, loader: 
     assert (await models.command(ModelCommand(term=1, verb="validate", digest=digest))).note == "validated"
     assert (await models.command(ModelCommand(term=1, verb="delete", digest=digest))).note == "deleted"
     await until(lambda: loader.status and not loader.status.models, what="it is gone")
+
+
+async def test_how_a_check_ended_is_not_kept_for_ever(
+    models: Models, storage: LoaderProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that nobody asked for in time: what is there by then is read anew."""
+    numbers_model(tmp_path / "source")
+    reply = await models.prepare(PrepareModel(term=1, uri=str(tmp_path / "source"), wait_s=GIVE_UP_S))
+    assert reply.model is not None
+    check = ModelCommand(term=1, verb="validate", digest=reply.model.digest, wait_s=0.0)
+    monkeypatch.setattr(invoker_models, "RESULT_S", 0.01)
+    with pytest.raises(DeadlineExceeded):
+        await models.command(check)
+    await until(lambda: not models._commands, what="it is forgotten")
+    (partition,) = storage.model_directory(reply.model.digest).glob("partition_*.bin")
+    with partition.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(CorruptCheckpoint):
+        await models.command(msgspec.structs.replace(check, wait_s=GIVE_UP_S))
 
 
 @pytest.fixture

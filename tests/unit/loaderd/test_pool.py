@@ -290,6 +290,30 @@ def test_pages_are_made_ahead_when_nobody_has_taken_any_for_a_while(monkeypatch:
         pool.close()
 
 
+def test_pages_are_made_ahead_also_where_chunks_are_taken_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sllm_pool, "QUIET_S", 2 * WAIT)
+    monkeypatch.setattr(sllm_pool, "LONGEST_S", 0.1)
+    pool = ChunkPool(SIZE, 8 * SIZE, 2 * SIZE)
+    try:
+        pool.allocate(1)
+        assert pool.wait_prefaulted(2 * SIZE, WAIT)
+    finally:
+        pool.close()
+
+
+def test_who_takes_no_chunk_postpones_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of what is in memory."""
+    monkeypatch.setattr(sllm_pool, "QUIET_S", 2 * WAIT)
+    monkeypatch.setattr(sllm_pool, "LONGEST_S", 2 * WAIT)
+    pool = ChunkPool(SIZE, 8 * SIZE, 2 * SIZE)
+    try:
+        pool.allocate(0)
+        pool.keep_ready(4 * SIZE)
+        assert pool.wait_prefaulted(4 * SIZE, WAIT)
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("huge", [False, True])
 def test_pages_that_came_with_a_read_are_made_huge_when_their_chunk_is_free(huge: bool) -> None:
     pool = ChunkPool(memory.HUGE_PAGE, memory.HUGE_PAGE, 0, huge=huge)

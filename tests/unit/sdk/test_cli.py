@@ -18,6 +18,7 @@ from sllm.cli.top import Look
 from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
     BY_CODE,
+    DeadlineExceeded,
     FunctionNotFound,
     InvalidArgument,
     NoCapacity,
@@ -216,6 +217,29 @@ def test_ctrl_c_of_a_deployment_undoes_it(gateway: Gateway, tmp_path: Path, answ
     assert {path for method, path, *_ in gateway.asked if method == "DELETE"} == {f"/api/v1/deployments/{request}"}
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("node", "drain", "n1"), "n1 goes on draining: `sllm node uncordon n1` ends that"),
+        (("migrate", "chat-1"), "it goes on moving: `sllm migrate chat-1` again says how that ends"),
+        (("call", "cancel", CALL), f"{CALL} may be cancelled: `sllm call status {CALL}` says so"),
+        (("model", "place"), "the nodes may go on with it"),
+        (("model", "delete", "aaaa"), "it may be deleted"),
+        (("model", "validate", "aaaa"), "its nodes go on reading it"),
+        (("node", "cordon", "n1"), "what was asked for before may be done"),
+    ],
+)
+def test_ctrl_c_says_what_may_go_on(gateway: Gateway, words: tuple[str, ...], said: str) -> None:
+    node = {
+        "node": "n1", "alive": True, "cordoned": True, "draining": True, "age_s": 0.0, "cpu": 2, "free_cpu": 1,
+        "memory": 4, "free_memory": 3, "instances": 2,
+    }  # fmt: skip
+    gateway.will(*([Answer(json=node)] if "drain" in words else []), Answer(hangs=True))
+    status, errors = interrupted(gateway, *words)
+    assert status == 130
+    assert said in errors
+
+
 def test_ctrl_c_of_logs(gateway: Gateway) -> None:
     gateway.will(Answer(hangs=True))
     assert interrupted(gateway, "fn", "logs", "chat", "-f")[0] == 130
@@ -340,6 +364,11 @@ def test_a_drain_waits_as_long_as_it_is_told_to(gateway: Gateway) -> None:
     drained = here("node", "drain", "n1")
     assert drained.stdout == "n1 is drained\n", drained.stderr
     gateway.will(Answer(json=node), Answer(json=node | {"cordoned": False, "draining": False}))
+    away = Unavailable("no gateway answers")
+    gateway.will(Answer(json=node), *[Answer(problem=away)] * 4, Answer(json=node | {"instances": 0}))
+    patient = here("node", "drain", "n1")
+    assert patient.stdout == "n1 is drained\n", "a gateway that is started anew is waited for"
+    gateway.will(Answer(json=node), Answer(json=node | {"cordoned": False, "draining": False}))
     undone = here("node", "drain", "n1")
     assert (undone.returncode, undone.stdout) == (2, "")
     assert "taken into use again" in undone.stderr
@@ -449,6 +478,15 @@ def test_models_and_directories(gateway: Gateway, tmp_path: Path) -> None:
     gateway.will(Answer(json={**view, "tensors": 1, "dtype": "float32", "problem": "chunk 3 of rank 0 is wrong"}))
     done = here("model", "validate", "aaaa")
     assert (done.returncode, "chunk 3 of rank 0" in done.stderr) == (2, True)
+    goes_on = Answer(problem=DeadlineExceeded("n1: validate goes on; ask again"))
+    gateway.will(goes_on, goes_on, Answer(json={**view, "tensors": 1, "dtype": "float32", "nodes": ["n1"]}))
+    assert here("model", "validate", "aaaa").stdout == f"{view['digest']}: every byte is right on n1\n"
+    gateway.will(Answer(json={**view, "tensors": 1, "dtype": "float32", "problem": "n2 still has it: it is in use"}))
+    done = here("model", "delete", "aaaa")
+    assert (done.returncode, done.stdout) == (0, "aaaa: deleted\n")
+    assert "n2 still has it: it is in use" in done.stderr
+    assert refused(here("model", "delete", "../functions/chat", "--json"))["code"] == "model_not_found"
+    assert gateway.asked[-1][1].endswith("/models/aaaa"), "no other thing is deleted"
     assert refused(here("model", "describe", "no-such", "--json"))["code"] == "model_not_found"
     assert refused(here("model", "validate", str(tmp_path), "--json"))["code"] == "invalid_checkpoint"
 
