@@ -348,7 +348,7 @@ def test_nothing_ends_on_a_node_that_takes_no_starts_any_more(how: str) -> None:
     works(world, other, 1)
     ask(world, source, "n2")
     world.turn(1)
-    works(world, other, 0)
+    idles(world, other)
     if how == "cordoned":
         world.view = draining.cordon(world.view, "n2", cordoned=True, drain=False)
     else:
