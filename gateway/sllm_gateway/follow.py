@@ -35,8 +35,10 @@ async def messages(
     since: float | None,
     clock: Callable[[], float] = time.monotonic,
     idle: Callable[[], Awaitable[None]] | None = None,
+    newest: int | None = None,
 ) -> AsyncGenerator[bytes | None, None]:
     """The data of each message under ``subject`` since ``since`` (Unix seconds; None: all that is kept), in order.
+    ``newest``: of what is there already no more than so many of the stream's last are read.
 
     None once, when everything that was there has come. ``idle`` is awaited about once a second while nothing comes;
     what it raises ends this. Never ends by itself. Raises ``Unavailable`` if JetStream has answered nothing within
@@ -46,6 +48,8 @@ async def messages(
     deadline = clock() + ELECTION_S
     while True:
         try:
+            if first and newest is not None:
+                after = await _behind(bus, stream, newest)
             async with aclosing(_consume(bus, stream, subject, since, after)) as consumer:
                 async for sequence, data, pending in consumer:
                     first = False
@@ -64,6 +68,14 @@ async def messages(
                 raise
             log.debug("%s; asked again", error.message)
         await asyncio.sleep(AGAIN_S)
+
+
+async def _behind(bus: Bus, stream: str, newest: int) -> int:
+    """The number of the message behind which its ``newest`` are; 0: all of them. Raises ``Unavailable``."""
+    try:
+        return max(0, (await bus.jetstream.stream_info(stream)).state.last_seq - newest)
+    except nats.errors.Error as error:
+        raise Unavailable(f"{stream} cannot be read: {error or type(error).__name__}") from error
 
 
 async def _consume(

@@ -156,7 +156,8 @@ async def _tail(
     """The last ``limit`` that are there now; with ``follow`` then each that comes."""
     kept: deque[bytes] = deque(maxlen=query.limit)
     past = True
-    async with aclosing(messages(bus, stream, subject, query.since)) as found:
+    newest = query.limit if subject == subjects.events_of() and query.since is None else None
+    async with aclosing(messages(bus, stream, subject, query.since, newest=newest)) as found:
         async for data in found:
             if data is None:
                 past = False

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from contextlib import aclosing
 from typing import Any
 
@@ -13,12 +14,13 @@ from sllm_gateway.follow import messages
 from sllm_runtime.platform import owned
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.owned import end
-from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.http import API
 from tests.fixtures.nats import CONTROLLER, NODE, Nats
 from tests.unit.gateway.peer import world
+from tests.unit.gateway.test_api import events
 
 
 async def left(nats: Nats) -> int:
@@ -37,6 +39,29 @@ async def test_fifty_questions_for_events_leave_no_consumer(nats: Nats) -> None:
             assert "instance.ready" in (await w.http.get(f"{API}/events", params={"function": "f"})).text
         await w.gateway._bus.flush()
         assert await left(nats) == before
+
+
+async def test_of_a_whole_stream_no_more_is_read_than_is_shown(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(nats) as w:
+        for at in range(20):
+            event = Event(kind="instance.ready", at=float(at), component="node", function="f")
+            w.node.bus.publish_now(subjects.event("node", NODE, event.kind, "f"), event)
+        await w.node.bus.flush()
+        read = list[bytes]()
+        unpack = codec.unpack
+
+        def noted(kind: Any, data: bytes) -> Any:
+            if kind is Event:
+                read.append(data)
+            return unpack(kind, data)
+
+        monkeypatch.setattr(codec, "unpack", noted)
+        for more, all_of_them in (({}, False), ({"function": "f"}, True), ({"since": "0"}, True)):
+            read.clear()
+            text = (await w.http.get(f"{API}/events", params={"limit": "3", **more})).text
+            assert [json.loads(each.data)["at"] for each in events(text) if each.event == "event"] == [17.0, 18.0, 19.0]
+            assert (len(read) >= 20) if all_of_them else (len(read) == 3)
+        assert (await w.http.get(f"{API}/events", params={"limit": "0"})).text.count("event: event") == 0
 
 
 async def test_readers_that_are_cancelled_leave_none(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
