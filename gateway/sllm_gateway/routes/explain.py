@@ -24,9 +24,9 @@ from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound, NotFoun
 from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.http import API, ExplainView
 from sllm_runtime.protocol.manifest import NAME
-from sllm_runtime.protocol.states import CallState, InstanceState
+from sllm_runtime.protocol.states import INSTANCE, CallState, InstanceState, final
 
-READY: Final = InstanceState.READY.value
+_OVER: Final = frozenset(state.value for state in InstanceState if final(INSTANCE, state))
 _ENDS: Final[dict[str, CallState]] = {Kind.CALL_FAILED: CallState.FAILED, Kind.CALL_CANCELLED: CallState.CANCELLED}
 
 
@@ -99,7 +99,7 @@ class Explaining:
             for start in each.starts:
                 now = known.get(start.instance)
                 if now is None:
-                    known[start.instance] = structs.replace(start, state="" if start.state == READY else start.state)
+                    known[start.instance] = structs.replace(start, state=start.state if start.state in _OVER else "")
                 elif now.seconds is None:  # of a controller before
                     known[start.instance] = structs.replace(start, state=now.state)
         starts = sorted(known.values(), key=lambda start: start.at or inf)

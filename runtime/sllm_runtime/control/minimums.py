@@ -35,7 +35,7 @@ def _needs(view: View) -> Iterator[Need]:
 
 def _nodes(view: View) -> Iterator[Capacity]:
     for node in view.nodes.values():
-        if node.status is not None:
+        if node.status is not None and not (node.record.cordoned or node.status.draining):
             yield total(node.status)
     pool = view.pool
     if pool is not None and pool.offer is not None and pool.shape is not None:

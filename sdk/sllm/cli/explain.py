@@ -30,9 +30,9 @@ def explain(
         output.text(f"call {found.call} {state}" + (f" on {found.instance}" if found.instance else ""))
         if found.error or found.waits:
             output.text(found.error or f"it waits: {found.waits}")
-        show.timeline(parse_comment(found.timeline))
-    what_for = f"its instance {found.starts[0].instance} was" if found.past else "one more instance now would be"
-    output.text(f"{found.function} v{found.version}: {what_for} {found.decision} ({found.policy})")
+        if found.timeline:  # else it is known by what was told of it alone
+            show.timeline(parse_comment(found.timeline), output.text)
+    output.text(f"{found.function} v{found.version}: {_decided(found)}")
     for move in found.moves:
         output.text(
             f"makes room: {move.instance} from {move.node or '?'} to {move.to}, {move.state.lower()}, "
@@ -65,6 +65,13 @@ def explain(
             for each in found.outcomes
         ]
         output.table(("PREDICTION", "INSTANCE", "NODE", "EXPECTED", "TOOK"), came, empty="")
+
+
+def _decided(found: ExplainView) -> str:
+    if found.past and not found.starts:  # its function is gone, and so is what it was started by
+        return found.decision
+    what_for = f"its instance {found.starts[0].instance} was" if found.past else "one more instance now would be"
+    return f"{what_for} {found.decision} ({found.policy})"
 
 
 def _seconds(value: float | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sllm.cli import output
 from sllm_runtime.protocol.http import CallView, FunctionView, ModelView, NodeDetailView, NodeView, VersionView
@@ -204,10 +204,10 @@ def node(view: NodeDetailView) -> None:
     )
 
 
-def timeline(spans: Sequence[Span]) -> None:
-    """Spans as bars, on stderr."""
+def timeline(spans: Sequence[Span], write: Callable[[str], None] = output.note) -> None:
+    """Spans as bars, on stderr unless they are what was asked for."""
     end = max((span.at + span.ms for span in spans), default=0.0) or 1.0
     for span in spans:
         before = round(_WIDTH * span.at / end)
         bar = max(1, round(_WIDTH * span.ms / end))
-        output.note(f"  {span.name:<12} {span.ms:9.1f} ms  {' ' * before}{'█' * bar}")
+        write(f"  {span.name:<12} {span.ms:9.1f} ms  {' ' * before}{'█' * bar}")

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from sllm_runtime.control import backoff, draining
+from sllm_runtime.control import backoff, draining, minimums
 from sllm_runtime.control.migration import PLACE_S, so_far
 from sllm_runtime.control.plan import SendStop
 from sllm_runtime.control.scheduling.policies import POLICIES
@@ -30,6 +30,14 @@ def test_nothing_starts_on_a_cordoned_node_and_what_runs_goes_on() -> None:
     assert world.view.instances[source].ready
     cordon(world, "n1")
     assert not world.view.nodes["n1"].record.cordoned
+
+
+def test_minimums_have_no_room_on_a_cordoned_node() -> None:
+    world, _ = running(min_instances=1, cpu=3.0)
+    world.view = deployed(world.view, manifest("other", cpu=3.0, min_instances=1))
+    assert minimums.crowded(world.view, CHAT) == ""
+    cordon(world, "n2", cordoned=True)
+    assert "room for 1 of the 2 instances" in minimums.crowded(world.view, CHAT)
 
 
 def test_calls_of_a_drained_node_move() -> None:

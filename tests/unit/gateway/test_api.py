@@ -474,8 +474,8 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
             starts=(here,),
         )  # fmt: skip
 
-    def of(instance: str, took: float | None) -> ctl.Explained:
-        start = ctl.StartTold(instance=instance, node="n1", state="READY", seconds=0.5, took=took, at=1.0)
+    def of(instance: str, took: float | None, state: str = "READY") -> ctl.Explained:
+        start = ctl.StartTold(instance=instance, node="n1", state=state, seconds=0.5, took=took, at=1.0)
         return ctl.Explained(
             function="f", version=1, policy="StartupTime", decision="a start on n1", past=True, starts=(start,)
         )
@@ -489,7 +489,8 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
             subject = subjects.event("gateway", GATEWAY, kind, "f", lost.call)
             w.gateway._bus.publish_now(subject, lost)
         await w.gateway._bus.flush()
-        for told in (of("before", None), of("before", 0.75), of(entry().instance, 0.25)):
+        of_before = (of("before", None), of("before", 0.75), of("cut", None, "STARTING"), of("bad", None, "FAILED"))
+        for told in (*of_before, of(entry().instance, 0.25)):
             w.controller.bus.publish_now(subjects.decision("f"), told)
         await w.controller.bus.flush()
         await w.controller.serve("explain", ctl.Explain, explain)
@@ -505,7 +506,12 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
             await response.aread()
         await until(lambda: len(w.gateway.calls) == 0, what="it is over")
     starts = {each["instance"]: (each["state"], each["seconds"], each["took"]) for each in of_function["starts"]}
-    assert starts == {"before": ("", 0.5, 0.75), entry().instance: ("READY", 0.5, 0.25)}
+    assert starts == {
+        "before": ("", 0.5, 0.75),
+        "cut": ("", 0.5, None),
+        "bad": ("FAILED", 0.5, None),
+        entry().instance: ("READY", 0.5, 0.25),
+    }
     assert (forgotten["state"], forgotten["instance"], forgotten["error"]) == ("FAILED", "before", "it raised")
     assert forgotten["starts"][0]["took"] == 0.75
     assert of_function["decision"] == "all capacity is in use", "what would be done now"

@@ -739,6 +739,14 @@ def test_a_call_that_has_ended_is_explained_by_its_start(gateway: Gateway) -> No
     assert "call call-1 is FAILED on i\nit raised\n" in said
     assert "chat v2: its instance i was a start on n1 (StartupTime)" in said
     assert "NOT THEN, SINCE" in said
+    assert "  queue  " in said, "what was asked for"
+    nothing = ExplainView(
+        function="chat", version=2, policy="", decision="there is no function chat", past=True, call="call-1",
+        state="SUCCEEDED",
+    ).model_dump(mode="json")  # fmt: skip
+    gateway.will(Answer(json=nothing))
+    said = here("explain", "call-1").stdout
+    assert said.startswith("call call-1 is SUCCEEDED\nchat v2: there is no function chat\n")
 
 
 def test_events_are_shown_as_they_come(gateway: Gateway) -> None:
