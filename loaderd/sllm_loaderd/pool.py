@@ -32,6 +32,7 @@ QUIET_S: Final = 0.5
 """Since chunks were last taken, until others get their pages. On few cores that takes time from the very start that
 took them, as to refill a pool of warm sandboxes does: of a start from the SSD on two cores it had half."""
 LONGEST_S: Final = 3.0
+"""Where chunks are taken all the while, others get theirs from then on all the same, until there are enough."""
 
 
 class ChunkPool:
@@ -56,8 +57,10 @@ class ChunkPool:
         self._chunks: set[Chunk] = set()
         self._free: list[Chunk] = []
         self._faulting = 0
-        self._quiet_until = self._busy_since = 0.0
+        self._quiet_until = 0.0
         """``time.monotonic``."""
+        self._lacking_since: float | None = None
+        """When chunks were taken for the first time since as many had their pages as shall."""
         self._changed = threading.Condition()
         self._closing = False
         self.on_freed: Callable[[list[int]], None] = lambda ids: None
@@ -115,10 +118,10 @@ class ChunkPool:
             return taken
 
     def _postpone(self, now: float) -> None:
-        """Chunks were taken ``now``; where that goes on for LONGEST_S others get their pages all the same."""
-        if now >= self._quiet_until:
-            self._busy_since = now
-        self._quiet_until = min(now + QUIET_S, max(now, self._busy_since + LONGEST_S))
+        """Chunks were taken ``now``: others get their pages in a while."""
+        if self._lacking_since is None:
+            self._lacking_since = now
+        self._quiet_until = min(now + QUIET_S, self._lacking_since + LONGEST_S)
 
     def _take_whole(self, count: int) -> list[Chunk]:
         self._free.sort(key=lambda chunk: (chunk.prefaulted, chunk.dirty))
@@ -301,6 +304,7 @@ class ChunkPool:
                 if ready < self._ahead and room and (made := self._try_create()) is not None:
                     self._faulting += 1
                     return made
+                self._lacking_since = None
                 # Woken by every allocation and by close; the time-out is for a wake-up that was missed, or for
                 # descriptors or memory that were short.
                 self._changed.wait(timeout=60)

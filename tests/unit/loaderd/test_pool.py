@@ -293,10 +293,16 @@ def test_pages_are_made_ahead_when_nobody_has_taken_any_for_a_while(monkeypatch:
 def test_pages_are_made_ahead_also_where_chunks_are_taken_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sllm_pool, "QUIET_S", 2 * WAIT)
     monkeypatch.setattr(sllm_pool, "LONGEST_S", 0.1)
-    pool = ChunkPool(SIZE, 8 * SIZE, 2 * SIZE)
+    pool = ChunkPool(SIZE, 64 * SIZE, 2 * SIZE)
     try:
-        pool.allocate(1)
-        assert pool.wait_prefaulted(2 * SIZE, WAIT)
+        for _ in range(3):
+            pool.allocate(1)
+            assert pool.wait_prefaulted(2 * SIZE, WAIT)
+        monkeypatch.setattr(sllm_pool, "LONGEST_S", 0.0)
+        pool.keep_ready(16 * SIZE)
+        for _ in range(16):  # each time before there are enough
+            pool.allocate(1)
+        assert pool.wait_prefaulted(16 * SIZE, WAIT)
     finally:
         pool.close()
 
