@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from sllm_loaderd import huge_pages
 from sllm_loaderd.client import memory
 from sllm_loaderd.sealed import adopt_sealed, create_sealed
 from sllm_runtime.protocol.states import check
@@ -79,10 +80,15 @@ def create_chunk(size: int, *, huge: bool, lasting: bool) -> Chunk:
 
 def fault(chunk: Chunk, *, huge: bool) -> None:
     """Give it its pages, now. Where memory is in pieces a fault takes small ones in place of a ``huge`` one; here there
-    is time to have others moved for it (Linux 6.1; huge ones already there cost it 20 us a chunk)."""
+    is time to have others moved for it (Linux 6.1), but only where that has to be: the kernel waits for every core
+    then, 45 ms, and whoever maps something in this process waits for the kernel. For the same reason a little is
+    faulted at a time: memory that a virtual machine never had takes its host some 2 ms for each MiB."""
+    before = huge_pages.taken() if huge else 0
     try:
-        memory.advise(chunk.address, chunk.size, memory.MADV_POPULATE_WRITE)
-        if huge:
+        for start in range(0, chunk.size, memory.HUGE_PAGE):
+            nbytes = min(memory.HUGE_PAGE, chunk.size - start)
+            memory.advise(chunk.address + start, nbytes, memory.MADV_POPULATE_WRITE)
+        if huge and huge_pages.taken() - before < chunk.size:
             memory.advise(chunk.address, chunk.size, memory.MADV_COLLAPSE)
     except OSError as error:  # short of memory: the chunk serves as it is, its pages come one by one
         log.warning("pre-faulting: %s", error)

@@ -10,7 +10,18 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+MEMINFO: Final = Path("/proc/meminfo")
+_TAKEN: Final = re.compile(r"^ShmemHugePages: +(\d+) kB$", re.MULTILINE)
 _GIVING: Final = frozenset({"advise", "always", "within_size", "force"})
+
+
+def taken(meminfo: Path = MEMINFO) -> int:
+    """Bytes of this machine's shared memory that are in pages of 2 MiB; 0: it does not say."""
+    try:
+        found = _TAKEN.search(meminfo.read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found is not None else 0
 
 
 def have_huge_pages(setting: Path = SHMEM_ENABLED) -> bool:

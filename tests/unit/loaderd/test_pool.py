@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from sllm_loaderd import huge_pages
 from sllm_loaderd import pool as sllm_pool
 from sllm_loaderd.chunk import Chunk, ChunkState
 from sllm_loaderd.client import memory
@@ -257,9 +258,12 @@ def test_chunks_of_2_mib_lie_at_its_borders_and_ask_for_huge_pages() -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("huge", [False, True])
-def test_pages_made_ahead_are_made_huge(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("huge", "given"), [(False, 0), (True, 0), (True, memory.HUGE_PAGE)])
+def test_pages_made_ahead_are_made_huge(huge: bool, given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the fault has not ``given`` huge ones already."""
     asked: list[int] = []
+    taken = iter((7, 7 + given))
+    monkeypatch.setattr(huge_pages, "taken", lambda: next(taken))
     advise = memory.advise
 
     def noted(address: int, size: int, advice: int) -> bool:
@@ -273,7 +277,7 @@ def test_pages_made_ahead_are_made_huge(huge: bool, monkeypatch: pytest.MonkeyPa
     finally:
         pool.close()
     ours = [memory.MADV_HUGEPAGE, memory.MADV_POPULATE_WRITE, memory.MADV_COLLAPSE]
-    assert asked == (ours if huge else ours[1:2])
+    assert asked == (ours[: 2 if given else 3] if huge else ours[1:2])
 
 
 def test_pages_are_made_ahead_when_nobody_has_taken_any_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,3 +354,12 @@ def test_huge_pages_are_turned_on_where_allowed(tmp_path: Path, content: str, ha
     assert have_huge_pages(setting) is have
     assert setting.read_text() == (after or content)
     assert not have_huge_pages(tmp_path / "none")
+
+
+def test_how_much_is_in_huge_pages(tmp_path: Path) -> None:
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal: 9 kB\nShmemHugePages:    4096 kB\nShmemPmdMapped: 0 kB\n")
+    assert huge_pages.taken(told) == 4 * 2**20
+    told.write_text("MemTotal: 9 kB\n")
+    assert huge_pages.taken(told) == 0
+    assert huge_pages.taken(tmp_path / "none") == 0
