@@ -29,10 +29,10 @@ F_ADD_SEALS: Final = 1033
 _FAULT_DEADLINE_S: Final = 5.0
 _PREFAULT_NICE: Final = 10
 QUIET_S: Final = 0.5
-"""Since chunks were last taken, until others get their pages. On few cores that takes time from the very start that
-took them, as to refill a pool of warm sandboxes does: of a start from the SSD on two cores it had half."""
+"""Since a load has begun, until chunks get their pages ahead. On few cores that takes time from the very start that is
+under way, as to refill a pool of warm sandboxes does: of a start from the SSD on two cores it had half."""
 LONGEST_S: Final = 3.0
-"""Where chunks are taken all the while, others get theirs from then on all the same, until there are enough."""
+"""Where loads begin all the while, chunks get theirs from then on all the same, until there are enough."""
 
 
 class ChunkPool:
@@ -60,7 +60,7 @@ class ChunkPool:
         self._quiet_until = 0.0
         """``time.monotonic``."""
         self._lacking_since: float | None = None
-        """When chunks were taken for the first time since as many had their pages as shall."""
+        """When a load began for the first time since as many had their pages as shall."""
         self._changed = threading.Condition()
         self._closing = False
         self.on_freed: Callable[[list[int]], None] = lambda ids: None
@@ -112,13 +112,12 @@ class ChunkPool:
             taken = self._take_whole(count) if size == self.chunk_bytes else self._make_small(count, size)
             for chunk in taken:
                 chunk.move(ChunkState.USED)
-            if taken:
-                self._postpone(time.monotonic())
+            self._postpone(time.monotonic())
             self._changed.notify_all()
             return taken
 
     def _postpone(self, now: float) -> None:
-        """Chunks were taken ``now``: others get their pages in a while."""
+        """A load begins ``now``, also one of what is in memory: chunks get their pages in a while."""
         if self._lacking_since is None:
             self._lacking_since = now
         self._quiet_until = min(now + QUIET_S, self._lacking_since + LONGEST_S)

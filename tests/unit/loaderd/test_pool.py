@@ -311,15 +311,16 @@ def test_pages_are_made_ahead_also_where_chunks_are_taken_all_the_while(monkeypa
         pool.close()
 
 
-def test_who_takes_no_chunk_postpones_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load of what is in memory."""
+def test_pages_wait_also_for_a_load_of_what_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sllm_pool, "QUIET_S", 2 * WAIT)
-    monkeypatch.setattr(sllm_pool, "LONGEST_S", 2 * WAIT)
-    pool = ChunkPool(SIZE, 8 * SIZE, 2 * SIZE)
+    pool = ChunkPool(SIZE, 8 * SIZE, 0)
     try:
         pool.allocate(0)
-        pool.keep_ready(4 * SIZE)
-        assert pool.wait_prefaulted(4 * SIZE, WAIT)
+        pool.keep_ready(2 * SIZE)
+        assert not pool.wait_prefaulted(2 * SIZE, 0.3)
+        monkeypatch.setattr(sllm_pool, "LONGEST_S", 0.0)
+        pool.allocate(0)
+        assert pool.wait_prefaulted(2 * SIZE, WAIT)
     finally:
         pool.close()
 
