@@ -48,16 +48,14 @@ def explained(view: View, key: Key, policy: Policy, now: float, outcomes: Sequen
     starts of its instances took beside what was expected, and what came of its last predictions (``outcomes``)."""
     version, view = view.versions[key], _unclaimed(view)
     request = Request(key, version.manifest, version.model)
-    decision = policy.place(request, view, now, random.Random(0))
-    kept_back = _kept_back(view, key, now)
-    placed = decision if isinstance(decision, Place) and not kept_back else None
+    decision = _kept_back(view, key, now) or policy.place(request, view, now, random.Random(0))
     return Explained(
         function=key[0],
         version=key[1],
         policy=type(policy).__name__,
-        decision=kept_back or (_words(decision) if isinstance(decision, Place) else str(decision.reason)),
-        node=placed.node if placed is not None else "",
-        possible=not kept_back and not isinstance(decision, Refuse),
+        decision=_words(decision) if isinstance(decision, Place) else str(decision.reason),
+        node=decision.node if isinstance(decision, Place) else "",
+        possible=not isinstance(decision, Refuse),
         pending=view.why(key),
         candidates=_candidates(view, request, policy, now, view.nodes)[:MOST],
         starts=tuple(_told(instance) for instance in view.of(key) if not instance.ended),
@@ -93,14 +91,15 @@ def started(past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, sho
     )
 
 
-def _kept_back(view: View, key: Key, now: float) -> str:
-    """Why none is started whatever room there is; empty: nothing keeps it back."""
+def _kept_back(view: View, key: Key, now: float) -> Refuse | None:
+    """Why none is started whatever room there is; None: nothing keeps it back."""
     failure, most = view.failures.get(key), view.versions[key].manifest.max_instances
     if failure is not None and backoff.active(failure, now, asked=True):
-        return f"none for another {failure.until - now:.0f} s, since the last start failed: {failure.error.message}"
+        left_s = failure.until - now
+        return Refuse(f"none for another {left_s:.0f} s, since the last start failed: {failure.error.message}")
     if sum(instance.live for instance in view.of(key)) >= most:
-        return f"none: it has as many as it may (max_instances is {most})"
-    return ""
+        return Refuse(f"none: it has as many as it may (max_instances is {most})")
+    return None
 
 
 def _unclaimed(view: View) -> View:

@@ -19,6 +19,7 @@ from nats.aio.msg import Msg
 from sllm_gateway import move as moving
 from sllm_gateway import moves, queue, tempo
 from sllm_gateway.binding import Binding
+from sllm_gateway.call import Call
 from sllm_gateway.move import BEHIND, IN_STEP, NEAR, ROUNDS, TOGETHER_S, Move, Stage
 from sllm_gateway.pace import Pace
 from sllm_gateway.resumption import Resumption
@@ -861,6 +862,13 @@ class Scene:
             self.pace["i1"] = number
             await until(lambda: all(run.outbox.acked >= 2 * number - 10 for run in runs))  # noqa: B023 - awaited here
 
+    def moving(self) -> Call:
+        """The one that the source has."""
+        (first,) = self.runs("i1")
+        call = self.w.gateway.calls.get(first.head.call)
+        assert call is not None
+        return call
+
     async def moved(self) -> float:
         text = (await self.w.http.get("/metrics")).text
         lines = [line for line in text.split("\n") if line.startswith("sllm_calls_moved_total{")]
@@ -955,9 +963,7 @@ async def test_one_that_is_not_to_move_any_more_is_not_followed(nats: Nats, monk
     followed for."""
     monkeypatch.setattr(Pace, "full", lambda *_: False)
     async with scene(nats, reserve_s=NEVER) as s, s.reading() as call:
-        (first,) = s.runs("i1")
-        moving = s.w.gateway.calls.get(first.head.call)
-        assert moving is not None
+        moving = s.moving()
         assert moving.resumption is not None
         await s.deploy(moves=True)
         await until(lambda: moving.binding is not None and moving.binding.following)
@@ -974,9 +980,7 @@ async def test_a_reserve_that_was_given_back_is_made_anew(nats: Nats, monkeypatc
     """Its destination had no room for it then."""
     monkeypatch.setattr(Pace, "full", lambda *_: False)
     async with scene(nats, reserve_s=NEVER) as s, s.reading() as call:
-        (first,) = s.runs("i1")
-        moving = s.w.gateway.calls.get(first.head.call)
-        assert moving is not None
+        moving = s.moving()
         await s.deploy(moves=True)
         await until(lambda: moving.pace is not None)
         made, moving.pace = moving.pace, None
@@ -999,9 +1003,7 @@ async def test_what_is_in_reserve_of_a_call_that_is_cancelled_is_not_written(
 ) -> None:
     monkeypatch.setattr(Pace, "full", lambda *_: False)
     async with scene(nats, reserve_s=NEVER) as s, s.reading() as call:
-        (first,) = s.runs("i1")
-        moving = s.w.gateway.calls.get(first.head.call)
-        assert moving is not None
+        moving = s.moving()
         await s.deploy(moves=True)
         await until(lambda: moving.pace is not None)
         monkeypatch.setattr(Pace, "release", lambda *_: [])

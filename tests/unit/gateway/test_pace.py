@@ -259,16 +259,22 @@ def test_what_is_in_reserve_is_the_callers_also_when_its_instance_dies() -> None
     assert call.pace is None
 
 
-async def test_it_is_written_when_it_is_due() -> None:
-    """By a timer, with nothing that comes."""
-    loop, call = asyncio.get_running_loop(), call_named("moves")
-    written: list[Frame] = []
+def written_now(now: float) -> tuple[Call, list[Frame]]:
+    """A call with two tokens and a reserve, and what was written of it."""
+    call, written = call_named("moves"), list[Frame]()
 
     def write(now: float) -> bool:
         written.extend(call.take_due(now))
         return True
 
-    call.write_now, call.pace, call.frames = write, Pace(STEP, loop.time()), token(0) + token(1)
+    call.write_now, call.pace, call.frames = write, Pace(STEP, now), token(0) + token(1)
+    return call, written
+
+
+async def test_it_is_written_when_it_is_due() -> None:
+    """By a timer, with nothing that comes."""
+    loop = asyncio.get_running_loop()
+    call, written = written_now(loop.time())
     Arrivals(lambda *_: None, loop.time).add(call)
     await until(lambda: written == token(0) + token(1))
     assert not call.held
@@ -276,14 +282,8 @@ async def test_it_is_written_when_it_is_due() -> None:
 
 async def test_what_its_reader_has_kept_is_written_when_it_is_due() -> None:
     """Nothing came since: the reader wrote by itself, as after it had waited for its client."""
-    loop, call = asyncio.get_running_loop(), call_named("moves")
-    written: list[Frame] = []
-
-    def write(now: float) -> bool:
-        written.extend(call.take_due(now))
-        return True
-
-    call.write_now, call.pace, call.frames = write, Pace(STEP, loop.time()), token(0) + token(1)
+    loop = asyncio.get_running_loop()
+    call, written = written_now(loop.time())
     assert call.take_due(loop.time()) == []
     arrivals = Arrivals(lambda *_: None, loop.time)
     arrivals.written(call)
