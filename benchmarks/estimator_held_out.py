@@ -33,7 +33,7 @@ TIERS: Final = {"held_out_ssd": "ssd", "held_out_dram": "dram"}
 """By case."""
 LIMITS: Final = {"ssd": SSD, "dram": DRAM}
 KNOWN: Final = "n1"
-MEASURES_S: Final = 1.0
+MEASURES_S: Final = 3.0
 """A node reads from its disk more than once, the last time within this of the first."""
 SETTINGS: Final = {"SLLM_POOL_SIZE": "1", "SLLM_POOL_BYTES": str(1024 * MIB)}
 

@@ -20,9 +20,9 @@ from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.loader import DISK, PRIORITIES
 
-READS: Final = 3
-"""Times that a disk is read from, since it may be slow for some tenths of a second; each time another part of the file,
-which nothing on its way has kept."""
+READS: Final = 8
+"""Times that a disk is read from, since it may be slow or fast for some tenths of a second; each time another part of
+the file, which nothing on its way has kept."""
 MOST: Final = 32 * MIB
 """Bytes that are read each time: 30 ms of a disk of 1 GB/s."""
 LEAST: Final = 4 * MIB
@@ -92,7 +92,9 @@ def probe(
         return []
     nbytes, file = found
     there, pieces = nbytes // _PIECE, min(nbytes, MOST) // _PIECE
-    memory = Piece(huge=huge)  # all reads may share it
+    # Of each read its own, as loads have it: what is overwritten again and again never leaves the processor's cache,
+    # and a disk whose bytes a processor copies (a virtual one) seems a fifth faster than it is.
+    memory = [Piece(huge=huge) for _ in range(pieces)]
     left = count(pieces - 1, -1)
 
     def ended(task: Task, error: SllmError | None) -> None:
@@ -101,7 +103,7 @@ def probe(
             on_end()
 
     numbers = ((turn * pieces + number) % there for number in range(pieces))
-    reads = [ProbeRead(number, file, _PIECE, memory, ended) for number in numbers]
+    reads = [ProbeRead(number, file, _PIECE, piece, ended) for number, piece in zip(numbers, memory, strict=True)]
     paths.put(reads, len(PRIORITIES) - 1)
     return reads
 
