@@ -27,6 +27,8 @@ class Trace:
     call: str | None = None
     timeline: tuple[Span, ...] = ()
     progress: ProgressView | None = None
+    gateway: str | None = None
+    """URL of the one that sent it."""
     broken: bool = False
     """Whether its stream, as last read, had no end."""
     observe: Observe = ignore

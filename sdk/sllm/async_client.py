@@ -15,6 +15,7 @@ from sllm import answers, transport
 from sllm.answers import Observe, Trace
 from sllm.connection import Connection
 from sllm.following import Following
+from sllm.gateways import Asking
 from sllm.sse import Event, Parser
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
@@ -61,7 +62,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
                         yield value
                 return
             except SllmError as error:
-                wait = None if begun else self._retry.wait(attempt, error, repeatable=False)
+                wait = None if begun else self._again_in(attempt, error, repeatable=False)
                 if wait is None:
                     raise
                 await asyncio.sleep(wait)
@@ -76,7 +77,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
 
     async def _followed(self, path: str, body: bytes, trace: Trace) -> AsyncGenerator[Event, None]:
         """The events of a call, also where they come from several gateways, one after the other."""
-        following = Following(self.profile.urls)
+        following = Following(self._gateways)
         reading = self.events("POST", path, trace=trace, content=body, headers=transport.JSON)
         while True:
             try:
@@ -113,9 +114,9 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         """As ``Client.events``."""
         trace = trace or Trace()
         trace.broken = False
-        headers = {**transport.SSE, **options.pop("headers", {})}
+        options["headers"] = {**transport.SSE, **options.get("headers", {})}
         try:
-            async with self._http.stream(method, path, headers=headers, **options) as response:
+            async with aclosing(await self._sent(method, path, trace, stream=True, **options)) as response:
                 trace.call = answers.call_id(response.headers)
                 if response.is_error:
                     raise answers.error_from(response.status_code, response.headers, await response.aread())
@@ -126,14 +127,26 @@ class AsyncClient(Connection[httpx.AsyncClient]):
                         if event.done or event.event == "error":
                             return
         except httpx.HTTPError as error:
-            raise transport.failed(self.url, error, trace) from error
+            raise transport.failed(trace.gateway or self.url, error, trace) from error
         raise answers.broken_off(trace)
 
+    async def _sent(
+        self, method: str, path: str, trace: Trace | None, *, stream: bool = False, **options: Any
+    ) -> httpx.Response:
+        """The answer of the first gateway that takes the connection. Raises the typed error."""
+        asking = Asking(self._gateways, path)
+        while True:
+            request = self._http.build_request(method, asking.url, **options)
+            try:
+                response = await self._http.send(request, stream=stream)
+            except httpx.HTTPError as error:
+                asking.failed(error, trace)
+            else:
+                asking.answered(trace)
+                return response
+
     async def _once(self, method: str, path: str, trace: Trace | None, options: Mapping[str, Any]) -> Any:
-        try:
-            response = await self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            raise transport.failed(self.url, error) from error
+        response = await self._sent(method, path, None, **options)
         if trace is not None:
             trace.call = answers.call_id(response.headers)
         return answers.document(response.status_code, response.headers, response.content)
@@ -144,7 +157,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
             try:
                 return await once()
             except SllmError as error:
-                wait = self._retry.wait(attempt, error, repeatable=repeatable)
+                wait = self._again_in(attempt, error, repeatable=repeatable)
                 if wait is None:
                     raise
                 await asyncio.sleep(wait)

@@ -15,6 +15,7 @@ from sllm.answers import Observe, Trace
 from sllm.async_client import AsyncClient
 from sllm.connection import Connection
 from sllm.following import Following
+from sllm.gateways import Asking
 from sllm.sse import Event, Parser
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
@@ -22,7 +23,7 @@ __all__ = ["AsyncClient", "Client"]
 
 
 class Client(Connection[httpx.Client]):
-    """A connection pool to one gateway. Use as a context manager, or ``close`` it."""
+    """A connection pool to a platform. Use as a context manager, or ``close`` it."""
 
     @staticmethod
     def _pool(options: Mapping[str, Any], wire: Mapping[str, Any]) -> httpx.Client:
@@ -66,7 +67,7 @@ class Client(Connection[httpx.Client]):
                         yield value
                 return
             except SllmError as error:
-                wait = None if begun else self._retry.wait(attempt, error, repeatable=False)
+                wait = None if begun else self._again_in(attempt, error, repeatable=False)
                 if wait is None:
                     raise
                 time.sleep(wait)
@@ -81,7 +82,7 @@ class Client(Connection[httpx.Client]):
 
     def _followed(self, path: str, body: bytes, trace: Trace) -> Generator[Event, None, None]:
         """The events of a call, also where they come from several gateways, one after the other."""
-        following = Following(self.profile.urls)
+        following = Following(self._gateways)
         reading = self.events("POST", path, trace=trace, content=body, headers=transport.JSON)
         while True:
             try:
@@ -110,10 +111,7 @@ class Client(Connection[httpx.Client]):
         return str(self._again(lambda: self._text(path), repeatable=True))
 
     def _text(self, path: str, **options: Any) -> str:
-        try:
-            response = self._http.get(path, **options)
-        except httpx.HTTPError as error:
-            raise transport.failed(self.url, error) from error
+        response = self._sent("GET", path, None, **options)
         if response.is_error:
             raise answers.error_from(response.status_code, response.headers, response.content)
         return response.text
@@ -134,9 +132,9 @@ class Client(Connection[httpx.Client]):
         and ``InstanceLost`` where it broke off (an ``error`` event is an end)."""
         trace = trace or Trace()
         trace.broken = False
-        headers = {**transport.SSE, **options.pop("headers", {})}
+        options["headers"] = {**transport.SSE, **options.get("headers", {})}
         try:
-            with self._http.stream(method, path, headers=headers, **options) as response:
+            with closing(self._sent(method, path, trace, stream=True, **options)) as response:
                 trace.call = answers.call_id(response.headers)
                 if response.is_error:
                     raise answers.error_from(response.status_code, response.headers, response.read())
@@ -147,14 +145,26 @@ class Client(Connection[httpx.Client]):
                         if event.done or event.event == "error":
                             return
         except httpx.HTTPError as error:
-            raise transport.failed(self.url, error, trace) from error
+            raise transport.failed(trace.gateway or self.url, error, trace) from error
         raise answers.broken_off(trace)
 
+    def _sent(
+        self, method: str, path: str, trace: Trace | None, *, stream: bool = False, **options: Any
+    ) -> httpx.Response:
+        """The answer of the first gateway that takes the connection. Raises the typed error."""
+        asking = Asking(self._gateways, path)
+        while True:
+            request = self._http.build_request(method, asking.url, **options)
+            try:
+                response = self._http.send(request, stream=stream)
+            except httpx.HTTPError as error:
+                asking.failed(error, trace)
+            else:
+                asking.answered(trace)
+                return response
+
     def _once(self, method: str, path: str, trace: Trace | None, options: Mapping[str, Any]) -> Any:
-        try:
-            response = self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            raise transport.failed(self.url, error) from error
+        response = self._sent(method, path, None, **options)
         if trace is not None:
             trace.call = answers.call_id(response.headers)
         return answers.document(response.status_code, response.headers, response.content)
@@ -165,7 +175,7 @@ class Client(Connection[httpx.Client]):
             try:
                 return once()
             except SllmError as error:
-                wait = self._retry.wait(attempt, error, repeatable=repeatable)
+                wait = self._again_in(attempt, error, repeatable=repeatable)
                 if wait is None:
                     raise
                 time.sleep(wait)

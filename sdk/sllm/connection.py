@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from sllm import transport
+from sllm.gateways import Gateways
 from sllm.retry import Retry
+from sllm_runtime.protocol.errors import SllmError
 
 Pool = TypeVar("Pool")
 
 
 class Connection(Generic[Pool]):
-    """Connections to one gateway: ``url`` and ``token``, or those of ``profile``, or those of the environment.
+    """Connections to a platform: ``url`` and ``token``, or those of ``profile``, or those of the environment. Where
+    a profile has several gateways one is asked, and the next one once that takes no connection.
 
     ``timeout``: longest silence in seconds before the gateway counts as gone (default: 60 for streams, and as long as
     a call may last for answers in one piece, whose deadlines are the platform's).
@@ -29,6 +32,7 @@ class Connection(Generic[Pool]):
         retry: Retry | None = None,
     ) -> None:
         self.profile = transport.chosen(url, token, profile)
+        self._gateways = Gateways(self.profile.urls)
         self._timeout = timeout
         self._retry = retry or Retry()
         wire = {"socket_options": transport.keepalive(), "verify": transport.secure(self.profile)}
@@ -41,8 +45,15 @@ class Connection(Generic[Pool]):
 
     @property
     def url(self) -> str:
-        """The gateway's."""
-        return self.profile.url
+        """Of the gateway that is asked."""
+        return self._gateways.urls[0]
+
+    def _again_in(self, attempt: int, error: SllmError, *, repeatable: bool) -> float | None:
+        """As ``Retry.wait``; what is sent again is sent to the next gateway, whose queue and whose life are others."""
+        wait = self._retry.wait(attempt, error, repeatable=repeatable)
+        if wait is not None:
+            self._gateways.past(self.url)
+        return wait
 
     def _whole(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """How a call is sent whose answer comes in one piece."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sllm.answers import Trace
+from sllm.gateways import Gateways
 from sllm.sse import Event
 from sllm_runtime.protocol.errors import CallMoved, SllmError
 from sllm_runtime.protocol.http import CALLS
@@ -20,9 +21,9 @@ _WAITS_S: Final = (0.0, 0.1, 0.2, 0.5, 1.0)
 
 @dataclass
 class Following:
-    """One call's stream over all of its connections. ``urls``: the gateways, the one that was asked first."""
+    """One call's stream over all of its connections, at any of ``gateways``."""
 
-    urls: tuple[str, ...]
+    gateways: Gateways
     call: str | None = None
     last: str | None = None
     """Id of the last output that is here."""
@@ -30,7 +31,6 @@ class Following:
     """How it broke off, since nothing has come after that."""
     _since: float = 0.0
     _tries: int = 0
-    _at: int = 0
 
     def seen(self, event: Event) -> None:
         """An event is here, whole."""
@@ -53,13 +53,14 @@ class Following:
             raise self.lost from error
         trace.call = self.call
         self._tries += 1
-        self._at = (self._at + 1) % len(self.urls)
-        return _WAITS_S[min((self._tries - 1) // len(self.urls), len(_WAITS_S) - 1)]
+        if trace.gateway is not None:
+            self.gateways.past(trace.gateway)
+        return _WAITS_S[min((self._tries - 1) // len(self.gateways), len(_WAITS_S) - 1)]
 
     @property
     def path(self) -> str:
-        """Where to read on: the other gateways first, in turn."""
-        return f"{self.urls[self._at]}{CALLS}/{self.call}/events"
+        """Where to read on."""
+        return f"{CALLS}/{self.call}/events"
 
     @property
     def headers(self) -> Mapping[str, str]:

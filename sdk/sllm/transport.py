@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -25,6 +25,8 @@ SILENCE_S: Final = 60.0
 """Heartbeats come every 10 s."""
 WHOLE_S: Final = 86_400.0 + 60.0
 """An answer in one piece is silent until it is there: as long as the longest ``timeout`` of a manifest."""
+NOT_HEARD: Final = (httpx.ConnectError, httpx.ConnectTimeout)
+"""Nobody has seen a request that ended so: it may be sent anywhere again, whatever it does."""
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -32,18 +34,21 @@ def options(profile: Profile, timeout: float | None) -> dict[str, Any]:
     """Keyword arguments of an httpx client for ``profile``, but for its ``mounts``."""
     headers = {"Authorization": f"Bearer {profile.token}"} if profile.token else {}
     return {
-        "base_url": profile.url,
         "headers": headers,
         "timeout": httpx.Timeout(timeout or SILENCE_S, connect=CONNECT_S),
         # A proxy of the environment is not asked for this machine: it would see the token.
-        "trust_env": urlsplit(profile.url).hostname not in _LOOPBACK,
+        "trust_env": not any(_here(url) for url in profile.urls),
         "verify": secure(profile),
     }
 
 
 def secure(profile: Profile) -> bool:
     """Whether certificates are checked: always where there are any. Reading the authorities takes 50 ms."""
-    return urlsplit(profile.url).scheme == "https"
+    return any(urlsplit(url).scheme == "https" for url in profile.urls)
+
+
+def _here(url: str) -> bool:
+    return urlsplit(url).hostname in _LOOPBACK
 
 
 def keepalive() -> list[tuple[int, int, int]]:
@@ -103,10 +108,19 @@ def _value(name: str, value: Any) -> bytes:
 
 def failed(url: str, error: httpx.HTTPError, trace: Trace | None = None) -> SllmError:
     """The typed error for a request that got no answer, or half of one (``trace``: of a call)."""
-    reason = f"{type(error).__name__}: {error}".rstrip(": ")
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
-        start = "; `sllm up` starts one here" if urlsplit(url).hostname in _LOOPBACK else ""
-        return Unavailable(f"no gateway answers at {url} ({reason}){start}")
+    if isinstance(error, (*NOT_HEARD, httpx.PoolTimeout)):
+        return unreached([url], error)
     if trace is not None and trace.call is not None:
         return broken_off(trace)
-    return InstanceLost(f"the connection to {url} broke off before an answer came ({reason}); it may have been done")
+    why = _reason(error)
+    return InstanceLost(f"the connection to {url} broke off before an answer came ({why}); it may have been done")
+
+
+def unreached(urls: Sequence[str], error: httpx.HTTPError) -> Unavailable:
+    """None of ``urls`` took the connection; ``error``: what came of the last."""
+    start = "; `sllm up` starts one here" if all(map(_here, urls)) else ""
+    return Unavailable(f"no gateway answers at {' or '.join(urls)} ({_reason(error)}){start}")
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")

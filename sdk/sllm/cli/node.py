@@ -13,7 +13,7 @@ from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm_runtime.protocol.errors import Conflict, DeadlineExceeded, SllmError, Unavailable
-from sllm_runtime.protocol.http import API, NodeDetailView, NodeListView, NodeView
+from sllm_runtime.protocol.http import API, NodeDetailView, NodeForgottenView, NodeListView, NodeView
 
 Name = Annotated[str, typer.Argument(help="The node's name.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until nothing runs there; or say it and return.")]
@@ -85,6 +85,18 @@ def cordon(context: typer.Context, name: Name, json: Json = False) -> None:
 def uncordon(context: typer.Context, name: Name, json: Json = False) -> None:
     """Use a node again that was cordoned or drained."""
     _said(_wish(context, name, "uncordon"), "is in use", json)
+
+
+@app.command()
+def forget(context: typer.Context, name: Name, json: Json = False) -> None:
+    """Strike a node off the list that has gone for good: nothing was heard of it for some seconds."""
+    with client(context) as connection:
+        path = f"{API}/nodes/{quote(name, safe='')}"
+        found = NodeForgottenView.model_validate(connection.request("DELETE", path))
+    if json:
+        output.value(found.model_dump(mode="json"))
+    else:
+        output.text(f"{found.node} is forgotten")
 
 
 @app.command()

@@ -354,6 +354,13 @@ def test_lists(gateway: Gateway) -> None:
     assert "no nodes have joined" in here("node", "list").stderr
 
 
+def test_a_node_is_forgotten(gateway: Gateway) -> None:
+    gateway.will(Answer(json={"node": "n1", "forgotten": True}))
+    assert here("node", "forget", "n1").stdout == "n1 is forgotten\n"
+    assert gateway.asked[-1][:2] == ("DELETE", "/api/v1/nodes/n1")
+    assert document(here("node", "forget", "n1", "--json")) == {"node": "n1", "forgotten": True}
+
+
 def test_a_drain_waits_as_long_as_it_is_told_to(gateway: Gateway) -> None:
     node = {
         "node": "n1", "alive": True, "cordoned": True, "draining": True, "age_s": 0.0, "cpu": 2, "free_cpu": 1,

@@ -15,12 +15,14 @@ import pytest
 from sllm import AsyncClient, AsyncFunction, Client, Function
 from sllm.answers import Trace
 from sllm.following import FOLLOW_S, Following
+from sllm.gateways import Gateways
 from sllm.remote import Remote
 from sllm.retry import Retry
 from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
     BY_CODE,
     CallMoved,
+    Draining,
     FunctionError,
     FunctionNotFound,
     GatewayStopped,
@@ -213,14 +215,79 @@ def test_an_error_of_the_call_itself_ends_it_wherever_it_is_read(
 
 
 def test_a_gateway_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
-    following, trace, lost = Following(("http://a", "http://b")), Trace(call=CALL, broken=True), InstanceLost("gone")
-    now, asked = 0.0, []
+    gateways, trace, lost = Gateways(("http://a", "http://b")), Trace(call=CALL, broken=True), InstanceLost("gone")
+    following, now, asked = Following(gateways), 0.0, []
     with pytest.raises(InstanceLost, match="gone"):  # noqa: PT012 - it is raised after so many
         for error_ in (lost, *[Unavailable("nobody there")] * 1000):
+            trace.gateway = gateways.urls[0]
             now += following.broke(error_, trace, now) + 0.01
-            asked.append(following.path)
+            asked.append(gateways.urls[0] + following.path)
     assert FOLLOW_S < now < FOLLOW_S + 5
     assert asked[:3] == [f"http://{name}/v1/calls/{CALL}/events" for name in ("b", "a", "b")]
+
+
+# --- several gateways -----------------------------------------------------------------------------------
+@pytest.fixture
+def nobody() -> str:
+    """Where nothing takes a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def profile(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the gateways that the profile names."""
+
+    def write(*urls: str) -> None:
+        write_profile(home, "default", urls[0], TOKEN, urls)
+        monkeypatch.delenv("SLLM_URL", raising=False)
+        monkeypatch.delenv("SLLM_TOKEN", raising=False)
+
+    return write
+
+
+def test_one_that_takes_no_connection_is_passed_over(
+    gateway: Gateway, nobody: str, profile: Callable[..., None], call: Calls, stream: Streams
+) -> None:
+    """Also for what is never sent again where it may have been heard, and with no second try."""
+    profile(nobody, gateway.url)
+    gateway.will(Answer(json=1))
+    assert call("chat") == 1
+    gateway.will(Answer(VALUES))
+    assert stream("chat") == ["a", {"b": [1]}, None]
+    gateway.will(Answer((progress("sandbox"), sse({"x": 1}, event="done"), DONE)))
+    with Client(retry=Retry(attempts=1)) as client:
+        assert client.operation("/api/v1/nodes", {}) == '{"x": 1}'
+        assert client.url == gateway.url
+        with pytest.raises(Unavailable, match=f"no gateway answers at {nobody}/metrics "):
+            client.text(f"{nobody}/metrics", within_s=1.0)  # that of a certain one
+        assert client.url == gateway.url
+
+
+def test_what_is_sent_again_goes_to_the_next(gateway: Gateway, other: Gateway, call: Calls, stream: Streams) -> None:
+    """One that stops takes no call any more, and the queue of another may have room."""
+    for mine, attempt, value in ((Answer(json=1), call, 1), (Answer(VALUES), stream, ["a", {"b": [1]}, None])):
+        gateway.will(Answer(problem=Draining("it stops")))
+        other.will(mine)
+        assert attempt("chat") == value
+    assert (len(gateway.asked), len(other.asked)) == (2, 2)
+
+
+def test_what_was_heard_goes_to_no_other(
+    rude: tuple[str, list[bytes]], gateway: Gateway, profile: Callable[..., None], call: Calls, stream: Streams
+) -> None:
+    url, heard = rude
+    profile(url, gateway.url)
+    for attempt in (call, stream):
+        with pytest.raises(InstanceLost, match="broke off before an answer came"):
+            attempt("chat")
+    assert (len(heard), gateway.asked) == (2, [])
+
+
+def test_all_that_were_asked_are_named(nobody: str, profile: Callable[..., None], call: Calls) -> None:
+    profile(nobody, nobody.replace("127.0.0.1", "localhost"))
+    with pytest.raises(Unavailable, match=f"at {nobody} or http://localhost:.*`sllm up` starts one here"):
+        call("chat")
 
 
 @pytest.fixture
