@@ -111,6 +111,7 @@ OPERATIONS = (
     ),
     Operation("get", f"{API}/nodes", "All nodes", answer=http.NodeListView, query=("detail",)),
     Operation("get", f"{API}/nodes/{{node}}", "One node, and what lies where on it", answer=http.NodeDetailView),
+    Operation("delete", f"{API}/nodes/{{node}}", "Forget a node that has gone", answer=http.NodeForgottenView),
     Operation(
         "post", f"{API}/nodes/{{node}}/{{wish}}", "cordon, uncordon or drain a node", answer=http.NodeView
     ),

@@ -1,5 +1,6 @@
 """Several nodes on one machine: each is a world of its own, and each gets what it needs by itself."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here, sllm_json
 from tests.fixtures.deployed import client_of, deploy, descendants, view, wait
+from tests.fixtures.suspended import suspended
 
 CODER = Path(__file__).parents[2] / "functions" / "coder" / "function.py"
 NODES = ("n1", "n2")
@@ -107,3 +109,23 @@ def test_each_node_says_its_share_of_the_machine(cluster: Cluster) -> None:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert sum(node["memory"] for node in found.values()) <= machine
     assert [line.split()[0] for line in here(cluster.env, "node", "list").stdout.splitlines()[1:]] == list(NODES)
+
+
+def test_a_node_that_has_gone_is_forgotten_and_joins_anew(cluster: Cluster) -> None:
+    refused = here(cluster.env, "node", "forget", "n2", expect=2)
+    assert "node n2 lives: `sllm node drain n2`" in refused.stderr
+    here(cluster.env, "node", "cordon", "n2")
+    with suspended(cluster.pid("invoker-n2")):
+        wait(lambda: "n2" not in nodes(cluster), "its silence is noticed")
+        wait(lambda: "n2" not in {instance.node for instance in view(cluster, "coder").instances}, "nothing is there")
+        assert here(cluster.env, "node", "forget", "n2").stdout == "n2 is forgotten\n"
+        assert [node["node"] for node in sllm_json(cluster.env, "node", "list")["nodes"]] == ["n1"]
+        assert "there is no node n2" in here(cluster.env, "node", "forget", "n2", expect=3).stderr
+    wait(lambda: "n2" in nodes(cluster), "it is heard again")
+    assert not nodes(cluster)["n2"]["cordoned"], "it has joined as a new one"
+    told = [event["kind"] for event in sllm_events(cluster, "node") if event["node"] == "n2"]
+    assert told[told.index("node.removed") :] == ["node.removed", "node.joined", "node.alive"]
+
+
+def sllm_events(cluster: Cluster, kind: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in here(cluster.env, "events", "--kind", kind, "--json").stdout.splitlines()]

@@ -40,6 +40,7 @@ from sllm_runtime.protocol.http import (
     MigrateRequest,
     ModelListView,
     NodeDetailListView,
+    NodeForgottenView,
     NodeListView,
     RollbackRequest,
     StatusView,
@@ -128,6 +129,7 @@ class Api:
             Route(f"{API}/instances/{{instance}}/migrate", self.migrate, methods=["POST"]),
             Route(f"{API}/nodes", self.nodes, methods=["GET"]),
             Route(f"{API}/nodes/{{node}}", self.node, methods=["GET"]),
+            Route(f"{API}/nodes/{{node}}", self.forget_node, methods=["DELETE"]),
             Route(f"{API}/nodes/{{node}}/{{wish}}", self.cordon, methods=["POST"]),
             Route(f"{API}/status", self.status, methods=["GET"]),
             Route(f"{API}/openapi.json", self.openapi, methods=["GET"]),
@@ -230,6 +232,12 @@ class Api:
             raise NotFound(f"a node is not {quoted(wish)}: POST cordon, uncordon or drain")
         verb = ctl.Cordon(node=name, cordoned=wish == "cordon", drain=wish == "drain")
         return shown(views.node(await self._controller.ask("cordon", verb, ctl.NodeInfo)))
+
+    async def forget_node(self, request: Request) -> Response:
+        """One that has gone."""
+        name: str = request.path_params["node"]
+        await self._controller.ask("forget", ctl.Forget(node=name), Ok)
+        return shown(NodeForgottenView(node=name))
 
     async def status(self, request: Request) -> Response:
         """What is there, also when the controller is not."""

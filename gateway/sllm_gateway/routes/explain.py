@@ -96,7 +96,7 @@ class Explaining:
         found = await self._asked(ctl.Explain(function=name))
         known = {start.instance: start for start in found.starts}
         for each in (await recorded(self._bus, name)).values():
-            for start in each.starts:
+            for start in (start for start in each.starts if start.at >= found.since):
                 now = known.get(start.instance)
                 if now is None:
                     known[start.instance] = structs.replace(start, state=start.state if start.state in _OVER else "")

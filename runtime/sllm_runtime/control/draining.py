@@ -1,5 +1,5 @@
 """Nodes that are cordoned or drained, by an operator or because they are stopped: nothing starts there, and what is
-there leaves. Pure."""
+there leaves. And those that are forgotten once they have gone. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from sllm_runtime.control import instances, migration
 from sllm_runtime.control.view import Instance, Node, View
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.errors import NodeNotFound
+from sllm_runtime.protocol.errors import Conflict, NodeNotFound, Unavailable
 from sllm_runtime.protocol.states import MIGRATION, final
 
 WHY = "its node is drained"
@@ -27,6 +27,20 @@ def cordon(view: View, name: str, *, cordoned: bool, drain: bool) -> View:
     drains = drain or (cordoned and node.record.draining)
     record = msgspec.structs.replace(node.record, cordoned=cordoned or drain, draining=drains)
     return view if record == node.record else view.put_node(Node(record, node.status, node.heard))
+
+
+def forget(view: View, name: str, now: float) -> View:
+    """Without node ``name``, which has gone: should it come again, it joins as a new one. Raises ``NodeNotFound``;
+    ``Conflict`` where it lives or a provider has it; ``Unavailable`` while neither is known."""
+    if name not in view.nodes:
+        raise NodeNotFound(f"there is no node {name}; `sllm node list` shows all")
+    if view.alive(name, now):
+        raise Conflict(f"node {name} lives: `sllm node drain {name}`, stop its invoker, then forget it")
+    if view.pool is not None and name in view.pool.record.members:
+        raise Conflict(f"node {name} is its provider's: it is forgotten once that no longer has it")
+    if not view.silent(name, now) or any(not instance.ended for instance in view.on(name).values()):
+        raise Unavailable(f"whether node {name} lives is not known yet; ask again", retry_after_s=limits.LOST_AFTER_S)
+    return view.drop_nodes([name])
 
 
 def advance(view: View, now: float) -> View:

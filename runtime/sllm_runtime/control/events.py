@@ -52,8 +52,9 @@ def _node_event(kind: Kind, name: str, wall: float) -> Event:
 
 
 def _node_kinds(before: Node | None, after: Node | None) -> Iterator[Kind]:
-    """That it has joined, and what was decided about it since."""
+    """That it has joined or is forgotten, and what was decided about it since."""
     if after is None:
+        yield Kind.NODE_REMOVED
         return
     if before is None:
         yield Kind.NODE_JOINED

@@ -61,6 +61,7 @@ def explained(view: View, key: Key, policy: Policy, now: float, outcomes: Sequen
         starts=tuple(_told(instance) for instance in view.of(key) if not instance.ended),
         moves=(*_planned(view, key, decision), *_moved(view, key)),
         outcomes=_came(outcomes),
+        since=min(record.created for record in view.versions_of(key[0])),
     )
 
 

@@ -39,6 +39,9 @@ class History:
 
     def follow(self, old: View, new: View, now: float) -> list[str]:
         """``old`` has become ``new``. Instances whose starts have been decided, or are over."""
+        gone = {key for key, _, version in differing(old.versions, new.versions) if version is None}
+        if gone:  # others may have their names next
+            self._outcomes = deque((each for each in self._outcomes if each.key not in gone), MOST_OUTCOMES)
         self._outcomes.extend(outcomes(old, new))
         found = []
         for name, before, after in differing(old.instances, new.instances):

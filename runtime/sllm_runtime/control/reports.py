@@ -25,7 +25,8 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
     reborn = last is not None and last.boot != status.boot
     view = view.put_node(Node(record=record, status=status, heard=now))
     for gone, release_s in released(last, status):
-        view = replace(view, learned=view.learned.released((gone.function, gone.version), release_s))
+        if (gone.function, gone.version) in view.versions:
+            view = replace(view, learned=view.learned.released((gone.function, gone.version), release_s))
     if last is None:
         view = _adopted(view, status, now, wall)
     reported = {instance.instance: instance for instance in status.instances}

@@ -114,5 +114,5 @@ def repaired(view: View) -> View:
             state = VersionState.RETIRED
         versions[key] = msgspec.structs.replace(record, state=state)
     instances = Table(instance for instance in view.instances.values() if instance.key in versions)
-    view = view.drop_versions((view.versions.keys() | view.learned.proofs.keys()) - versions.keys())
+    view = view.drop_versions((view.versions.keys() | view.learned.versions()) - versions.keys())
     return replace(view, functions=functions, versions=versions, instances=instances)

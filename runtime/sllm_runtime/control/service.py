@@ -77,6 +77,7 @@ class Service:
             "model": self.model,
             "nodes": self.nodes,
             "cordon": self.cordon,
+            "forget": self.forget,
             "migrate": self.migrate,
             "warmup": self.warmup,
             "explain": self.explain,
@@ -182,6 +183,12 @@ class Service:
         name, cordoned, drain = request.node, request.cordoned, request.drain
         view = await self._loop.commit(lambda view: draining.cordon(view, name, cordoned=cordoned, drain=drain))
         return registry.node_info(view, name, time.monotonic())
+
+    async def forget(self, request: ctl.Forget) -> Ok:
+        name = request.node
+        if not (request.again and name not in self._loop.view.nodes):
+            await self._loop.commit(lambda view: draining.forget(view, name, time.monotonic()))
+        return Ok(note="forgotten")
 
     async def migrate(self, request: ctl.Migrate) -> ctl.Migrated:
         """Long poll until it is over."""

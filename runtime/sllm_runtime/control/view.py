@@ -358,6 +358,9 @@ class View:
     def put_node(self, node: Node) -> View:
         return replace(self, nodes=with_item(self.nodes, node.record.node, node))
 
+    def drop_nodes(self, names: Iterable[str]) -> View:
+        return replace(self, nodes=without(self.nodes, names))
+
     def put_function(self, record: FunctionRecord) -> View:
         return replace(self, functions=with_item(self.functions, record.function, record))
 
@@ -365,11 +368,9 @@ class View:
         return replace(self, versions=with_item(self.versions, (record.function, record.version), record))
 
     def drop_versions(self, keys: Iterable[Key]) -> View:
-        """Less these versions, and less the proofs of their engines."""
+        """Less these versions, and less what their starts and calls have taught."""
         gone = frozenset(keys)
-        known = self.learned.proofs
-        learned = replace(self.learned, proofs=without(known, gone)) if gone & known.keys() else self.learned
-        return replace(self, versions=without(self.versions, gone), learned=learned)
+        return replace(self, versions=without(self.versions, gone), learned=self.learned.without(gone))
 
     def put_model(self, record: ModelRecord) -> View:
         return replace(self, models=with_item(self.models, record.digest, record))

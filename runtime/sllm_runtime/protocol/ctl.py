@@ -291,6 +291,12 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
     drain: bool = False
 
 
+class Forget(Ending, frozen=True, kw_only=True):
+    """Take ``node``, which has gone, out of the state."""
+
+    node: str
+
+
 class Warmup(msgspec.Struct, frozen=True, kw_only=True):
     """Have ``instances`` of a version ready before a call comes; ``version`` None: of the active one. Long-polled:
     asked again, it joins. They live by their keep-alive from then on."""
@@ -397,6 +403,9 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[OutcomeTold, ...] = ()
     """The newest first."""
     past: bool = False
+    since: float = 0.0
+    """Unix seconds of when the function's oldest version was made: what started before was of another function that
+    had its name."""
 
 
 class PutSecret(msgspec.Struct, frozen=True, kw_only=True):
@@ -451,6 +460,7 @@ VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "model": (ModelRef, ModelInfo),
     "nodes": (Listing, NodeList),
     "cordon": (Cordon, NodeInfo),
+    "forget": (Forget, Ok),
     "migrate": (Migrate, Migrated),
     "warmup": (Warmup, Warmed),
     "explain": (Explain, Explained),

@@ -471,6 +471,11 @@ class SecretView(Frozen):
     functions: tuple[str, ...] = ()
 
 
+class NodeForgottenView(Frozen):
+    node: str
+    forgotten: bool = True
+
+
 class SecretDeletedView(Frozen):
     name: str
     deleted: bool = True

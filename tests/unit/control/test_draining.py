@@ -7,10 +7,15 @@ from math import inf
 import pytest
 
 from sllm_runtime.control import backoff, draining, minimums
+from sllm_runtime.control.changes import Write, decided
+from sllm_runtime.control.events import events
 from sllm_runtime.control.migration import PLACE_S, so_far
 from sllm_runtime.control.plan import SendStop
 from sllm_runtime.control.scheduling.policies import POLICIES
-from sllm_runtime.protocol.errors import NodeNotFound
+from sllm_runtime.control.view import Node
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import Conflict, NodeNotFound, Unavailable
+from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.states import InstanceState, MigrationState
 from tests.unit.control.test_migration import CHAT, entries, ready, running, works
 from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest
@@ -216,3 +221,38 @@ def test_a_node_that_is_not_there() -> None:
     world, _ = running()
     with pytest.raises(NodeNotFound):
         cordon(world, "n9", drain=True)
+
+
+def test_only_a_node_that_has_gone_is_forgotten() -> None:
+    world, source = running()
+    cordon(world, "n1", cordoned=True)
+    with pytest.raises(Conflict, match="n1 lives: `sllm node drain n1`"):
+        draining.forget(world.view, "n1", world.now)
+    world.nodes["n1"].alive = False
+    world.now += LOST_AFTER_S + 1
+    world.hear("n2")
+    with pytest.raises(Unavailable, match="not known yet"):  # its instances are still to be given up
+        draining.forget(world.view, "n1", world.now)
+    world.turn(1)
+    assert source not in world.view.instances
+    after = draining.forget(world.view, "n1", world.now)
+    assert list(after.nodes) == ["n2"]
+    assert decided(world.view, after) == [Write(subjects.node_key("n1"), None)]
+    assert [(event.kind, event.node) for event in events(world.view, after, 0.0)] == [("node.removed", "n1")]
+    with pytest.raises(NodeNotFound, match="there is no node n1"):
+        draining.forget(after, "n1", world.now)
+    world.view, world.nodes["n1"].alive = after, True
+    world.hear("n1")
+    assert not world.view.nodes["n1"].record.cordoned, "it has joined as a new one"
+
+
+def test_a_controller_that_has_just_begun_forgets_no_node() -> None:
+    world, _ = running()
+    world.reset_listening()
+    world.view = world.view.put_node(Node(world.view.nodes["n1"].record))
+    with pytest.raises(Unavailable, match="not known yet") as found:
+        draining.forget(world.view, "n1", world.now)
+    assert found.value.retry_after_s == LOST_AFTER_S
+    world.nodes["n1"].alive = False
+    world.turn(LOST_AFTER_S + 1)
+    assert list(draining.forget(world.view, "n1", world.now).nodes) == ["n2"]

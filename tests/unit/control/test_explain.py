@@ -44,6 +44,13 @@ def view() -> View:
     return made.put_node(replace(closed, record=msgspec.structs.replace(closed.record, cordoned=True)))
 
 
+def test_it_says_since_when_there_is_a_function_of_that_name() -> None:
+    made = view()
+    oldest = msgspec.structs.replace(made.versions[KEY], created=5.0)
+    made = made.put_version(oldest).put_version(msgspec.structs.replace(oldest, version=2, created=7.0))
+    assert [explained(made, ("chat", number), StartupTime(), NOW).since for number in (1, 2)] == [5.0, 5.0]
+
+
 def test_each_node_has_its_estimate_or_what_is_in_the_way() -> None:
     told = explained(view(), KEY, StartupTime(), NOW)
     assert (told.node, told.policy) == ("near", "StartupTime")

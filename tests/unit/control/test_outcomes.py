@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from sllm_runtime.control import registry
 from sllm_runtime.control.events import events
 from sllm_runtime.control.explain import explained
 from sllm_runtime.control.history import History
@@ -101,3 +102,20 @@ def test_moves_stand_beside_what_they_took() -> None:
     history.follow(replace(view, migrations={begun.source: done}), view, NOW + 99)
     (move,) = history.outcomes(OTHER)
     assert (move.what, move.node, move.expected, move.took) == ("move", "far", 1.5, 1.25)
+
+
+def test_what_a_function_taught_goes_with_it() -> None:
+    """Another one that is deployed under its name, which begins with version 1 too, is not expected to be like it."""
+    before = waiting()
+    taught = replace(before, learned=before.learned.released(OTHER, 0.5).released(CHAT, 0.25))
+    history = History()
+    ended = reported(taught, NOW + 0.6, "other-on-near-0", OTHER, state=InstanceState.STOPPED, release_s=0.5)
+    history.follow(taught, ended, NOW + 0.6)
+    assert [each.what for each in history.outcomes(OTHER)] == ["release"]
+    gone = registry.remove(ended, "other")
+    history.follow(ended, gone, NOW + 1)
+    assert history.outcomes(OTHER) == []
+    assert gone.learned.versions() == {CHAT}
+    assert set(gone.learned.release) == {CHAT, None}, "of all releases together it is still one"
+    late = reported(gone, NOW + 2, "other-on-near-1", OTHER, state=InstanceState.STOPPED, release_s=9.0)
+    assert late.learned is gone.learned, "it ended after its function"

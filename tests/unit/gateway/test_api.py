@@ -286,14 +286,22 @@ async def test_a_controller_is_waited_for_and_without_one_the_answer_is_503(
         assert not done, "it waits for one"
         await w.controller.serve("cordon", ctl.Cordon, _cordoned)
         cordoned = await asking
+        await w.controller.serve("forget", ctl.Forget, _forgotten)
+        forgotten = await w.http.delete(f"{API}/nodes/n1")
     assert response.status_code == 503
     assert (response.json()["error"]["code"], response.json()["error"]["retryable"]) == ("no_controller", True)
     assert float(response.headers["retry-after"]) >= 0.5, "who asked has waited already, and is not to ask at once"
     assert cordoned.json()["cordoned"]
+    assert forgotten.json() == {"node": "n1", "forgotten": True}
 
 
 async def _cordoned(request: ctl.Cordon) -> ctl.NodeInfo:
     return ctl.NodeInfo(record=NodeRecord(node=request.node, cordoned=request.cordoned))
+
+
+async def _forgotten(request: ctl.Forget) -> Ok:
+    assert request.node == "n1"
+    return Ok(note="forgotten")
 
 
 def line(text: str, call: str | None = None) -> LogRecord:
@@ -471,11 +479,11 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
         here = ctl.StartTold(instance=entry().instance, node="n1", state="READY")
         return ctl.Explained(
             function="f", version=1, policy="StartupTime", decision="all capacity is in use", possible=False,
-            starts=(here,),
+            starts=(here,), since=1.0,
         )  # fmt: skip
 
-    def of(instance: str, took: float | None, state: str = "READY") -> ctl.Explained:
-        start = ctl.StartTold(instance=instance, node="n1", state=state, seconds=0.5, took=took, at=1.0)
+    def of(instance: str, took: float | None, state: str = "READY", at: float = 1.0) -> ctl.Explained:
+        start = ctl.StartTold(instance=instance, node="n1", state=state, seconds=0.5, took=took, at=at)
         return ctl.Explained(
             function="f", version=1, policy="StartupTime", decision="a start on n1", past=True, starts=(start,)
         )
@@ -490,7 +498,8 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
             w.gateway._bus.publish_now(subject, lost)
         await w.gateway._bus.flush()
         of_before = (of("before", None), of("before", 0.75), of("cut", None, "STARTING"), of("bad", None, "FAILED"))
-        for told in (*of_before, of(entry().instance, 0.25)):
+        namesake = of("of-a-function-of-that-name-before", 0.5, at=0.5)
+        for told in (namesake, *of_before, of(entry().instance, 0.25)):
             w.controller.bus.publish_now(subjects.decision("f"), told)
         await w.controller.bus.flush()
         await w.controller.serve("explain", ctl.Explain, explain)

@@ -173,8 +173,7 @@ def _forgotten(view: View, now: float) -> View:
         members=tuple(name for name in pool.record.members if name not in gone),
         leaving=tuple(name for name in pool.record.leaving if name not in gone),
     )
-    news = tuple(News(Kind.NODE_REMOVED, "the provider no longer has it", name) for name in gone)
-    return replace(view, nodes=without(view.nodes, gone), pool=replace(left, news=news))
+    return replace(view.drop_nodes(gone), pool=left)
 
 
 def _over(view: View, name: str, now: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 from types import MappingProxyType
@@ -163,6 +163,28 @@ class Learned:
             setup=_with(self.setup, key, seconds.get(SETUP)),
         )
 
+    def without(self, versions: frozenset[Version]) -> Learned:
+        """Less what is of these versions alone: they are no more, and others may have their names next."""
+        if not versions & self.versions():
+            return self
+        return replace(
+            self,
+            imports=_less(self.imports, versions),
+            setup=_less(self.setup, versions),
+            rest={(key, tier): each for (key, tier), each in self.rest.items() if key not in versions},
+            lead={(key, tier): each for (key, tier), each in self.lead.items() if key not in versions},
+            release=_less(self.release, versions),
+            calls=_less(self.calls, versions),
+            starts=_less(self.starts, versions),
+            proofs=_less(self.proofs, versions),
+        )
+
+    def versions(self) -> frozenset[Version]:
+        """Those of which something was learned."""
+        of_tiers = (key for key, _ in (*self.rest, *self.lead))
+        known = {*self.imports, *self.setup, *of_tiers, *self.release, *self.calls, *self.starts, *self.proofs}
+        return frozenset(key for key in known if key is not None)
+
     def resume_s(self, model: str, tokens: float) -> float:
         """Until a call of ``model`` that has so many ``tokens``, in and out, goes on elsewhere: a (t_in + t_out) + b
         (ServerlessLLM, section 6.2)."""
@@ -179,6 +201,10 @@ def _apart(
 ) -> Mapping[tuple[Version | None, str], Recent]:
     others = seconds - min(own, max(seconds, 0.0))
     return _with(_with(known, (key, tier), seconds), (None, tier), others)
+
+
+def _less(known: Mapping[K, V], gone: Collection[Any]) -> Mapping[K, V]:
+    return {key: each for key, each in known.items() if key not in gone}
 
 
 def _with(known: Mapping[K, Recent], key: K, seconds: float | None) -> Mapping[K, Recent]:

@@ -51,6 +51,21 @@ def ready(*stages: Span) -> InstanceStatus:
     return InstanceStatus(instance="i", function=KEY[0], version=KEY[1], state=InstanceState.READY, spans=stages)
 
 
+def test_what_versions_taught_alone_is_forgotten_with_them() -> None:
+    learned = Learned().after(KEY, "a", True, spans(0.05, 2.0, 1.0)).released(KEY, 0.4).called(KEY, 0.5)
+    view, what = starting(queue=0.0)
+    view = report(view.put_instance(what), what, ready(*spans(0.05, 2.0, 1.0)), NOW + 4.0)
+    for known in (learned, view.learned):
+        assert known.versions() == {KEY}
+        assert known.without(frozenset({("chat", 2)})) is known
+        left = known.without(frozenset({KEY}))
+        assert left.versions() == frozenset()
+        assert left.import_s(KEY) == Learned().import_s(KEY)
+        assert left.sandbox == known.sandbox, "the nodes are the same"
+    assert ({key for key, _ in view.learned.rest}, {key for key, _ in left.rest}) == ({KEY, None}, {None})
+    assert learned.without(frozenset({KEY})).release_s(KEY) == 0.4, "as of any version"
+
+
 def test_the_first_start_is_believed_and_later_ones_move_the_median() -> None:
     learned = Learned().after(KEY, "a", True, spans(0.05, 2.0, 1.0))
     assert (learned.sandbox_s("a", True), learned.import_s(KEY), learned.setup_s(KEY)) == (0.05, 2.0, 1.0)
@@ -224,10 +239,10 @@ def test_a_node_tells_once_what_a_release_took() -> None:
     freed = msgspec.structs.replace(gone, release_s=1.5)
     first = node("a", instances=(gone,))
     second = msgspec.structs.replace(first, sequence=2, instances=(freed,))
-    view = observe(cluster(first), second, NOW, 0.0)
+    view = observe(function(cluster(first), "chat")[0], second, NOW, 0.0)
     assert view.learned.release[KEY].seconds == (1.5,)
     again = observe(view, msgspec.structs.replace(second, sequence=3, pool_idle=0), NOW, 0.0)
     assert again.learned is view.learned
     assert KEY not in cluster(second).learned.release
-    reborn = observe(cluster(first), msgspec.structs.replace(second, boot="another"), NOW, 0.0)
+    reborn = observe(function(cluster(first), "chat")[0], msgspec.structs.replace(second, boot="another"), NOW, 0.0)
     assert KEY not in reborn.learned.release
