@@ -33,6 +33,8 @@ TIERS: Final = {"held_out_ssd": "ssd", "held_out_dram": "dram"}
 """By case."""
 LIMITS: Final = {"ssd": SSD, "dram": DRAM}
 KNOWN: Final = "n1"
+ROUNDS: Final = 2 * RECENT
+"""Of training: the first ones teach while nothing is known yet, and the medians of the last ones have none of these."""
 MEASURES_S: Final = 3.0
 """A node reads from its disk more than once, the last time within this of the first."""
 SETTINGS: Final = {"SLLM_POOL_SIZE": "1", "SLLM_POOL_BYTES": str(1024 * MIB)}
@@ -50,7 +52,7 @@ class Trained:
 
 def measure(run: Run, directory: Path, sizes: Sequence[int], cases: Sequence[str]) -> None:
     """Both tiers by turns, one start each of every path."""
-    trained = _trained(directory, sizes, 2 if run.quick else 4, 2 if run.quick else RECENT)
+    trained = _trained(directory, sizes, 2 if run.quick else 4, 2 if run.quick else ROUNDS)
     run.note("held out: trained")
     wanted = 6 if run.quick else LEAST
     starts: dict[str, list[Start]] = {case: [] for case in TIERS}

@@ -10,6 +10,7 @@ import msgspec
 from sllm_runtime.control import backoff
 from sllm_runtime.control.view import STARTING, Instance, Stop, View
 from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, StartFailed
+from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, check
 from sllm_runtime.protocol.timeline import CONVERT, WEIGHTS, Span, shift
@@ -86,7 +87,10 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
     if instance.predicted is None:
         return view
     guess, key = instance.predicted, instance.key
-    learned = view.learned.after(key, instance.record.node, guess.warm, status.spans)
+    node = instance.record.node
+    learned = view.learned.after(key, node, guess.warm, status.spans)
+    if guess.tier == "ssd" and (bandwidth := _disk(view, node)):
+        learned = learned.served(node, bandwidth)
     if instance.ready_at is not None:
         # Beside what its parts took, not what they were expected to: else one slow sandbox counts twice.
         seen = guess.measured(status.spans)
@@ -100,6 +104,13 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
         elif alone:  # it has no weights, or its engine began before they were there
             learned = learned.missed(key, guess.tier, took - (seen.seconds - seen.release - seen.rest), own)
     return replace(view, learned=learned)
+
+
+def _disk(view: View, node: str) -> float:
+    """Bytes per second of its disk, by its last report; 0 if that does not say."""
+    known = view.nodes.get(node)
+    paths = known.status.paths if known is not None and known.status is not None else ()
+    return next((path.bandwidth for path in paths if path.path == DISK), 0.0)
 
 
 def _there(instance: Instance) -> float:

@@ -189,6 +189,8 @@ class LearnedRecord(Record, frozen=True, kw_only=True):
 
     sandbox: tuple[Measured, ...] = ()
     """By node, and of all; kind ``warm`` or ``cold``."""
+    disk: tuple[Measured, ...] = ()
+    """Seconds a gigabyte (10^9 bytes), by node, and of all."""
     imports: tuple[Measured, ...] = ()
     setup: tuple[Measured, ...] = ()
     rest: tuple[Measured, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median_low
@@ -20,6 +21,8 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 RECENT: Final = 9
 """Measurements of which the median is taken: one start that a machine held up moves no expectation, four in a row do
 not either, five do."""
+OWN: Final = 3
+"""Measurements of a node that tell more of it than those of all nodes do."""
 EVERY_NODE: Final = ""
 WARM_SANDBOX_S: Final = 0.02
 COLD_SANDBOX_S: Final = 3.0
@@ -28,9 +31,12 @@ INIT_S: Final = 0.1
 """Import and ``setup`` of a function that never ran."""
 RELEASE_S: Final = 0.2
 """Until an instance that is ended has given back what it held, until one has."""
+ALIKE: Final = 1.5
+"""Disks of which one is at most so many times as fast as the other count as of one kind."""
 OVER: Final = 0.2
 """Share by which the weights may have been expected too late: a path gives a large load more than the small ones that
 its bandwidth was measured by."""
+_GB: Final = 1e9
 _MOST: Final = 10_000
 """Medians that are kept of a kind; the oldest go first."""
 
@@ -59,6 +65,9 @@ class Learned:
 
     sandbox: Mapping[tuple[str, bool], Recent] = field(default_factory=lambda: _NOTHING)
     """By node and whether one was waiting in its pool; EVERY_NODE: of any node."""
+    disk: Mapping[str, Recent] = field(default_factory=lambda: _NOTHING)
+    """By node: what its disk takes for a gigabyte (10^9 bytes), by its loader's word when it had served a start;
+    EVERY_NODE: of any node."""
     imports: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
     setup: Mapping[Version, Recent] = field(default_factory=lambda: _NOTHING)
     rest: Mapping[tuple[Version | None, str], Recent] = field(default_factory=lambda: _NOTHING)
@@ -82,14 +91,25 @@ class Learned:
     """Nor any release."""
 
     def sandbox_s(self, node: str, warm: bool, made: float = 0.0) -> float:
-        """Of a node on which nothing ever started: as on others. Where no start was ever expected to find the pool of
-        ``node`` empty: the seconds in which it made the last one for that, if it says so (``made``), and no less than
-        one that waits takes."""
+        """Of a node on which less than OWN were ever taken from the pool, or none was made for a start: as on others.
+        Where no start was ever expected to find the pool of ``node`` empty: the seconds in which it made the last one
+        for that, if it says so (``made``), and no less than one that waits takes."""
         known = self.sandbox.get((node, warm))
         if known is None and made and not warm:
             return max(made, self.sandbox_s(node, True))  # which has in it what else is done meanwhile
-        known = known or self.sandbox.get((EVERY_NODE, warm))
+        if known is None or (warm and len(known.seconds) < OWN):
+            known = self.sandbox.get((EVERY_NODE, warm))
         return known.middle if known is not None else WARM_SANDBOX_S if warm else COLD_SANDBOX_S
+
+    def disk_bandwidth(self, node: str, measured: float) -> float:
+        """Bytes per second of the disk of ``node``, of which its loader has ``measured`` so many (0: none yet). Until
+        it has served a start these are a few reads (a probe), which tell what kind of disk it is. What others of that
+        kind gave to starts is as near to what it will give: the geometric mean of both is nearer."""
+        every = self.disk.get(EVERY_NODE)
+        if not measured or every is None or node in self.disk:
+            return measured
+        others = _GB / every.middle
+        return math.sqrt(measured * others) if 1 / ALIKE <= measured / others <= ALIKE else measured
 
     def import_s(self, key: Version) -> float:
         known = self.imports.get(key)
@@ -144,6 +164,11 @@ class Learned:
         """With one more start whose weights were there after ``there`` seconds, of which they were expected to be read
         in ``read``. ``own`` as in ``missed``."""
         return replace(self, lead=_apart(self.lead, key, tier, max(there - read, -OVER * read), own))
+
+    def served(self, node: str, bandwidth: float) -> Learned:
+        """With one more start whose weights came from the disk of ``node``, of so many bytes per second by then."""
+        seconds = _GB / bandwidth
+        return replace(self, disk=_with(_with(self.disk, EVERY_NODE, seconds), node, seconds))
 
     def released(self, key: Version, seconds: float) -> Learned:
         """With one more instance of version ``key`` that has given back what it held."""

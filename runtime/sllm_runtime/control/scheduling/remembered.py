@@ -13,7 +13,7 @@ from sllm_runtime.protocol.records import Fitted, LearnedRecord, Measured, Proof
 K = TypeVar("K")
 V = TypeVar("V")
 
-MOST: Final = 350
+MOST: Final = 300
 """Of each kind, the last ones: as many as one record takes, which is a message of at most 512 KiB."""
 _WARM: Final = {True: "warm", False: "cold"}
 
@@ -25,6 +25,7 @@ def record(learned: Learned) -> LearnedRecord:
         sandbox=tuple(
             Measured(_digits(recent), node=node, kind=_WARM[warm]) for (node, warm), recent in _last(learned.sandbox)
         ),
+        disk=tuple(Measured(_digits(recent), node=node) for node, recent in _last(learned.disk)),
         imports=_by_version(learned.imports),
         setup=_by_version(learned.setup),
         rest=_by_tier(learned.rest),
@@ -46,6 +47,7 @@ def learned(stored: LearnedRecord, proofs: Iterable[ProofsRecord] = ()) -> Learn
     release = {_version(each): Recent.of(each.seconds) for each in stored.release if each.seconds}
     return Learned(
         sandbox=sandbox,
+        disk={each.node: Recent.of(each.seconds) for each in stored.disk if each.seconds},
         imports={(each.function, each.version): Recent.of(each.seconds) for each in stored.imports if each.seconds},
         setup={(each.function, each.version): Recent.of(each.seconds) for each in stored.setup if each.seconds},
         rest={(_version(each), each.kind): Recent.of(each.seconds) for each in stored.rest if each.seconds},

@@ -181,13 +181,20 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
         free=capacity,
         instances=there,
         stored=stored,
-        paths={path.path: path for path in status.paths} or EMPTY,
+        paths={path.path: _known(view, name, path) for path in status.paths} or EMPTY,
         spare=_by_kind(capacity.gpus),
         yielding=tuple(yielding),
         working=tuple(working),
         coming=status.coming + (_coming(view, unseen, stored) if unseen else 0),
         warm=status.pool_idle - sum(instance.manifest.parallelism.processes for instance in unseen),
     )
+
+
+def _known(view: View, node: str, load: PathLoad) -> PathLoad:
+    """With the bandwidth that is expected of it."""
+    if load.path != DISK or node in view.learned.disk:
+        return load
+    return msgspec.structs.replace(load, bandwidth=view.learned.disk_bandwidth(node, load.bandwidth))
 
 
 def _sorted_out(there: Mapping[str, Instance]) -> tuple[list[Instance], list[Instance], list[Instance]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -11,6 +13,7 @@ from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.learned import (
     COLD_SANDBOX_S,
+    EVERY_NODE,
     OVER,
     RECENT,
     RELEASE_S,
@@ -20,7 +23,7 @@ from sllm_runtime.control.scheduling.learned import (
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import Instance, View
 from sllm_runtime.protocol.limits import MOST_PROOFS
-from sllm_runtime.protocol.loader import link_of
+from sllm_runtime.protocol.loader import DISK, link_of
 from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, PathLoad
 from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
@@ -76,10 +79,37 @@ def test_the_first_start_is_believed_and_later_ones_move_the_median() -> None:
     assert learned.sandbox_s("a", False) > 1.0, "an empty pool is another thing"
     assert learned.sandbox_s("b", True) == 0.05, "as on the only node that is known"
     for seconds in (0.001, 0.002, 0.003):
+        assert learned.sandbox_s("b", True) == learned.sandbox_s("c", True), "as on others, until there are OWN"
         learned = learned.after(KEY, "b", True, spans(sandbox=seconds, imports=0, setup=0))
     assert learned.sandbox_s("b", True) == 0.002
     assert learned.sandbox_s("c", True) == 0.003, "the middle of what starts took of late, wherever they were"
     assert learned.sandbox_s("a", True) == 0.05
+
+
+def test_of_a_disk_that_served_no_start_its_like_tell_as_much_as_a_probe() -> None:
+    disk, store = (PathLoad(path=path, bandwidth=1e9, queued=0) for path in (DISK, "s3 models"))
+    assert Learned().disk_bandwidth("a", 1e9) == 1e9
+    learned = Learned().served("b", 1.44e9)
+    assert learned.disk_bandwidth("a", 1e9) == pytest.approx(1.2e9)
+    assert learned.disk_bandwidth("a", 0.9e9) == 0.9e9, "another kind"
+    assert learned.disk_bandwidth("a", 2.2e9) == 2.2e9, "another kind"
+    assert learned.disk_bandwidth("a", 0.0) == 0.0, "it has said nothing yet"
+    assert learned.disk_bandwidth("b", 1e9) == 1e9, "its loader tells by now what starts get"
+    view = replace(cluster(node("a", paths=(disk, store))), learned=learned)
+    expected = Servers().of(view)["a"].paths
+    assert expected[DISK].bandwidth == pytest.approx(1.2e9)
+    assert expected[store.path] == store
+
+
+def test_a_start_from_the_disk_teaches_what_disk_its_node_has() -> None:
+    view, what = starting(queue=0.0)
+    view = report(view.put_instance(what), what, ready(*spans(0.05, 2.0, 1.0)), NOW + 4.0)
+    assert {name: recent.seconds for name, recent in view.learned.disk.items()} == {"a": (1.0,), EVERY_NODE: (1.0,)}
+    view, what = starting(queue=0.0)
+    assert what.predicted is not None
+    near = replace(what, predicted=msgspec.structs.replace(what.predicted, tier="dram"))
+    view = report(view.put_instance(near), near, ready(*spans(0.05, 2.0, 1.0)), NOW + 4.0)
+    assert not view.learned.disk
 
 
 def test_an_empty_pool_takes_what_its_node_took_to_make_one_until_a_start_has_found_it_so() -> None:

@@ -33,6 +33,7 @@ def known(draw: st.DrawFn) -> Learned:
     fresh = Learned()
     return Learned(
         sandbox=sandbox,
+        disk=draw(st.dictionaries(st.sampled_from(["", "n1", "n2"]), recents)),
         imports=draw(st.dictionaries(versions, recents)),
         setup=draw(st.dictionaries(versions, recents)),
         rest=draw(st.dictionaries(st.tuples(st.none() | versions, tiers), recents)),
@@ -58,10 +59,13 @@ def test_it_fits_one_message_and_the_newest_are_kept() -> None:
     released: dict[tuple[str, int] | None, Recent] = dict(many.items())
     most = Learned(
         sandbox={(f"{number:063}", True): recent for number, recent in enumerate(many.values())},
+        disk={f"{number:063}": recent for number, recent in enumerate(many.values())},
         imports=many,
         setup=many,
         rest={(key, "remote"): recent for key, recent in many.items()},
+        lead={(key, "remote"): recent for key, recent in many.items()},
         release=released,
+        calls=many,
         moves=moves,
     )
     stored = record(most)
