@@ -38,11 +38,11 @@ async def _all(bus: Bus, stream: str, subject: str, kind: type[T]) -> list[T]:
     found: list[T] = []
     try:
         async with aclosing(messages(bus, stream, subject, None)) as read:
-            async for data in read:
-                if data is None:
+            async for message in read:
+                if message is None:
                     break
                 with suppress(ProtocolError):  # of a writer that this release does not understand
-                    found.append(codec.unpack(kind, data))
+                    found.append(codec.unpack(kind, message.data))
     except Unavailable as error:
         log.warning("%s is not read: %s", subject, error.message)
     return found

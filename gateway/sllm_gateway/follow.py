@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -24,6 +25,13 @@ AGAIN_S = 0.2
 QUEUED = 4096
 
 
+class Message(NamedTuple):
+    """One of a stream, by its number there."""
+
+    number: int
+    data: bytes
+
+
 class _Missing(Exception):
     """This consumer can no longer be trusted."""
 
@@ -36,26 +44,28 @@ async def messages(
     clock: Callable[[], float] = time.monotonic,
     idle: Callable[[], Awaitable[None]] | None = None,
     newest: int | None = None,
-) -> AsyncGenerator[bytes | None, None]:
-    """The data of each message under ``subject`` since ``since`` (Unix seconds; None: all that is kept), in order.
-    ``newest``: of what is there already no more than so many of the stream's last are read.
+    after: int = 0,
+) -> AsyncGenerator[Message | None, None]:
+    """Each message under ``subject`` since ``since`` (Unix seconds; None: all that is kept), in order; with ``after``
+    each behind the one of that number. ``newest``: of what is there already no more than so many of the stream's last
+    are read.
 
     None once, when everything that was there has come. ``idle`` is awaited about once a second while nothing comes;
     what it raises ends this. Never ends by itself. Raises ``Unavailable`` if JetStream has answered nothing within
     ELECTION_S.
     """
-    after, told, first = 0, False, True
+    told, first = False, True
     deadline = clock() + ELECTION_S
     while True:
         try:
             if first and newest is not None:
-                after = await _behind(bus, stream, newest)
+                after = max(after, await _behind(bus, stream, newest))
             async with aclosing(_consume(bus, stream, subject, since, after)) as consumer:
                 async for sequence, data, pending in consumer:
                     first = False
                     if sequence > after:
                         after = sequence
-                        yield data
+                        yield Message(sequence, data)
                     if pending == 0 and not told:
                         told = True
                         yield None

@@ -213,8 +213,8 @@ class Journal:
                 await self.require(stream, call)
 
         async with aclosing(messages(self._bus, stream, call_entries(stream, call), None, idle=idle)) as found:
-            async for data in found:
-                yield None if data is None else entry_of(data)
+            async for message in found:
+                yield None if message is None else entry_of(message.data)
 
     async def now(self, stream: str, call: str) -> tuple[Journaled, list[Entry]]:
         """What is written of a call now."""

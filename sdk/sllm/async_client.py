@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 
@@ -69,16 +70,17 @@ class AsyncClient(Connection[httpx.AsyncClient]):
                 attempt += 1
 
     async def _values(self, path: str, body: bytes, trace: Trace) -> AsyncGenerator[Any, None]:
-        async with aclosing(self._followed(path, body, trace)) as events:
+        reading = self.events("POST", path, trace=trace, content=body, headers=transport.JSON)
+        async with aclosing(self._followed(reading, Following(self._gateways), trace)) as events:
             async for event in events:
                 found, value = answers.value_of(event, trace)
                 if found:
                     yield value
 
-    async def _followed(self, path: str, body: bytes, trace: Trace) -> AsyncGenerator[Event, None]:
-        """The events of a call, also where they come from several gateways, one after the other."""
-        following = Following(self._gateways)
-        reading = self.events("POST", path, trace=trace, content=body, headers=transport.JSON)
+    async def _followed(
+        self, reading: AsyncGenerator[Event, None], following: Following, trace: Trace
+    ) -> AsyncGenerator[Event, None]:
+        """The events of ``reading``, also where they come from several gateways, one after the other."""
         while True:
             try:
                 async with aclosing(reading) as events:
@@ -127,8 +129,16 @@ class AsyncClient(Connection[httpx.AsyncClient]):
                         if event.done or event.event == "error":
                             return
         except httpx.HTTPError as error:
-            raise transport.failed(trace.gateway or self.url, error, trace) from error
+            raise answers.broken_off(trace) from error
         raise answers.broken_off(trace)
+
+    async def follow(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[Event, None]:
+        """As ``Client.follow``."""
+        following, trace = Following(self._gateways, f"{path}?{urlencode(params)}"), Trace()
+        reading = self.events("GET", following.path, trace=trace)
+        async with aclosing(self._followed(reading, following, trace)) as events:
+            async for event in events:
+                yield event
 
     async def _sent(
         self, method: str, path: str, trace: Trace | None, *, stream: bool = False, **options: Any

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 
@@ -74,16 +75,17 @@ class Client(Connection[httpx.Client]):
                 attempt += 1
 
     def _values(self, path: str, body: bytes, trace: Trace) -> Generator[Any, None, None]:
-        with closing(self._followed(path, body, trace)) as events:
+        reading = self.events("POST", path, trace=trace, content=body, headers=transport.JSON)
+        with closing(self._followed(reading, Following(self._gateways), trace)) as events:
             for event in events:
                 found, value = answers.value_of(event, trace)
                 if found:
                     yield value
 
-    def _followed(self, path: str, body: bytes, trace: Trace) -> Generator[Event, None, None]:
-        """The events of a call, also where they come from several gateways, one after the other."""
-        following = Following(self._gateways)
-        reading = self.events("POST", path, trace=trace, content=body, headers=transport.JSON)
+    def _followed(
+        self, reading: Generator[Event, None, None], following: Following, trace: Trace
+    ) -> Generator[Event, None, None]:
+        """The events of ``reading``, also where they come from several gateways, one after the other."""
         while True:
             try:
                 with closing(reading) as events:
@@ -145,8 +147,16 @@ class Client(Connection[httpx.Client]):
                         if event.done or event.event == "error":
                             return
         except httpx.HTTPError as error:
-            raise transport.failed(trace.gateway or self.url, error, trace) from error
+            raise answers.broken_off(trace) from error
         raise answers.broken_off(trace)
+
+    def follow(self, path: str, params: Mapping[str, str]) -> Generator[Event, None, None]:
+        """As ``events`` of what has no end (logs, what happens): where it breaks off it is read on from the last event
+        that came, at another gateway."""
+        following, trace = Following(self._gateways, f"{path}?{urlencode(params)}"), Trace()
+        reading = self.events("GET", following.path, trace=trace)
+        with closing(self._followed(reading, following, trace)) as events:
+            yield from events
 
     def _sent(
         self, method: str, path: str, trace: Trace | None, *, stream: bool = False, **options: Any

@@ -1,5 +1,4 @@
-"""Where the stream of a call that broke off is read on: at another gateway of the profile, from after the last event.
-No I/O."""
+"""Where a stream that broke off is read on: at another gateway of the profile, from after the last event. No I/O."""
 
 from __future__ import annotations
 
@@ -21,21 +20,26 @@ _WAITS_S: Final = (0.0, 0.1, 0.2, 0.5, 1.0)
 
 @dataclass
 class Following:
-    """One call's stream over all of its connections, at any of ``gateways``."""
+    """One stream over all of its connections, at any of ``gateways``: a call's, or what ``source`` names."""
 
     gateways: Gateways
+    source: str = ""
+    """Path and query of what has no end; empty: it is a call's, which its first answer names."""
     call: str | None = None
     last: str | None = None
-    """Id of the last output that is here."""
+    """Id of the last event that is here."""
     lost: SllmError | None = None
     """How it broke off, since nothing has come after that."""
     _since: float = 0.0
     _tries: int = 0
 
     def seen(self, event: Event) -> None:
-        """An event is here, whole."""
-        if event.id is not None and event.event == "message":
-            self.last, self.lost, self._tries = event.id, None, 0
+        """An event is here, whole. A heartbeat of what has no end says as much: nothing may happen for hours."""
+        if event.id is not None and event.event != "error":
+            self.last = event.id
+        elif not self.source:
+            return
+        self.lost, self._tries = None, 0
 
     @staticmethod
     def moved(event: Event) -> bool:
@@ -46,7 +50,7 @@ class Following:
         """Seconds to wait before the next gateway is asked. Raises how the stream broke off where that helps nothing:
         it did not break off, no gateway has it, or none answers."""
         if self.lost is None:
-            if not (trace.broken or isinstance(error, CallMoved)) or not (self.call or trace.call):
+            if not (trace.broken or isinstance(error, CallMoved)) or not (self.source or self.call or trace.call):
                 raise error
             self.lost, self.call, self._since = error, self.call or trace.call, now
         elif not error.retryable or now - self._since > FOLLOW_S:
@@ -60,7 +64,7 @@ class Following:
     @property
     def path(self) -> str:
         """Where to read on."""
-        return f"{CALLS}/{self.call}/events"
+        return self.source or f"{CALLS}/{self.call}/events"
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -113,6 +113,21 @@ def test_a_client_reads_on_by_itself(cluster: Cluster, text: list[str], monkeypa
     cluster.wait_restarted("gateway", old)
 
 
+def test_events_are_followed_past_the_death_of_their_gateway(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is one of them: nothing that happened meanwhile is missed, and nothing comes twice."""
+    monkeypatch.setenv("SLLM_HOME", str(cluster.home))
+    with Client() as client, closing(client.follow(f"{API}/events", {"follow": "true", "limit": "1"})) as events:
+        told = (event for event in events if event.comment is None)
+        seen = [next(told)]
+        old = cluster.kill("gateway")
+        seen.append(next(event for event in told if "gateway-g1 was started again" in event.data))
+    numbers = [int(event.id or 0) for event in seen]
+    assert 0 < numbers[0] < numbers[1]
+    cluster.wait_restarted("gateway", old)
+    kept = cluster.http.get(f"{API}/events", headers={"Last-Event-ID": str(numbers[0])}).text
+    assert f"id: {numbers[1]}\n" in kept
+
+
 @pytest.mark.slow
 def test_a_client_does_not_notice_that_its_gateway_is_stopped(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,14 @@ def name_of(request: Request) -> str:
     return name
 
 
+def last_event_id(request: Request) -> int | None:
+    """The number of the last event that came to who reads on; None: nothing came yet. Raises ``InvalidRequest``."""
+    given = request.headers.get("last-event-id", "")
+    if given and not (given.isascii() and given.isdigit() and len(given) < 19):
+        raise InvalidRequest("Last-Event-ID is the number of an event", field="Last-Event-ID")
+    return int(given) if given else None
+
+
 def flag_of(request: Request, key: str) -> bool:
     """A yes or no in the query; not given: no. Raises ``InvalidRequest``: a guess would do what nobody asked for."""
     given = request.query_params.get(key, "").lower()

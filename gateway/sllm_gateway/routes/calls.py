@@ -19,6 +19,7 @@ from sllm_gateway.journal import Journal, known_s
 from sllm_gateway.keeping import Keeping
 from sllm_gateway.recent import Recent
 from sllm_gateway.replay import body_of
+from sllm_gateway.routes.api import last_event_id
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
@@ -165,12 +166,10 @@ class CallRoutes:
         await answer(send, 200, headers, view.model_dump_json().encode())
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        last = Request(scope, receive).headers.get("last-event-id", "")
-        if last and not (last.isascii() and last.isdigit() and len(last) < 19):
-            raise InvalidRequest("Last-Event-ID is the number of an event", field="Last-Event-ID")
+        last = last_event_id(Request(scope, receive))
         _, order = await self._found(scope["path_params"]["call"])
         scope["sllm.call"] = order.call
-        await self._keeping.events(order, receive, send, last=int(last) if last else -1)
+        await self._keeping.events(order, receive, send, last=-1 if last is None else last)
 
     async def _found(self, call: str) -> tuple[str, CallOrder]:
         """As ``Journal.find``; a stream of a gateway that is no more may become a kept call in a moment."""

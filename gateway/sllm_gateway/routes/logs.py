@@ -16,8 +16,8 @@ from sllm_gateway.asgi import Receive, Scope, Send
 from sllm_gateway.controller import Controller
 from sllm_gateway.errors import quoted
 from sllm_gateway.events import EventWriter, Source
-from sllm_gateway.follow import messages
-from sllm_gateway.routes.api import name_of
+from sllm_gateway.follow import Message, messages
+from sllm_gateway.routes.api import last_event_id, name_of
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import InvalidRequest, ProtocolError
@@ -29,8 +29,8 @@ MOST_LINES = 10_000
 LATEST = 2.0**33
 """Of a Unix time that a query may give: some centuries from now, and nothing that a date cannot hold."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
-Render = Callable[[bytes], bytes | None]
-"""One message as an SSE event; None: it is not wanted."""
+Render = Callable[[Message], bytes | None]
+"""One message as an SSE event with its number; None: it is not wanted."""
 
 
 class Logs:
@@ -50,7 +50,7 @@ class Logs:
     async def logs(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         name, call = name_of(request), request.query_params.get("call")
-        query = _Query.of(request.query_params)
+        query = _Query.of(request)
         source = _tail(self._bus, subjects.LOGS_STREAM, subjects.logs_of(name), query, _log_render(call))
         if not query.follow:
             source = self._must_exist(source, name)
@@ -69,7 +69,7 @@ class Logs:
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         about = _About.of(request.query_params)
-        query = _Query.of(request.query_params)
+        query = _Query.of(request)
         wanted = subjects.events_of(about.kind, about.function, about.call)
         source = _tail(self._bus, subjects.EVENTS_STREAM, wanted, query, _event_render(about))
         await self._writer.write(source, receive, send)
@@ -89,11 +89,15 @@ class _Query(msgspec.Struct, frozen=True):
     limit: int = 1000
     follow: bool = False
     since: float | None = None
+    after: int = 0
+    """The number of the last that came to who reads on: each behind it is wanted, whatever their number."""
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> _Query:
+    def of(cls, request: Request) -> _Query:
         """Raises ``InvalidRequest`` that names the parameter."""
-        given = {key: query[key] for key in cls.__struct_fields__ if query.get(key)}
+        query = request.query_params
+        given: dict[str, str | int] = {key: query[key] for key in ("limit", "follow", "since") if query.get(key)}
+        given["after"] = last_event_id(request) or 0
         try:
             found = msgspec.convert(given, cls, strict=False)
         except msgspec.ValidationError as error:
@@ -106,11 +110,11 @@ class _Query(msgspec.Struct, frozen=True):
 
 
 def _log_render(call: str | None) -> Render:
-    def render(data: bytes) -> bytes | None:
-        record = codec.unpack(LogRecord, data)
+    def render(message: Message) -> bytes | None:
+        record = codec.unpack(LogRecord, message.data)
         if call is not None and record.call != call:
             return None
-        return sse.event(views.log_line(record).model_dump_json().encode())
+        return sse.event(views.log_line(record).model_dump_json().encode(), id=message.number)
 
     return render
 
@@ -141,11 +145,11 @@ class _About(msgspec.Struct, frozen=True):
 
 
 def _event_render(about: _About) -> Render:
-    def render(data: bytes) -> bytes | None:
-        event = codec.unpack(Event, data)
+    def render(message: Message) -> bytes | None:
+        event = codec.unpack(Event, message.data)
         if not about.holds(event):
             return None
-        return sse.event(msgspec.json.encode(event), name="event")
+        return sse.event(msgspec.json.encode(event), id=message.number, name="event")
 
     return render
 
@@ -153,13 +157,14 @@ def _event_render(about: _About) -> Render:
 async def _tail(
     bus: Bus, stream: str, subject: str | Sequence[str], query: _Query, render: Render
 ) -> AsyncGenerator[bytes, None]:
-    """The last ``limit`` that are there now; with ``follow`` then each that comes."""
+    """The last ``limit`` that are there now, or each behind the last that came to who reads on; with ``follow`` then
+    each that comes."""
     kept: deque[bytes] = deque(maxlen=query.limit)
-    past = True
-    newest = query.limit if subject == subjects.events_of() and query.since is None else None
-    async with aclosing(messages(bus, stream, subject, query.since, newest=newest)) as found:
-        async for data in found:
-            if data is None:
+    past = not query.after
+    newest = query.limit if subject == subjects.events_of() and query.since is None and past else None
+    async with aclosing(messages(bus, stream, subject, query.since, newest=newest, after=query.after)) as found:
+        async for message in found:
+            if message is None:
                 past = False
                 if kept:
                     yield b"".join(kept)
@@ -167,7 +172,7 @@ async def _tail(
                     return
                 continue
             try:
-                event = render(data)
+                event = render(message)
             except ProtocolError:
                 continue  # of a writer that this release does not understand
             if event is not None and past:

@@ -30,7 +30,7 @@ def events(
     query |= {key: value for key, value in (("function", function), ("call", call), ("kind", kind)) if value}
     query |= {"since": str(time.time() - since)} if since is not None else {}
     with client(context) as connection:
-        for event in connection.events("GET", f"{API}/events", params=query):
+        for event in connection.follow(f"{API}/events", query):
             if event.comment is not None or event.done:
                 continue
             if event.event == "error":

@@ -32,7 +32,7 @@ def logs(
     with client(context) as connection:
         if follow and not json:
             _tell_if_absent(connection, name)
-        for event in connection.events("GET", f"{transport.about(name)}/logs", params=query):
+        for event in connection.follow(f"{transport.about(name)}/logs", query):
             if event.comment is not None or event.done:
                 continue
             if event.event == "error":

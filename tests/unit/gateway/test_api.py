@@ -337,6 +337,31 @@ async def test_logs_are_kept_filtered_and_followed(nats: Nats) -> None:
         assert seen == ["line 9", "news"]
 
 
+async def test_who_reads_on_gets_each_behind_the_last_that_came(nats: Nats) -> None:
+    """Of logs and events, whatever the limit: at any gateway, since their numbers are those of the stream."""
+    async with world(nats) as w:
+        await w.controller.serve("function", ctl.FunctionRef, _info)
+        for number in range(6):
+            w.node.bus.publish_now(subjects.logs(NODE, "f"), line(f"line {number}"))
+            event = Happened(kind="instance.ready", at=float(number), component="node", function="f")
+            w.node.bus.publish_now(subjects.event("node", NODE, event.kind, "f"), event)
+        await w.node.bus.flush()
+        for path in ("functions/f/logs", "events?function=f"):
+
+            async def read(last: str | None = None, path: str = path, **query: Any) -> list[Event]:
+                headers = {"Last-Event-ID": last} if last is not None else {}
+                *found, done = events((await w.http.get(f"{API}/{path}", params=query, headers=headers)).text)
+                assert done.done
+                return found
+
+            whole = await read()
+            assert len(whole) >= 6
+            assert await read(whole[1].id, limit=1) == whole[2:]
+            assert await read(whole[-1].id) == []
+            wrong = await w.http.get(f"{API}/{path}", headers={"Last-Event-ID": "x"})
+            assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "Last-Event-ID")
+
+
 async def test_following_goes_on_over_a_restart_of_nats(nats: Nats) -> None:
     seen: list[str] = []
 

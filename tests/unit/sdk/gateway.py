@@ -128,14 +128,13 @@ class Gateway:
     async def _respond(self, answer: Answer, request: Request) -> Response:
         if answer.raw is not None:
             return Response(answer.raw, 200)
+        own = {"Sllm-Call-Id": CALL} if request.url.path.startswith(("/fn/", "/v1/")) else {}
         if answer.problem is not None:
-            headers = {"Sllm-Call-Id": CALL} | ({"Retry-After": answer.retry_after} if answer.retry_after else {})
+            headers = {**own, "Retry-After": answer.retry_after} if answer.retry_after else own
             return JSONResponse(error_view(answer.problem.body(), CALL), answer.problem.status, headers)
         if answer.pieces or answer.breaks or (answer.hangs and answer.json is None):
-            return StreamingResponse(
-                self._pieces(answer, request), headers={"Sllm-Call-Id": CALL}, media_type="text/event-stream"
-            )
-        return JSONResponse(answer.json, headers={"Sllm-Call-Id": CALL})
+            return StreamingResponse(self._pieces(answer, request), headers=own, media_type="text/event-stream")
+        return JSONResponse(answer.json, headers=own)
 
     async def _pieces(self, answer: Answer, request: Request) -> AsyncIterator[str]:
         for piece in answer.pieces:

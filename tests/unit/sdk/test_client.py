@@ -1,6 +1,7 @@
 """Both clients against a real server: values, errors, retries, broken connections."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from sllm.following import FOLLOW_S, Following
 from sllm.gateways import Gateways
 from sllm.remote import Remote
 from sllm.retry import Retry
+from sllm.sse import Event
 from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
     BY_CODE,
@@ -224,6 +226,45 @@ def test_a_gateway_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
             asked.append(gateways.urls[0] + following.path)
     assert FOLLOW_S < now < FOLLOW_S + 5
     assert asked[:3] == [f"http://{name}/v1/calls/{CALL}/events" for name in ("b", "a", "b")]
+
+
+def _follow_blocking() -> list[Any]:
+    with Client() as client, closing(client.follow("/api/v1/events", {"kind": "call"})) as events:
+        return [json.loads(event.data) for event in events if event.comment is None and not event.done]
+
+
+def _follow_async() -> list[Any]:
+    async def main() -> list[Any]:
+        async with AsyncClient() as client, aclosing(client.follow("/api/v1/events", {"kind": "call"})) as events:
+            return [json.loads(event.data) async for event in events if event.comment is None and not event.done]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("follow", [_follow_blocking, _follow_async])
+def test_what_has_no_end_is_read_on_at_another_gateway(
+    gateway: Gateway, other: Gateway, follow: Callable[[], list[Any]]
+) -> None:
+    """From behind the last event that came, with the same question."""
+    gateway.will(
+        Answer((sse("a", id=5, event="event"),), breaks=True),
+        Answer((sse("c", id=9, event="event"), DONE)),
+    )
+    other.will(Answer((sse("b", id=7, event="event"), ": heartbeat\n"), breaks=True))
+    assert follow() == ["a", "b", "c"]
+    assert [headers.get("last-event-id") for _, _, _, headers in (*gateway.asked, *other.asked)] == [None, "7", "5"]
+    assert [*gateway.queries, *other.queries] == [{"kind": "call"}] * 3
+
+
+def test_a_heartbeat_says_that_what_has_no_end_goes_on() -> None:
+    """A second break, hours after the first, is a first one again."""
+    following, trace = Following(Gateways(("http://a",)), "/logs"), Trace(broken=True)
+    following.broke(InstanceLost("gone"), trace, 0.0)
+    following.seen(Event(comment="heartbeat"))
+    assert following.broke(InstanceLost("gone"), trace, 10 * FOLLOW_S) == 0.0
+    following.broke(Unavailable("nobody there"), trace, 10.5 * FOLLOW_S)
+    with pytest.raises(InstanceLost, match="gone"):
+        following.broke(Unavailable("nobody there"), trace, 12 * FOLLOW_S)
 
 
 # --- several gateways -----------------------------------------------------------------------------------
