@@ -1,6 +1,6 @@
 """The cases of ``load`` that end on a GPU: from the pool, from a cold disk, and to the first token of a 7 B model.
 
-Nothing here has run on a GPU yet. The CUDA context of each loading process is there before its time begins.
+Of these ``from_dram`` has run on a GPU. The CUDA context of each loading process is there before its time begins.
 """
 
 from __future__ import annotations

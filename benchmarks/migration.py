@@ -10,8 +10,8 @@ own count). ``resume``: the worker is killed instead, and its calls go on at a n
 calls anew. ``still``: as long with none of it. ``beside``: neither, but another function with the same model prefills
 and begins as many calls again and again, as a destination does: how far instances that share this machine's cores slow
 each other. ``large``: as ``move``, until a hundred calls have moved, with a model of 0.5 G parameters
-(``migration_large``). ``figure3``: what a start that wants the place of a running call does to both, by policy
-(``migration_policies``).
+(``migration_large``); ``gpu``: such a model on a GPU. ``figure3``: what a start that wants the place of a running call
+does to both, by policy (``migration_policies``).
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened: lost and repeated by
 the events' ids, different by their values; one that breaks off is counted as such, and with what it did not say. The
@@ -38,6 +38,7 @@ from typing import Any, Final
 from benchmarks import migration_large, migration_policies
 from benchmarks.cold_cases import CODER
 from benchmarks.heard import Sums, Window, jitters, longest, pauses
+from benchmarks.machine import describe
 from benchmarks.migration_load import CALLERS, Called, Load, kill, move, moved
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
@@ -59,6 +60,7 @@ ANEW_S: Final = 2.0
 SEED: Final = 1
 SMALL: Final = ("still", "beside", "resume", "restart", "move")
 LARGE: Final = "large"
+GPU: Final = "gpu"
 FIGURE3: Final = "figure3"
 ABANDONED: Final = 10
 """Migrations that were abandoned: the next ones would be, too."""
@@ -114,9 +116,10 @@ def measure(run: Run, cases: Sequence[str]) -> None:
         if small := [case for case in cases if case in SMALL]:
             with run.attempt("demo model", "intervals"):
                 _small(run, directory / "p", small)
-        if LARGE in cases:
-            with run.attempt(LARGE, "intervals"):
-                _large(run, directory / LARGE)
+        for case in (LARGE, GPU):
+            if case in cases:
+                with run.attempt(case, "intervals"):
+                    _large(run, case, directory / case)
         if FIGURE3 in cases:
             with run.attempt(FIGURE3):
                 migration_policies.measure(run, FIGURE3, directory / FIGURE3)
@@ -154,12 +157,17 @@ def _fate(run: Run, case: str, called: Called) -> Fate:
     return Fate.moving(called, lambda counts: counts.migrations >= wanted, wanted)
 
 
-def _large(run: Run, directory: Path) -> None:
-    with Platform(directory / "p", nodes=2) as platform:
-        called = migration_large.deployed(run, LARGE, platform, directory)
+def _large(run: Run, case: str, directory: Path) -> None:
+    gpu = case == GPU
+    if gpu and not describe()["accelerators"]:
+        run.case(case, "sllm", "intervals").not_run = "no GPU on this machine"
+        return
+    with Platform(directory / "p", migration_large.GPU if gpu else None, nodes=2) as platform:
+        called = migration_large.deployed(run, case, platform, directory, gpu=gpu)
         # Of a call that ends while it moves no pause is known.
-        enough = (lambda counts: counts.migrations >= 2) if run.quick else (lambda counts: counts.calls >= 1.2 * LEAST)
-        _case(run, LARGE, Fate.moving(called, enough), called.right())
+        few = run.quick and not gpu
+        enough = (lambda counts: counts.migrations >= 2) if few else (lambda counts: counts.calls >= 1.2 * LEAST)
+        _case(run, case, Fate.moving(called, enough), called.right())
 
 
 def _case(run: Run, name: str, fate: Fate, right: Sequence[Sequence[Any]]) -> None:
@@ -223,4 +231,4 @@ def judge(run: Run, case: Case, sums: Sums, counts: Counts | None, wanted: int) 
 
 
 if __name__ == "__main__":
-    sys.exit(main("migration", (*SMALL, LARGE, FIGURE3), measure))
+    sys.exit(main("migration", (*SMALL, LARGE, GPU, FIGURE3), measure))

@@ -51,7 +51,11 @@ def why_no_gpu() -> str | None:
         return "no NVIDIA device in /dev"
     import torch
 
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} cannot use the GPU of this machine"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} cannot use the GPU of this machine"
+    # The context of a process and its descriptors stay until it ends: no test is the one that leaves them.
+    torch.zeros(1, device="cuda")
+    return None
 
 
 @cache

@@ -13,7 +13,9 @@ from typing import Any
 from loading import Loaded, read, serve
 
 from sllm_loaderd.client import LoaderControl, LoaderSession
+from sllm_loaderd.client.cuda_driver import import_driver
 from sllm_loaderd.devices.tensors import bind
+from sllm_runtime.platform import descriptors
 
 if "peft" in sys.argv[1:]:
     import load_peft
@@ -27,6 +29,8 @@ def prepare(order: dict[str, Any]) -> Callable[[], Loaded]:
     ``populated``: nothing is left to do, the tensors are there and every byte of them was read. ``adapter``: that one
     is loaded, beside ``model``, for which the sandbox is. ``into``: and put into the modules of peft.
     """
+    # A worker has it before it has threads, which those of CUDA are here: then it takes 10 ms.
+    descriptors.make_room(descriptors.OF_WORKER)
     fd = asyncio.run(_grant(order))
     if order.get("into"):
         base = load_peft.base_of(order["into"])
@@ -39,7 +43,9 @@ def prepare(order: dict[str, Any]) -> Callable[[], Loaded]:
 
 
 def before(order: dict[str, Any]) -> None:
-    """The base model that an adapter goes into is there before."""
+    """The base model that an adapter goes into is there before, and what a worker's fork server has imported."""
+    if order.get("device", "").startswith("cuda"):
+        import_driver()
     if order.get("into"):
         load_peft.base_of(order["into"])
 

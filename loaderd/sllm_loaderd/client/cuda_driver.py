@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,11 +13,15 @@ PINNED_ALREADY: Final = ("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "CUDA_ERRO
 """Pinning is portable: another device of this process may have done it, or undone it."""
 
 
+def import_driver() -> Any:
+    """The module `cuda.bindings.driver`, which can be imported before a fork. Raises ``ImportError``."""
+    return importlib.import_module("cuda.bindings.driver")
+
+
 def open_driver() -> Any:
     """The module `cuda.bindings.driver`, initialised. Raises ``Unavailable``."""
     try:
-        from cuda.bindings import driver
-
+        driver = import_driver()
         status = driver.cuInit(0)[0]
     except (ImportError, RuntimeError) as error:  # no package, or no libcuda beside it
         raise Unavailable(

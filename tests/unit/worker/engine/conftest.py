@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.fixtures.nursery import Nursery
 
@@ -13,3 +14,12 @@ def nursery() -> Iterator[Nursery]:
     made = Nursery()
     yield made
     made.close()
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    """What a test has torch compile is not counted among another's: torch goes on uncompiled where a function has had
+    too many kinds of arguments, as it has over many models in one process."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -30,7 +30,7 @@ LEVELS = pytest.mark.parametrize("numerics", [GPU_FAST, GPU_EXACT], ids=lambda l
 
 
 @pytest.fixture(autouse=True)
-def gpu(record_property: Callable[[str, object], None]) -> torch.device:
+def gpu(compiled: None, record_property: Callable[[str, object], None]) -> torch.device:
     """The first, which the report names."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU: torch sees no CUDA device")

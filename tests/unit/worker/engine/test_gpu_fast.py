@@ -68,6 +68,7 @@ def test_flex_attention_takes_the_mask(window: int, cap: float, monkeypatch: pyt
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
 @LOOKS
 def test_on_a_gpu(window: int, cap: float) -> None:
     _check(_long(torch.bfloat16, window, cap), "cuda")

@@ -24,7 +24,7 @@ from sllm_runtime.worker.engine.ours.pages import PAGE
 
 _QUERIES: Final = 128
 """Of a block: what flex attention takes together."""
-_NEVER: Final = 2**62
+_NEVER: Final = 2**30
 Flex = Callable[..., Any]
 Mask = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -34,11 +34,11 @@ class Sight:
     """What the rows of a step see. Everything is on one device, in shapes that follow from shapes alone."""
 
     order: torch.Tensor
-    """(sequences, pages) int64: place of a page in a sequence's table, -1 where it is not there."""
+    """(sequences, pages) int32: place of a page in a sequence's table, -1 where it is not there."""
     of: torch.Tensor
     """(rows) int64: whose table."""
     positions: torch.Tensor
-    """(rows) int64."""
+    """(rows) int32."""
     window: int
     kv: int
 
@@ -83,17 +83,20 @@ def sight_of(
     """Of rows as in ``Ops.attend``, where there are ``pages`` pages of ``kv`` heads. What stands in a table behind the
     last page that one of its rows needs does not matter."""
     sequences, most = tables.shape
-    of, turns = of.to(torch.int64), torch.arange(most, device=tables.device)
+    # What a query sees is computed for each pair of a tile, which a GPU has little room for.
+    of, positions = of.to(torch.int64), positions.to(torch.int32)
+    turns = torch.arange(most, device=tables.device, dtype=torch.int32)
     last = positions.new_full((sequences,), -1).scatter_reduce_(0, of, positions, "amax")
     needed = turns * PAGE <= last.unsqueeze(1)
     order = positions.new_full((sequences, pages + 1), -1)
-    order.scatter_(1, torch.where(needed, tables, pages).to(torch.int64), turns.expand(sequences, most))
+    # Not torch.where, which copies a number to the device: a graph that is captured cannot.
+    order.scatter_(1, tables.masked_fill(~needed, pages).to(torch.int64), turns.expand(sequences, most))
     return Sight(order[:, :pages], of, positions, window, kv)
 
 
 def unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, score_mod: Flex | None, block_mask: BlockMask,
-    scale: float, enable_gqa: bool,
+    scale: float, enable_gqa: bool, kernel_options: object,
 ) -> torch.Tensor:  # fmt: skip
     """What ``flex_attention`` computes, by plain operators: all scores are in memory at once. For devices that it is
     not compiled for here, and tests."""
@@ -109,6 +112,13 @@ def unfused(
 
 @cache
 def _compiled() -> Flex:
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor  # takes a second, and is for this alone
+
+    # By itself it starts a process for each core, which stay: a sandbox compiles few kernels, and has one core or two.
+    inductor.compile_threads = 1
+    # A size of one is a kernel by itself; at the limit torch goes on uncompiled, all scores in memory at once.
+    dynamo.recompile_limit = 64
     # Of any number of rows and pages: not one kernel for each batch.
     return torch.compile(flex_attention, dynamic=True)
 
@@ -136,8 +146,17 @@ class FastAttention:
             block_mask=sight_of(tables, of, positions, window, pages, kv).blocks(),
             scale=scale,
             enable_gqa=True,
+            kernel_options=_tile(width * k_pages.itemsize),
         )
         return seen.permute(2, 0, 1, 3).reshape(rows, queries, width).to(q.dtype)
+
+
+def _tile(nbytes: int) -> dict[str, int]:
+    """Options of flex attention, where a head's part of a row has so many bytes: tiles of queries and keys that any GPU
+    has room for. Its own choice has none for ours, whose masks read tables, and takes as many of few rows together as
+    the batch has that it is compiled for, times the queries of a KV head: more than a block has is refused."""
+    size = 64 if nbytes <= 256 else 32
+    return {"BLOCK_M": size, "BLOCK_N": size, "num_stages": 1}
 
 
 def _bending(cap: float) -> Flex:
