@@ -108,7 +108,7 @@ def start_engine(choose: Callable[[], Chosen], files: Mapping[str, bytes]) -> tu
     """The engine on its thread, and its tokenizer. Raises ``FunctionError`` if it is no causal language model."""
     tokens = _tokens(files)
     chosen = choose()
-    loop = EngineLoop(chosen.engine, tokens, proof=chosen.proof, release=chosen.release)
+    loop = EngineLoop(chosen.engine, tokens, proof=chosen.proof, proved_s=chosen.proved_s, release=chosen.release)
     loop.start()
     return loop, tokens
 

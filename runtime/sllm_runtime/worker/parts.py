@@ -71,11 +71,13 @@ def head(assign: Assign, joined: Joined, fd: int, home: Path, report: Report) ->
     else:
         try:
             part, group = _rank_part(assign, joined, fd, report)
+            began = time.perf_counter()
             found = part.known.found(part.settings)  # which all ranks make together
         except InstanceLost as error:
             raise told(joined.edges, error) from error
         proof = msgspec.json.encode(found).decode()
-        settings = replace(part.settings, proof=proof, runner=_ranks(part, joined, group))
+        proved_s = time.perf_counter() - began
+        settings = replace(part.settings, proof=proof, proved_s=proved_s, runner=_ranks(part, joined, group))
 
     def make_module() -> Any:
         raise FunctionError(

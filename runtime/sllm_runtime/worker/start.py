@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from sllm_runtime.protocol.errors import OutOfMemory, SllmError, StartFailed, UnsupportedModel
 from sllm_runtime.protocol.manifest import Manifest
-from sllm_runtime.protocol.timeline import IMPORT, SETUP, START_STAGES, WEIGHTS, Span
+from sllm_runtime.protocol.timeline import IMPORT, PROVE, SETUP, START_STAGES, WEIGHTS, Span
 from sllm_runtime.protocol.worker import Assign
 from sllm_runtime.worker import adapters, bundle, handler
 from sllm_runtime.worker.arriving import Report, Weights
@@ -30,6 +30,10 @@ from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.model import load_model
 from sllm_runtime.worker.secret_files import lay
 from sllm_runtime.worker.words import sendable, words_of
+
+NOTICED_S: Final = 0.001
+"""A proof that took less was known."""
+_ORDER: Final = (*START_STAGES, PROVE)
 
 
 @dataclass(slots=True)
@@ -48,8 +52,12 @@ class Stages:
         self.begin(name)
         start = since or time.perf_counter()
         yield
-        now = time.perf_counter()
-        self.spans.append(Span(name, round((start - self.began) * 1000, 3), round((now - start) * 1000, 3)))
+        self.over(name, time.perf_counter() - start)
+
+    def over(self, name: str, seconds: float) -> None:
+        """``name`` has ended just now, and took so long."""
+        at = time.perf_counter() - seconds - self.began
+        self.spans.append(Span(name, round(at * 1000, 3), round(seconds * 1000, 3)))
 
     def begin(self, name: str) -> None:
         """``name`` begins; its span is known later."""
@@ -58,7 +66,7 @@ class Stages:
 
     def told(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
         """All spans with ``spans`` among them, in the stages' order."""
-        return tuple(sorted((*self.spans, *spans), key=lambda span: START_STAGES.index(span.name)))
+        return tuple(sorted((*self.spans, *spans), key=lambda span: _ORDER.index(span.name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +170,8 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
             loop, _ = handle.engine()
             capabilities = (f"engine:{loop.engine.name}", *loop.engine.capabilities.names())
             proof = loop.proof
+            if loop.proved_s >= NOTICED_S:
+                stages.over(PROVE, loop.proved_s)
         run, on_loop = await prepare(target, handle, manifest)
     if pending is not None and pending.error is not None:
         stages.current = WEIGHTS

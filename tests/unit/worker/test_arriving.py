@@ -15,7 +15,7 @@ from sllm_loaderd.convert.directory import ConvertOptions, convert_directory
 from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, CheckpointIndex, decode_index, partition_name, rank_blocks
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
-from sllm_runtime.protocol.timeline import WEIGHTS
+from sllm_runtime.protocol.timeline import IMPORT, PROVE, SETUP, WEIGHTS
 from sllm_runtime.worker import weights
 from sllm_runtime.worker.arriving import Layers, Weights, blocks_of
 from sllm_runtime.worker.engine.choice import Known, recognise
@@ -69,7 +69,10 @@ def proof(
         first.finish()
         worker.until(lambda: worker.ready is not None or worker.failed is not None)
         assert worker.ready is not None, worker.failed
-        assert WEIGHTS in [span.name for span in worker.ready.spans], "without a proof it waits for every byte"
+        spans = {span.name: span for span in worker.ready.spans}
+        assert list(spans) == [IMPORT, WEIGHTS, SETUP, PROVE], "without a proof it waits for every byte"
+        assert 0 < spans[PROVE].ms <= spans[SETUP].ms
+        assert spans[PROVE].at >= spans[SETUP].at
         answer = worker.run({"prompt": "def f"})
         assert WEIGHTS not in _spans(answer)
         yield worker.ready.proof, answer.outputs
@@ -90,7 +93,7 @@ def test_it_is_ready_before_its_weights_and_says_the_same(
     worker = zygote.spawn()
     try:
         ready = worker.start(MADE, SOURCE, workdir=tmp_path / "w", session=loaderd.session, proof=proof[0])
-        assert [span.name for span in ready.spans] == ["import", "setup"], "not one block is there"
+        assert [span.name for span in ready.spans] == [IMPORT, SETUP], "not one block is there"
         assert ready.proof == proof[0]
         call = worker.call({"prompt": "def f"})
         loaderd.land(*range(loaderd.blocks))

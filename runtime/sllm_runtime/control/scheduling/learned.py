@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from sllm_runtime.control.scheduling.line import NO_MOVES, Line
 from sllm_runtime.protocol.limits import MOST_PROOFS
-from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, Span
+from sllm_runtime.protocol.timeline import IMPORT, PROVE, SANDBOX, SETUP, Span
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -176,8 +176,9 @@ class Learned:
         return replace(self, release=known, least_release=min(self.least_release, seconds))
 
     def after(self, key: Version, node: str, warm: bool, spans: tuple[Span, ...]) -> Learned:
-        """With one more start of version ``key`` on ``node``."""
+        """With one more start of version ``key`` on ``node``. What its engine had to prove the next ones are told."""
         seconds = {span.name: span.ms / 1000.0 for span in spans}
+        setup = max(0.0, seconds[SETUP] - seconds.get(PROVE, 0.0)) if SETUP in seconds else None
         return replace(
             self,
             least=min(self.least, seconds.get(SANDBOX, self.least)),
@@ -185,7 +186,7 @@ class Learned:
                 _with(self.sandbox, (EVERY_NODE, warm), seconds.get(SANDBOX)), (node, warm), seconds.get(SANDBOX)
             ),
             imports=_with(self.imports, key, seconds.get(IMPORT)),
-            setup=_with(self.setup, key, seconds.get(SETUP)),
+            setup=_with(self.setup, key, setup),
         )
 
     def without(self, versions: frozenset[Version]) -> Learned:

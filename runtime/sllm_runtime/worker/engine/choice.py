@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,11 +34,12 @@ _COMPUTES: Final = ("cpu", "cuda")
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """An engine, its proof for the starts to come (empty: it has none), and what gives back what it has beside
-    memory."""
+    memory. ``proved_s``: seconds that the proof took."""
 
     engine: Engine
     proof: str
     release: Callable[[], None] | None = None
+    proved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Settings:
     """Makes who computes with other processes, once it is known how exact that is; ``None``: this one alone does."""
     proofs: tuple[str, ...] = ()
     """What it found on other machines: used where this one is of the same kind and computes the same (``agrees``)."""
+    proved_s: float = 0.0
+    """Seconds that ``proof`` took, if it was found in this start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,9 @@ class Known:
 
     def engine(self, files: Mapping[str, bytes], raw: Mapping[str, Any], settings: Settings) -> Chosen:
         """The engine; ``raw`` is config.json."""
+        began = time.perf_counter()
         found = self.found(settings)
+        proved_s = settings.proved_s + time.perf_counter() - began
         if not found.exact:
             log.warning(
                 "no level of exactness holds for %s on this machine: a resumed call may differ", self.architecture
@@ -103,7 +109,8 @@ class Known:
             max_context=admission.max_context(raw),
             runner=runner,
         )
-        return Chosen(engine, msgspec.json.encode(found).decode(), None if runner is None else runner.close)
+        release = None if runner is None else runner.close
+        return Chosen(engine, msgspec.json.encode(found).decode(), release, proved_s)
 
     def mark(self, settings: Settings) -> str:
         """What decides the bits, as ``selftest.fingerprint`` has it."""

@@ -52,11 +52,14 @@ class EngineLoop:
         decoder: Decoder,
         *,
         proof: str = "",
+        proved_s: float = 0.0,
         release: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
         self.proof = proof
         """What the engine found out about its numerics, for later starts."""
+        self.proved_s = proved_s
+        """Seconds that it took."""
         self._release = release
         self._on_lost: Callable[[SllmError], None] | None = None
         self._lost = False

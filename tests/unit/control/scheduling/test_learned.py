@@ -27,7 +27,7 @@ from sllm_runtime.protocol.loader import DISK, link_of
 from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, PathLoad
 from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
-from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, WEIGHTS, Span
+from sllm_runtime.protocol.timeline import IMPORT, PROVE, SANDBOX, SETUP, WEIGHTS, Span
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, model, node
 
 KEY = ("chat", 1)
@@ -84,6 +84,13 @@ def test_the_first_start_is_believed_and_later_ones_move_the_median() -> None:
     assert learned.sandbox_s("b", True) == 0.002
     assert learned.sandbox_s("c", True) == 0.003, "the middle of what starts took of late, wherever they were"
     assert learned.sandbox_s("a", True) == 0.05
+
+
+def test_a_self_test_is_not_expected_again() -> None:
+    learned = Learned().after(KEY, "a", True, (*spans(0.05, 2.0, 1.0), Span(PROVE, 0.0, 900.0)))
+    assert learned.setup_s(KEY) == pytest.approx(0.1)
+    more_than_there_was = Learned().after(KEY, "a", True, (*spans(0.05, 2.0, 1.0), Span(PROVE, 0.0, 1900.0)))
+    assert more_than_there_was.setup_s(KEY) == 0.0
 
 
 def test_of_a_disk_that_served_no_start_its_like_tell_as_much_as_a_probe() -> None:
