@@ -39,7 +39,7 @@ async def _all(bus: Bus, stream: str, subject: str, kind: type[T]) -> list[T]:
     try:
         async with aclosing(messages(bus, stream, subject, None)) as read:
             async for message in read:
-                if message is None:
+                if message.data is None:
                     break
                 with suppress(ProtocolError):  # of a writer that this release does not understand
                     found.append(codec.unpack(kind, message.data))

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -26,10 +27,45 @@ QUEUED = 4096
 
 
 class Message(NamedTuple):
-    """One of a stream, by its number there."""
+    """One of a stream, by its number there; without ``data``: everything that was there has come, up to that number."""
 
     number: int
-    data: bytes
+    data: bytes | None
+
+
+class _Read(NamedTuple):
+    """What a consumer says: a message and how many are still to come; number 0: nothing new."""
+
+    number: int = 0
+    data: bytes = b""
+    written: datetime | None = None
+    pending: int = 0
+
+
+@dataclass
+class _Place:
+    """The last message that came, or up to which all has: its number, and when it was written, if that is known."""
+
+    number: int
+    written: datetime | None = None
+
+    @property
+    def start(self) -> int:
+        """Behind which number to read on: a stream on disk may lose its last messages with its server, and give their
+        numbers to others. So the last one is read again, and counts if it was written at another time."""
+        return self.number if self.written is None else self.number - 1
+
+    def goes_on(self, read: _Read) -> bool:
+        """Whether ``read`` is news; then the place is there."""
+        if not read.number or (read.number, read.written) == (self.number, self.written):
+            return False
+        self.number, self.written = read.number, read.written
+        return True
+
+    def behind(self, number: int) -> None:
+        """All up to ``number`` has come, or is not wanted."""
+        if number > self.number:
+            self.number, self.written = number, None
 
 
 class _Missing(Exception):
@@ -45,31 +81,34 @@ async def messages(
     idle: Callable[[], Awaitable[None]] | None = None,
     newest: int | None = None,
     after: int = 0,
-) -> AsyncGenerator[Message | None, None]:
+    placed: bool = False,
+) -> AsyncGenerator[Message, None]:
     """Each message under ``subject`` since ``since`` (Unix seconds; None: all that is kept), in order; with ``after``
-    each behind the one of that number. ``newest``: of what is there already no more than so many of the stream's last
-    are read.
+    each behind the one of that number. ``newest``: of what is there already no more than so many of the
+    stream's last are read.
 
-    None once, when everything that was there has come. ``idle`` is awaited about once a second while nothing comes;
-    what it raises ends this. Never ends by itself. Raises ``Unavailable`` if JetStream has answered nothing within
-    ELECTION_S.
+    One without data, once, when everything that was there has come; ``placed``: its number is that of the stream's last
+    then, wanted or not. ``idle`` is awaited about once a second while
+    nothing comes; what it raises ends this. Never ends by itself. Raises ``Unavailable`` if JetStream has answered
+    nothing within ELECTION_S.
     """
-    told, first = False, True
+    told, first, place = False, True, _Place(after)
     deadline = clock() + ELECTION_S
     while True:
         try:
+            last = await _last(bus, stream) if (placed or newest is not None) and not told else 0
             if first and newest is not None:
-                after = max(after, await _behind(bus, stream, newest))
-            async with aclosing(_consume(bus, stream, subject, since, after)) as consumer:
-                async for sequence, data, pending in consumer:
+                place.behind(last - newest)
+            async with aclosing(_consume(bus, stream, subject, since, place.start)) as consumer:
+                async for read in consumer:
                     first = False
-                    if sequence > after:
-                        after = sequence
-                        yield Message(sequence, data)
-                    if pending == 0 and not told:
+                    if place.goes_on(read):
+                        yield Message(read.number, read.data)
+                    if read.pending == 0 and not told:
                         told = True
-                        yield None
-                    elif not sequence and idle is not None:
+                        place.behind(last)
+                        yield Message(place.number, None)
+                    elif not read.number and idle is not None:
                         await idle()
         except _Missing as reason:
             log.debug("%s is read anew: %s", subject, reason)
@@ -80,18 +119,18 @@ async def messages(
         await asyncio.sleep(AGAIN_S)
 
 
-async def _behind(bus: Bus, stream: str, newest: int) -> int:
-    """The number of the message behind which its ``newest`` are; 0: all of them. Raises ``Unavailable``."""
+async def _last(bus: Bus, stream: str) -> int:
+    """The number of its last message. Raises ``Unavailable``."""
     try:
-        return max(0, (await bus.jetstream.stream_info(stream)).state.last_seq - newest)
+        return (await bus.jetstream.stream_info(stream)).state.last_seq
     except nats.errors.Error as error:
         raise Unavailable(f"{stream} cannot be read: {error or type(error).__name__}") from error
 
 
 async def _consume(
     bus: Bus, stream: str, subject: str | Sequence[str], since: float | None, after: int
-) -> AsyncGenerator[tuple[int, bytes, int], None]:
-    """``(sequence, data, how many are still to come)`` of one consumer; sequence 0: nothing new."""
+) -> AsyncGenerator[_Read, None]:
+    """What one consumer says."""
     queue: asyncio.Queue[Msg | None] = asyncio.Queue(QUEUED)
     inbox = bus.new_inbox()
     off = bus.on_reconnect(lambda: queue.put(None))
@@ -100,7 +139,7 @@ async def _consume(
         subscription = await bus.subscribe_raw(inbox, queue.put)
         made = await bus.jetstream.add_consumer(stream, asked)
         if not made.num_pending and not (made.delivered and made.delivered.consumer_seq):
-            yield 0, b"", 0
+            yield _Read()
         delivered = 0
         while True:
             message = await _next(queue)
@@ -108,13 +147,13 @@ async def _consume(
                 last = (message.headers or {}).get("Nats-Last-Consumer")
                 if last is not None and int(last) != delivered:
                     raise _Missing("a message was lost")
-                yield 0, b"", 0  # what was still to come has gone meanwhile, written anew or too old
+                yield _Read()  # what was still to come has gone meanwhile, written anew or too old
                 continue
             delivered += 1
             place = message.metadata
             if place.sequence.consumer != delivered:
                 raise _Missing(f"gap before {place.sequence.consumer}")
-            yield place.sequence.stream, message.data, place.num_pending
+            yield _Read(place.sequence.stream, message.data, place.timestamp, place.num_pending)
     except nats.errors.Error as error:
         raise Unavailable(f"{subject} cannot be read: {error or type(error).__name__}") from error
     finally:

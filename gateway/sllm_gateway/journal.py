@@ -214,7 +214,7 @@ class Journal:
 
         async with aclosing(messages(self._bus, stream, call_entries(stream, call), None, idle=idle)) as found:
             async for message in found:
-                yield None if message is None else entry_of(message.data)
+                yield None if message.data is None else entry_of(message.data)
 
     async def now(self, stream: str, call: str) -> tuple[Journaled, list[Entry]]:
         """What is written of a call now."""

@@ -19,6 +19,11 @@ def event(data: bytes, *, id: int | None = None, name: str | None = None) -> byt
     return b"%sdata: %s\n\n" % (head, data)
 
 
+def place(id: int) -> bytes:
+    """Where the stream stands: no event, but who reads on does so from behind it."""
+    return b"id: %d\n\n" % id
+
+
 def comment(text: str) -> bytes:
     """One line, and no blank line after it: once an id was seen, the openai client takes a comment followed by a
     blank line for an event without data, and fails."""

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.protocol.errors import ErrorBody, SllmError
-from sllm_runtime.protocol.timeline import Span
+from sllm_runtime.protocol.timeline import Span, sane
 
 NAME_BYTES: Final = 200
 MESSAGE_BYTES: Final = 16 * 1024
@@ -51,8 +51,8 @@ def clip_report(error: SllmError) -> ErrorBody:
 
 
 def clip_spans(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """The first of ``spans``, with names of a bounded size."""
-    return tuple(msgspec.structs.replace(span, name=clip(span.name, NAME_BYTES)) for span in spans[:MAX_SPANS])
+    """The first of ``spans`` that can be some, with names of a bounded size."""
+    return tuple(msgspec.structs.replace(span, name=clip(span.name, NAME_BYTES)) for span in sane(spans)[:MAX_SPANS])
 
 
 def clip_names(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -51,7 +51,12 @@ def dram_used(status: Status) -> int:
 def path_loads(status: Status) -> tuple[PathLoad, ...]:
     """The paths with what a start that begins now waits behind."""
     return tuple(
-        PathLoad(path=path.path, bandwidth=path.bandwidth, queued=sum(path.queued.get(name, 0) for name in _AHEAD))
+        PathLoad(
+            path=path.path,
+            bandwidth=path.bandwidth,
+            queued=sum(path.queued.get(name, 0) for name in _AHEAD),
+            served=bool(path.mode),  # a probe has none
+        )
         for path in status.paths
     )
 

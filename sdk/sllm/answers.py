@@ -104,11 +104,13 @@ def result_of(event: Event, observe: Observe) -> str | None:
     return None
 
 
-def broken_off(trace: Trace) -> SllmError:
+def broken_off(trace: Trace, why: str = "") -> SllmError:
     """The stream ended without its end: the gateway or the connection died."""
     trace.broken = True
     what = f"stream of call {trace.call}" if trace.call else "stream"
-    return InstanceLost(f"the {what} broke off before its end; it may have been done in part")
+    told = ": ".join(filter(None, (trace.gateway, why)))
+    at = f" ({told})" if told else ""
+    return InstanceLost(f"the {what} broke off before its end{at}; it may have been done in part")
 
 
 def call_id(headers: Mapping[str, str]) -> str | None:

@@ -129,7 +129,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
                         if event.done or event.event == "error":
                             return
         except httpx.HTTPError as error:
-            raise answers.broken_off(trace) from error
+            raise answers.broken_off(trace, transport.reason(error)) from error
         raise answers.broken_off(trace)
 
     async def follow(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[Event, None]:

@@ -147,7 +147,7 @@ class Client(Connection[httpx.Client]):
                         if event.done or event.event == "error":
                             return
         except httpx.HTTPError as error:
-            raise answers.broken_off(trace) from error
+            raise answers.broken_off(trace, transport.reason(error)) from error
         raise answers.broken_off(trace)
 
     def follow(self, path: str, params: Mapping[str, str]) -> Generator[Event, None, None]:

@@ -28,17 +28,22 @@ class Following:
     call: str | None = None
     last: str | None = None
     """Id of the last event that is here."""
+    numbered: bool = True
+    """False: something came that cannot be read on from, of a gateway of before."""
     lost: SllmError | None = None
     """How it broke off, since nothing has come after that."""
     _since: float = 0.0
     _tries: int = 0
 
     def seen(self, event: Event) -> None:
-        """An event is here, whole. A heartbeat of what has no end says as much: nothing may happen for hours."""
-        if event.id is not None and event.event != "error":
-            self.last = event.id
-        elif not self.source:
+        """An event is here. Of a call that counts which is whole; of what has no end a heartbeat too, since nothing may
+        happen for hours."""
+        if not self.source and (event.id is None or event.event != "message"):
             return
+        if event.id is not None:
+            self.last = event.id
+        elif event.comment is None and not event.done:
+            self.numbered = False
         self.lost, self._tries = None, 0
 
     @staticmethod
@@ -48,18 +53,21 @@ class Following:
 
     def broke(self, error: SllmError, trace: Trace, now: float) -> float:
         """Seconds to wait before the next gateway is asked. Raises how the stream broke off where that helps nothing:
-        it did not break off, no gateway has it, or none answers."""
+        it did not break off, it cannot be read on, no gateway has it, or none answers."""
         if self.lost is None:
-            if not (trace.broken or isinstance(error, CallMoved)) or not (self.source or self.call or trace.call):
+            if not (trace.broken or isinstance(error, CallMoved)) or not self._can_be_read_on(trace):
                 raise error
             self.lost, self.call, self._since = error, self.call or trace.call, now
-        elif not error.retryable or now - self._since > FOLLOW_S:
+        elif not error.retryable or (now - self._since > FOLLOW_S and self._tries >= len(self.gateways)):
             raise self.lost from error
         trace.call = self.call
         self._tries += 1
         if trace.gateway is not None:
             self.gateways.past(trace.gateway)
         return _WAITS_S[min((self._tries - 1) // len(self.gateways), len(_WAITS_S) - 1)]
+
+    def _can_be_read_on(self, trace: Trace) -> bool:
+        return self.numbered if self.source else bool(self.call or trace.call)
 
     @property
     def path(self) -> str:

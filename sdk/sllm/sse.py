@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Event:
-    """One event. ``comment`` holds the text of a comment line, which comes as an event of its own."""
+    """One event. ``comment`` holds the text of a comment line, which comes as an event of its own; so does an ``id``
+    without data, which says where the stream stands (``comment`` is empty then)."""
 
     data: str = ""
     event: str = "message"
@@ -57,6 +58,8 @@ class Parser:
         elif not line:
             if self._data:
                 events.append(Event("\n".join(self._data), self._event or "message", self._id))
+            elif self._id is not None:
+                events.append(Event(id=self._id, comment=""))
             self._data, self._event, self._id = [], "", None
         else:
             field, _, value = line.partition(":")

@@ -111,16 +111,16 @@ def failed(url: str, error: httpx.HTTPError, trace: Trace | None = None) -> Sllm
     if isinstance(error, (*NOT_HEARD, httpx.PoolTimeout)):
         return unreached([url], error)
     if trace is not None and trace.call is not None:
-        return broken_off(trace)
-    why = _reason(error)
+        return broken_off(trace, reason(error))
+    why = reason(error)
     return InstanceLost(f"the connection to {url} broke off before an answer came ({why}); it may have been done")
 
 
 def unreached(urls: Sequence[str], error: httpx.HTTPError) -> Unavailable:
     """None of ``urls`` took the connection; ``error``: what came of the last."""
     start = "; `sllm up` starts one here" if all(map(_here, urls)) else ""
-    return Unavailable(f"no gateway answers at {' or '.join(urls)} ({_reason(error)}){start}")
+    return Unavailable(f"no gateway answers at {' or '.join(urls)} ({reason(error)}){start}")
 
 
-def _reason(error: httpx.HTTPError) -> str:
+def reason(error: httpx.HTTPError) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")

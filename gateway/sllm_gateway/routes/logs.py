@@ -16,7 +16,7 @@ from sllm_gateway.asgi import Receive, Scope, Send
 from sllm_gateway.controller import Controller
 from sllm_gateway.errors import quoted
 from sllm_gateway.events import EventWriter, Source
-from sllm_gateway.follow import Message, messages
+from sllm_gateway.follow import messages
 from sllm_gateway.routes.api import last_event_id, name_of
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import codec, subjects
@@ -29,8 +29,8 @@ MOST_LINES = 10_000
 LATEST = 2.0**33
 """Of a Unix time that a query may give: some centuries from now, and nothing that a date cannot hold."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
-Render = Callable[[Message], bytes | None]
-"""One message as an SSE event with its number; None: it is not wanted."""
+Render = Callable[[int, bytes], bytes | None]
+"""One message, by its number and data, as an SSE event; None: it is not wanted."""
 
 
 class Logs:
@@ -52,7 +52,7 @@ class Logs:
         name, call = name_of(request), request.query_params.get("call")
         query = _Query.of(request)
         source = _tail(self._bus, subjects.LOGS_STREAM, subjects.logs_of(name), query, _log_render(call))
-        if not query.follow:
+        if not (query.follow or query.after):
             source = self._must_exist(source, name)
         await self._writer.write(source, receive, send)
 
@@ -110,11 +110,11 @@ class _Query(msgspec.Struct, frozen=True):
 
 
 def _log_render(call: str | None) -> Render:
-    def render(message: Message) -> bytes | None:
-        record = codec.unpack(LogRecord, message.data)
+    def render(number: int, data: bytes) -> bytes | None:
+        record = codec.unpack(LogRecord, data)
         if call is not None and record.call != call:
             return None
-        return sse.event(views.log_line(record).model_dump_json().encode(), id=message.number)
+        return sse.event(views.log_line(record).model_dump_json().encode(), id=number)
 
     return render
 
@@ -145,11 +145,11 @@ class _About(msgspec.Struct, frozen=True):
 
 
 def _event_render(about: _About) -> Render:
-    def render(message: Message) -> bytes | None:
-        event = codec.unpack(Event, message.data)
+    def render(number: int, data: bytes) -> bytes | None:
+        event = codec.unpack(Event, data)
         if not about.holds(event):
             return None
-        return sse.event(msgspec.json.encode(event), id=message.number, name="event")
+        return sse.event(msgspec.json.encode(event), id=number, name="event")
 
     return render
 
@@ -158,21 +158,23 @@ async def _tail(
     bus: Bus, stream: str, subject: str | Sequence[str], query: _Query, render: Render
 ) -> AsyncGenerator[bytes, None]:
     """The last ``limit`` that are there now, or each behind the last that came to who reads on; with ``follow`` then
-    each that comes."""
+    where that is, and each that comes."""
     kept: deque[bytes] = deque(maxlen=query.limit)
     past = not query.after
     newest = query.limit if subject == subjects.events_of() and query.since is None and past else None
-    async with aclosing(messages(bus, stream, subject, query.since, newest=newest, after=query.after)) as found:
+    reading = messages(bus, stream, subject, query.since, newest=newest, after=query.after, placed=query.follow)
+    async with aclosing(reading) as found:
         async for message in found:
-            if message is None:
+            if message.data is None:
                 past = False
                 if kept:
                     yield b"".join(kept)
                 if not query.follow:
                     return
+                yield sse.place(message.number)
                 continue
             try:
-                event = render(message)
+                event = render(message.number, message.data)
             except ProtocolError:
                 continue  # of a writer that this release does not understand
             if event is not None and past:

@@ -3,6 +3,7 @@ there leaves. And those that are forgotten once they have gone. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -40,7 +41,7 @@ def forget(view: View, name: str, now: float) -> View:
         raise Conflict(f"node {name} is its provider's: it is forgotten once that no longer has it")
     if not view.silent(name, now) or any(not instance.ended for instance in view.on(name).values()):
         raise Unavailable(f"whether node {name} lives is not known yet; ask again", retry_after_s=limits.LOST_AFTER_S)
-    return view.drop_nodes([name])
+    return replace(view.drop_nodes([name]), learned=view.learned.forgotten(name))
 
 
 def advance(view: View, now: float) -> View:

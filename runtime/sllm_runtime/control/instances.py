@@ -13,7 +13,7 @@ from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, StartFailed
 from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, check
-from sllm_runtime.protocol.timeline import CONVERT, WEIGHTS, Span, shift
+from sllm_runtime.protocol.timeline import CONVERT, WEIGHTS, Span, sane, shift
 
 _BAD_ENDS = (InstanceState.FAILED, InstanceState.LOST)
 
@@ -56,6 +56,7 @@ def ready_spans(instance: Instance, status: InstanceStatus, now: float) -> tuple
 
 def report(view: View, instance: Instance, status: InstanceStatus, now: float) -> View:
     """Fold what its node says about one instance."""
+    status = msgspec.structs.replace(status, spans=sane(status.spans))
     moved = move(instance, status.state, status.error)
     if moved.state is InstanceState.READY and instance.state is not InstanceState.READY:
         spans = status.spans if instance.adopted else ready_spans(instance, status, now)
@@ -107,10 +108,10 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
 
 
 def _disk(view: View, node: str) -> float:
-    """Bytes per second of its disk, by its last report; 0 if that does not say."""
+    """Bytes per second that its disk gave to loads, by its last report; 0 if that does not say."""
     known = view.nodes.get(node)
     paths = known.status.paths if known is not None and known.status is not None else ()
-    return next((path.bandwidth for path in paths if path.path == DISK), 0.0)
+    return next((path.bandwidth for path in paths if path.path == DISK and path.served), 0.0)
 
 
 def _there(instance: Instance) -> float:

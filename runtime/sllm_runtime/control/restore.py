@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import msgspec
@@ -10,7 +11,8 @@ from sllm_runtime.control.changes import Write
 from sllm_runtime.control.scheduling import remembered
 from sllm_runtime.control.table import Table
 from sllm_runtime.control.view import Instance, Node, View
-from sllm_runtime.platform.state import StateStore
+from sllm_runtime.platform.state import Records, StateStore
+from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import (
@@ -27,6 +29,8 @@ from sllm_runtime.protocol.records import (
 )
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from sllm_runtime.protocol.subjects import LEARNED_KEY, POOL_KEY, POPULARITY_KEY
+
+log = logging.getLogger(__name__)
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +58,20 @@ async def read(store: StateStore) -> Stored:
         nodes=records.list("nodes.", NodeRecord),
         instances=records.list("instances.", InstanceRecord),
         routes=records.list("routes.", Route),
-        learned=records.get(LEARNED_KEY, LearnedRecord) or LearnedRecord(),
+        learned=_learned(records),
         proofs=records.list("proofs.", ProofsRecord),
         popularity=records.get(POPULARITY_KEY, Popularity) or Popularity(),
         pool=records.get(POOL_KEY, PoolRecord) or PoolRecord(),
     )
+
+
+def _learned(records: Records) -> LearnedRecord:
+    """What cannot be read is learned anew: expectations keep nobody from leading."""
+    try:
+        return records.get(LEARNED_KEY, LearnedRecord) or LearnedRecord()
+    except ProtocolError as error:
+        log.warning("what starts have taught is forgotten: %s", error.message)
+        return LearnedRecord()
 
 
 def as_stored(stored: Stored, now: float) -> View:

@@ -75,11 +75,13 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class PathLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A way that weights come by on this node, named as ``protocol.loader.path_of`` does: bytes per second as measured
-    (0: never used) and the bytes that a start which begins now waits behind."""
+    (0: never used) and the bytes that a start which begins now waits behind. ``served``: loads were measured, not only
+    what a probe read."""
 
     path: str
     bandwidth: float
     queued: int
+    served: bool = False
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ from typing import Final
 
 import msgspec
 
+_MOST_MS: Final = 1e10
+"""Four months."""
 _NO_TOKEN: Final = re.compile(r"[^A-Za-z0-9_.-]")
 QUEUE: Final = "queue"
 SANDBOX: Final = "sandbox"
@@ -33,6 +35,11 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     name: str
     at: float
     ms: float
+
+
+def sane(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Those of ``spans`` whose numbers can be times: they come from sandboxes, and NaN is no JSON."""
+    return tuple(span for span in spans if abs(span.at) <= _MOST_MS and 0.0 <= span.ms <= _MOST_MS)
 
 
 def shift(spans: tuple[Span, ...], by_ms: float) -> tuple[Span, ...]:

@@ -71,7 +71,7 @@ def preload() -> float:
         for name in PRELOAD:
             importlib.import_module(name)
         for name in (*(ON_GPU if _sees_gpu() else ()), *USERS):
-            with contextlib.suppress(ImportError):
+            with contextlib.suppress(ImportError, RuntimeError):  # there may be no libcuda beside a GPU
                 importlib.import_module(name)
         loop_factory()  # imports uvloop
         from sllm_runtime.worker.engine.ours.kernels.loaded import kernels  # with LLVM, which process 1 has no need of

@@ -71,12 +71,10 @@ def head(assign: Assign, joined: Joined, fd: int, home: Path, report: Report) ->
     else:
         try:
             part, group = _rank_part(assign, joined, fd, report)
-            began = time.perf_counter()
-            found = part.known.found(part.settings)  # which all ranks make together
+            found, proved_s = part.known.found(part.settings)  # which all ranks make together
         except InstanceLost as error:
             raise told(joined.edges, error) from error
         proof = msgspec.json.encode(found).decode()
-        proved_s = time.perf_counter() - began
         settings = replace(part.settings, proof=proof, proved_s=proved_s, runner=_ranks(part, joined, group))
 
     def make_module() -> Any:
@@ -136,7 +134,7 @@ def follower(assign: Assign, joined: Joined, fd: int, report: Report) -> Followe
             names=part.names,
         )
     part, group = _rank_part(assign, joined, fd, report)
-    found = part.known.found(part.settings)
+    found, _ = part.known.found(part.settings)
     return Rank(
         part.known.decoder,
         group,

@@ -31,8 +31,6 @@ from sllm_runtime.worker.model import load_model
 from sllm_runtime.worker.secret_files import lay
 from sllm_runtime.worker.words import sendable, words_of
 
-NOTICED_S: Final = 0.001
-"""A proof that took less was known."""
 _ORDER: Final = (*START_STAGES, PROVE)
 
 
@@ -170,7 +168,7 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
             loop, _ = handle.engine()
             capabilities = (f"engine:{loop.engine.name}", *loop.engine.capabilities.names())
             proof = loop.proof
-            if loop.proved_s >= NOTICED_S:
+            if loop.proved_s:
                 stages.over(PROVE, loop.proved_s)
         run, on_loop = await prepare(target, handle, manifest)
     if pending is not None and pending.error is not None:

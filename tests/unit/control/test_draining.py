@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -11,6 +12,7 @@ from sllm_runtime.control.changes import Write, decided
 from sllm_runtime.control.events import events
 from sllm_runtime.control.migration import PLACE_S, so_far
 from sllm_runtime.control.plan import SendStop
+from sllm_runtime.control.scheduling.learned import EVERY_NODE
 from sllm_runtime.control.scheduling.policies import POLICIES
 from sllm_runtime.control.view import Node
 from sllm_runtime.protocol import subjects
@@ -235,8 +237,11 @@ def test_only_a_node_that_has_gone_is_forgotten() -> None:
         draining.forget(world.view, "n1", world.now)
     world.turn(1)
     assert source not in world.view.instances
+    known = world.view.learned.served("n1", 1e9).served("n2", 2e9)
+    world.view = replace(world.view, learned=known)
     after = draining.forget(world.view, "n1", world.now)
     assert list(after.nodes) == ["n2"]
+    assert after.learned.disk.keys() == {"n2", EVERY_NODE}, "another machine may have its name next"
     assert decided(world.view, after) == [Write(subjects.node_key("n1"), None)]
     assert [(event.kind, event.node) for event in events(world.view, after, 0.0)] == [("node.removed", "n1")]
     with pytest.raises(NodeNotFound, match="there is no node n1"):

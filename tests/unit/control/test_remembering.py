@@ -49,6 +49,16 @@ async def test_the_next_controller_knows_what_starts_and_releases_took(bench: Be
         assert now.rest_s(KEY, "none") == pytest.approx(before.rest_s(KEY, "none"), abs=1e-6)
 
 
+async def test_what_cannot_be_read_keeps_nobody_from_leading(
+    bench: Bench, nats: Nats, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is learned anew."""
+    await bench.controller.loop._ledger._store._write(LEARNED_KEY, b'{"schema":1,"setup":[{"seconds":[null]}]}', {})
+    async with controller_of(nats, "ctl2") as other:
+        assert other.loop.view.learned.setup_s(KEY) == 0.0
+    assert "what starts have taught is forgotten" in caplog.text
+
+
 async def test_what_is_not_new_is_not_written_again(bench: Bench) -> None:
     loop = bench.controller.loop
     remembering = Remembering(loop, loop._ledger)

@@ -358,6 +358,7 @@ async def test_who_reads_on_gets_each_behind_the_last_that_came(nats: Nats) -> N
             assert len(whole) >= 6
             assert await read(whole[1].id, limit=1) == whole[2:]
             assert await read(whole[-1].id) == []
+            assert await read(str(10**17)) == [], "of a stream that was there before this one"
             wrong = await w.http.get(f"{API}/{path}", headers={"Last-Event-ID": "x"})
             assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "Last-Event-ID")
 

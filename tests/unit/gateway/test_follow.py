@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from nats import errors as nats_errors
 
+from sllm.sse import Event as SseEvent
+from sllm.sse import Parser
 from sllm_gateway import follow
 from sllm_gateway.follow import messages
 from sllm_runtime.platform import owned
@@ -19,7 +21,8 @@ from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.http import API
 from tests.fixtures.nats import CONTROLLER, NODE, Nats
-from tests.unit.gateway.peer import world
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import World, world
 from tests.unit.gateway.test_api import events
 
 
@@ -106,9 +109,62 @@ async def test_a_beginning_is_asked_for_again_for_as_long_as_an_election_takes(
         nothing = subjects.events_by("node", "none")
         reading = messages(bus, subjects.EVENTS_STREAM, nothing, None, lambda: next(ticks))
         if answered:
-            assert await anext(reading) is None
+            assert (await anext(reading)).data is None
         else:
             with pytest.raises(Unavailable, match="timeout"):
                 await anext(reading)
         assert refused == unanswered
         await reading.aclose()
+
+
+async def test_who_follows_is_told_where_the_stream_stands(nats: Nats) -> None:
+    """Also where nothing of it is wanted: who reads on from there misses nothing."""
+    async with world(nats) as w:
+        for function in ("f", "g"):
+            _happens(w, function, 1.0)
+        await w.node.bus.flush()
+        last = (await w.controller.bus.jetstream.stream_info(subjects.EVENTS_STREAM)).state.last_seq
+        query = {"follow": "true", "function": "f", "limit": "0"}
+        async with w.http.stream("GET", f"{API}/events", params=query) as response:
+            parser = Parser()
+            pieces = response.aiter_bytes()
+            told = (event async for piece in pieces for event in parser.feed(piece) if event.id is not None)
+            assert await anext(told) == SseEvent(id=str(last), comment="")
+
+
+async def test_a_number_that_another_message_has_now_is_read_again(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a server was killed and had lost its last message, or all of them."""
+    monkeypatch.setattr(follow, "AGAIN_S", 0.01)
+    async with world(nats) as w:
+        stream, found = w.controller.bus.jetstream, list[float]()
+        wanted = subjects.events_of("", "f")
+
+        async def read() -> None:
+            async with aclosing(messages(w.gateway._bus, subjects.EVENTS_STREAM, wanted, None)) as reading:
+                async for message in reading:
+                    if message.data is not None:
+                        found.append(codec.unpack(Event, message.data).at)
+
+        info = await stream.stream_info(subjects.EVENTS_STREAM)
+        reading = asyncio.create_task(read())
+        for at in (1.0, 2.0, 3.0):
+            _happens(w, "f", at)
+        await until(lambda: found == [1.0, 2.0, 3.0])
+        await stream.delete_stream(subjects.EVENTS_STREAM)
+        await stream.add_stream(info.config)
+        before = info.state.last_seq
+        for at in range(before):  # what was there before them
+            _happens(w, "g", at)
+        for at in (1.0, 2.0, 4.0):
+            _happens(w, "f", at)
+        await until(lambda: found[-1] == 4.0)
+        assert found == [1.0, 2.0, 3.0, 4.0], "its number is that of the third before"
+        _happens(w, "f", 5.0)
+        await until(lambda: found[-1] == 5.0)
+        assert found == [1.0, 2.0, 3.0, 4.0, 5.0]
+        await end([reading])
+
+
+def _happens(w: World, function: str, at: float) -> None:
+    event = Event(kind="instance.ready", at=at, component="node", function=function)
+    w.node.bus.publish_now(subjects.event("node", NODE, event.kind, function), event)

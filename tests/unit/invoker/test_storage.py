@@ -56,7 +56,12 @@ def test_what_there_is_to_load_from_and_to() -> None:
 def test_a_start_waits_behind_starts_alone() -> None:
     queued = {START: 5, PREWARM: 70, WRITE_BACK: 900}
     (load,) = path_loads(status(paths=(PathStatus(path="disk", bandwidth=2.0, queued=queued),)))
-    assert (load.path, load.bandwidth, load.queued) == ("disk", 2.0, 5)
+    assert (load.path, load.bandwidth, load.queued, load.served) == ("disk", 2.0, 5, False)
+
+
+def test_a_path_that_loads_have_read_by_has_served() -> None:
+    (load,) = path_loads(status(paths=(PathStatus(path="disk", bandwidth=2.0, queued={}, mode="direct"),)))
+    assert load.served
 
 
 def test_what_starts_will_ask_for_is_coming_until_a_queue_shows_it() -> None:

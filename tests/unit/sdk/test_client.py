@@ -196,6 +196,15 @@ def test_a_stream_without_a_value_is_read_from_its_beginning(
     assert other.read_after == [None]
 
 
+def test_a_value_of_which_half_came_comes_whole(gateway: Gateway, other: Gateway, stream: Streams) -> None:
+    """Its gateway says that it is not whole, by its number."""
+    half = 'id: 1\ndata: "b\nevent: incomplete\n\n'
+    gateway.will(Answer((sse("a", id=0), half, error(MOVED))))
+    other.reads = [Answer((sse("b", id=1), DONE))]
+    assert stream("chat") == ["a", "b"]
+    assert other.read_after == ["0"]
+
+
 def test_a_stream_that_nobody_has_says_how_it_broke_off(gateway: Gateway, other: Gateway, stream: Streams) -> None:
     gateway.will(Answer((sse("a", id=0),), breaks=True))
     with pytest.raises(InstanceLost, match=f"stream of call {CALL} broke off"):
@@ -254,6 +263,35 @@ def test_what_has_no_end_is_read_on_at_another_gateway(
     assert follow() == ["a", "b", "c"]
     assert [headers.get("last-event-id") for _, _, _, headers in (*gateway.asked, *other.asked)] == [None, "7", "5"]
     assert [*gateway.queries, *other.queries] == [{"kind": "call"}] * 3
+
+
+@pytest.mark.parametrize("follow", [_follow_blocking, _follow_async])
+def test_what_has_no_end_is_read_on_where_nothing_came_yet(
+    gateway: Gateway, other: Gateway, follow: Callable[[], list[Any]]
+) -> None:
+    """From where the stream stood: what happened meanwhile would else be a part of what was there before."""
+    gateway.will(Answer(("id: 12\n\n",), breaks=True))
+    other.will(Answer((sse("a", id=13, event="event"), DONE)))
+    assert follow() == ["a"]
+    assert other.asked[0][3]["last-event-id"] == "12"
+
+
+@pytest.mark.parametrize("follow", [_follow_blocking, _follow_async])
+def test_what_has_no_numbers_is_not_read_on(gateway: Gateway, other: Gateway, follow: Callable[[], list[Any]]) -> None:
+    """Of a gateway of before: all of it would come again."""
+    gateway.will(Answer((sse("a", event="event"),), breaks=True))
+    with pytest.raises(InstanceLost, match=rf"the stream broke off before its end \({gateway.url}"):
+        follow()
+    assert not other.asked
+
+
+def test_each_gateway_is_asked_before_a_stream_is_given_up() -> None:
+    """Though one of them takes the connection and says nothing for longer than is waited in all."""
+    following, trace = Following(Gateways(("http://a", "http://b")), "/logs"), Trace(broken=True)
+    following.broke(InstanceLost("gone"), trace, 0.0)
+    assert following.broke(Unavailable("it hangs"), trace, 2 * FOLLOW_S) == 0.0
+    with pytest.raises(InstanceLost, match="gone"):
+        following.broke(Unavailable("nobody there"), trace, 2 * FOLLOW_S)
 
 
 def test_a_heartbeat_says_that_what_has_no_end_goes_on() -> None:

@@ -68,3 +68,11 @@ def test_a_large_output_takes_linear_time() -> None:
     (event,) = parser.feed(b"\n\n")
     assert len(event.data) == 512 * 65536
     assert time.process_time() - began < 2
+
+
+def test_an_id_without_data_says_where_the_stream_stands() -> None:
+    assert Parser().feed(b"id: 7\n\nid: 8\ndata: 1\n\ndata: 2\n\n") == [
+        Event(id="7", comment=""),
+        Event("1", id="8"),
+        Event("2"),
+    ]

@@ -37,6 +37,10 @@ OVER: Final = 0.2
 """Share by which the weights may have been expected too late: a path gives a large load more than the small ones that
 its bandwidth was measured by."""
 _GB: Final = 1e9
+_SHORTEST_S: Final = 1e-5
+"""That any disk takes for as much."""
+_LONGEST_S: Final = 1e7
+"""That anything takes."""
 _MOST: Final = 10_000
 """Medians that are kept of a kind; the oldest go first."""
 
@@ -167,6 +171,8 @@ class Learned:
 
     def served(self, node: str, bandwidth: float) -> Learned:
         """With one more start whose weights came from the disk of ``node``, of so many bytes per second by then."""
+        if not _GB / _LONGEST_S < bandwidth < _GB / _SHORTEST_S:
+            return self
         seconds = _GB / bandwidth
         return replace(self, disk=_with(_with(self.disk, EVERY_NODE, seconds), node, seconds))
 
@@ -205,6 +211,14 @@ class Learned:
             proofs=_less(self.proofs, versions),
         )
 
+    def forgotten(self, node: str) -> Learned:
+        """Less what is of this node alone: it has gone for good, and another machine may have its name next."""
+        return replace(
+            self,
+            sandbox={(name, warm): each for (name, warm), each in self.sandbox.items() if name != node},
+            disk=_less(self.disk, {node}),
+        )
+
     def versions(self) -> frozenset[Version]:
         """Those of which something was learned."""
         of_tiers = (key for key, _ in (*self.rest, *self.lead))
@@ -234,7 +248,7 @@ def _less(known: Mapping[K, V], gone: Collection[Any]) -> Mapping[K, V]:
 
 
 def _with(known: Mapping[K, Recent], key: K, seconds: float | None) -> Mapping[K, Recent]:
-    if seconds is None:
+    if seconds is None or not abs(seconds) < _LONGEST_S:  # NaN is not, and no number of a record either
         return known
     return _newest(known, key, known.get(key, Recent((), 0.0)).after(seconds))
 

@@ -77,10 +77,15 @@ class Known:
         """What an earlier start found, if it holds for this one: then nothing has to be tested, and no weights read."""
         return selftest.remembered(settings.proof, self.mark(settings))
 
-    def found(self, settings: Settings) -> selftest.Proof:
-        """That, or what another machine found, if this one computes the same, or what a self-test finds now."""
+    def found(self, settings: Settings) -> tuple[selftest.Proof, float]:
+        """That, or what another machine found, if this one computes the same, or what a self-test finds now; and the
+        seconds that finding out took in this start."""
         if (own := self.proof(settings)) is not None:
-            return own
+            return own, settings.proved_s
+        began = time.perf_counter()
+        return self._tested(settings), time.perf_counter() - began
+
+    def _tested(self, settings: Settings) -> selftest.Proof:
         mark = self.mark(settings)
         for text in settings.proofs:
             proof = selftest.remembered(text, mark)
@@ -90,9 +95,7 @@ class Known:
 
     def engine(self, files: Mapping[str, bytes], raw: Mapping[str, Any], settings: Settings) -> Chosen:
         """The engine; ``raw`` is config.json."""
-        began = time.perf_counter()
-        found = self.found(settings)
-        proved_s = settings.proved_s + time.perf_counter() - began
+        found, proved_s = self.found(settings)
         if not found.exact:
             log.warning(
                 "no level of exactness holds for %s on this machine: a resumed call may differ", self.architecture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import msgspec
@@ -21,11 +22,14 @@ from sllm_runtime.control.scheduling.learned import (
     Learned,
 )
 from sllm_runtime.control.scheduling.prediction import Estimate
+from sllm_runtime.control.scheduling.remembered import learned as remembered
+from sllm_runtime.control.scheduling.remembered import record
 from sllm_runtime.control.view import Instance, View
+from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.limits import MOST_PROOFS
 from sllm_runtime.protocol.loader import DISK, link_of
 from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, PathLoad
-from sllm_runtime.protocol.records import InstanceRecord
+from sllm_runtime.protocol.records import InstanceRecord, LearnedRecord
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import IMPORT, PROVE, SANDBOX, SETUP, WEIGHTS, Span
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, model, node
@@ -42,9 +46,11 @@ def spans(sandbox: float, imports: float, setup: float) -> tuple[Span, ...]:
     )
 
 
-def starting(queue: float) -> tuple[View, Instance]:
-    """A start of KEY from the SSD, whose weights take a second and wait ``queue`` seconds for others."""
-    view, what = function(cluster(node("a")), KEY[0])
+def starting(queue: float, *, served: bool = False) -> tuple[View, Instance]:
+    """A start of KEY from the SSD, whose weights take a second and wait ``queue`` seconds for others; ``served``: its
+    disk has read for loads."""
+    where = node("a", paths=(PathLoad(path=DISK, bandwidth=1e9, queued=0, served=True),)) if served else node("a")
+    view, what = function(cluster(where), KEY[0])
     guess = Estimate("ssd", True, sandbox=0.02, imports=0.0, queue=queue, read=1.0, setup=0.1)
     record = InstanceRecord(instance="i", function=KEY[0], version=KEY[1], node="a", state=InstanceState.STARTING)
     return view, Instance(record, what, placed=NOW, predicted=guess)
@@ -108,11 +114,38 @@ def test_of_a_disk_that_served_no_start_its_like_tell_as_much_as_a_probe() -> No
     assert expected[store.path] == store
 
 
+NO_TIMES = (math.nan, math.inf, -math.inf, -1.0, 1e30)
+
+
+@pytest.mark.parametrize("odd", [*NO_TIMES, 0.0, 1e-310])
+def test_no_disk_has_such_a_bandwidth(odd: float) -> None:
+    learned = Learned().served("a", odd)
+    assert learned == Learned()
+    assert learned.disk_bandwidth("b", 1e9) == 1e9
+
+
+@pytest.mark.parametrize("odd", NO_TIMES)
+@pytest.mark.parametrize("stage", [SANDBOX, IMPORT, SETUP, PROVE])
+def test_no_start_has_such_a_stage(stage: str, odd: float) -> None:
+    """A sandbox says so. What is learned of it must be a record that can be read again."""
+    view, what = starting(queue=0.0)
+    told = tuple(span for span in (*spans(0.05, 2.0, 1.0), Span(PROVE, 0.0, 1.0)) if span.name != stage)
+    for wrong in (Span(stage, 0.0, odd), Span(stage, math.nan, 1.0)):
+        after = report(view.put_instance(what), what, ready(*told, wrong), NOW + 4.0)
+        found = codec.from_json(LearnedRecord, codec.to_json(record(after.learned)))
+        without = report(view.put_instance(what), what, ready(*told), NOW + 4.0)
+        assert remembered(found) == remembered(record(without.learned))
+        assert after.instances["i"].spans == without.instances["i"].spans
+
+
 def test_a_start_from_the_disk_teaches_what_disk_its_node_has() -> None:
     view, what = starting(queue=0.0)
+    probed = report(view.put_instance(what), what, ready(*spans(0.05, 2.0, 1.0)), NOW + 4.0)
+    assert not probed.learned.disk, "all of it was in the page cache: its disk has shown a probe, and no load"
+    view, what = starting(queue=0.0, served=True)
     view = report(view.put_instance(what), what, ready(*spans(0.05, 2.0, 1.0)), NOW + 4.0)
     assert {name: recent.seconds for name, recent in view.learned.disk.items()} == {"a": (1.0,), EVERY_NODE: (1.0,)}
-    view, what = starting(queue=0.0)
+    view, what = starting(queue=0.0, served=True)
     assert what.predicted is not None
     near = replace(what, predicted=msgspec.structs.replace(what.predicted, tier="dram"))
     view = report(view.put_instance(near), near, ready(*spans(0.05, 2.0, 1.0)), NOW + 4.0)

@@ -146,17 +146,19 @@ class FastAttention:
             block_mask=sight_of(tables, of, positions, window, pages, kv).blocks(),
             scale=scale,
             enable_gqa=True,
-            kernel_options=_tile(width * k_pages.itemsize),
+            kernel_options=_tile(width * k_pages.itemsize, queries // kv),
         )
         return seen.permute(2, 0, 1, 3).reshape(rows, queries, width).to(q.dtype)
 
 
-def _tile(nbytes: int) -> dict[str, int]:
-    """Options of flex attention, where a head's part of a row has so many bytes: tiles of queries and keys that any GPU
-    has room for. Its own choice has none for ours, whose masks read tables, and takes as many of few rows together as
-    the batch has that it is compiled for, times the queries of a KV head: more than a block has is refused."""
+def _tile(nbytes: int, group: int) -> dict[str, int]:
+    """Options of flex attention, where a head's part of a row has so many bytes, and a KV head a ``group`` of queries:
+    tiles of queries and keys that any GPU has room for, and that have a row's whole group. For masks that read tables,
+    as ours do, there is no room in those of its own choice; and of few rows it takes as many together as the batch has
+    that it is compiled for, times the group: more than a block has is refused."""
     size = 64 if nbytes <= 256 else 32
-    return {"BLOCK_M": size, "BLOCK_N": size, "num_stages": 1}
+    whole = max(size, group) if group & (group - 1) == 0 else size  # of other groups each query goes by itself
+    return {"BLOCK_M": min(whole, _QUERIES), "BLOCK_N": size, "num_stages": 1}
 
 
 def _bending(cap: float) -> Flex:
