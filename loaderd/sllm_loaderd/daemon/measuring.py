@@ -26,7 +26,9 @@ nothing of the disk."""
 QUIET_WITHIN_S: Final = 5.0
 """One that is busy for longer is measured as it is."""
 READ_WITHIN_S: Final = 10.0
-"""A disk that is not measured by then (loads go first, so do the machine's other loaderds) is by the first load."""
+"""A disk that is not measured by then (loads go first, so do the machine's other loaderds) is tried again, until it
+was or a load has told."""
+AGAIN_S: Final = 5.0
 BETWEEN_S: Final = 0.2
 """Between two reads."""
 _GLANCE_S: Final = 0.1
@@ -42,7 +44,7 @@ class Measuring:
         self._store, self._paths, self._used, self._huge = store, paths, used, huge
         self._tasks = Tasks("measuring")
         self._disk: asyncio.Task[None] | None = None
-        self._begun = False
+        self._begun = self._asked = False
 
     def begun(self) -> None:
         """The node has. Repeatable."""
@@ -53,6 +55,7 @@ class Measuring:
     def look(self, uri: str = "") -> None:
         """Have the disk measured, and all stores or that of ``uri``."""
         self._tasks.start(self._stores(uri), f"stores {uri}")
+        self._asked = True
         if self._disk is None or self._disk.done():
             self._disk = self._tasks.start(self._measure_disk(), "disk")
 
@@ -63,17 +66,24 @@ class Measuring:
             log.info("stores are not measured: %s", error.message)
 
     async def _measure_disk(self) -> None:
-        if await asyncio.to_thread(lambda: unmeasured(self._store.files(), self._paths)) is None:
-            return
-        await self._quiet()
-        try:
-            async with asyncio.timeout(READ_WITHIN_S):
-                for number in range(READS):
-                    await asyncio.sleep(BETWEEN_S if number else 0.0)
-                    async with turn(f"sllm-disk-{self._store.device}"):
-                        await self._read(number)
-        except TimeoutError:
-            log.info("the disk was not measured %d times within %g s: loads will tell", READS, READ_WITHIN_S)
+        while self._asked:  # a model may have come while there was none
+            self._asked = False
+            while await asyncio.to_thread(lambda: unmeasured(self._store.files(), self._paths)) is not None:
+                await self._quiet()
+                try:
+                    await self._read_disk()
+                    break
+                except OSError as error:  # it took too long, or there is no memory
+                    log.info("the disk was not measured (%s)", str(error) or f"not within {READ_WITHIN_S:g} s")
+                await asyncio.sleep(AGAIN_S)
+
+    async def _read_disk(self) -> None:
+        """Raises ``TimeoutError``, ``OSError``."""
+        async with asyncio.timeout(READ_WITHIN_S):
+            for number in range(READS):
+                await asyncio.sleep(BETWEEN_S if number else 0.0)
+                async with turn(f"sllm-disk-{self._store.device}"):
+                    await self._read(number)
 
     async def _quiet(self) -> None:
         with contextlib.suppress(TimeoutError):

@@ -30,9 +30,6 @@ PRELOAD: Final = (
     "sllm_runtime.worker.main",
 )
 """What a start with our engine needs."""
-ON_GPU: Final = ("cuda.bindings.driver", "sllm_runtime.worker.engine.ours.gpu.exact")
-"""What such a start on a GPU needs besides, where it is installed: a fifth of a second, with Triton. No CUDA yet: a
-context outlives no fork."""
 USERS: Final = ("sllm", "sllm.function", "sllm.signature")
 """What users' modules import first, where it is installed."""
 LATER: Final = (
@@ -70,8 +67,10 @@ def preload() -> float:
     with _importing(PRELOAD):
         for name in PRELOAD:
             importlib.import_module(name)
-        for name in (*(ON_GPU if _sees_gpu() else ()), *USERS):
-            with contextlib.suppress(ImportError, RuntimeError):  # there may be no libcuda beside a GPU
+        if _sees_gpu():
+            _prime_gpu()
+        for name in USERS:
+            with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         loop_factory()  # imports uvloop
         from sllm_runtime.worker.engine.ours.kernels.loaded import kernels  # with LLVM, which process 1 has no need of
@@ -85,6 +84,19 @@ def preload() -> float:
 
 def _sees_gpu() -> bool:
     return any(name.startswith("nvidia") for name in os.listdir("/dev"))
+
+
+def _prime_gpu() -> None:
+    """What a start on a GPU needs besides, where it is installed: more than half a second of it. No CUDA yet, of which
+    nothing outlives a fork."""
+    with contextlib.suppress(ImportError, RuntimeError):  # there may be no libcuda beside a GPU
+        from sllm_loaderd.client.cuda_driver import import_driver
+
+        import_driver()
+    with contextlib.suppress(ImportError):
+        from sllm_runtime.worker.engine.ours.gpu.exact import prime
+
+        prime()
 
 
 def _prime() -> None:

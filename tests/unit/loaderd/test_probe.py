@@ -197,29 +197,61 @@ def store(tmp_path: Path) -> Iterator[ModelStore]:
         yield made
 
 
-async def test_a_disk_is_measured_in_turn(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has none in time has read nothing, and may be asked again."""
+async def test_a_model_that_comes_while_the_disk_is_looked_at_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "QUIET_WITHIN_S", 0.0)
+    monkeypatch.setattr(measuring, "BETWEEN_S", 0.0)
+    looked, go = threading.Event(), threading.Event()
+    with contextlib.closing(ModelStore(tmp_path)) as store, contextlib.closing(Paths(lambda path: 2)) as paths:
+        files = store.files
+
+        def slowly() -> list[Path]:
+            found = files()
+            looked.set()
+            assert go.wait(GIVE_UP_S)
+            return found
+
+        monkeypatch.setattr(store, "files", slowly)
+        store.device = -os.getpid()
+        measures = measuring.Measuring(store, paths, lambda: (0.0, 1.0))
+        measures.look()
+        await until(looked.is_set, what="it has found nothing")
+        there = file(tmp_path / "models" / ("ab" * 32), "partition_0.bin", 2 * LEAST)
+        measures.look()
+        go.set()
+        assert measures._disk is not None
+        await measures._disk
+        assert (paths.status()[0].bandwidth > 0) == reads_direct(there)
+        await measures.close()
+
+
+async def test_a_disk_is_measured_in_turn(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who has none in time has read nothing, and tries again."""
     monkeypatch.setattr(measuring, "_GLANCE_S", 0.001)
+    monkeypatch.setattr(measuring, "AGAIN_S", 0.01)
+    caplog.set_level("INFO")
     with contextlib.closing(Paths(lambda path: 2)) as paths:
         glances = count()
         measures = measuring.Measuring(store, paths, lambda: (now := float(next(glances)), now))
         async with turn(f"sllm-disk-{store.device}"):
             monkeypatch.setattr(measuring, "READ_WITHIN_S", 0.2)
             measures.look()
-            assert measures._disk is not None
-            await measures._disk
+            await until(lambda: caplog.text.count("not within 0.2 s") == 2, what="it has had no turn twice")
             assert next(glances) >= 2, "it was quiet"
             monkeypatch.setattr(measuring, "READ_WITHIN_S", GIVE_UP_S)
-            measures.look()
-            await asyncio.sleep(0.1)
             assert paths.status() == ()
         await until(lambda: idle(paths.status()), what="it was read")
         await measures.close()
 
 
 async def test_what_is_not_read_in_time_is_not_read_in_the_turn_of_another(
-    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(measuring, "AGAIN_S", GIVE_UP_S)
     monkeypatch.setattr(measuring, "QUIET_WITHIN_S", 0.0)
     monkeypatch.setattr(measuring, "READ_WITHIN_S", 0.2)
     with contextlib.closing(Paths(lambda path: 1)) as paths:
@@ -228,8 +260,7 @@ async def test_what_is_not_read_in_time_is_not_read_in_the_turn_of_another(
         await until(held.is_set, what="the disk is in use")
         measures = measuring.Measuring(store, paths, lambda: (0.0, 1.0))
         measures.look()
-        assert measures._disk is not None
-        await measures._disk
+        await until(lambda: "not within 0.2 s" in caplog.text, what="it is given up")
         go.set()
         await until(lambda: idle(paths.status()), what="the disk is free")
         assert paths.status()[0].bandwidth == 0

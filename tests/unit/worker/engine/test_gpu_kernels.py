@@ -80,6 +80,25 @@ def test_each_is_compiled_once_for_any_rows(arch: int, shared: int, tmp_path: Pa
         assert not tf32, (name, dtype)
 
 
+def test_what_triton_finds_out_in_each_process_can_be_found_out_before_a_fork() -> None:
+    """And no CUDA with it, of which nothing outlives one."""
+    code = (
+        "from triton.runtime.cache import triton_key\n"
+        "import torch\n"
+        "from sllm_runtime.worker.engine.ours.gpu.exact import KERNELS, prime\n"
+        "assert not triton_key.cache_info().currsize and not any(kernel.hash for kernel in KERNELS)\n"
+        "prime()\n"
+        "assert triton_key.cache_info().currsize and all(kernel.hash for kernel in KERNELS)\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "import os; assert len(os.listdir('/proc/self/task')) == 1, 'a fork copies one thread'\n"
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.gpu
 @everywhere
 def test_on_a_gpu(check: str) -> None:

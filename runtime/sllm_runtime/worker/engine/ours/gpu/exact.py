@@ -9,9 +9,26 @@ from __future__ import annotations
 from typing import Final
 
 from triton.errors import TritonError
+from triton.runtime.cache import triton_key
 
 from sllm_runtime.worker.engine.ours.gpu import exact_attention, exact_linear, exact_norms
 from sllm_runtime.worker.engine.ours.gpu.ops import Tensor
+
+KERNELS: Final = (
+    exact_linear.linear_kernel,
+    exact_norms.rms_kernel,
+    exact_norms.layer_kernel,
+    exact_attention.write_kernel,
+    exact_attention.attend_kernel,
+)
+
+
+def prime() -> None:
+    """What Triton finds out before the first launch of a process, and a fork has from its parent: the hashes of itself,
+    whose library has half a gigabyte, and of the kernels."""
+    triton_key()
+    for kernel in KERNELS:
+        hash(kernel)
 
 
 class ExactOps:
