@@ -84,13 +84,12 @@ async def messages(
     placed: bool = False,
 ) -> AsyncGenerator[Message, None]:
     """Each message under ``subject`` since ``since`` (Unix seconds; None: all that is kept), in order; with ``after``
-    each behind the one of that number. ``newest``: of what is there already no more than so many of the
-    stream's last are read.
+    each behind the one of that number. ``newest``: of what is there already no more than so many of the stream's last
+    are read.
 
     One without data, once, when everything that was there has come; ``placed``: its number is that of the stream's last
-    then, wanted or not. ``idle`` is awaited about once a second while
-    nothing comes; what it raises ends this. Never ends by itself. Raises ``Unavailable`` if JetStream has answered
-    nothing within ELECTION_S.
+    then, wanted or not. ``idle`` is awaited about once a second while nothing comes; what it raises ends this. Never
+    ends by itself. Raises ``Unavailable`` if JetStream has answered nothing within ELECTION_S.
     """
     told, first, place = False, True, _Place(after)
     deadline = clock() + ELECTION_S

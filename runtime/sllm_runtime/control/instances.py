@@ -56,9 +56,9 @@ def ready_spans(instance: Instance, status: InstanceStatus, now: float) -> tuple
 
 def report(view: View, instance: Instance, status: InstanceStatus, now: float) -> View:
     """Fold what its node says about one instance."""
-    status = msgspec.structs.replace(status, spans=sane(status.spans))
     moved = move(instance, status.state, status.error)
     if moved.state is InstanceState.READY and instance.state is not InstanceState.READY:
+        status = msgspec.structs.replace(status, spans=sane(status.spans))
         spans = status.spans if instance.adopted else ready_spans(instance, status, now)
         record = msgspec.structs.replace(moved.record, fingerprint=status.fingerprint, capabilities=status.capabilities)
         moved = replace(moved, record=record, ready_at=now, spans=spans)
