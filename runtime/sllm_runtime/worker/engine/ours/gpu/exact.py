@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from triton.errors import TritonError
-from triton.runtime.cache import triton_key
 
 from sllm_runtime.worker.engine.ours.gpu import exact_attention, exact_linear, exact_norms
 from sllm_runtime.worker.engine.ours.gpu.ops import Tensor
@@ -25,10 +24,13 @@ KERNELS: Final = (
 
 def prime() -> None:
     """What Triton finds out before the first launch of a process, and a fork has from its parent: the hashes of itself,
-    whose library has half a gigabyte, and of the kernels."""
-    triton_key()
+    whose library has half a gigabyte, and of the kernels. Raises ``ImportError`` for a Triton that has no such thing:
+    of the exact mode that is no part."""
     for kernel in KERNELS:
         hash(kernel)
+    from triton.runtime.cache import triton_key
+
+    triton_key()
 
 
 class ExactOps:
