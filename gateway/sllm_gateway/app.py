@@ -50,6 +50,7 @@ from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.platform.disk import shortage
 from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.presence import NOTHING, Presence
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import records, subjects
@@ -103,6 +104,7 @@ class Gateway:
         self._succession = Succession(
             lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, clock
         )
+        self._presence = Presence(bus, subjects.heard, NOTHING, self._succession.overdue, self._succession.left, clock)
         keeping = Keeping(bus, self._detached, journal, self.table, self._recent, writer, clock)
 
         def others() -> set[str]:
@@ -210,6 +212,7 @@ class Gateway:
         await self._kept.start()
         await self._recent.start()
         await self._succession.start()
+        self._presence.start()
         self._taking_up.start()
         self._announcer.tell(Kind.GATEWAY_READY)
 
@@ -222,6 +225,7 @@ class Gateway:
         streams = self._ledger.hand_on()
         self.calls.stop(streams)
         await self._detached.finish(BEAT_S)
+        await self._presence.close()
         await self._taking_up.close()  # what it would take up now nobody would look for
         await self._succession.close()
         self.calls.hand_on(streams, "this one stops")
@@ -235,6 +239,7 @@ class Gateway:
             self._statuses = None
         await self._kept.close()
         await self._recent.close()
+        await self._presence.close()
         await self._taking_up.close()
         await self._detached.close()
         await self.calls.close()

@@ -30,7 +30,10 @@ from sllm_gateway.table import Version
 from sllm_gateway.timers import Timers
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.presence import Presence
+from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import Cancelled, Draining, GatewayStopped, SllmError
+from sllm_runtime.protocol.frames import ToNode
 from sllm_runtime.protocol.node import NodeStatus, Progress
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,14 @@ class Calls:
         self._delivery = Delivery(
             self._open, self._link, self._handover, self._ending, self._moves, settings.max_output, clock
         )
+        self._presence = Presence(
+            bus,
+            lambda node: subjects.node_calls(node, settings.gateway),
+            ToNode(()),
+            self._delivery.overdue,
+            self._delivery.on_left,
+            clock,
+        )
         self._timers = Timers(
             self._open, self._link, self.dispatcher, self._moves, starts, settings, clock, self._ending
         )
@@ -122,6 +133,7 @@ class Calls:
         """Listen for frames, begin to look at deadlines."""
         await self._link.start(self._delivery)
         self._tasks.start(self._timers.run(), "ticks")
+        self._presence.start()
 
     async def drain(self, seconds: float) -> None:
         """Take no new call; those that are open have ``seconds`` to end."""
@@ -147,6 +159,7 @@ class Calls:
     async def close(self) -> None:
         """End everything; nodes are told to cancel what still runs."""
         self.stop()
+        await self._presence.close()
         await self._tasks.close()
         await self.dispatcher.close()
         await self._link.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from sllm_gateway.arrivals import Arrivals
@@ -14,7 +14,7 @@ from sllm_gateway.handover import Handover
 from sllm_gateway.link import Incoming, Link, answer_stray
 from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
-from sllm_runtime.protocol import codec
+from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import NotDeterministic, OutputTooLarge, ProtocolError
 from sllm_runtime.protocol.frames import Ack, Beat, Cancel, End, Frame, FrameKind, Resend, Segment
 
@@ -141,11 +141,36 @@ class Delivery:
 
     def on_restart(self, node: str) -> None:
         """A node was started anew. It answers ``Unknown`` for the calls it has lost."""
-        self._moves.on_restart(node)
+        self._moves.on_lost_node(node, f"node {node} was restarted")
         for call in self._calls.values():
             binding = call.binding
             if binding is not None and binding.node == node and binding.accepted:
                 self._link.send(node, Resend(call.id, binding.epoch, binding.inbox.next_index))
+
+    def overdue(self) -> list[str]:
+        """Nodes that run calls of this gateway, and should have said something of them since."""
+        if not self._link.connected:
+            return []
+        heard: dict[str, float] = {}
+        for binding in self._bindings():
+            heard[binding.node] = max(heard.get(binding.node, 0.0), binding.inbox.heard)
+        before = self._clock() - limits.OVERDUE_S
+        return [node for node, at in heard.items() if at <= before]
+
+    def _bindings(self) -> Iterator[Binding]:
+        for call in self._calls.values():
+            for binding in (call.binding, call.move.binding if call.move is not None else None):
+                if binding is not None and binding.accepted:
+                    yield binding
+
+    def on_left(self, node: str) -> None:
+        """A node has left NATS: what runs there is lost, without waiting for its silence."""
+        why = f"node {node} has left"
+        self._moves.on_lost_node(node, why)
+        for call in list(self._calls.values()):
+            binding = call.binding
+            if binding is not None and binding.node == node and binding.accepted:
+                self._ending.lost(call, binding, why)
 
     def on_reconnect(self) -> None:
         """Messages may have been lost in both directions."""

@@ -382,10 +382,10 @@ class Moves:
         else:
             self._dispatcher.release(call, binding.instance)
 
-    def on_restart(self, node: str) -> None:
-        """A node was started anew: what was on its way there stays."""
+    def on_lost_node(self, node: str, why: str) -> None:
+        """A node was started anew, or has left: what was on its way there stays."""
         for call, _ in self._moving.all(node):
-            self.drop(call, f"node {node} was restarted", gone=True)
+            self.drop(call, why, gone=True)
 
     def on_reconnect(self, now: float) -> None:
         """Messages may have been lost in both directions."""

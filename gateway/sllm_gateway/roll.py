@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sllm_runtime.protocol.lives import SILENT_BEATS, TAG, Life
+from sllm_runtime.protocol.lives import OVERDUE_BEATS, SILENT_BEATS, TAG, Life
 
 MOST: Final = 256
 """Lives that are remembered, with those that are over and done with."""
@@ -18,6 +18,8 @@ class Roll:
         self._lives: dict[str, Life] = {}
         self._silent: dict[str, int] = {}
         """Own beats since it was heard."""
+        self._left: set[str] = set()
+        """Lives whose gateways have left NATS since they were heard."""
         self._beats: dict[str, int] = {}
 
     def heard(self, life: Life) -> None:
@@ -28,6 +30,7 @@ class Roll:
             self._forget_oldest()
         self._lives[life.life] = life
         self._silent[life.life] = 0
+        self._left.discard(life.life)
         self._beats[life.life] = self._beats.get(life.life, 0) + 1
 
     def _forget_oldest(self) -> None:
@@ -35,6 +38,7 @@ class Roll:
         if oldest is not None:
             for known in (self._lives, self._silent, self._beats):
                 known.pop(oldest.life, None)
+            self._left.discard(oldest.life)
 
     def beat(self) -> None:
         """A beat of one's own was acknowledged: others that live could beat as well."""
@@ -50,9 +54,17 @@ class Roll:
             return False
         if found.gateway == self._gateway:  # names are unique: it is an earlier one
             return True
-        return found.over or bool(found.heir) or self._silent[life] >= SILENT_BEATS
+        return found.over or bool(found.heir) or life in self._left or self._silent[life] >= SILENT_BEATS
 
-    def left(self, me: str) -> list[Life]:
+    def overdue(self, me: str) -> set[str]:
+        """Gateways of lives that should have beaten since, and are not over."""
+        return {life.gateway for life in self.living(me) if self._silent[life.life] >= OVERDUE_BEATS}
+
+    def left(self, gateway: str) -> None:
+        """It has left NATS: what it lived is over before its silence says so."""
+        self._left.update(name for name, life in self._lives.items() if life.gateway == gateway and not life.settled)
+
+    def abandoned(self, me: str) -> list[Life]:
         """Lives that are over, and whose streams nobody who lives takes over."""
         return [
             life

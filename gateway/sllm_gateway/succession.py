@@ -186,6 +186,15 @@ class Succession:
         if life.over and not life.heir:
             self._news.set()
 
+    def overdue(self) -> set[str]:
+        """Gateways that should have beaten since."""
+        return self._roll.overdue(self._lives.me.life)
+
+    def left(self, gateway: str) -> None:
+        """It has left NATS: what it leaves is taken over before its silence says so."""
+        self._roll.left(gateway)
+        self._news.set()
+
     async def _look(self) -> None:
         while True:
             await self._news.wait()
@@ -193,7 +202,7 @@ class Succession:
             if self._beaten and self._watch is not None and self._watch.synced.is_set():
                 self._roll.beat()
             self._beaten = False
-            for life in self._roll.left(self._lives.me.life):
+            for life in self._roll.abandoned(self._lives.me.life):
                 try:
                     await self._inherit(life)
                 except (Unavailable, ProtocolError) as error:

@@ -34,11 +34,12 @@ from sllm_runtime.platform import bundles
 from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.presence import Presence
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import SllmError, StaleTerm
 from sllm_runtime.protocol.events import Kind, LogRecord
-from sllm_runtime.protocol.frames import Open, ToNode
+from sllm_runtime.protocol.frames import Open, ToGateway, ToNode
 from sllm_runtime.protocol.node import (
     KeepModels,
     ModelCommand,
@@ -111,6 +112,14 @@ class Node:
             clock,
             self._tasks,
         )
+        self._presence = Presence(
+            bus,
+            lambda gateway: subjects.frames(gateway, self._node),
+            ToGateway(()),
+            self._relay.overdue,
+            self._relay.on_left,
+            clock,
+        )
         self._instances = Instances(
             self._node,
             self._ledger(),
@@ -159,6 +168,8 @@ class Node:
                 self._tasks.start(work, name)
             stack.push_async_callback(self._end)
             await self._serve(stack)
+            stack.push_async_callback(self._presence.close)
+            self._presence.start()
             self._tasks.start(self._reporter.run(), "report")
             on_ready()
             self._announcer.tell(Kind.NODE_STARTED, f"life {self._boot}", node=self._node)

@@ -252,6 +252,21 @@ class Relay:
     def _connected_for(self, now: float) -> float:
         return 0.0 if self._connected_since is None else now - self._connected_since
 
+    def overdue(self) -> set[str]:
+        """Gateways that should have said something of what runs for them since."""
+        now = self._clock()
+        if self._connected_for(now) < limits.OVERDUE_S:
+            return set()
+        running = (call for call, _host in self._calls.values() if call.running and call.cancel is None)
+        return {call.gateway for call in running if call.unheard_s(now) >= limits.OVERDUE_S}
+
+    def on_left(self, gateway: str) -> None:
+        """A gateway has left NATS: what runs for it ends, without waiting for its silence."""
+        for call, host in list(self._calls.values()):
+            if call.gateway == gateway and call.running and call.cancel is None:
+                log.warning("call %s: gateway %s has left, cancelled", call.head.call, gateway)
+                host.cancel(call, GatewaySilent.code, f"its gateway {gateway} has left; call again")
+
     def on_disconnect(self) -> None:
         """The bus is away: frames wait, nobody is judged by silence."""
         self._connected_since = None

@@ -36,10 +36,11 @@ from sllm_runtime.control.vault import DirectoryVault, Vault
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.disk import shortage
 from sllm_runtime.platform.owned import end
+from sllm_runtime.platform.presence import NOTHING, Presence
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.node import NodeStatus
-from sllm_runtime.protocol.subjects import STATUS_ALL
+from sllm_runtime.protocol.subjects import STATUS_ALL, node_command
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +155,8 @@ async def lead(
             stack.callback(bus.on_reconnect(loop.listening_again))
             reports = await bus.subscribe(STATUS_ALL, NodeStatus, loop.heard)
             stack.push_async_callback(reports.unsubscribe)
+            presence = Presence(bus, lambda node: node_command(node, "stop"), NOTHING, loop.overdue, loop.left)
+            stack.push_async_callback(presence.close)
             service = Service(loop, leadership, bus, models, pulls, spreading, deployments, deletions, vault)
             stack.push_async_callback(service.close)
             await service.open()
@@ -162,6 +165,7 @@ async def lead(
             spreading.start()
             remembering.start()
             supplying.start()
+            presence.start()
         log.info("leads with term %d: %d function(s)", term, len(loop.view.functions))
         yield Controller(loop, service, leadership, term)
 

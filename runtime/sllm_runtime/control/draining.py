@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.control import instances, migration
-from sllm_runtime.control.view import Instance, Node, View
+from sllm_runtime.control.view import Instance, View
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import Conflict, NodeNotFound, Unavailable
 from sllm_runtime.protocol.states import MIGRATION, final
@@ -27,7 +27,7 @@ def cordon(view: View, name: str, *, cordoned: bool, drain: bool) -> View:
         raise NodeNotFound(f"there is no node {name}; `sllm node list` shows all")
     drains = drain or (cordoned and node.record.draining)
     record = msgspec.structs.replace(node.record, cordoned=cordoned or drain, draining=drains)
-    return view if record == node.record else view.put_node(Node(record, node.status, node.heard))
+    return view if record == node.record else view.put_node(replace(node, record=record))
 
 
 def forget(view: View, name: str, now: float) -> View:

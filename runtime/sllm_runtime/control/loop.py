@@ -20,7 +20,7 @@ from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
-from sllm_runtime.control.reports import news, observe, still
+from sllm_runtime.control.reports import departed, news, observe, still
 from sllm_runtime.control.view import Key, Refusal, View
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus
@@ -180,6 +180,14 @@ class Loop:
         known = self.view.nodes.get(status.node)
         urgent = known is None or known.status is None or news(known.status, status)
         self.change(lambda view: observe(view, status, now, time.time()), urgent=urgent)
+
+    def overdue(self) -> tuple[str, ...]:
+        """Nodes that NATS is to be asked for."""
+        return self.view.overdue(time.monotonic())
+
+    def left(self, node: str) -> None:
+        """A node has left NATS: it is dead before its silence says so."""
+        self.change(lambda view: departed(view, node))
 
     def listening_again(self) -> None:
         """Reports may have been missed until now: no node's silence counts from before."""

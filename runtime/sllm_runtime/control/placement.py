@@ -125,7 +125,7 @@ def may_start(view: View, key: Key, now: float) -> May:
     barred.update(node for node, whose in view.kept.items() if whose != key)
 
     def may(node: Node) -> bool:
-        living = node.heard is not None and (heard or node.heard > since)
+        living = node.heard is not None and (heard or node.heard > since) and not node.left
         return living and node.open and not (barred and node.record.node in barred)
 
     return may

@@ -152,17 +152,22 @@ def _forget(view: View, now: float) -> View:
 
 
 def _bury(view: View, now: float) -> View:
-    """Instances of silent nodes are LOST; those their living node does not take, FAILED."""
+    """Instances of nodes that are silent, or have left, are LOST; those their living node does not take, FAILED."""
     silent = {node for node in view.instances.nodes if view.silent(node, now)}
     for name, instance in tuple(view.instances.items()):
         node, state = instance.record.node, instance.record.state
         if node in silent and not instance.ended:
-            text = f"instance {name} is lost: node {node} has been silent for {LOST_AFTER_S:g} s; call again"
+            text = f"instance {name} is lost: node {node} {_why_dead(view, node)}; call again"
             view = instances.vanish(view, instance, InstanceLost(text).body(), now)
         elif state is InstanceState.PENDING and instance.stop is None and now - instance.placed >= TAKE_S:
             text = f"node {node} did not begin instance {name} within {TAKE_S:g} s; see the log of sllm-invoker {node}"
             view = instances.fail(view, instance, StartFailed(text, stage="placement").body(), now)
     return view
+
+
+def _why_dead(view: View, node: str) -> str:
+    known = view.nodes.get(node)
+    return "has left" if known is not None and known.left else f"has been silent for {LOST_AFTER_S:g} s"
 
 
 def _unwanted(view: View, key: Key) -> str:

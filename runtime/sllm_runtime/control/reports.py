@@ -41,6 +41,12 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
     return _trust(view, status)
 
 
+def departed(view: View, node: str) -> View:
+    """``view`` when a node has left NATS."""
+    known = view.nodes.get(node)
+    return view if known is None or known.left else view.put_node(replace(known, left=True))
+
+
 def _adopted(view: View, status: NodeStatus, now: float, wall: float) -> View:
     """What a node has when it is first heard in the life of this controller, and no record names: a leader before died
     between the start and its record. Calls may run there already, so it is this one's from now on, where its version
@@ -84,7 +90,7 @@ def still(view: View, status: NodeStatus, now: float) -> View | None:
             return None
         else:
             same.append(replace(instance, seen=said, seen_at=now))
-    view = view.put_node(replace(known, status=status, heard=now))
+    view = view.put_node(replace(known, status=status, heard=now, left=False))
     return replace(view, instances=view.instances.put(*same)) if same else view
 
 

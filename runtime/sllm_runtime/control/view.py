@@ -17,7 +17,7 @@ from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate, Outlook
 from sllm_runtime.control.table import Table
 from sllm_runtime.protocol.errors import ErrorBody
-from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.limits import LOST_AFTER_S, OVERDUE_S
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import InstanceStatus, NodeRecord, NodeStatus, Progress
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
@@ -58,11 +58,13 @@ def _with_some(items: Mapping[K, Mapping[str, V]], key: K, some: Mapping[str, V]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node and its last report. ``heard`` None: not heard in this life of the controller."""
+    """A node and its last report. ``heard`` None: not heard in this life of the controller. ``left``: it has left NATS
+    since it was heard."""
 
     record: NodeRecord
     status: NodeStatus | None = None
     heard: float | None = None
+    left: bool = False
 
     @property
     def open(self) -> bool:
@@ -280,15 +282,27 @@ class View:
     """Since when reports could have been heard without interruption."""
 
     def alive(self, node: str, now: float) -> bool:
-        """Whether the node counts as living: heard within LOST_AFTER_S of listening."""
+        """Whether the node counts as living: heard within LOST_AFTER_S of listening, and it has not left."""
         known = self.nodes.get(node)
-        if known is None or known.heard is None:
+        if known is None or known.heard is None or known.left:
             return False
         return now - max(known.heard, self.listening_since) < LOST_AFTER_S
 
     def silent(self, node: str, now: float) -> bool:
-        """Whether the node had LOST_AFTER_S to speak and did not. Neither alive nor silent: too early to say."""
-        return not self.alive(node, now) and now - self.listening_since >= LOST_AFTER_S
+        """Whether the node has left, or had LOST_AFTER_S to speak and did not. Neither alive nor silent: too early to
+        say."""
+        if self.alive(node, now):
+            return False
+        known = self.nodes.get(node)
+        return (known is not None and known.left) or now - self.listening_since >= LOST_AFTER_S
+
+    def overdue(self, now: float) -> tuple[str, ...]:
+        """Nodes that should have been heard since, and may live all the same."""
+        before = now - OVERDUE_S
+        if self.listening_since > before:
+            return ()
+        unheard = (name for name, node in self.nodes.items() if node.heard is None or node.heard <= before)
+        return tuple(name for name in unheard if not self.silent(name, now))
 
     def on(self, node: str) -> Mapping[str, Instance]:
         """Instances placed on a node; the same object until one of them changes."""

@@ -216,6 +216,11 @@ class Bus:
         """
         return await self._questions.ask(subject, request, reply_type, timeout_s)
 
+    async def served(self, subject: str, message: Any, *, timeout_s: float) -> bool:
+        """Whether anybody listens to ``subject``, by the server's word; whoever listens gets ``message``. True where it
+        is not known: see ``Questions.served``."""
+        return await self._questions.served(subject, message, timeout_s)
+
     async def serve(
         self,
         subject: str,

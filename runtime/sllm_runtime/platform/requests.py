@@ -52,25 +52,37 @@ class Questions:
         Raises what the other side raised, ``Unserved`` if nobody is there, ``Unavailable`` where the connection is
         closed, ``DeadlineExceeded`` after ``timeout_s`` seconds.
         """
-        data = encode(request, subject)
-        inbox = f"{self._inbox}.{next(self._numbers)}"
-        answer = self._waiting[inbox] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._send(subject, data, inbox)
-                found = await answer
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
-        except (nats.errors.Error, OSError) as error:
-            raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
-        finally:
-            del self._waiting[inbox]
+        found = await self._answer_to(subject, encode(request, subject), timeout_s)
         if found is None:
             raise Unserved(f"nobody serves {subject} now; try again")
         reply = codec.unpack(Reply, found)
         if reply.error is not None:
             raise reply.error.to_error()
         return codec.unpack(reply_type, bytes(reply.value))
+
+    async def served(self, subject: str, message: Any, timeout_s: float) -> bool:
+        """Whether anybody listens to ``subject``. If nobody does the server says so at once; so whoever says nothing
+        within ``timeout_s`` seconds counts as there, and so does everybody while there is no connection."""
+        try:
+            return await self._answer_to(subject, encode(message, subject), timeout_s) is not None
+        except (DeadlineExceeded, Unavailable):
+            return True
+
+    async def _answer_to(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
+        """None: nobody is there to answer. Raises ``Unavailable``, ``DeadlineExceeded``."""
+        inbox = f"{self._inbox}.{next(self._numbers)}"
+        answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._waiting[inbox] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(subject, data, inbox)
+                return await answer
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
+        finally:
+            del self._waiting[inbox]
 
     async def _send(self, subject: str, data: bytes, inbox: str) -> None:
         """With the trace of whoever asks, if there is one."""

@@ -37,6 +37,9 @@ RESEND_AFTER_S: Final = 0.3
 """A gap or an unanswered request is asked for again after this long (doubling up to 2 s)."""
 LOST_AFTER_S: Final = 5.0
 """Silence, while connected, after which the other side counts as dead."""
+OVERDUE_S: Final = HEARTBEAT_S + 0.25
+"""Silence, while connected, after which NATS is asked whether the other side is there at all: see
+``platform/presence.py``."""
 STALL_S: Final = 1.0
 """A ticker that is later than this did not run (a paused machine, no CPU): what others sent meanwhile still waits to be
 read, so nobody's silence counts from before."""

@@ -20,6 +20,8 @@ BEAT_S: Final = 1.0
 SILENT_BEATS: Final = 5
 """A life is over when it has not beaten during so many acknowledged beats of another: that is as long as nodes wait for
 a gateway before they cancel what it runs."""
+OVERDUE_BEATS: Final = 2
+"""When it has not for so many, NATS is asked whether its gateway is there at all: see ``platform/presence.py``."""
 LIVES_AGE_S: Final = 120.0
 """What is written is kept for so long."""
 WHOLE_S: Final = 20.0

@@ -109,7 +109,12 @@ async def controller_of(nats: Nats, identity: str = "ctl") -> AsyncIterator[Cont
 
 async def has_events(bench: Bench, kinds: set[str]) -> bool:
     """Whether events of all these kinds are stored."""
+    return kinds <= {event.kind for event in await stored_events(bench)}
+
+
+async def stored_events(bench: Bench) -> list[Event]:
+    """All of them."""
     js = bench.controller.loop._bus.jetstream
     count = (await js.stream_info(subjects.EVENTS_STREAM)).state.messages
     stored = [await js.get_msg(subjects.EVENTS_STREAM, number) for number in range(1, count + 1)]
-    return kinds <= {msgspec.msgpack.decode(message.data or b"", type=Event).kind for message in stored}
+    return [msgspec.msgpack.decode(message.data or b"", type=Event) for message in stored]

@@ -84,6 +84,13 @@ class ScriptedNode:
         self._reports: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "ScriptedNode":
+        await self.join()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.leave()
+
+    async def join(self) -> None:
         commands: tuple[tuple[str, type[Any], Callable[[Any], Awaitable[Any]]], ...] = (
             ("start", StartInstance, self._start),
             ("stop", StopInstance, self._stop),
@@ -95,15 +102,16 @@ class ScriptedNode:
         for verb, type_, handler in commands:
             self._served.append(await self.bus.serve(node_command(self.name, verb), type_, handler))
         self._reports = asyncio.create_task(self._report())
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def leave(self) -> None:
+        """Speak no more, and listen to nothing. Repeatable."""
         assert self._reports is not None
         self._reports.cancel()
         with suppress(asyncio.CancelledError):
             await self._reports
         for subscription in self._served:
             await subscription.unsubscribe()
+        self._served.clear()
 
     # --- what the test does to it -------------------------------------------------------------------
     @property

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm_runtime.control import loop, view
+from sllm_runtime.control import loop, placement, plan, view
+from sllm_runtime.control.view import View
 from sllm_runtime.platform import trace
+from sllm_runtime.platform.presence import LEFT_S, LOOK_S
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import (
     ErrorBody,
@@ -20,7 +22,7 @@ from sllm_runtime.protocol.records import ProofsRecord, Route
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
-from tests.unit.control.bench import Bench, Gateway, controller_of, has_events, manifest
+from tests.unit.control.bench import Bench, Gateway, controller_of, has_events, manifest, stored_events
 from tests.unit.control.scripted_node import ScriptedNode
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -233,6 +235,43 @@ async def test_a_silent_node_has_lost_its_instances(bench: Bench, monkeypatch: p
     bench.node.silent = False
     await until(lambda: [s.instance for s in bench.node.stops] == [name], what="the stray is ended")
     assert bench.node.stops[0].resume, "its calls go on elsewhere"
+
+
+async def test_a_node_that_has_left_nats_has_lost_its_instances_before_its_silence_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (view, placement, plan):
+        monkeypatch.setattr(module, "LOST_AFTER_S", 1000.0)
+    await bench.gateway.deploy(manifest())
+    (name,) = bench.live()
+    await bench.node.leave()
+    await until(lambda: name not in bench.live())
+    await until(lambda: has_events(bench, {"node.lost", "instance.lost"}), what="the events are stored")
+    told = [event.message for event in await stored_events(bench) if event.kind == "instance.lost"]
+    assert told == [f"instance {name} is lost: node n1 has left; call again"]
+    asking = asyncio.create_task(bench.gateway.acquire())
+    await until(lambda: bench.controller.loop.view.pending, what="nothing can be started there")
+    assert len(bench.node.starts) == 1
+    await bench.node.join()
+    assert (await asking).route is not None
+    await until(lambda: name in [stop.instance for stop in bench.node.stops], what="the stray is ended")
+
+
+async def test_a_node_that_stands_still_has_not_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    overdue = View.overdue
+
+    def asks(found: View, now: float) -> tuple[str, ...]:
+        asked.append(overdue(found, now))
+        return asked[-1]
+
+    monkeypatch.setattr(view, "LOST_AFTER_S", 1000.0)
+    monkeypatch.setattr(View, "overdue", asks)
+    await bench.gateway.deploy(manifest())
+    (name,) = bench.live()
+    bench.node.silent = True
+    await until(lambda: sum("n1" in each for each in asked) > 2 * LEFT_S / LOOK_S, what="it was asked for often enough")
+    assert name in bench.live()
 
 
 async def test_acquire_of_what_is_not_there(bench: Bench) -> None:

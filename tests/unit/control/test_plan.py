@@ -8,14 +8,18 @@ import pytest
 from sllm_runtime.control import instances, registry
 from sllm_runtime.control.autoscale import HANDOVER_S, keep_s
 from sllm_runtime.control.changes import writes
+from sllm_runtime.control.draining import cordon
 from sllm_runtime.control.loop import refused
+from sllm_runtime.control.placement import may_start
 from sllm_runtime.control.plan import TAKE_S, SendStart, SendStop
+from sllm_runtime.control.reports import departed
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.scheduling.learned import Recent
 from sllm_runtime.control.scheduling.policies import Random
-from sllm_runtime.control.view import View
+from sllm_runtime.control.view import Node, View
 from sllm_runtime.protocol.errors import NoCapacity, ProtocolError
-from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.limits import LOST_AFTER_S, OVERDUE_S
+from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.subjects import instance_key
@@ -248,6 +252,59 @@ def test_a_silent_node_loses_its_instances_only_if_we_listened(world: World) -> 
     world.now += LOST_AFTER_S + 1
     world.plan()
     assert name not in world.live(CHAT)
+
+
+def test_a_node_that_has_left_loses_its_instances_until_it_is_heard_again(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.finish(name, InstanceState.READY)
+    node = world.view.instances[name].record.node
+    assert departed(world.view, "nobody") is world.view
+    world.view = departed(world.view, node)
+    assert departed(world.view, node) is world.view
+    assert world.view.silent(node, world.now)
+    assert not world.view.alive(node, world.now)
+    assert not may_start(world.view, CHAT, world.now)(world.view.nodes[node])
+    world.plan()
+    assert name not in world.live(CHAT)
+    world.view = cordon(world.view, node, cordoned=True, drain=False)
+    assert world.view.silent(node, world.now), "what an operator decides does not bring it back"
+    world.view = cordon(world.view, node, cordoned=False, drain=False)
+    world.hear_all()
+    assert world.view.alive(node, world.now)
+    assert may_start(world.view, CHAT, world.now)(world.view.nodes[node])
+
+
+def test_who_is_overdue_was_to_be_heard_while_we_listened(world: World) -> None:
+    world.hear_all()
+    everybody = set(world.view.nodes)
+    assert world.view.overdue(world.now) == ()
+    world.now += OVERDUE_S
+    assert set(world.view.overdue(world.now)) == everybody
+    first, *others = sorted(everybody)
+    world.hear(first)
+    assert set(world.view.overdue(world.now)) == set(others)
+    world.now += OVERDUE_S
+    world.view = departed(world.view, first)
+    assert set(world.view.overdue(world.now)) == set(others), "it has left already"
+    world.reset_listening()
+    assert world.view.overdue(world.now) == ()
+    world.now += OVERDUE_S
+    assert set(world.view.overdue(world.now)) == set(others)
+    world.now += LOST_AFTER_S
+    assert world.view.overdue(world.now) == (), "they are silent already"
+
+
+def test_one_that_this_controller_never_heard_is_overdue_too() -> None:
+    record = NodeRecord(node="n1", first_seen=1.0)
+    view = View(listening_since=100.0).put_node(Node(record))
+    assert view.overdue(100.0) == ()
+    assert view.overdue(100.0 + OVERDUE_S) == ("n1",)
+    assert departed(view, "n1").silent("n1", 100.0 + OVERDUE_S)
+    assert view.overdue(100.0 + LOST_AFTER_S) == ()
 
 
 def test_what_a_node_does_and_nobody_knows_is_ended(world: World) -> None:

@@ -18,7 +18,7 @@ from sllm_runtime.protocol.frames import Beat, Cancel, Frame, FrameKind, Open, O
 from sllm_runtime.protocol.http import error_view
 from tests.fixtures.nats import NODE_2, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.gateway.peer import Run, ScriptedController, ScriptedNode, entry, manifest, world
+from tests.unit.gateway.peer import Run, ScriptedController, ScriptedNode, entry, hang, manifest, world
 
 SSE = {"accept": "text/event-stream"}
 
@@ -107,6 +107,32 @@ async def test_a_silent_node_is_lost(nats: Nats, monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() - began > 1.0, "it had its time"
         assert "instance_lost" in response.text
         assert "[DONE]" not in response.text
+
+
+async def test_a_node_that_has_left_nats_is_lost_before_its_silence_says_so(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1000.0)
+    async with world(nats) as w:
+        other = ScriptedNode(await nats.bus(NODE_2), NODE_2)
+        other.scripts["goes"] = hang
+        await other.start()
+        try:
+            await w.deploy(manifest("goes"), entry("i2", NODE_2))
+            await w.deploy(manifest("stays"), entry(), script=hang)
+            goes, stays = [
+                asyncio.create_task(w.http.post(f"/fn/{name}", headers=SSE, timeout=GIVE_UP_S))
+                for name in ("goes", "stays")
+            ]
+            for node in (other, w.node):
+                await until(lambda: [run.outbox.acked for run in node.runs.values()] == [1])  # noqa: B023 - awaited here
+        finally:
+            await other.close()
+        text = (await goes).text
+        assert values(text)[0] == "begun"
+        assert f"node {NODE_2} has left; call again" in text
+        assert not stays.done()
+        stays.cancel()
 
 
 @pytest.mark.parametrize("retries", [0, 1])

@@ -34,9 +34,9 @@ from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import parse_comment
-from tests.fixtures.nats import NODE, Nats
+from tests.fixtures.nats import NODE, NODE_2, Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import Run, World, entry, world
+from tests.unit.gateway.peer import Run, ScriptedNode, World, entry, world
 from tests.unit.gateway.test_faults import SSE, values
 from tests.unit.gateway.test_resumption import engine
 
@@ -1393,6 +1393,28 @@ async def test_the_destination_falls_silent_and_the_source_goes_on(nats: Nats, m
         s.w.node.mute = lambda item: item.epoch > 1
         await s.deploy(moves=True)
         await until(lambda: s.runs("i2") and s.runs("i2")[0].cancelled.is_set())
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 0
+
+
+async def test_the_node_of_the_destination_leaves_and_the_source_goes_on(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1000.0)
+
+    async def waits(run: Run) -> None:
+        await run.cancelled.wait()
+
+    async with scene(nats) as s, s.reading() as call:
+        other = ScriptedNode(await nats.bus(NODE_2), NODE_2)
+        other.judge, other.scripts["draw"] = lambda _: TAKES, waits
+        await other.start()
+        source = entry("i1", fingerprint="f", moves_to="i2")
+        await s.w.deploy(engine("draw"), source, entry("i2", NODE_2, fingerprint="f"), script=s.draw)
+        await until(lambda: (move := s.moving().move) is not None and move.binding.accepted)
+        await other.close()
+        await until(lambda: s.moving().move is None)
         s.pace["i1"] = TOTAL
         assert values((await call).text) == list(range(TOTAL))
         assert await s.moved() == 0

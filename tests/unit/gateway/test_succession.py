@@ -33,7 +33,18 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, CallOrder, Journaled
 from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
-from sllm_runtime.protocol.lives import MOST_LOGGED, SILENT_BEATS, TAG, WHOLE_S, Gone, Life, Log, More, Whole
+from sllm_runtime.protocol.lives import (
+    MOST_LOGGED,
+    OVERDUE_BEATS,
+    SILENT_BEATS,
+    TAG,
+    WHOLE_S,
+    Gone,
+    Life,
+    Log,
+    More,
+    Whole,
+)
 from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import JOURNAL_STREAM, LIVES_STREAM, life_beat
@@ -241,14 +252,28 @@ def silent(found: Roll, *others: Life) -> Roll:
 def test_who_beats_lives() -> None:
     found = silent(roll(OTHER), OTHER)
     assert found.over(OTHER.life, ME.life) is False
-    assert found.left(ME.life) == []
+    assert found.abandoned(ME.life) == []
     assert found.over("unknown", ME.life) is None
 
 
 def test_who_is_silent_is_over_but_oneself() -> None:
     found = silent(roll(OTHER))
-    assert found.left(ME.life) == [OTHER]
+    assert found.abandoned(ME.life) == [OTHER]
     assert found.over(ME.life, ME.life) is False
+
+
+def test_one_that_is_overdue_and_has_left_is_over_until_it_beats() -> None:
+    found = roll(OTHER, Life(life="s" * 12, gateway="g3", heir=ME.life, settled=True))
+    for _ in range(OVERDUE_BEATS):
+        assert found.overdue(ME.life) == set()
+        found.beat()
+    assert found.overdue(ME.life) == {"g2"}
+    found.left("g2")
+    assert found.abandoned(ME.life) == [OTHER]
+    assert found.overdue(ME.life) == set()
+    found.heard(beat_of(OTHER, 1))
+    assert found.abandoned(ME.life) == []
+    assert found.over(OTHER.life, ME.life) is False
 
 
 def test_the_same_record_again_is_no_beat() -> None:
@@ -256,23 +281,23 @@ def test_the_same_record_again_is_no_beat() -> None:
     for _ in range(SILENT_BEATS):
         found.beat()
         found.heard(OTHER)
-    assert found.left(ME.life) == [OTHER]
+    assert found.abandoned(ME.life) == [OTHER]
 
 
 @pytest.mark.parametrize("life", [Life(life="a" * 12, gateway="g1"), Life(life="b" * 12, gateway="g2", over=True)])
 def test_an_earlier_life_of_this_gateway_and_one_that_ended_are_over_at_once(life: Life) -> None:
-    assert roll(life).left(ME.life) == [life]
+    assert roll(life).abandoned(ME.life) == [life]
 
 
 def test_an_heir_that_lives_is_left_alone_and_one_that_died_is_not() -> None:
     inherited = Life(life="i" * 12, gateway="g3", heir=OTHER.life)
     found = roll(OTHER, inherited)
-    assert found.left(ME.life) == []
-    assert silent(found).left(ME.life) == [OTHER, inherited]
+    assert found.abandoned(ME.life) == []
+    assert silent(found).abandoned(ME.life) == [OTHER, inherited]
     settled = Life(life="s" * 12, gateway="g3", heir=OTHER.life, settled=True)
-    assert settled not in silent(roll(OTHER, settled)).left(ME.life)
+    assert settled not in silent(roll(OTHER, settled)).abandoned(ME.life)
     mine = Life(life="x" * 12, gateway="g3", heir=ME.life)
-    assert roll(mine).left(ME.life) == [mine]
+    assert roll(mine).abandoned(ME.life) == [mine]
 
 
 def test_lives_that_are_done_with_are_forgotten() -> None:
@@ -637,7 +662,7 @@ async def test_kept_calls_of_a_gateway_whose_record_has_aged_are_gone_on_with(na
         async with asyncio.timeout(GIVE_UP_S):
             answer = await w.http.get("/v1/calls/call-1/events")
         assert data_of(answer.text) == [*map(str, range(6)), "[DONE]"]
-        assert succession._roll.left(succession._lives.me.life) == [], "it is not looked for again"
+        assert succession._roll.abandoned(succession._lives.me.life) == [], "it is not looked for again"
 
 
 async def test_state_and_cancel_wait_for_a_call_of_a_gateway_that_died_just_now(

@@ -11,6 +11,7 @@ import pytest
 
 from sllm_invoker.bounds import MAX_TOKENS
 from sllm_invoker.process_driver import ProcessDriver, ProcessSandbox
+from sllm_runtime.platform.presence import LEFT_S
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Draining, NoCapacity, StaleTerm
 from sllm_runtime.protocol.events import Event
@@ -19,8 +20,8 @@ from sllm_runtime.protocol.node import StopInstance
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.worker import KERNELS
-from tests.fixtures.invoker import BUNDLE, NodeUnderTest, node_under_test, order
-from tests.fixtures.nats import NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
+from tests.fixtures.invoker import BUNDLE, GatewayPeer, NodeUnderTest, node_under_test, order
+from tests.fixtures.nats import GATEWAY_2, NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 
@@ -226,6 +227,28 @@ async def test_a_gateway_that_acknowledges_nothing_loses_its_call(
     status = node.instance(instance)
     assert status is not None
     assert (status.served, status.worked_s) == (0, 0.0), "how long it would have taken nobody knows"
+
+
+async def test_a_gateway_that_has_left_nats_loses_its_call_before_its_silence_says_so(
+    node: NodeUnderTest,
+    monkeypatch: pytest.MonkeyPatch,
+    nats: Nats,  # noqa: F811
+) -> None:
+    monkeypatch.setattr(limits, "LOST_AFTER_S", 1000.0)
+    instance = await node.start("count=6000", concurrency=2)
+    other = GatewayPeer(await nats.bus(GATEWAY_2), GATEWAY_2)
+    await other.start()
+    for gateway in (node.gateway, other):
+        gateway.reading = False
+        await gateway.open(instance, credit=4096)
+    await until(lambda: (now := node.instance(instance)) and now.running == 2, what="both run")
+    await other.close()
+    await other.bus.close()
+    await until(lambda: (now := node.instance(instance)) and now.running == 1, what="that call was cancelled")
+    await asyncio.sleep(2 * LEFT_S)
+    status = node.instance(instance)
+    assert status is not None
+    assert status.running == 1, "who acknowledges nothing may stand still"
 
 
 @pytest.mark.parametrize(

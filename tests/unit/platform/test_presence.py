@@ -1,0 +1,139 @@
+"""Who has left NATS: the rule for itself, and by the word of a real nats-server."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sllm_runtime.platform import presence
+from sllm_runtime.platform.presence import LEFT_S, MOST, NOTHING, Absences, Presence
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.node import Ok, StopInstance
+from tests.fixtures.nats import CONTROLLER, NODE, NODE_2, Nats
+from tests.fixtures.suspended import suspended
+from tests.fixtures.waiting import until
+
+LOOKS = st.lists(st.tuples(st.integers(1, 8), st.dictionaries(st.sampled_from("abc"), st.booleans())), max_size=20)
+
+
+@given(LOOKS)
+def test_who_was_asked_for_and_not_there_for_so_long_has_left(looks: list[tuple[int, dict[str, bool]]]) -> None:
+    """Beside all looks so far, from the last one back."""
+    absences, now, past = Absences(), 0.0, []
+    for eighths, there in looks:
+        now += eighths / 8
+        past.append((now, there))
+        left = absences.take(there, now)
+        for name in "abc":
+            since = None
+            for at, found in reversed(past):
+                if found.get(name, True):
+                    break
+                since = at
+            assert (name in left) is (since is not None and now - since >= LEFT_S)
+
+
+async def test_the_server_says_at_once_that_nobody_listens(nats: Nats) -> None:
+    bus, node = await nats.bus(CONTROLLER), await nats.bus(NODE)
+    subject = subjects.node_command(NODE, "stop")
+    assert not await bus.served(subject, NOTHING, timeout_s=60.0)
+    stops: list[StopInstance] = []
+
+    async def stop(order: StopInstance) -> Ok:
+        stops.append(order)
+        return Ok()
+
+    served = await node.serve(subject, StopInstance, stop)
+    assert await bus.served(subject, NOTHING, timeout_s=60.0), "it is refused, by who is there"
+    assert stops == []
+    await served.unsubscribe()
+    mute = await node.listen(subject, lambda _subject, _reply, _data: None)
+    assert await bus.served(subject, NOTHING, timeout_s=0.2), "who says nothing may be there"
+    await mute.unsubscribe()
+    await node.flush()
+    assert not await bus.served(subject, NOTHING, timeout_s=60.0)
+
+
+async def test_without_a_connection_nobody_has_left(nats: Nats) -> None:
+    bus = await nats.bus(CONTROLLER)
+    subject = subjects.node_command(NODE, "stop")
+    assert not await bus.served(subject, NOTHING, timeout_s=60.0)
+    assert nats.server.child is not None
+    with suspended(nats.server.child.pid):
+        assert await bus.served(subject, NOTHING, timeout_s=0.2)
+    await nats.kill()
+    await until(lambda: not bus.connected)
+    assert await bus.served(subject, NOTHING, timeout_s=0.2)
+    await nats.start()
+    await until(lambda: bus.connected)
+
+
+async def test_who_leaves_is_told_of_and_who_stands_still_or_comes_again_is_not(nats: Nats) -> None:
+    bus, node, still = await nats.bus(CONTROLLER), await nats.bus(NODE), await nats.bus(NODE_2)
+    now = 0.0
+    overdue, left = {NODE, NODE_2}, list[str]()
+
+    async def pause(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    looks = Presence(
+        bus, lambda name: subjects.node_command(name, "stop"), NOTHING, lambda: overdue, left.append, lambda: now, pause
+    )
+
+    async def look() -> None:
+        await pause(presence.LOOK_S)
+        await looks.look()
+
+    await still.listen(subjects.node_command(NODE_2, "stop"), lambda _subject, _reply, _data: None)
+    there = await node.listen(subjects.node_command(NODE, "stop"), lambda _subject, _reply, _data: None)
+    await look()
+    await there.unsubscribe()
+    await node.flush()
+    for _ in range(3):
+        await look()
+    there = await node.listen(subjects.node_command(NODE, "stop"), lambda _subject, _reply, _data: None)
+    for _ in range(8):
+        await look()
+    assert left == [], "it came again"
+    await node.close()
+    for _ in range(4):
+        await look()
+    assert left == [], "it may yet come"
+    await look()
+    assert left == [NODE]
+    overdue.discard(NODE)
+    await look()
+    overdue.add(NODE)
+    for _ in range(4):
+        await look()
+    assert left == [NODE], "it has been heard since"
+
+
+async def test_so_many_are_asked_for_at_once(nats: Nats) -> None:
+    bus = await nats.bus(CONTROLLER)
+    names = [f"n{number}" for number in range(MOST + 50)]
+    left: list[str] = []
+    now = 0.0
+
+    def gone(name: str) -> None:
+        left.append(name)
+        names.remove(name)
+
+    looks = Presence(
+        bus, lambda name: subjects.node_command(name, "stop"), NOTHING, lambda: list(names), gone, lambda: now
+    )
+    everybody = list(names)
+    for _ in range(2):
+        await looks.look()
+        now += LEFT_S
+        await looks.look()
+    assert left == everybody
+
+
+async def test_it_ends(nats: Nats) -> None:
+    looks = Presence(await nats.bus(CONTROLLER), subjects.heard, NOTHING, lambda: ["g2"], lambda _: None)
+    looks.start()
+    await asyncio.sleep(0)
+    await looks.close()
+    await looks.close()
