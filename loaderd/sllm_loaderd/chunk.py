@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -78,14 +79,16 @@ def create_chunk(size: int, *, huge: bool, lasting: bool) -> Chunk:
     return Chunk(fd, address, memory.view(address, size), os.fstat(fd).st_ino, lasting=lasting)
 
 
-def fault(chunk: Chunk, *, huge: bool) -> None:
+def fault(chunk: Chunk, *, huge: bool, pause: Callable[[], None] = lambda: None) -> None:
     """Give it its pages, now. Where memory is in pieces a fault takes small ones in place of a ``huge`` one; here there
     is time to have others moved for it (Linux 6.1), but only where that has to be: the kernel waits for every core
     then, 45 ms, and whoever maps something in this process waits for the kernel. For the same reason a little is
-    faulted at a time: memory that a virtual machine never had takes its host some 2 ms for each MiB."""
+    faulted at a time: memory that a virtual machine never had takes its host some 2 ms for each MiB. ``pause``, before
+    each: returns when that may go on."""
     before = huge_pages.taken() if huge else 0
     try:
         for start in range(0, chunk.size, memory.HUGE_PAGE):
+            pause()
             nbytes = min(memory.HUGE_PAGE, chunk.size - start)
             memory.advise(chunk.address + start, nbytes, memory.MADV_POPULATE_WRITE)
         if huge and huge_pages.taken() - before < chunk.size:

@@ -57,6 +57,8 @@ class ChunkPool:
         self._chunks: set[Chunk] = set()
         self._free: list[Chunk] = []
         self._faulting = 0
+        self._awaited = 0
+        """Loads that wait for a chunk which gets its pages."""
         self._quiet_until = 0.0
         """``time.monotonic``."""
         self._lacking_since: float | None = None
@@ -103,7 +105,8 @@ class ChunkPool:
         need = count * size
         with self._changed:
             # A chunk that is being pre-faulted is free in all but name; it comes back within milliseconds.
-            self._changed.wait_for(lambda: self._shortage(need) or need <= self._at_hand, timeout=_FAULT_DEADLINE_S)
+            if not self._shortage(need) and need > self._at_hand:
+                self._await_faults(need)
             if missing := self._shortage(need) or max(need - self._at_hand, 0):
                 raise PoolExhausted(
                     f"{count} chunks of {size} bytes are needed, {missing} bytes more than are free",
@@ -115,6 +118,14 @@ class ChunkPool:
             self._postpone(time.monotonic())
             self._changed.notify_all()
             return taken
+
+    def _await_faults(self, need: int) -> None:
+        self._awaited += 1
+        self._changed.notify_all()
+        try:
+            self._changed.wait_for(lambda: self._shortage(need) or need <= self._at_hand, timeout=_FAULT_DEADLINE_S)
+        finally:
+            self._awaited -= 1
 
     def _postpone(self, now: float) -> None:
         """A load begins ``now``, also one of what is in memory: chunks get their pages in a while."""
@@ -278,13 +289,20 @@ class ChunkPool:
         with contextlib.suppress(OSError):  # not allowed everywhere, and only a courtesy
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)
         while (chunk := self._next_cold()) is not None:
-            fault(chunk, huge=self.huge_pages)
+            fault(chunk, huge=self.huge_pages, pause=self._pause)
             self.pin(chunk)
             with self._changed:
                 self._faulting -= 1
                 chunk.prefaulted = True
                 self._free.append(chunk)
                 self._changed.notify_all()
+
+    def _pause(self) -> None:
+        """In the middle of a chunk: a load that begins does not share the cores with the rest of it, unless it waits
+        for that."""
+        with self._changed:
+            while not (self._closing or self._awaited) and (left := self._quiet_until - time.monotonic()) > 0:
+                self._changed.wait(timeout=left)
 
     def _next_cold(self) -> Chunk | None:
         """A chunk to pre-fault, taken out of the free ones meanwhile; None at the end."""

@@ -19,6 +19,7 @@ import msgspec
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.limits import STALL_S
 
 LOOK_S: Final = 0.25
 """Between two looks; also the longest wait for the server's word. Who is there need not answer."""
@@ -35,10 +36,15 @@ class Absences:
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
+        self._looked = 0.0
 
     def take(self, there: Mapping[str, bool], now: float) -> list[str]:
         """One look: of each that was asked for, whether it was there. Returns those who have left: in each look of the
-        last LEFT_S they were asked for and not there."""
+        last LEFT_S they were asked for and not there. Where nobody looked for STALL_S they had no time to come again
+        either, if this machine stood still: that counts anew."""
+        if now - self._looked > STALL_S:
+            self._since.clear()
+        self._looked = now
         self._since = {name: self._since.get(name, now) for name, found in there.items() if not found}
         return [name for name, since in self._since.items() if now - since >= LEFT_S]
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -323,6 +324,39 @@ def test_pages_wait_also_for_a_load_of_what_is_in_memory(monkeypatch: pytest.Mon
         assert pool.wait_prefaulted(2 * SIZE, WAIT)
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("waited_for", [False, True])
+def test_a_load_that_begins_does_not_share_the_cores_with_the_rest_of_a_chunk(
+    waited_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sllm_pool, "QUIET_S", 2 * WAIT)
+    monkeypatch.setattr(sllm_pool, "LONGEST_S", 2 * WAIT)
+    began, go_on, faults = threading.Event(), threading.Event(), list[int]()
+    advise = memory.advise
+
+    def held(address: int, size: int, advice: int) -> bool:
+        began.set()
+        go_on.wait(WAIT)
+        faults.append(address)
+        return advise(address, size, advice)
+
+    monkeypatch.setattr(memory, "advise", held)
+    size = 4 * memory.HUGE_PAGE
+    pool = ChunkPool(size, size, size)
+    try:
+        assert began.wait(WAIT)
+        pool.allocate(0)
+        go_on.set()
+        if waited_for:
+            assert [chunk.prefaulted for chunk in pool.allocate(1)] == [True]
+            assert len(faults) == 4
+        else:
+            assert not pool.wait_prefaulted(size, 0.3)
+            assert len(faults) == 1
+    finally:
+        pool.close()
+    assert len(faults) == 4, "and who closes it does not wait for that"
 
 
 @pytest.mark.parametrize("huge", [False, True])
