@@ -154,7 +154,7 @@ class Delivery:
         heard: dict[str, float] = {}
         for binding in self._bindings():
             heard[binding.node] = max(heard.get(binding.node, 0.0), binding.inbox.heard)
-        before = self._clock() - limits.OVERDUE_S
+        before = self._clock() - limits.QUIET_S
         return [node for node, at in heard.items() if at <= before]
 
     def _bindings(self) -> Iterator[Binding]:

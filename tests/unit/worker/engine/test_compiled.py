@@ -17,12 +17,12 @@ from sllm_runtime.worker.engine.ours.model.products import Products
 from sllm_runtime.worker.engine.ours.numerics import FAST
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)] if kernels().tiles else []
+HALVES = kernels().tiles or kernels().narrow
+DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)] if HALVES else []
 """Of rows and of results, the matrix in bfloat16."""
 KINDS = [(BFLOAT16, *each) for each in DTYPES] + ([(FLOAT32, FLOAT32, FLOAT32)] if kernels().wide else [])
 """Of the matrix, of rows, of results."""
 MATRICES = list(dict.fromkeys(kind[0] for kind in KINDS))
-pytestmark = pytest.mark.skipif(not KINDS, reason="this processor has neither tiles of bfloat16 nor wide registers")
 sizes = st.integers(1, 70)
 
 
@@ -73,7 +73,7 @@ def test_a_row_is_the_same_by_itself(dtype: torch.dtype, rows: int, outputs: int
     assert torch.equal(again[torch.arange(rows) != at], found[torch.arange(rows) != at])
 
 
-@pytest.mark.skipif(not DTYPES, reason="this processor has no tiles of bfloat16")
+@pytest.mark.skipif(not kernels().tiles, reason="this processor has no tiles of bfloat16")
 def test_few_outputs_by_tiles() -> None:
     """Fewer than a tile has, which the others' are not."""
     for outputs in (1, 3, 15, 16, 17):
@@ -83,7 +83,7 @@ def test_few_outputs_by_tiles() -> None:
         assert torch.equal(out, x @ weight.t())
 
 
-@pytest.mark.skipif(not DTYPES, reason="this processor has no tiles of bfloat16")
+@pytest.mark.skipif(not HALVES, reason="this processor's products of bfloat16 are a library's")
 def test_rows_in_float32_are_rounded_to_the_nearest() -> None:
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(1))
     x[0, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.3e38])
@@ -102,11 +102,13 @@ def test_what_is_not_taken(dtype: torch.dtype) -> None:
     for each in (weight[:, 1:], weight.t()[:, ::2], weight.double(), weight.new_zeros(2, 5000)):
         assert Compiled.of(each, room) is None
     odd, few = weight[:, :33].contiguous(), weight[: SIDE - 1]
-    assert Compiled.of(odd if dtype == BFLOAT16 else few, room) is None
+    tiled = dtype == BFLOAT16 and kernels().tiles
+    assert (Compiled.of(odd, room) is None) is tiled
+    assert (Compiled.of(few, room) is None) is not tiled
 
 
 def test_where_the_processor_or_the_system_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = SimpleNamespace(tiles=False, wide=False)
+    lacking = SimpleNamespace(tiles=False, wide=False, narrow=False)
     monkeypatch.setattr(module, "kernels", lambda: lacking)
     for dtype in (BFLOAT16, FLOAT32):
         assert Compiled.of(torch.zeros(64, 64, dtype=dtype), Scratch()) is None

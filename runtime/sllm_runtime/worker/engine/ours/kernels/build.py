@@ -32,6 +32,7 @@ _FUNCTIONS: Final[dict[str, Any]] = {
     "gate": rows.gate,
     "product": products.product,
     "dots": dots.dots,
+    "halves": dots.halves,
 }
 
 
@@ -40,7 +41,7 @@ def compiled() -> bytes:
     here = target()
     machine = here.machine
     whole = llvm.parse_assembly("")
-    for symbol, (name, arguments) in variants(here.tiles).items():
+    for symbol, (name, arguments) in variants(here.tiles, here.narrow).items():
         whole.link_in(_module(symbol, _FUNCTIONS[name], arguments.split(), machine))
     found: bytes = machine.emit_object(whole)
     return found

@@ -1,7 +1,8 @@
-"""Products of float32 rows with a matrix that lies as it was stored, four rows with four outputs at a time.
+"""Products of rows with a matrix that lies as it was stored, four rows with four outputs at a time.
 
 Each of the sixteen results is a vector of sums, input after input by lanes; then lanes are added up in pairs, in one
-order for all. So a result has the same bits whatever stands beside its row or its output.
+order for all. So a result has the same bits whatever stands beside its row or its output. All is added up in float32;
+of bfloat16 rows are widened once, and the matrix as it is read.
 """
 
 from __future__ import annotations
@@ -11,11 +12,22 @@ from typing import Any, Final
 from numba import njit
 
 from sllm_runtime.worker.engine.ours.kernels.common import OPTIONS, ZERO
-from sllm_runtime.worker.engine.ours.kernels.lanes import LANES, fetch, fma, fourth, lanes, paired, read, write
+from sllm_runtime.worker.engine.ours.kernels.lanes import (
+    LANES,
+    fetch,
+    fma,
+    fourth,
+    lanes,
+    paired,
+    read,
+    rounded,
+    write,
+)
 from sllm_runtime.worker.engine.ours.kernels.shapes import SIDE
 
 _NEAR: Final = 16
 """Rows that stay in the cache nearest to the processor while the matrix passes by."""
+_FEW: Final = 2
 _AHEAD: Final = 2048
 """Weights between those that are read and those that are fetched: two pages of memory, which the processor's own
 fetching does not cross."""
@@ -63,11 +75,50 @@ def _square(x: Any, a: Any, b: Any, c: Any, d: Any, weight: Any, at: Any, inputs
 
 
 @njit(**OPTIONS)
+def _line(x: Any, a: Any, weight: Any, at: Any, inputs: Any, ahead: Any) -> Any:
+    """The same of one row, its four results in the first lanes."""
+    none = lanes(ZERO)
+    p = q = r = s = none
+    whole = inputs // LANES * LANES
+    second, third, last = at + inputs, at + 2 * inputs, at + 3 * inputs
+    for n in range(0, whole, LANES):
+        f = read(x, a + n, LANES)
+        fetch(weight, at + n + ahead)
+        p = fma(f, read(weight, at + n, LANES), p)
+        fetch(weight, second + n + ahead)
+        q = fma(f, read(weight, second + n, LANES), q)
+        fetch(weight, third + n + ahead)
+        r = fma(f, read(weight, third + n, LANES), r)
+        fetch(weight, last + n + ahead)
+        s = fma(f, read(weight, last + n, LANES), s)
+    if whole < inputs:
+        n, left = whole, inputs - whole
+        f = read(x, a + n, left)
+        p, q = fma(f, read(weight, at + n, left), p), fma(f, read(weight, second + n, left), q)
+        r, s = fma(f, read(weight, third + n, left), r), fma(f, read(weight, last + n, left), s)
+    row = paired(paired(p, q, 1), paired(r, s, 1), 2)
+    upper = paired(row, row, 4)
+    return paired(upper, upper, 8)
+
+
+@njit(**OPTIONS)
 def _give(found: Any, residual: Any, added: Any, out: Any, at: Any) -> None:
     """A row's four results to ``out[at:]``."""
     if added:
-        found = found + read(residual, at, SIDE)
+        found = rounded(out, found) + read(residual, at, SIDE)
     write(out, at, SIDE, found)
+
+
+@njit(**OPTIONS)
+def _one_by_one(
+    x: Any, rows: Any, inputs: Any, weight: Any, outputs: Any, residual: Any, added: Any, out: Any, across: Any
+) -> None:
+    """``dots`` of few rows, which would be computed again for those that are not there."""
+    for output in range(0, outputs, SIDE):
+        at, ahead = min(output, outputs - SIDE), _AHEAD
+        for row in range(rows):
+            _give(_line(x, row * inputs, weight, at * inputs, inputs, ahead), residual, added, out, row * across + at)
+            ahead = 0
 
 
 def dots(
@@ -75,6 +126,9 @@ def dots(
 ) -> None:
     """``out`` = ``x`` (rows, inputs) x ``weight`` (outputs, inputs) transposed, and ``residual``, where that is
     ``added``; rows of both are ``across`` numbers apart. Four outputs or more."""
+    if rows <= _FEW:  # as in most steps
+        _one_by_one(x, rows, inputs, weight, outputs, residual, added, out, across)
+        return
     for low in range(0, rows, _NEAR):
         high = min(low + _NEAR, rows)
         for output in range(0, outputs, SIDE):
@@ -90,3 +144,26 @@ def dots(
                 _give(fourth(found, 1), residual, added, out, b * across + at)
                 _give(fourth(found, 2), residual, added, out, c * across + at)
                 _give(fourth(found, 3), residual, added, out, d * across + at)
+
+
+_dots = njit(**OPTIONS)(dots)
+
+
+def halves(
+    x: Any,
+    rows: Any,
+    inputs: Any,
+    weight: Any,
+    outputs: Any,
+    residual: Any,
+    added: Any,
+    out: Any,
+    across: Any,
+    scratch: Any,
+) -> None:
+    """``dots`` with a matrix of bfloat16, of which type ``x`` is too, or is rounded to; ``scratch`` has room for it."""
+    count = rows * inputs
+    for n in range(0, count, LANES):
+        left = min(LANES, count - n)
+        write(scratch, n, left, rounded(weight, read(x, n, left)))
+    _dots(scratch, rows, inputs, weight, outputs, residual, added, out, across)

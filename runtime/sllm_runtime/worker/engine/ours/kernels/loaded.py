@@ -56,11 +56,17 @@ class Target(NamedTuple):
         """Whether a vector is one of its registers (AVX-512)."""
         return "+avx512f" in self.features.split(",")
 
+    @property
+    def narrow(self) -> bool:
+        """Whether it has neither: its libraries' products of bfloat16 take many times as long as those of float32."""
+        return not (self.tiles or self.wide)
+
 
 class Kernels:
     """Functions of an object file; each takes addresses and numbers (``shapes.KERNELS``), checks none of them, and
     lets other threads run meanwhile. ``digest``: of the file, so of all that decides its bits. ``tiles``: whether
-    products may be used here; they are there where the target has them. ``wide``: as the target has it."""
+    products may be used here; they are there where the target has them. ``wide``, ``narrow``: as the target has it;
+    ``halves`` are there where it is narrow."""
 
     attend: Kernel
     norm: Kernel
@@ -71,15 +77,18 @@ class Kernels:
     product: Kernel
     product_to_float32: Kernel
     product_of_float32: Kernel
+    halves: Kernel
+    halves_to_float32: Kernel
+    halves_of_float32: Kernel
 
     def __init__(self, code: bytes, target: Target) -> None:
         self.digest = hashlib.sha256(code).hexdigest()
         self.tiles = target.tiles and _tiles_permitted()
-        self.wide = target.wide
+        self.wide, self.narrow = target.wide, target.narrow
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target.machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        for symbol, (_, arguments) in variants(target.tiles).items():
+        for symbol, (_, arguments) in variants(target.tiles, target.narrow).items():
             kind = ctypes.CFUNCTYPE(None, *(_TYPES[each] for each in arguments.split()))
             setattr(self, symbol, kind(self._engine.get_function_address(symbol)))
 

@@ -30,8 +30,16 @@ PRODUCTS: Final = {
 """What ``product`` is where the processor has tiles of bfloat16: for rows and results of other dtypes."""
 
 
-def variants(tiles: bool) -> dict[str, tuple[str, str]]:
-    """Of each symbol: the kernel, and its arguments. ``tiles``: whether the processor has those of bfloat16."""
+HALVES: Final = {
+    "halves": "H I I H I H I H I F",
+    "halves_to_float32": "H I I H I F I F I F",
+    "halves_of_float32": "F I I H I H I H I F",
+}
+"""What ``halves`` is where the processor has neither tiles nor wide registers, likewise."""
+
+
+def variants(tiles: bool, narrow: bool) -> dict[str, tuple[str, str]]:
+    """Of each symbol: the kernel, and its arguments. ``tiles``, ``narrow``: see ``loaded.Target``."""
     found = {}
     for name, arguments in KERNELS.items():
         if "X" in arguments:
@@ -39,6 +47,8 @@ def variants(tiles: bool) -> dict[str, tuple[str, str]]:
         found[name] = name, arguments.replace("X", "F")
     if tiles:
         found |= {symbol: ("product", arguments) for symbol, arguments in PRODUCTS.items()}
+    if narrow:
+        found |= {symbol: ("halves", arguments) for symbol, arguments in HALVES.items()}
     return found
 
 

@@ -1,5 +1,6 @@
 """Products by kernels of our own, where one thread computes: in bfloat16 where the processor multiplies tiles (AMX,
-``kernels.products``), in float32 where it has registers of 512 bits (``kernels.dots``).
+``kernels.products``) or has nothing for it at all (``kernels.dots.halves``), in float32 where it has registers of 512
+bits (``kernels.dots``).
 
 What a call of a library costs beside its product is a third of a small matrix' time, and what it gives would have to be
 turned, widened or added by other calls. These read rows and write results as those beside them have them, and fetch
@@ -13,11 +14,12 @@ from typing import Final
 
 import torch
 
-from sllm_runtime.worker.engine.ours.kernels.loaded import kernels
+from sllm_runtime.worker.engine.ours.kernels.loaded import Kernel, Kernels, kernels
 from sllm_runtime.worker.engine.ours.kernels.shapes import DEEP, SIDE, TILE, scratch
 from sllm_runtime.worker.engine.ours.model.backend import Rows
 
-_DEEPEST: Final = {torch.bfloat16: 4096, torch.float32: 768}
+_DEEPEST_TILES: Final = 4096
+_DEEPEST_DOTS: Final = 768
 """Inputs up to which the rows stay in the cache while the matrix passes by: a library's product of many rows with a
 deeper one is faster."""
 
@@ -29,9 +31,8 @@ class Scratch:
         self._numbers = torch.empty(0)
         self._address = 0
 
-    def of(self, rows: int, inputs: int) -> int:
-        """Its address, for a product of so many."""
-        count = scratch(rows, inputs)
+    def of(self, count: int) -> int:
+        """Its address, for so many numbers of float32."""
         if count > len(self._numbers):
             self._numbers = torch.empty(count)
             self._address = self._numbers.data_ptr()
@@ -44,18 +45,13 @@ class Compiled:
     def __init__(self, weight: torch.Tensor, room: Scratch) -> None:
         self._weight, self._room = weight, room
         self.outputs, self._inputs = weight.shape
-        self._tiled = weight.dtype == torch.bfloat16
+        self._halves = weight.dtype == torch.bfloat16
         self._shapes = _tiles_of(min(self.outputs, TILE))
 
     @classmethod
     def of(cls, weight: torch.Tensor, room: Scratch) -> Compiled | None:
         """None for a matrix that the kernels do not take, or where there is none."""
-        outputs, inputs = weight.shape
-        if not weight.is_contiguous() or inputs > _DEEPEST.get(weight.dtype, 0):
-            return None
-        tiled = weight.dtype == torch.bfloat16
-        taken = kernels().tiles and inputs % 2 == 0 if tiled else kernels().wide and outputs >= SIDE
-        return cls(weight, room) if taken else None
+        return cls(weight, room) if weight.is_contiguous() and _takes(kernels(), weight) else None
 
     def __call__(self, x: Rows, out: Rows, at: int, residual: Rows | None) -> None:
         """``out[:, at : at + outputs]`` = ``x`` (rows, inputs) x the matrix, and those columns of ``residual``. Dense
@@ -68,14 +64,31 @@ class Compiled:
             out.data_ptr() + at * out.itemsize, across,
         )  # fmt: skip
         found = kernels()
-        if not self._tiled:
+        if not self._halves:
             found.dots(*product)
-            return
-        if out.dtype == torch.float32:
-            compute = found.product_to_float32
+        elif found.tiles:
+            compute = _which(x, out, found.product, found.product_to_float32, found.product_of_float32)
+            compute(*product, self._shapes.data_ptr(), self._room.of(scratch(rows, self._inputs)))
         else:
-            compute = found.product if x.dtype == torch.bfloat16 else found.product_of_float32
-        compute(*product, self._shapes.data_ptr(), self._room.of(rows, self._inputs))
+            compute = _which(x, out, found.halves, found.halves_to_float32, found.halves_of_float32)
+            compute(*product, self._room.of(rows * self._inputs))
+
+
+def _takes(found: Kernels, weight: torch.Tensor) -> bool:
+    outputs, inputs = weight.shape
+    if weight.dtype == torch.float32:
+        return found.wide and outputs >= SIDE and inputs <= _DEEPEST_DOTS
+    if weight.dtype != torch.bfloat16:
+        return False
+    if found.tiles:
+        return inputs % 2 == 0 and inputs <= _DEEPEST_TILES
+    return found.narrow and outputs >= SIDE
+
+
+def _which(x: Rows, out: Rows, same: Kernel, to_float32: Kernel, of_float32: Kernel) -> Kernel:
+    if out.dtype == torch.float32:
+        return to_float32
+    return same if x.dtype == torch.bfloat16 else of_float32
 
 
 @cache
