@@ -3,8 +3,9 @@
 Silence has to last for LOST_AFTER_S until it tells: a process that stands still may go on, and one that reconnects is
 silent as well. A process that was killed, or whose machine was shut down, is not connected any more, which the servers
 know within milliseconds. So whoever is overdue is asked for, again and again; who was not there for LEFT_S will not be,
-since one that lives connects again every quarter of a second. A machine that loses its power or its network says no
-more to the servers than to us: that takes its time as before.
+since one that lives connects again every quarter of a second. After a reconnect of our own nobody is asked for: then
+all of them reconnect. A machine that loses its power or its network says no more to the servers than to us: that takes
+its time as before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.limits import STALL_S
+from sllm_runtime.protocol.limits import LOST_AFTER_S, STALL_S
 
 LOOK_S: Final = 0.25
 """Between two looks; also the longest wait for the server's word. Who is there need not answer."""
@@ -53,7 +54,6 @@ class Presence:
     """Asks for those who are ``overdue``, from ``start`` to ``close``, and tells of each that it has ``left``.
 
     ``subject`` of a name is one that it alone listens to, ``question`` a message there from which nothing follows.
-    When this process has not run, or was not connected, nobody is overdue from before.
     """
 
     def __init__(
@@ -71,13 +71,20 @@ class Presence:
         self._clock, self._pause = clock, pause
         self._absences = Absences()
         self._tasks = Tasks("presence")
+        self._settled = clock()
+        """Nobody is asked for until then."""
+        self._forget = bus.on_reconnect(self._reconnected)
 
     def start(self) -> None:
         self._tasks.start(self._run(), "looks")
 
     async def close(self) -> None:
         """Repeatable."""
+        self._forget()
         await self._tasks.close()
+
+    def _reconnected(self) -> None:
+        self._settled = self._clock() + LOST_AFTER_S
 
     async def _run(self) -> None:
         while True:
@@ -86,9 +93,10 @@ class Presence:
 
     async def look(self) -> None:
         """Ask for all who are overdue, together."""
-        names = list(islice(self._overdue(), MOST))
+        names = list(islice(self._overdue(), MOST)) if self._clock() >= self._settled else []
         found = await asyncio.gather(*(self._there(name) for name in names))
-        for name in self._absences.take(dict(zip(names, found, strict=True)), self._clock()):
+        left = self._absences.take(dict(zip(names, found, strict=True)), self._clock())
+        for name in set(left) & set(self._overdue()) if left else ():  # one may have come again just now
             self._left(name)
 
     async def _there(self, name: str) -> bool:
