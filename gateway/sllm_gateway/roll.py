@@ -61,8 +61,9 @@ class Roll:
         return {life.gateway for life in self.living(me) if self._silent[life.life] >= OVERDUE_BEATS}
 
     def left(self, gateway: str) -> None:
-        """It has left NATS: what it lived is over before its silence says so."""
-        self._left.update(name for name, life in self._lives.items() if life.gateway == gateway and not life.settled)
+        """It has left NATS: those of its lives that are overdue are over before their silence says so."""
+        of_it = (name for name, life in self._lives.items() if life.gateway == gateway and not life.settled)
+        self._left.update(name for name in of_it if self._silent[name] >= OVERDUE_BEATS)
 
     def abandoned(self, me: str) -> list[Life]:
         """Lives that are over, and whose streams nobody who lives takes over."""

@@ -145,6 +145,7 @@ def node(info: NodeInfo) -> NodeView:
     view = NodeView(
         node=info.record.node,
         alive=info.alive,
+        left=info.left,
         cordoned=info.record.cordoned,
         draining=info.record.draining,
         age_s=info.age_s,

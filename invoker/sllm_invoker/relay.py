@@ -261,9 +261,11 @@ class Relay:
         return {call.gateway for call in running if call.unheard_s(now) >= limits.OVERDUE_S}
 
     def on_left(self, gateway: str) -> None:
-        """A gateway has left NATS: what runs for it ends, without waiting for its silence."""
+        """A gateway has left NATS: what runs for it, and of which it has said nothing lately, ends without waiting for
+        its silence."""
+        before = self._clock() - limits.OVERDUE_S
         for call, host in list(self._calls.values()):
-            if call.gateway == gateway and call.running and call.cancel is None:
+            if call.gateway == gateway and call.running and call.cancel is None and call.heard <= before:
                 log.warning("call %s: gateway %s has left, cancelled", call.head.call, gateway)
                 host.cancel(call, GatewaySilent.code, f"its gateway {gateway} has left; call again")
 

@@ -85,13 +85,16 @@ def fault(chunk: Chunk, *, huge: bool, pause: Callable[[], None] = lambda: None)
     then, 45 ms, and whoever maps something in this process waits for the kernel. For the same reason a little is
     faulted at a time: memory that a virtual machine never had takes its host some 2 ms for each MiB. ``pause``, before
     each: returns when that may go on."""
-    before = huge_pages.taken() if huge else 0
+    given = 0
     try:
         for start in range(0, chunk.size, memory.HUGE_PAGE):
             pause()
+            before = huge_pages.taken() if huge else 0
             nbytes = min(memory.HUGE_PAGE, chunk.size - start)
             memory.advise(chunk.address + start, nbytes, memory.MADV_POPULATE_WRITE)
-        if huge and huge_pages.taken() - before < chunk.size:
+            given += huge_pages.taken() - before if huge else 0
+        if huge and given < chunk.size:
+            pause()
             memory.advise(chunk.address, chunk.size, memory.MADV_COLLAPSE)
     except OSError as error:  # short of memory: the chunk serves as it is, its pages come one by one
         log.warning("pre-faulting: %s", error)

@@ -182,8 +182,9 @@ class Loop:
         self.change(lambda view: observe(view, status, now, time.time()), urgent=urgent)
 
     def overdue(self) -> tuple[str, ...]:
-        """Nodes that NATS is to be asked for."""
-        return self.view.overdue(time.monotonic())
+        """Nodes that NATS is to be asked for. None by a leader that is not sure that it leads: it may be the one that
+        is cut off."""
+        return self.view.overdue(time.monotonic()) if self._may_act() else ()
 
     def left(self, node: str) -> None:
         """A node has left NATS: it is dead before its silence says so."""

@@ -220,7 +220,7 @@ def node_info(view: View, name: str, now: float) -> NodeInfo:
     """A node with its last report. One that this controller has not heard is silent since it listens at the least."""
     node = view.nodes[name]
     age = now - (node.heard if node.heard is not None else view.listening_since)
-    return NodeInfo(record=node.record, status=node.status, age_s=age, alive=view.alive(name, now))
+    return NodeInfo(record=node.record, status=node.status, age_s=age, alive=view.alive(name, now), left=node.left)
 
 
 def manifest_bytes(manifest: Manifest) -> int:

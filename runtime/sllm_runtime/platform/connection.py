@@ -22,6 +22,8 @@ _FLUSH_S = 10.0
 PENDING_BYTES = 8 * MIB
 """What may wait for the server before a publisher waits."""
 _PING_S = 5
+CONNECT_S = 1.0
+"""For one try at one server; nothing depends on the first one, since it is tried again."""
 ELECTION_S = 15.0
 """Servers of a cluster that have just met, or lost one, answer nothing about JetStream until they have a leader."""
 _AGAIN_S = 0.2
@@ -129,6 +131,7 @@ def connection_options(settings: Settings, identity: str) -> dict[str, Any]:
         "pending_size": PENDING_BYTES,
         "flush_timeout": _FLUSH_S,
         "ping_interval": _PING_S,
+        "connect_timeout": CONNECT_S,
     }
     who = settings.identity()
     if who is not None and who.identity != identity:

@@ -249,12 +249,14 @@ class Placements(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's record with its last report, ``age_s`` seconds old. ``status`` None: never heard in this life."""
+    """A node's record with its last report, ``age_s`` seconds old. ``status`` None: never heard in this life.
+    ``left``: it has left NATS since."""
 
     record: NodeRecord
     status: NodeStatus | None = None
     age_s: float = 0.0
     alive: bool = False
+    left: bool = False
 
 
 class NodeList(msgspec.Struct, frozen=True, kw_only=True):

@@ -230,8 +230,11 @@ class GpuView(Frozen):
 
 
 class NodeView(Frozen):
+    """``left``: it has left NATS, which tells of its death before its silence does."""
+
     node: str
     alive: bool
+    left: bool = False
     cordoned: bool
     draining: bool
     age_s: float

@@ -155,6 +155,7 @@ def nodes(found: Sequence[NodeView]) -> None:
 def node_state(view: NodeView) -> str:
     """What matters most of it, in a word or two."""
     states = (
+        (view.left, f"left {view.age_s:.0f} s ago"),
         (not view.alive, f"silent for {view.age_s:.0f} s"),
         (view.draining, "draining"),
         (view.cordoned, "cordoned"),

@@ -2,19 +2,25 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_runtime.platform import presence
-from sllm_runtime.platform.presence import LEFT_S, MOST, NOTHING, Absences, Presence
+from sllm_runtime.platform.presence import APART_S, LEFT_S, LOOK_S, MOST, NOTHING, SETTLE_S, Absences, Presence
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.limits import LOST_AFTER_S, STALL_S
 from sllm_runtime.protocol.node import Ok, StopInstance
-from tests.fixtures.nats import CONTROLLER, NODE, NODE_2, Nats
+from tests.fixtures.nats import CONTROLLER, GATEWAY, NODE, NODE_2, Nats
 from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import until
 
 LOOKS = st.lists(st.tuples(st.integers(1, 12), st.dictionaries(st.sampled_from("abc"), st.booleans())), max_size=20)
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections stand for long."""
+    monkeypatch.setattr(presence, "SETTLE_S", 0.0)
 
 
 @given(LOOKS)
@@ -28,7 +34,7 @@ def test_who_was_asked_for_and_not_there_for_so_long_has_left(looks: list[tuple[
         for name in "abc":
             since = None
             for at, found in reversed(past):
-                if found.get(name, True) or (since is not None and since - at > STALL_S):
+                if found.get(name, True) or (since is not None and since - at > APART_S):
                     break
                 since = at
             assert (name in left) is (since is not None and now - since >= LEFT_S)
@@ -69,6 +75,26 @@ async def test_without_a_connection_nobody_has_left(nats: Nats) -> None:
     await until(lambda: bus.connected)
 
 
+@given(st.sets(st.integers(0, 40), max_size=40), st.sets(st.integers(0, 40), max_size=5), st.integers(1, 12))
+def test_all_have_their_turn_and_who_was_not_there_is_asked_for_each_time(
+    present: set[int], absent: set[int], most: int
+) -> None:
+    absences = Absences()
+    overdue = [str(number) for number in sorted(present | absent)]
+    gone = {str(number) for number in absent}
+    asked: set[str] = set()
+    for look in range(7 * len(overdue) + 1):
+        names = absences.next(overdue, most)
+        assert len(names) == len(set(names)) == min(most, len(overdue))
+        known = {name for name in asked if name in gone}
+        if len(gone) < most:
+            assert known <= set(names)
+        asked.update(names)
+        absences.take({name: name not in gone for name in names}, look * LOOK_S)
+    assert len(gone) >= most or asked == set(overdue)
+
+
+@pytest.mark.usefixtures("settled")
 async def test_who_leaves_is_told_of_and_who_stands_still_or_comes_again_is_not(nats: Nats) -> None:
     bus, node, still = await nats.bus(CONTROLLER), await nats.bus(NODE), await nats.bus(NODE_2)
     now = 0.0
@@ -91,14 +117,14 @@ async def test_who_leaves_is_told_of_and_who_stands_still_or_comes_again_is_not(
     await look()
     await there.unsubscribe()
     await node.flush()
-    for _ in range(3):
+    for _ in range(int(LEFT_S / LOOK_S) - 1):
         await look()
     there = await node.listen(subjects.node_command(NODE, "stop"), lambda _subject, _reply, _data: None)
     for _ in range(8):
         await look()
     assert left == [], "it came again"
     await node.close()
-    for _ in range(4):
+    for _ in range(int(LEFT_S / LOOK_S)):
         await look()
     assert left == [], "it may yet come"
     await look()
@@ -106,7 +132,7 @@ async def test_who_leaves_is_told_of_and_who_stands_still_or_comes_again_is_not(
     overdue.discard(NODE)
     await look()
     overdue.add(NODE)
-    for _ in range(4):
+    for _ in range(int(LEFT_S / LOOK_S)):
         await look()
     assert left == [NODE], "it has been heard since"
 
@@ -118,37 +144,45 @@ async def test_when_all_reconnect_nobody_has_left_for_a_while(nats: Nats) -> Non
     looks = Presence(
         bus, lambda name: subjects.node_command(name, "stop"), NOTHING, lambda: [NODE], left.append, lambda: now
     )
-    await looks.look()
+
+    async def until_left(since: float) -> None:
+        nonlocal now
+        while not left:
+            now += LOOK_S
+            await looks.look()
+        assert left == [NODE]
+        assert now - since >= SETTLE_S + LEFT_S
+        left.clear()
+
+    await until_left(0.0)
+    again = now
     await nats.kill()
     await until(lambda: not bus.connected)
     await nats.start()
-    await until(lambda: looks._settled)
-    while now < LOST_AFTER_S:
-        now += LEFT_S
-        await looks.look()
-    assert left == []
-    now += LEFT_S
-    await looks.look()
-    assert left == [NODE]
+    await until(lambda: looks._settled > again)
+    await until_left(again)
     await looks.close()
 
 
+@pytest.mark.usefixtures("settled")
 async def test_who_comes_again_as_the_last_answer_is_on_its_way_has_not_left(nats: Nats) -> None:
     bus = await nats.bus(CONTROLLER)
     left: list[str] = []
-    asked = iter([[NODE], [NODE], []])
+    looked = int(LEFT_S / LOOK_S) + 1
+    asked = iter([*([[NODE]] * looked), []])
     now = 0.0
     looks = Presence(
         bus, lambda name: subjects.node_command(name, "stop"), NOTHING, lambda: next(asked), left.append, lambda: now
     )
-    await looks.look()
-    now += LEFT_S
-    await looks.look()
+    for _ in range(looked):
+        now += LOOK_S
+        await looks.look()
     assert left == []
     assert next(asked, None) is None
     await looks.close()
 
 
+@pytest.mark.usefixtures("settled")
 async def test_so_many_are_asked_for_at_once(nats: Nats) -> None:
     bus = await nats.bus(CONTROLLER)
     names = [f"n{number}" for number in range(MOST + 50)]
@@ -163,16 +197,32 @@ async def test_so_many_are_asked_for_at_once(nats: Nats) -> None:
         bus, lambda name: subjects.node_command(name, "stop"), NOTHING, lambda: list(names), gone, lambda: now
     )
     everybody = list(names)
-    for _ in range(2):
+    for _ in range(2 * int(LEFT_S / LOOK_S) + 2):
+        now += LOOK_S
         await looks.look()
-        now += LEFT_S
-        await looks.look()
-        now += LEFT_S
     assert set(left) == set(everybody)
 
 
+@pytest.mark.usefixtures("settled")
+async def test_a_verdict_that_breaks_something_is_not_the_last(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(presence, "LEFT_S", 0.1)
+    left: list[str] = []
+
+    def breaks(name: str) -> None:
+        left.append(name)
+        raise ValueError("it breaks")
+
+    looks = Presence(await nats.bus(GATEWAY), subjects.heard, NOTHING, lambda: ["g2"], breaks)
+    looks.start()
+    await until(lambda: len(left) > 1)
+    await looks.close()
+    assert "it breaks" in caplog.text
+
+
 async def test_it_ends(nats: Nats) -> None:
-    looks = Presence(await nats.bus(CONTROLLER), subjects.heard, NOTHING, lambda: ["g2"], lambda _: None)
+    looks = Presence(await nats.bus(GATEWAY), subjects.heard, NOTHING, lambda: ["g2"], lambda _: None)
     looks.start()
     await asyncio.sleep(0)
     await looks.close()

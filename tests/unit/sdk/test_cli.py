@@ -395,6 +395,7 @@ def test_a_drain_waits_as_long_as_it_is_told_to(gateway: Gateway) -> None:
         ({"cordoned": True, "condition": "podman hangs"}, "cordoned"),
         ({"cordoned": True, "draining": True}, "draining"),
         ({"cordoned": True, "alive": False, "age_s": 7.0}, "silent for 7 s"),
+        ({"cordoned": True, "alive": False, "left": True, "age_s": 3.0}, "left 3 s ago"),
     ],
 )
 def test_what_is_decided_of_a_node_is_shown_wherever_it_is(gateway: Gateway, said: dict[str, Any], state: str) -> None:

@@ -23,11 +23,10 @@ from sllm_runtime.worker.engine.ours.kernels.lanes import (
     rounded,
     write,
 )
-from sllm_runtime.worker.engine.ours.kernels.shapes import SIDE
+from sllm_runtime.worker.engine.ours.kernels.shapes import NEAR, SIDE
 
-_NEAR: Final = 16
-"""Rows that stay in the cache nearest to the processor while the matrix passes by."""
 _FEW: Final = 2
+"""Rows that are computed one by one."""
 _AHEAD: Final = 2048
 """Weights between those that are read and those that are fetched: two pages of memory, which the processor's own
 fetching does not cross."""
@@ -121,32 +120,56 @@ def _one_by_one(
             ahead = 0
 
 
+@njit(**OPTIONS)
+def _near(
+    x: Any,
+    first: Any,
+    low: Any,
+    high: Any,
+    inputs: Any,
+    weight: Any,
+    outputs: Any,
+    residual: Any,
+    added: Any,
+    out: Any,
+    across: Any,
+) -> None:
+    """``dots`` of the rows from ``low`` to ``high``; ``x`` begins with row ``first``."""
+    for output in range(0, outputs, SIDE):
+        # The last ones are computed again with those before them.
+        at = min(output, outputs - SIDE)
+        ahead = 0 if low else _AHEAD  # later ones find them in the cache
+        for row in range(low, high, SIDE):
+            # A row that is not there is the last one again.
+            a, b, c, d = row, min(row + 1, high - 1), min(row + 2, high - 1), min(row + 3, high - 1)
+            e, f, g, h = (a - first) * inputs, (b - first) * inputs, (c - first) * inputs, (d - first) * inputs
+            found = _square(x, e, f, g, h, weight, at * inputs, inputs, ahead)
+            ahead = 0
+            _give(fourth(found, 0), residual, added, out, a * across + at)
+            _give(fourth(found, 1), residual, added, out, b * across + at)
+            _give(fourth(found, 2), residual, added, out, c * across + at)
+            _give(fourth(found, 3), residual, added, out, d * across + at)
+
+
 def dots(
     x: Any, rows: Any, inputs: Any, weight: Any, outputs: Any, residual: Any, added: Any, out: Any, across: Any
 ) -> None:
     """``out`` = ``x`` (rows, inputs) x ``weight`` (outputs, inputs) transposed, and ``residual``, where that is
-    ``added``; rows of both are ``across`` numbers apart. Four outputs or more."""
+    ``added``; rows of both are ``across`` numbers apart. Four outputs or more. ``residual`` is not ``out``: some
+    results are written twice."""
     if rows <= _FEW:  # as in most steps
         _one_by_one(x, rows, inputs, weight, outputs, residual, added, out, across)
         return
-    for low in range(0, rows, _NEAR):
-        high = min(low + _NEAR, rows)
-        for output in range(0, outputs, SIDE):
-            # The last ones are computed again with those before them.
-            at = min(output, outputs - SIDE)
-            ahead = 0 if low else _AHEAD  # later ones find them in the cache
-            for row in range(low, high, SIDE):
-                # A row that is not there is the last one again.
-                a, b, c, d = row, min(row + 1, high - 1), min(row + 2, high - 1), min(row + 3, high - 1)
-                found = _square(x, a * inputs, b * inputs, c * inputs, d * inputs, weight, at * inputs, inputs, ahead)
-                ahead = 0
-                _give(fourth(found, 0), residual, added, out, a * across + at)
-                _give(fourth(found, 1), residual, added, out, b * across + at)
-                _give(fourth(found, 2), residual, added, out, c * across + at)
-                _give(fourth(found, 3), residual, added, out, d * across + at)
+    for low in range(0, rows, NEAR):
+        _near(x, 0, low, min(low + NEAR, rows), inputs, weight, outputs, residual, added, out, across)
 
 
-_dots = njit(**OPTIONS)(dots)
+@njit(**OPTIONS)
+def _widen(x: Any, at: Any, count: Any, weight: Any, scratch: Any) -> None:
+    """``count`` numbers from ``x[at:]`` on, rounded to the type of ``weight``, as float32."""
+    for n in range(0, count, LANES):
+        left = min(LANES, count - n)
+        write(scratch, n, left, rounded(weight, read(x, at + n, left)))
 
 
 def halves(
@@ -161,9 +184,13 @@ def halves(
     across: Any,
     scratch: Any,
 ) -> None:
-    """``dots`` with a matrix of bfloat16, of which type ``x`` is too, or is rounded to; ``scratch`` has room for it."""
-    count = rows * inputs
-    for n in range(0, count, LANES):
-        left = min(LANES, count - n)
-        write(scratch, n, left, rounded(weight, read(x, n, left)))
-    _dots(scratch, rows, inputs, weight, outputs, residual, added, out, across)
+    """``dots`` with a matrix of bfloat16, of which type ``x`` is too, or is rounded to; ``scratch`` has room for NEAR
+    rows."""
+    if rows <= _FEW:
+        _widen(x, 0, rows * inputs, weight, scratch)
+        _one_by_one(scratch, rows, inputs, weight, outputs, residual, added, out, across)
+        return
+    for low in range(0, rows, NEAR):
+        high = min(low + NEAR, rows)
+        _widen(x, low * inputs, (high - low) * inputs, weight, scratch)
+        _near(scratch, low, low, high, inputs, weight, outputs, residual, added, out, across)

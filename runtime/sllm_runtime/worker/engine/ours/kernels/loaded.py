@@ -58,8 +58,9 @@ class Target(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether it has neither: its libraries' products of bfloat16 take many times as long as those of float32."""
-        return not (self.tiles or self.wide)
+        """Whether it has registers of 256 bits (AVX2), and nothing for bfloat16: libraries take many times as long for
+        its products as for those of float32."""
+        return {"+avx2", "+fma"} <= set(self.features.split(",")) and not (self.tiles or self.wide)
 
 
 class Kernels:

@@ -14,6 +14,8 @@ SIDE: Final = 4
 """Rows and outputs whose ``dots`` are computed together: outputs that a matrix has at least."""
 COLUMNS: Final = 7 * TILE * TILE
 """Where a product's ``scratch`` has its rows."""
+NEAR: Final = 16
+"""Rows whose ``dots`` are computed while the matrix passes by once: they stay in a cache near the processor."""
 KERNELS: Final = {
     "attend": "F I I I I I L L L I I F F F F I f f F F F",
     "norm": "X I I F f X",
@@ -35,7 +37,7 @@ HALVES: Final = {
     "halves_to_float32": "H I I H I F I F I F",
     "halves_of_float32": "F I I H I H I H I F",
 }
-"""What ``halves`` is where the processor has neither tiles nor wide registers, likewise."""
+"""What ``halves`` is where the processor is narrow, likewise."""
 
 
 def variants(tiles: bool, narrow: bool) -> dict[str, tuple[str, str]]:

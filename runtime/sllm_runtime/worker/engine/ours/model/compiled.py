@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from sllm_runtime.worker.engine.ours.kernels.loaded import Kernel, Kernels, kernels
-from sllm_runtime.worker.engine.ours.kernels.shapes import DEEP, SIDE, TILE, scratch
+from sllm_runtime.worker.engine.ours.kernels.shapes import DEEP, NEAR, SIDE, TILE, scratch
 from sllm_runtime.worker.engine.ours.model.backend import Rows
 
 _DEEPEST_TILES: Final = 4096
@@ -71,7 +71,7 @@ class Compiled:
             compute(*product, self._shapes.data_ptr(), self._room.of(scratch(rows, self._inputs)))
         else:
             compute = _which(x, out, found.halves, found.halves_to_float32, found.halves_of_float32)
-            compute(*product, self._room.of(rows * self._inputs))
+            compute(*product, self._room.of(min(rows, NEAR) * self._inputs))
 
 
 def _takes(found: Kernels, weight: torch.Tensor) -> bool:
