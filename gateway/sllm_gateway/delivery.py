@@ -142,19 +142,19 @@ class Delivery:
     def on_restart(self, node: str) -> None:
         """A node was started anew. It answers ``Unknown`` for the calls it has lost."""
         self._moves.on_lost_node(node, f"node {node} was restarted")
-        for call in self._calls.values():
-            binding = call.binding
-            if binding is not None and binding.node == node and binding.accepted:
-                self._link.send(node, Resend(call.id, binding.epoch, binding.inbox.next_index))
+        for call, binding in self._bound_to(node):
+            self._link.send(node, Resend(call.id, binding.epoch, binding.inbox.next_index))
+
+    def _bound_to(self, node: str) -> list[tuple[Call, Binding]]:
+        bound = ((call, call.binding) for call in self._calls.values() if call.binding is not None)
+        return [(call, binding) for call, binding in bound if binding.node == node and binding.accepted]
 
     def overdue(self) -> list[str]:
         """Nodes that run calls of this gateway, and should have said something of them since."""
-        if not self._link.connected:
-            return []
         heard: dict[str, float] = {}
         for binding in self._bindings():
             heard[binding.node] = max(heard.get(binding.node, 0.0), binding.inbox.heard)
-        before = self._clock() - limits.QUIET_S
+        before = self._clock() - limits.CALL_OVERDUE_S
         return [node for node, at in heard.items() if at <= before]
 
     def _bindings(self) -> Iterator[Binding]:
@@ -167,10 +167,8 @@ class Delivery:
         """A node has left NATS: what runs there is lost, without waiting for its silence."""
         why = f"node {node} has left"
         self._moves.on_lost_node(node, why)
-        for call in list(self._calls.values()):
-            binding = call.binding
-            if binding is not None and binding.node == node and binding.accepted:
-                self._ending.lost(call, binding, why)
+        for call, binding in self._bound_to(node):
+            self._ending.lost(call, binding, why)
 
     def on_reconnect(self) -> None:
         """Messages may have been lost in both directions."""

@@ -255,8 +255,6 @@ class Relay:
     def overdue(self) -> set[str]:
         """Gateways that should have said something of what runs for them since."""
         now = self._clock()
-        if self._connected_for(now) < limits.OVERDUE_S:
-            return set()
         running = (call for call, _host in self._calls.values() if call.running and call.cancel is None)
         return {call.gateway for call in running if call.unheard_s(now) >= limits.OVERDUE_S}
 

@@ -40,7 +40,7 @@ LOST_AFTER_S: Final = 5.0
 OVERDUE_S: Final = HEARTBEAT_S + 0.25
 """Silence, while connected, after which NATS is asked whether the other side is there at all: see
 ``platform/presence.py``."""
-QUIET_S: Final = 0.5
+CALL_OVERDUE_S: Final = 0.5
 """The same of a node that runs calls of a gateway: one that streams speaks all the time, and the gateway that reads it
 need not wait for a beat."""
 STALL_S: Final = 1.0

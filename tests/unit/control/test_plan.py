@@ -238,13 +238,19 @@ def test_another_error_of_the_node_is_a_failed_start(world: World) -> None:
     assert world.plan() == ()
 
 
-def test_a_silent_node_loses_its_instances_only_if_we_listened(world: World) -> None:
+def _ready(world: World) -> str:
+    """An instance that somebody waited for."""
     world.view = deployed(world.view, manifest("chat"))
     world.wait_for(CHAT, 1)
     world.plan()
     world.hear_all()
     (name,) = world.live(CHAT)
     world.finish(name, InstanceState.READY)
+    return name
+
+
+def test_a_silent_node_loses_its_instances_only_if_we_listened(world: World) -> None:
+    name = _ready(world)
     world.now += LOST_AFTER_S + 1
     world.reset_listening()
     world.plan()
@@ -255,12 +261,7 @@ def test_a_silent_node_loses_its_instances_only_if_we_listened(world: World) -> 
 
 
 def test_a_node_that_has_left_loses_its_instances_until_it_is_heard_again(world: World) -> None:
-    world.view = deployed(world.view, manifest("chat"))
-    world.wait_for(CHAT, 1)
-    world.plan()
-    world.hear_all()
-    (name,) = world.live(CHAT)
-    world.finish(name, InstanceState.READY)
+    name = _ready(world)
     node = world.view.instances[name].record.node
     assert departed(world.view, "nobody") is world.view
     world.view = departed(world.view, node)
