@@ -15,6 +15,7 @@ from sllm_runtime.control.fits import free, short
 from sllm_runtime.control.history import Past
 from sllm_runtime.control.outcomes import Outcome
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
+from sllm_runtime.control.room import MOVED
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.servers import server
 from sllm_runtime.control.scheduling.startup import StartupTime
@@ -105,7 +106,7 @@ def _kept_back(view: View, key: Key, now: float) -> Refuse | None:
 
 def _unclaimed(view: View) -> View:
     """As a plan begins: what it claimed in the end it may have claimed for the very start that is asked about."""
-    return replace(view, claims=dict.fromkeys(view.making_way, inf))
+    return replace(view, claims=dict.fromkeys(view.making_way, MOVED))
 
 
 def _nearest(view: View, request: Request, chosen: str) -> Iterable[str]:

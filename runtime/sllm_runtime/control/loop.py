@@ -39,6 +39,8 @@ STORE_S: Final = limits.CONTROLLER_WAIT_S
 """How long a decision waits to be stored."""
 TICK_S: Final = 0.25
 """Longest time between two plans: silence, back-off and keep-alive end without any message."""
+LONG_S: Final = 0.02
+"""After a plan that took longer it rests for as long as that took: half of the time is for those that ask."""
 REFUSED_S: Final = 1.0
 
 
@@ -244,6 +246,9 @@ class Loop:
             if self._may_act():
                 self._step()
             self._notify(frozenset({changes.NODES}))
+            took = time.monotonic() - now
+            if took > LONG_S:
+                await asyncio.sleep(took)
             try:
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
@@ -255,6 +260,8 @@ class Loop:
         made = plan(self.view, context)
         if made.view is not self.view:
             self._commit(self.view, made.view)
+        if made.more:
+            self._wake.set()
         alive = frozenset(name for name in self.view.nodes if self.view.alive(name, context.now))
         lost = frozenset(name for name in self._unheard if self.view.silent(name, context.now))
         for event in events.node_events((self._alive | lost) & self.view.nodes.keys(), alive, context.wall):

@@ -17,7 +17,8 @@ import msgspec
 from sllm_runtime.control import autoscale, backoff, fits, instances, room
 from sllm_runtime.control.placement import Decision, Place, Request, Wait, room_made
 from sllm_runtime.control.scheduling.ending import ending
-from sllm_runtime.control.view import Instance, Key, Migration, Refusal, View, with_item, without
+from sllm_runtime.control.turns import Turns
+from sllm_runtime.control.view import Claim, Instance, Key, Migration, Refusal, View, with_item, without
 from sllm_runtime.protocol.ctl import Migrated
 from sllm_runtime.protocol.errors import (
     Conflict,
@@ -133,7 +134,7 @@ def _need(view: View, instance: Instance) -> fits.Need | None:
 
 
 # --- step by step -----------------------------------------------------------------------------------
-def advance(view: View, now: float, choose: Choose, make: Make) -> View:
+def advance(view: View, now: float, choose: Choose, make: Make, turns: Turns[str]) -> View:
     """The next step of each migration. What ``choose`` places, ``make`` adds."""
     view = _asked_by_policy(view, now)
     for name, instance in view.instances.items():
@@ -141,7 +142,8 @@ def advance(view: View, now: float, choose: Choose, make: Make) -> View:
             view = _put(view, Migration(name, "", MigrationState.MOVING, now, destination=instance.record.moves_to))
     for migration in tuple(view.migrations.values()):
         if migration.ended is None:
-            view = _step(view, migration, now, choose, make)
+            view = _step(view, migration, now, choose, make, turns)
+    _, view = turns.passed(view)
     view = _followed(view)
     old = [name for name, each in view.migrations.items() if each.ended is not None and now - each.ended > KEEP_S]
     return replace(view, migrations=without(view.migrations, old)) if old else view
@@ -170,7 +172,7 @@ def _followed(view: View) -> View:
     return replace(view, moves=moves) if moves != view.moves else view
 
 
-def _step(view: View, migration: Migration, now: float, choose: Choose, make: Make) -> View:
+def _step(view: View, migration: Migration, now: float, choose: Choose, make: Make, turns: Turns[str]) -> View:
     source = view.instances.get(migration.source)
     if source is None or source.ended:
         moved = migration.state is MigrationState.MOVING and (source is None or source.state is InstanceState.STOPPED)
@@ -181,7 +183,7 @@ def _step(view: View, migration: Migration, now: float, choose: Choose, make: Ma
         view = view if source.running else _for_nobody(view, migration, why)
         return _end(view, migration, MigrationState.ABANDONED, why, now)
     if not migration.destination:
-        return _place(view, migration, source, now, choose, make)
+        return _place(view, migration, source, now, choose, make, turns)
     destination = view.instances.get(migration.destination)
     if destination is None or destination.ended or destination.stop is not None:
         return _lost(view, migration, source, destination, now)
@@ -190,12 +192,18 @@ def _step(view: View, migration: Migration, now: float, choose: Choose, make: Ma
     return _commit(view, migration, source, destination, now) if destination.ready else view
 
 
-def _place(view: View, migration: Migration, source: Instance, now: float, choose: Choose, make: Make) -> View:
+def _place(
+    view: View, migration: Migration, source: Instance, now: float, choose: Choose, make: Make, turns: Turns[str]
+) -> View:
     """An idle instance of the version, or a new one."""
     idle = _idle(view, source, migration.node)
     if idle is not None:
         found = replace(migration, destination=idle.record.instance, node=idle.record.node)
         return _commit(view, found, source, idle, now)
+    if not turns.places(migration.source):
+        return view
+    _, view = turns.passed(view)
+    turns.looked(migration.source)
     decision = _choice(view, migration, source, now, choose)
     if isinstance(decision, Place):
         view, name = make(view, source.key, decision)
@@ -204,7 +212,7 @@ def _place(view: View, migration: Migration, source: Instance, now: float, choos
     patience_s = PLACE_S + (RELEASED_S if _is_made(decision) else 0.0)
     if now - migration.began >= patience_s or migration.expected is not None:
         return _end(view, migration, MigrationState.ABANDONED, f"no room for it: {decision.reason}", now)
-    return room.begun(view, source.key, decision, inf)
+    return room.begun(view, source.key, decision, Claim(inf, migration.source))
 
 
 def _is_made(decision: Decision) -> bool:

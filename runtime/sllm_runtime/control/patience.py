@@ -47,6 +47,12 @@ def settled(view: View, now: float) -> View:
     return served(view, [key for key, known in view.put_off.items() if now - known.last > LINGER_S])
 
 
+def waits_on(view: View, keys: Sequence[Key], now: float) -> View:
+    """Of those of these versions that wait for a place nobody has given up; it was not their turn to look for one."""
+    still = {key: replace(view.put_off[key], last=now) for key in keys if key in view.put_off}
+    return replace(view, put_off={**view.put_off, **still}) if still else view
+
+
 def served(view: View, keys: Sequence[Key]) -> View:
     """What these versions wait for is not a place, or no longer."""
     if not any(key in view.put_off for key in keys):

@@ -16,7 +16,8 @@ from sllm_runtime.control.reason import Words
 from sllm_runtime.control.scheduling.moving import under_way
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.scheduling.serving import last_begins_s, over_s
-from sllm_runtime.control.view import EMPTY, Instance, Key, Stop, View, with_item, without
+from sllm_runtime.control.turns import NOT_YET, Turns
+from sllm_runtime.control.view import EMPTY, Claim, Instance, Key, Stop, View, with_item, without
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
 from sllm_runtime.protocol.node import InstanceStatus
@@ -69,13 +70,18 @@ class Context:
 class Plan:
     view: View
     actions: tuple[Action, ...] = ()
+    more: bool = False
+    """Whether some have yet to have their turn (``turns``): the next plan should follow soon."""
 
 
 def plan(view: View, context: Context) -> Plan:
     """The next step: the dead are struck out, versions scaled, commands sent or repeated. Same input, same answer."""
+    before = view
     view = _begun(draining.advance(view, context.now), context.now)
-    view = migration.advance(view, context.now, partial(_choose, context=context), partial(_make, context=context))
-    view = replace(view, claims={**view.claims, **dict.fromkeys(view.making_way, inf)})
+    moves, turns = Turns(before, before.looked_for), Turns(before, before.looked)
+    choose, make = partial(_choose, context=context), partial(_make, context=context)
+    view = migration.advance(view, context.now, choose, make, moves)
+    view = replace(view, claims={**view.claims, **dict.fromkeys(view.making_way, room.MOVED)})
     view = moved.taught(view, context.now)
     view = warmup.lapsed(_forget(view, context.now), context.now)
     view = _bury(view, context.now)
@@ -83,11 +89,13 @@ def plan(view: View, context: Context) -> Plan:
     for instance in view.instances.values():
         groups.setdefault(instance.key, []).append(instance)
     for key in sorted(groups.keys() | _wanted(view), key=lambda key: _order(view, key)):
-        view = _version(view, key, groups.get(key, []), context)
+        view = _version(view, key, groups.get(key, []), context, turns)
+    view = _passed(view, turns, context.now)
+    view = replace(view, looked=turns.taken, looked_for=moves.taken)
     view = patience.settled(view, context.now)
     view, actions = _command(view, context.now)
     view, strays = _strays(view, context.now)
-    return Plan(view, (*actions, *strays))
+    return Plan(view, (*actions, *strays), turns.more or moves.more)
 
 
 def _begun(view: View, now: float) -> View:
@@ -180,23 +188,23 @@ def _unwanted(view: View, key: Key) -> str:
     return ""
 
 
-def _version(view: View, key: Key, mine: list[Instance], context: Context) -> View:
+def _version(view: View, key: Key, mine: list[Instance], context: Context, turns: Turns[Key]) -> View:
     unwanted = _unwanted(view, key)
     if unwanted:
         for instance in mine:
             if instance.live:
                 view = instances.stop(view, instance, unwanted, instance.manifest.timeout if instance.ready else 0.0)
         return view
-    return _scale(view, view.versions[key], [instance for instance in mine if instance.live], context)
+    return _scale(view, view.versions[key], [instance for instance in mine if instance.live], context, turns)
 
 
-def _scale(view: View, version: VersionRecord, live: list[Instance], context: Context) -> View:
+def _scale(view: View, version: VersionRecord, live: list[Instance], context: Context, turns: Turns[Key]) -> View:
     key, manifest = (version.function, version.version), version.manifest
     waiting, least = view.demand(key), autoscale.floor(view, key, manifest)
     asked = bool(waiting) or key in view.warm or key in view.trials
     lack = _lack(view, version, live)
     if lack > 0 and not backoff.active(view.failures.get(key), context.now, asked=asked):
-        view = _grow(view, version, len(live), lack, context)
+        view = _grow(view, version, len(live), lack, context, turns)
     awaited = view.destinations
     names = (instance.record.instance for instance in live)
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
@@ -205,6 +213,18 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
         # A call may be on its way to it. One that outlives the grace goes on elsewhere, if it can.
         view = instances.stop(view, instance, why, manifest.timeout, resume=instance.carries)
     return view
+
+
+def _passed(view: View, turns: Turns[Key], now: float) -> View:
+    """Whose turn it was not since the last one's waits on, for what was found before."""
+    keys, view = turns.passed(view)
+    if not keys:
+        return view
+    before = turns.before
+    words = {key: before.pending.get(key, NOT_YET) for key in keys}
+    nodes = {key: before.awaiting[key] for key in keys if key in before.awaiting}
+    view = replace(view, pending={**view.pending, **words}, awaiting={**view.awaiting, **nodes})
+    return patience.waits_on(view, keys, now)
 
 
 def _counted(view: View, key: Key, lack: int) -> View:
@@ -216,13 +236,18 @@ def _counted(view: View, key: Key, lack: int) -> View:
     return replace(view, lacking=with_item(view.lacking, key, lack) if lack else without(view.lacking, [key]))
 
 
-def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Context) -> View:
-    """``lack`` more instances, beside those that are ``there``. Where one waits for a place of its own it goes on: the
-    next one may have another."""
+def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Context, turns: Turns[Key]) -> View:
+    """``lack`` more instances, beside those that are ``there``, if it is its turn. Where one waits for a place of its
+    own it goes on: the next one may have another."""
     key, now = (version.function, version.version), context.now
+    most = turns.places(key)
+    if not most:
+        return view
+    view = _passed(view, turns, now)
     least = autoscale.floor(view, key, version.manifest)
     placed, coming = 0, list[float]()
-    for number in range(lack):
+    for number in range(min(lack, most)):
+        turns.looked(key)
         request = Request(key, version.manifest, version.model, further=bool(coming))
         decision = context.policy.place(request, view, now, context.rng)
         for_calls = there + number >= least  # none is wanted but for calls that wait
@@ -243,6 +268,7 @@ def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Co
         coming.append(decision.seconds if decision.seconds is not None else inf)
         if view.claims.keys() <= before and (request.further or not under_way(view, request)):
             break
+    turns.more = turns.more or (placed > 0 and lack > most)
     return _counted(view, key, lack - placed)
 
 
@@ -274,7 +300,7 @@ def _started(view: View, version: VersionRecord, place: Place, context: Context,
 def _waits(view: View, request: Request, decision: Evict | Migrate | Wait | Refuse, now: float) -> View:
     """It has no place yet; room is made for it as was decided."""
     key = request.key
-    view = room.begun(view, key, decision, over_s(view, key, decision.seconds))
+    view = room.begun(view, key, decision, Claim(now + over_s(view, key, decision.seconds), key))
     reason: Words = decision.reason
     beside = isinstance(decision, Wait) and decision.room
     if isinstance(decision, Wait) and not beside:

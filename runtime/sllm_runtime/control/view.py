@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from sllm_runtime.control.providing.pool import Pool
 from sllm_runtime.control.reason import Words
@@ -230,6 +230,15 @@ class PutOff:
     """Since when it lacks one without a break, where it has got others meanwhile."""
 
 
+class Claim(NamedTuple):
+    """The place of an instance is waited for, or made."""
+
+    until: float
+    """When who claims it is expected to have served a call there; infinite where nobody knows."""
+    by: Key | str | None = None
+    """The version that waits for it, or the source of a migration; None: for what is being moved already."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """Everything that decisions are made from."""
@@ -264,9 +273,13 @@ class View:
     """By source. Stored is only which instance a source's calls go to (``InstanceRecord.moves_to``)."""
     pending: Mapping[Key, Words] = field(default_factory=dict)
     """Why a wanted instance cannot be placed now; ``why`` says it."""
-    claims: Mapping[str, float] = field(default_factory=dict)
-    """Instances whose places starts of this plan wait for, or that are moved for one, with the seconds after which
-    these will have served their calls there; infinite where nobody knows."""
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    """Instances whose places starts of this plan wait for, or that are moved for one."""
+    looked: frozenset[Key] = frozenset()
+    """Versions that a place was looked for since it was for all that lack one (``turns``); none, unless a plan had more
+    of them than it looks for."""
+    looked_for: frozenset[str] = frozenset()
+    """Sources of migrations, likewise."""
     lacking: Mapping[Key, int] = field(default_factory=dict)
     """Instances that versions want for calls which wait, and have no place for; none of those of ``enough``."""
     enough: frozenset[Key] = frozenset()

@@ -14,7 +14,7 @@ from sllm_runtime.control.migration import PLACE_S, so_far
 from sllm_runtime.control.plan import SendStop
 from sllm_runtime.control.scheduling.learned import EVERY_NODE
 from sllm_runtime.control.scheduling.policies import POLICIES
-from sllm_runtime.control.view import Node
+from sllm_runtime.control.view import Claim, Node
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import Conflict, NodeNotFound, Unavailable
 from sllm_runtime.protocol.limits import LOST_AFTER_S
@@ -150,7 +150,7 @@ def test_what_is_idle_elsewhere_ends_for_one_that_has_to_go(policy: str) -> None
     stop = world.view.instances[old].stop
     assert stop is not None
     assert stop.reason == "makes room for chat"
-    assert dict(world.view.claims) == {old: inf}
+    assert world.view.claims == {old: Claim(inf, source)}
     world.turn(1)
     assert [world.view.instances[name].record.node for name in world.live(CHAT) if name != source] == ["n2"]
 

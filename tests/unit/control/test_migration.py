@@ -12,6 +12,7 @@ import pytest
 from sllm_runtime.control import draining, instances, migration, restore
 from sllm_runtime.control.events import events
 from sllm_runtime.control.routes import route
+from sllm_runtime.control.turns import Turns
 from sllm_runtime.control.view import TOKEN_S, Key, Move, without
 from sllm_runtime.protocol.errors import (
     Conflict,
@@ -355,7 +356,7 @@ def test_nothing_ends_on_a_node_that_takes_no_starts_any_more(how: str) -> None:
         world.nodes["n2"].alive = False
         world.now += LOST_AFTER_S
         world.hear("n1")
-    view = migration.advance(world.view, world.now, never, never)
+    view = migration.advance(world.view, world.now, never, never, Turns(world.view, frozenset()))
     assert view.instances[other].stop is None
     assert view.migrations[source].state is MigrationState.PREPARING
 

@@ -21,7 +21,7 @@ from sllm_runtime.control.scheduling.prediction import arrival
 from sllm_runtime.control.scheduling.rooms import Start
 from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.scheduling.serving import left_s, over_s
-from sllm_runtime.control.view import STARTING, Instance, View
+from sllm_runtime.control.view import STARTING, Claim, Instance, View
 from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.records import ModelRecord
 
@@ -117,11 +117,11 @@ def _endings(request: Request, view: View, server: Server, now: float, within: f
             continue
         seconds = left_s(usual.middle, now - since) + BETWEEN_S
         if seconds < within and (seconds := seconds + learned.release_s(key)) < within:
-            yield from _after(claims, seconds, within, instance)
+            yield from _after(claims, seconds, within, instance, now)
     for guess, instance in server.starting:
         if instance.key != request.key:
             seconds = over_s(view, instance.key, left_s(guess.seconds, now - instance.placed))
-            yield from _after(claims, seconds, within, instance)
+            yield from _after(claims, seconds, within, instance, now)
     for instance in server.yielding:
         if instance.stop is not None:
             after = inf if instance.running else 0.0
@@ -130,17 +130,17 @@ def _endings(request: Request, view: View, server: Server, now: float, within: f
         else:
             after = lent_s(instance) - instance.idle_s(now)
         seconds = max(0.0, after) + learned.release_s(instance.key)
-        yield from _after(claims, seconds, within, instance, due=after <= 0 and instance.stop is None)
+        yield from _after(claims, seconds, within, instance, now, due=after <= 0 and instance.stop is None)
 
 
 def _after(
-    claims: Mapping[str, float], seconds: float, within: float, instance: Instance, *, due: bool = False
+    claims: Mapping[str, Claim], seconds: float, within: float, instance: Instance, now: float, *, due: bool = False
 ) -> Iterator[_Ending]:
     """``instance``, whose place is free after ``seconds``, or once it has served those who wait for it already."""
     name = instance.record.instance
     before = claims.get(name)
     if before is not None:
-        seconds, due = max(seconds, before), False
+        seconds, due = max(seconds, before.until - now), False
     if seconds < within:
         yield _Ending(seconds, name, instance, due)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from math import inf
 
 import msgspec
 import pytest
@@ -13,6 +12,7 @@ from benchmarks.scheduler_cluster import request
 from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Wait, room_made
 from sllm_runtime.control.plan import Context, Plan, plan
 from sllm_runtime.control.reports import observe
+from sllm_runtime.control.room import MOVED
 from sllm_runtime.control.scheduling.policies import POLICIES, StartupTime
 from sllm_runtime.control.view import PutOff, Stop, View
 from sllm_runtime.protocol.states import MigrationState
@@ -84,14 +84,14 @@ def test_what_is_moved_for_one_start_is_neither_waited_for_nor_ended_for_another
     view = observe(view.put_model(late), msgspec.structs.replace(there, sequence=2, models=(late.digest,)), NOW, 0.0)
     view = function(view, "late", late)[0].put_waiting(("late", 1), "gw", 1)
     made = planned(view).view
-    assert dict(made.claims) == {"other-on-full-0": inf}
+    assert dict(made.claims) == {"other-on-full-0": MOVED}
     again = planned(made).view
-    assert dict(again.claims) == {"other-on-full-0": inf}, "also while it goes on"
+    assert dict(again.claims) == {"other-on-full-0": MOVED}, "also while it goes on"
     gone = replace(again.migrations["other-on-full-0"], state=MigrationState.MOVING)
     going = again.put_instance(replace(again.instances["other-on-full-0"], stop=Stop("its calls go on at free", 60.0)))
     going = replace(going, migrations={"other-on-full-0": gone})
     after = planned(replace(going, learned=going.learned.called(("other", 1), 0.5))).view
-    assert dict(after.claims) == {"other-on-full-0": inf}, "and until its place is given back"
+    assert dict(after.claims) == {"other-on-full-0": MOVED}, "and until its place is given back"
 
 
 def test_who_gets_an_instance_and_wants_another_has_waited_all_the_while() -> None:

@@ -17,7 +17,7 @@ from sllm_runtime.control.placement import Decision, Place, Wait
 from sllm_runtime.control.plan import Context, plan
 from sllm_runtime.control.scheduling.learned import RELEASE_S
 from sllm_runtime.control.scheduling.policies import StartupTime
-from sllm_runtime.control.view import View
+from sllm_runtime.control.view import Claim, View
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place
 
 M = model("m", 2 * GB)
@@ -110,7 +110,7 @@ def test_what_is_not_expected_to_become_free_is_not_waited_for(why: str) -> None
     if why == "in demand":
         view = view.put_waiting(OTHER, "gw", 1)
     elif why == "claimed":
-        view = replace(view, claims={"other-on-near-0": inf})
+        view = replace(view, claims={"other-on-near-0": Claim(inf)})
     elif why == "wanted":
         view = replace(view, warm={OTHER: (1, NOW + 60.0)})
     assert isinstance(chat(view), Place)
@@ -160,11 +160,11 @@ def test_who_is_next_waits_for_who_waits_already() -> None:
     view = busy()
     first = chat(view)
     assert first.seconds is not None
-    next_one = chat(replace(view, claims={"other-on-near-0": first.seconds + 1.5}))
+    next_one = chat(replace(view, claims={"other-on-near-0": Claim(NOW + first.seconds + 1.5)}))
     assert isinstance(next_one, Wait)
     assert next_one.claims == ("other-on-near-0",)
     assert next_one.seconds == pytest.approx(first.seconds + 1.5 + NEAR_S)
-    assert isinstance(chat(replace(view, claims={"other-on-near-0": FAR_S})), Place)
+    assert isinstance(chat(replace(view, claims={"other-on-near-0": Claim(NOW + FAR_S)})), Place)
 
 
 def test_two_starts_of_which_each_serves_a_short_call_wait_for_one_place() -> None:
@@ -178,7 +178,7 @@ def test_two_starts_of_which_each_serves_a_short_call_wait_for_one_place() -> No
     assert [each.key for each in made.view.instances.values()] == [OTHER]
     assert list(made.view.pending) == [("chat", 1), ("code", 1)]
     once = 0.5 + FOR_ITS_PLACE_S
-    assert made.view.claims == {"other-on-near-0": pytest.approx(3 * once + 2 * NEAR_S)}
+    assert made.view.claims["other-on-near-0"].until - NOW == pytest.approx(3 * once + 2 * NEAR_S)
 
 
 @pytest.mark.parametrize("calls", [1, 2])
