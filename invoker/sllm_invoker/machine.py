@@ -9,7 +9,7 @@ from typing import Final
 
 from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.node import Gpu
-from sllm_runtime.protocol.quantities import parse_bytes
+from sllm_runtime.protocol.quantities import gpu_kind, is_gpu_kind, parse_bytes
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
@@ -61,6 +61,8 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     for index, item in enumerate(filter(None, (part.strip() for part in text.split(",")))):
         kind, _, size = item.partition(":")
         try:
+            if not is_gpu_kind(kind):
+                raise ValueError(kind)
             gpus.append(Gpu(index=index, kind=kind, memory=parse_bytes(size)))
         except ValueError as error:
             raise InvalidRequest(f"SLLM_GPUS: {item!r} is no GPU; write for example 'L4:24GiB'") from error
@@ -82,6 +84,6 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
     gpus = []
     for index, folder in enumerate(sorted(_NVIDIA.iterdir()) if _NVIDIA.is_dir() else []):
         found = _MODEL.search((folder / "information").read_text())
-        kind = found[1].strip().replace(" ", "-") if found else "unknown"
+        kind = gpu_kind(found[1]) if found else "unknown"
         gpus.append(Gpu(index=index, kind=kind, memory=0))
     return tuple(gpus)

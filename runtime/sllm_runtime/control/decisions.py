@@ -53,7 +53,11 @@ class Decisions:
             await self._some.wait()
             await asyncio.sleep(PACE_S)
             name = next(iter(self._waiting))
-            self._tell(name, *self._waiting.pop(name))
+            decided = self._waiting.pop(name)
+            try:
+                self._tell(name, *decided)
+            except Exception:  # what is told to people is no reason for a controller to end
+                log.exception("the decision on %s is not recorded", name)
             if not self._waiting:
                 self._some.clear()
 

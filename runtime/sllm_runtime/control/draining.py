@@ -8,10 +8,10 @@ from typing import Final
 
 import msgspec
 
-from sllm_runtime.control import instances, migration
+from sllm_runtime.control import autoscale, instances, migration
 from sllm_runtime.control.view import Instance, View
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.errors import Conflict, NodeNotFound, Unavailable
+from sllm_runtime.protocol.errors import Conflict, NodeNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.states import MIGRATION, final
 
 WHY = "its node is drained"
@@ -61,7 +61,7 @@ def _leave(view: View, instance: Instance, now: float) -> View:
     over = known is not None and final(MIGRATION, known.state)
     # Where others compute other bits, one that has no call ends: its version's next one starts there.
     replaced = over and bool(migration.apart(view, instance))
-    needed = bool(instance.running) or (instance.manifest.min_instances > 0 and not replaced)
+    needed = bool(instance.running) or (_wanted(view, instance) and not replaced)
     if not needed and instance.carries and instance.idle_s(now) < SURE_S:
         return view  # it may have a call that could move: of one that is ended it would be waited for where it is
     if not (needed and instance.carries):
@@ -69,4 +69,20 @@ def _leave(view: View, instance: Instance, now: float) -> View:
     if known is not None and not over:
         return view
     # One that found no room is asked again: until it has moved it goes on here, and takes calls.
-    return migration.ask(view, instance.record.instance, "", now)
+    try:
+        return migration.ask(view, instance.record.instance, "", now)
+    except SllmError:  # its calls cannot go on elsewhere as they are: they end here, or begin again
+        return instances.stop(view, instance, WHY, instance.manifest.timeout, resume=True)
+
+
+def _wanted(view: View, instance: Instance) -> bool:
+    """Whether its version has too few beside it that nobody is to call for."""
+    least = autoscale.floor(view, instance.key, instance.manifest)
+    others = (each for each in view.of(instance.key) if each is not instance and each.ready)
+    return sum(_stays(view, each) for each in others) < least
+
+
+def _stays(view: View, instance: Instance) -> bool:
+    """Whether it, or who takes its place, is on a node that takes starts."""
+    move, node = view.migrations.get(instance.record.instance), view.nodes.get(instance.record.node)
+    return (move is not None and move.ended is None) or (node is not None and node.open)

@@ -22,7 +22,7 @@ def events(old: View, new: View, wall: float) -> list[Event]:
     """State changes of instances, moves, versions, functions and nodes, and releases."""
     found = [*_of_instances(old, new, wall), *_of_functions(old, new, wall)]
     for _, begun, move in differing(old.migrations, new.migrations):
-        if move is not None and (begun is None or begun.state != move.state):
+        if move is not None and not _restored(old, begun, move) and (begun is None or begun.state != move.state):
             found.append(_move_event(move, old, new, wall))
     for name, known, node in differing(old.nodes, new.nodes):
         found += [_node_event(kind, name, wall) for kind in _node_kinds(known, node)]
@@ -30,6 +30,12 @@ def events(old: View, new: View, wall: float) -> list[Event]:
     if new.pool is not None and old.pool is not None and new.pool.news is not old.pool.news:
         found += [_told(news, wall) for news in new.pool.news]
     return found
+
+
+def _restored(old: View, begun: Migration | None, move: Migration) -> bool:
+    """Whether a controller before this one began it, and has told of it."""
+    source = old.instances.get(move.source)
+    return begun is None and source is not None and bool(source.record.moves_to)
 
 
 def _of_instances(old: View, new: View, wall: float) -> Iterator[Event]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from typing import Final
 
 import msgspec
 
 from sllm_runtime.control import backoff
-from sllm_runtime.control.view import STARTING, Instance, Stop, View
+from sllm_runtime.control.fits import need_in, short, total
+from sllm_runtime.control.placement import may_start
+from sllm_runtime.control.view import STARTING, Failure, Instance, Refusal, Stop, View
 from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, StartFailed
 from sllm_runtime.protocol.loader import DISK
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, check
 from sllm_runtime.protocol.timeline import CONVERT, WEIGHTS, Span, sane, shift
 
+BARRED_S: Final = 60.0
+"""So long after its version's back-off a node is left alone on which a start failed, where another one could run it."""
 _BAD_ENDS = (InstanceState.FAILED, InstanceState.LOST)
 
 
@@ -159,7 +164,21 @@ def settle(view: View, old: Instance, new: Instance, now: float) -> View:
     # A node that died took the start with it: that says nothing about the function.
     blocking = not started and error.code != InstanceLost.code
     began = old.ready_at if started and old.ready_at is not None else old.placed
-    return view.put_failure(new.key, backoff.after(previous, error, now, blocking=blocking, began=began))
+    failure = backoff.after(previous, error, now, blocking=blocking, began=began)
+    view = view.put_failure(new.key, failure)
+    return _elsewhere(view, new, failure) if blocking else view
+
+
+def _elsewhere(view: View, failed: Instance, failure: Failure) -> View:
+    """The next start is made on another node, where there is one that could run it and is not left alone already: what
+    is wrong may be this node's accelerator, or its copy of the model."""
+    key, node = failed.key, failed.record.node
+    may, need = may_start(view, key, failure.at), need_in(view, key, failed.manifest)
+    for name, other in view.nodes.items():
+        if name != node and may(other) and other.status is not None and not short(need, total(other.status)):
+            refusal = Refusal(failure.until + BARRED_S, f"a start failed there: {failure.error.message}")
+            return replace(view, refused={**view.refused, (key, node): refusal})
+    return view
 
 
 def _unnamed(instance: Instance, started: bool) -> ErrorBody:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,7 +21,7 @@ from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
-from sllm_runtime.control.reports import departed, news, observe, still
+from sllm_runtime.control.reports import departed, observe, pressing, still
 from sllm_runtime.control.view import Key, Refusal, View
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus
@@ -41,6 +42,8 @@ TICK_S: Final = 0.25
 """Longest time between two plans: silence, back-off and keep-alive end without any message."""
 LONG_S: Final = 0.02
 """After a plan that took longer it rests for as long as that took: half of the time is for those that ask."""
+STUCK_S: Final = 10.0
+"""Between two reports of a bug that keeps plans from being made."""
 REFUSED_S: Final = 1.0
 
 
@@ -72,6 +75,7 @@ class Loop:
         self.history = History()
         self._decisions = Decisions(bus, self.history, policy, time.time)
         self._wake = asyncio.Event()
+        self._told_stuck = -math.inf
         self._committing = asyncio.Lock()
         self._waiters: dict[str, set[asyncio.Event]] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -180,7 +184,7 @@ class Loop:
             self.view = same
             return
         known = self.view.nodes.get(status.node)
-        urgent = known is None or known.status is None or news(known.status, status)
+        urgent = known is None or known.status is None or pressing(self.view, known.status, status)
         self.change(lambda view: observe(view, status, now, time.time()), urgent=urgent)
 
     def overdue(self) -> tuple[str, ...]:
@@ -236,19 +240,20 @@ class Loop:
             self._ended.set_exception(error)
 
     async def _steps(self) -> None:
-        last = time.monotonic()
+        due = time.monotonic()
         while True:
-            now = time.monotonic()
-            if now - last > limits.STALL_S:
+            now, used = time.monotonic(), time.thread_time()
+            if now - due > limits.STALL_S:
                 self.listening_again()
-            last = now
             self._wake.clear()
             if self._may_act():
                 self._step()
             self._notify(frozenset({changes.NODES}))
-            took = time.monotonic() - now
-            if took > LONG_S:
-                await asyncio.sleep(took)
+            took = time.thread_time() - used  # its own work, however long, is no standstill
+            rest = took if took > LONG_S else 0.0
+            due = now + took + rest
+            if rest:
+                await asyncio.sleep(rest)
             try:
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
@@ -257,7 +262,11 @@ class Loop:
 
     def _step(self) -> None:
         context = Context(now=time.monotonic(), wall=time.time(), policy=self._policy, rng=self._rng)
-        made = plan(self.view, context)
+        try:
+            made = plan(self.view, context)
+        except Exception:  # a bug that this view meets, and would of the next leader: what runs is served meanwhile
+            self._stuck(context.now)
+            return
         if made.view is not self.view:
             self._commit(self.view, made.view)
         if made.more:
@@ -270,6 +279,12 @@ class Loop:
         for action in made.actions:
             with trace.within(self._trace_of(action)):
                 self._commands.start(self._send(action), f"{type(action).__name__} {action.instance}")
+
+    def _stuck(self, now: float) -> None:
+        """No plan can be made: nothing is placed, moved or ended until something changes."""
+        if now - self._told_stuck >= STUCK_S:
+            self._told_stuck = now
+            log.exception("a bug keeps plans from being made: nothing starts, moves or ends until the cluster changes")
 
     def _trace_of(self, action: Action) -> str:
         """Of the call that an instance is started for; empty: none, or one without a trace."""

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from sllm_runtime.control import autoscale, backoff, fits, instances, room
-from sllm_runtime.control.placement import Decision, Place, Request, Wait, room_made
+from sllm_runtime.control.placement import Decision, Place, Request, Wait, may_start, room_made
 from sllm_runtime.control.scheduling.ending import ending
 from sllm_runtime.control.turns import Turns
 from sllm_runtime.control.view import Claim, Instance, Key, Migration, Refusal, View, with_item, without
@@ -196,7 +196,7 @@ def _place(
     view: View, migration: Migration, source: Instance, now: float, choose: Choose, make: Make, turns: Turns[str]
 ) -> View:
     """An idle instance of the version, or a new one."""
-    idle = _idle(view, source, migration.node)
+    idle = _idle(view, source, migration.node, now)
     if idle is not None:
         found = replace(migration, destination=idle.record.instance, node=idle.record.node)
         return _commit(view, found, source, idle, now)
@@ -220,13 +220,17 @@ def _is_made(decision: Decision) -> bool:
     return isinstance(decision, Wait) and bool(decision.claims)
 
 
-def _idle(view: View, source: Instance, node: str) -> Instance | None:
-    taken = view.destinations
+def _idle(view: View, source: Instance, node: str, now: float) -> Instance | None:
+    """One that is free on a node that takes starts: what is on others leaves them, or may be gone."""
+    taken, may = view.destinations, may_start(view, source.key, now)
     for other in view.of(source.key):
         record = other.record
         there = record.node != source.record.node and node in ("", record.node)
         free = other.ready and not other.running and record.instance not in taken and not record.moves_to
-        if there and free and record.fingerprint == source.record.fingerprint:
+        if not (there and free and record.fingerprint == source.record.fingerprint):
+            continue
+        known = view.nodes.get(record.node)
+        if known is not None and may(known) and record.instance not in view.suspects:
             return other
     return None
 
@@ -251,8 +255,7 @@ def _choice(view: View, migration: Migration, source: Instance, now: float, choo
     without_hope = _left_out(view, migration, source, now)
     if not node:
         # On accelerators of its kind, whatever its version may use.
-        same = source.manifest.model_copy(update={"gpu": tuple(f"{kind}:{count}" for kind, count in need.gpus)})
-        request = Request(source.key, same, version.model, patient=False)
+        request = Request(source.key, source.manifest, version.model, patient=False, own=need)
         # The policy looks everywhere but where it runs now.
         barred = {**without_hope, source.record.node: "it moves away"}
         elsewhere = {(source.key, name): Refusal(now + 1, why) for name, why in barred.items()}

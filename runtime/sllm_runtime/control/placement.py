@@ -32,9 +32,11 @@ class Request:
     further: bool = False
     """Another instance of its version waits for a place already: moves that are under way are for that one, and no
     more begin meanwhile."""
+    own: Need | None = None
+    """What it needs, where its manifest does not say it: accelerators of the very kind that its calls began on."""
 
     def need(self, view: View) -> Need:
-        return need_in(view, self.key, self.manifest)
+        return self.own or need_in(view, self.key, self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def may_start(view: View, key: Key, now: float) -> May:
     barred.update(node for node, whose in view.kept.items() if whose != key)
 
     def may(node: Node) -> bool:
-        living = node.heard is not None and (heard or node.heard > since) and not node.left
+        living = node.heard is not None and (heard or node.heard > since) and not node.gone
         return living and node.open and not (barred and node.record.node in barred)
 
     return may

@@ -161,16 +161,26 @@ def _forget(view: View, now: float) -> View:
 
 def _bury(view: View, now: float) -> View:
     """Instances of nodes that are silent, or have left, are LOST; those their living node does not take, FAILED."""
-    silent = {node for node in view.instances.nodes if view.silent(node, now)}
+    silent = {node for node in view.nodes if view.silent(node, now)}
+    unmarked = [view.nodes[name] for name in silent if not view.nodes[name].gone]
+    if unmarked:  # that they were silent is remembered: what was missed since does not make them live
+        marked = {node.record.node: replace(node, lost=True) for node in unmarked}
+        view = replace(view, nodes={**view.nodes, **marked})
+    silent |= view.instances.nodes.keys() - view.nodes.keys()
     for name, instance in tuple(view.instances.items()):
         node, state = instance.record.node, instance.record.state
         if node in silent and not instance.ended:
             text = f"instance {name} is lost: node {node} {_why_dead(view, node)}; call again"
             view = instances.vanish(view, instance, InstanceLost(text).body(), now)
-        elif state is InstanceState.PENDING and instance.stop is None and now - instance.placed >= TAKE_S:
+        elif state is InstanceState.PENDING and instance.stop is None and now - _since(view, instance) >= TAKE_S:
             text = f"node {node} did not begin instance {name} within {TAKE_S:g} s; see the log of sllm-invoker {node}"
             view = instances.fail(view, instance, StartFailed(text, stage="placement").body(), now)
     return view
+
+
+def _since(view: View, instance: Instance) -> float:
+    """Since when its node could have said that it has it."""
+    return max(instance.placed, view.listening_since)
 
 
 def _why_dead(view: View, node: str) -> str:

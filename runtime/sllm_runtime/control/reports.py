@@ -30,14 +30,18 @@ def observe(view: View, status: NodeStatus, now: float, wall: float) -> View:
     if last is None:
         view = _adopted(view, status, now, wall)
     reported = {instance.instance: instance for instance in status.instances}
+    same = []
     for instance in view.on(status.node).values():
         if instance.ended:
             continue
         said = reported.get(instance.record.instance)
-        if said is not None:
+        if said is not None and _as_before(instance, said):
+            same.append(replace(instance, seen=said, seen_at=now))
+        elif said is not None:
             view = instances.report(view, instance, said, now)
         elif _was_there(instance):
             view = instances.vanish(view, instance, _gone(instance, reborn).body(), now)
+    view = replace(view, instances=view.instances.put(*same)) if same else view
     return _trust(view, status)
 
 
@@ -90,14 +94,29 @@ def still(view: View, status: NodeStatus, now: float) -> View | None:
             return None
         else:
             same.append(replace(instance, seen=said, seen_at=now))
-    view = view.put_node(replace(known, status=status, heard=now, left=False))
+    view = view.put_node(replace(known, status=status, heard=now, left=False, lost=False))
     return replace(view, instances=view.instances.put(*same)) if same else view
+
+
+def _as_before(instance: Instance, said: InstanceStatus) -> bool:
+    """Whether nothing follows from what is said of it, as of most instances of a busy node: each that something does
+    costs a copy of the table."""
+    seen = instance.seen
+    return seen is not None and seen.running == said.running and not said.proof and not _follows(instance, said)
 
 
 def _follows(instance: Instance, said: InstanceStatus) -> bool:
     """Whether it is to move, or there is something to learn."""
     seen = instance.seen
     return seen is None or said.served != seen.served or bool(instances.path(instance.state, said.state))
+
+
+def pressing(view: View, before: NodeStatus, after: NodeStatus) -> bool:
+    """Whether ``news`` are to be acted on at once: calls that begin and end on instances that stay as they are matter
+    only while somebody waits for a place."""
+    if view.waiting or view.pending or view.migrations or view.trials or view.warm:
+        return True
+    return _steady(before, running=0) != _steady(after, running=0)
 
 
 def news(before: NodeStatus, after: NodeStatus) -> bool:
@@ -116,8 +135,8 @@ def released(before: NodeStatus | None, after: NodeStatus) -> Iterator[tuple[Ins
             yield said, said.release_s
 
 
-def _steady(status: NodeStatus) -> NodeStatus:
-    told = {"idle_s": 0.0, "context": 0, "served": 0, "worked_s": 0.0, "proof": ""}
+def _steady(status: NodeStatus, **other: int) -> NodeStatus:
+    told = {"idle_s": 0.0, "context": 0, "served": 0, "worked_s": 0.0, "proof": "", **other}
     there = tuple([msgspec.structs.replace(instance, **told) for instance in status.instances])
     return msgspec.structs.replace(status, sequence=0, instances=there)
 

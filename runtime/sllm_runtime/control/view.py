@@ -59,12 +59,18 @@ def _with_some(items: Mapping[K, Mapping[str, V]], key: K, some: Mapping[str, V]
 @dataclass(frozen=True, slots=True)
 class Node:
     """A node and its last report. ``heard`` None: not heard in this life of the controller. ``left``: it has left NATS
-    since it was heard."""
+    since it was heard; ``lost``: it was silent for too long. Nothing but a report takes these back."""
 
     record: NodeRecord
     status: NodeStatus | None = None
     heard: float | None = None
     left: bool = False
+    lost: bool = False
+
+    @property
+    def gone(self) -> bool:
+        """Whether it counts as dead, whatever was missed since."""
+        return self.left or self.lost
 
     @property
     def open(self) -> bool:
@@ -295,19 +301,19 @@ class View:
     """Since when reports could have been heard without interruption."""
 
     def alive(self, node: str, now: float) -> bool:
-        """Whether the node counts as living: heard within LOST_AFTER_S of listening, and it has not left."""
+        """Whether the node counts as living: heard within LOST_AFTER_S of listening, and not gone since."""
         known = self.nodes.get(node)
-        if known is None or known.heard is None or known.left:
+        if known is None or known.heard is None or known.gone:
             return False
         return now - max(known.heard, self.listening_since) < LOST_AFTER_S
 
     def silent(self, node: str, now: float) -> bool:
-        """Whether the node has left, or had LOST_AFTER_S to speak and did not. Neither alive nor silent: too early to
+        """Whether the node is gone, or had LOST_AFTER_S to speak and did not. Neither alive nor silent: too early to
         say."""
         if self.alive(node, now):
             return False
         known = self.nodes.get(node)
-        return (known is not None and known.left) or now - self.listening_since >= LOST_AFTER_S
+        return (known is not None and known.gone) or now - self.listening_since >= LOST_AFTER_S
 
     def overdue(self, now: float) -> tuple[str, ...]:
         """Nodes that should have been heard since, and may live all the same."""

@@ -12,7 +12,10 @@ LOAD_TIME: Final = "load-time"
 """A keep-alive as long as the instance's start was expected to take."""
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?\s*$")
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)?\s*$")
-_GPU = re.compile(r"^([A-Za-z][A-Za-z0-9._-]{0,31})(?::([1-9]\d?))?$")
+_KIND = r"[A-Za-z][A-Za-z0-9._-]{0,63}"
+_GPU = re.compile(rf"^({_KIND})(?::([1-9]\d?))?\Z")
+_KINDS = re.compile(rf"{_KIND}\Z")
+_NO_KIND = re.compile(r"[^A-Za-z0-9._-]+")
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
@@ -55,6 +58,17 @@ def parse_gpu(value: str) -> tuple[str, int]:
     if not match:
         raise ValueError(f"{value!r} is no GPU; write a kind and, if more than one, a count: 'L4', 'H100:2', 'any:1'")
     return match[1], int(match[2] or 1)
+
+
+def is_gpu_kind(text: str) -> bool:
+    """Whether a function can ask for accelerators of that kind by ``text``."""
+    return _KINDS.match(text) is not None
+
+
+def gpu_kind(name: str) -> str:
+    """The kind by which accelerators with such a ``name`` of their driver are asked for: ``H100-80GB-HBM3``."""
+    kind = _NO_KIND.sub("-", name).strip("-")[:64]
+    return kind if is_gpu_kind(kind) else "unknown"
 
 
 def show_bytes(count: float) -> str:

@@ -299,3 +299,38 @@ async def test_a_node_cannot_report_for_another_one(bench: Bench, nats: Nats) ->
     view = bench.controller.loop.view
     assert view.nodes[bench.node.name].status.boot == honest.boot  # type: ignore[union-attr]
     assert view.instances[instance].ready
+
+
+async def test_a_bug_that_keeps_plans_from_being_made_ends_no_controller(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next leader would meet it as well: what is there is served, and it goes on once the cluster has changed."""
+    await cold(bench)
+    await bench.gateway.deploy(manifest("there"))
+
+    def broken(*_: object) -> None:
+        raise KeyError("chat")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "plan", broken)
+        waits = asyncio.create_task(bench.gateway.acquire())
+        await until(lambda: "a bug keeps plans" in caplog.text)
+        answer = await bench.gateway.acquire("there")
+        assert answer.route is not None
+        assert not waits.done()
+    assert (await waits).route is not None
+
+
+async def test_a_plan_that_left_somebody_is_followed_by_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a tick later: so far away is the next plan where nothing changes."""
+    monkeypatch.setattr(loop, "TICK_S", 1000.0)
+    made = list[bool]()
+
+    def planned(*args: Any) -> plan.Plan:
+        found = plan.plan(*args)
+        made.append(len(made) < 3)
+        return plan.Plan(found.view, found.actions, made[-1])
+
+    monkeypatch.setattr(loop, "plan", planned)
+    bench.controller.loop.listening_again()
+    await until(lambda: len(made) >= 4)

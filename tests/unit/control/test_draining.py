@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+import msgspec
 import pytest
 
 from sllm_runtime.control import backoff, draining, minimums
@@ -261,3 +262,56 @@ def test_a_controller_that_has_just_begun_forgets_no_node() -> None:
     world.nodes["n1"].alive = False
     world.turn(LOST_AFTER_S + 1)
     assert list(draining.forget(world.view, "n1", world.now).nodes) == ["n2"]
+
+
+@pytest.mark.parametrize("kind", ["RTX-PRO-6000-Blackwell-Server-Edition", "RTX 4090"])
+def test_calls_on_an_accelerator_of_whatever_name_move(kind: str) -> None:
+    """A kind that no function could ask for by its name kept every plan from being made."""
+    nodes = [FakeNode(name, cpu=4.0, gpus=1) for name in ("n1", "n2")]
+    for each in nodes:
+        each.gpus = (msgspec.structs.replace(each.gpus[0], kind=kind),)
+    world, source = running(*nodes, gpu=["any"])
+    cordon(world, "n1", drain=True)
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    assert world.view.instances[destination].record.node == "n2"
+
+
+def test_calls_on_accelerators_of_several_kinds_end_with_their_node_and_begin_again() -> None:
+    """That they cannot move must not keep plans from being made."""
+    node = FakeNode("n1", cpu=4.0, gpus=2)
+    node.gpus = (node.gpus[0], msgspec.structs.replace(node.gpus[1], kind="T4"))
+    world, source = running(node, FakeNode("n2", cpu=4.0, gpus=0), gpu=["any:2"])
+    cordon(world, "n1", drain=True)
+    (stop,) = [action for action in world.plan() if isinstance(action, SendStop)]
+    assert (stop.instance, stop.resume) == (source, True)
+
+
+def test_of_idle_instances_as_many_move_as_must_be_there() -> None:
+    world, first = running(min_instances=1, max_instances=2, cpu=1.0)
+    cordon(world, "n2", cordoned=True)
+    world.wait_for(CHAT, 16)
+    world.plan()
+    (second,) = [name for name in world.live(CHAT) if name != first]
+    world.wait_for(CHAT, 0)
+    world.hear_all()
+    ready(world, second)
+    works(world, first, 0)
+    cordon(world, "n2")
+    world.turn(draining.SURE_S)
+    cordon(world, "n1", drain=True)
+    world.plan()
+    assert len(world.view.migrations) == 1
+    assert [name for name in (first, second) if world.view.instances[name].stop] == [
+        name for name in (first, second) if name not in world.view.migrations
+    ]
+
+
+def test_an_idle_instance_of_a_retired_version_does_not_move() -> None:
+    world, source = running(min_instances=1)
+    works(world, source, 0)
+    world.view = deployed(world.view, world.view.versions[CHAT].manifest, 2)
+    world.now += draining.SURE_S
+    cordon(world, "n1", drain=True)
+    assert source in [action.instance for action in world.plan() if isinstance(action, SendStop)]
+    assert source not in world.view.migrations

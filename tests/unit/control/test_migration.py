@@ -11,6 +11,8 @@ import pytest
 
 from sllm_runtime.control import draining, instances, migration, restore
 from sllm_runtime.control.events import events
+from sllm_runtime.control.placement import Wait
+from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.turns import Turns
 from sllm_runtime.control.view import TOKEN_S, Key, Move, without
@@ -570,3 +572,34 @@ def test_a_node_that_takes_no_starts_is_refused() -> None:
     world.turn(10)
     with pytest.raises(Unavailable, match="not heard"):
         ask(world, source, "n2")
+
+
+@pytest.mark.parametrize("why", ["cordoned", "left", "suspect"])
+def test_an_idle_instance_on_a_node_that_is_to_be_left_is_not_taken(why: str) -> None:
+    world, source = running(max_instances=2, cpu=3.0)
+    idle = another(world, source)
+    if why == "cordoned":
+        world.view = draining.cordon(world.view, "n2", cordoned=True, drain=False)
+    elif why == "left":
+        world.view = departed(world.view, "n2")
+    else:
+        world.view = suspect(world.view, (idle,))
+    ask(world, source)
+    world.view = migration.advance(world.view, world.now, nowhere, never, Turns(world.view, frozenset()))
+    assert world.view.migrations[source].destination == ""
+
+
+def nowhere(*_: Any) -> Wait:
+    """What a policy says that has no place."""
+    return Wait("there is none")
+
+
+def test_a_move_that_a_controller_before_has_told_of_is_not_told_again() -> None:
+    world, source, destination = begun()
+    ready(world, destination)
+    world.plan()
+    restored = replace(world.view, migrations={})
+    world.view = restored
+    world.plan()
+    assert state(world, source) is MigrationState.MOVING
+    assert not [event for event in events(restored, world.view, 0.0) if event.kind.startswith("migration")]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from sllm_runtime.control import draining
 from sllm_runtime.control.changes import touched, writes
 from sllm_runtime.control.events import events
-from sllm_runtime.control.reports import news, observe, still
+from sllm_runtime.control.reports import news, observe, pressing, still
 from sllm_runtime.control.table import changed
+from sllm_runtime.control.view import View
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
 from tests.unit.control.scheduling.cluster import NOW, cluster, node
@@ -165,3 +166,12 @@ def test_changed_keys_are_those_of_other_values(old: dict[int, int], new: dict[i
     found = list(changed(before, after))
     assert set(found) == plain
     assert len(found) == len(plain)
+
+
+def test_calls_that_begin_and_end_press_only_while_somebody_waits() -> None:
+    before = node("a", instances=(IDLE,))
+    works = msgspec.structs.replace(before, instances=(msgspec.structs.replace(IDLE, running=1),))
+    ended = msgspec.structs.replace(before, instances=(msgspec.structs.replace(IDLE, state=InstanceState.STOPPED),))
+    assert not pressing(View(), before, works)
+    assert pressing(View(), before, ended)
+    assert pressing(View().put_waiting(("f", 1), "gw", 1), before, works)

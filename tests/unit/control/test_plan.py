@@ -381,3 +381,55 @@ def test_one_that_comes_back_from_a_silence_ends_after_its_calls() -> None:
     stops = [action for action in world.plan() if isinstance(action, SendStop)]
     assert [(stop.instance, stop.grace_s, stop.resume) for stop in stops] == [(name, 300.0, True)]
     assert world.live(CHAT) == []
+
+
+def test_a_node_that_was_silent_is_not_taken_to_live_since_we_may_have_missed_something(world: World) -> None:
+    """A reconnect, or a loop that stood still, made it alive for five seconds more, with its old report."""
+    name = _ready(world)
+    node = world.view.instances[name].record.node
+    world.nodes[node].alive = False
+    world.turn(LOST_AFTER_S + 1)
+    assert world.view.silent(node, world.now)
+    world.reset_listening()
+    assert world.view.silent(node, world.now)
+    assert not world.view.alive(node, world.now)
+    assert not may_start(world.view, CHAT, world.now)(world.view.nodes[node])
+    world.nodes[node].alive = True
+    world.hear_all()
+    assert world.view.alive(node, world.now)
+
+
+def test_a_node_that_was_not_heard_since_a_reconnect_may_have_taken_its_start(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    world.plan(deliver=False)
+    world.now += TAKE_S + 1
+    world.reset_listening()
+    world.plan(deliver=False)
+    assert CHAT not in world.view.failures
+
+
+def test_after_a_failed_start_the_next_is_made_on_another_node() -> None:
+    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    world.nodes["n1"].models = ("sha256:m",)
+    world.hear_all()
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    used = []
+    for attempt in range(3):
+        world.turn(2.0**attempt + 0.5)
+        (name,) = world.live(CHAT)
+        used.append(world.view.instances[name].record.node)
+        world.finish(name, InstanceState.FAILED, ERROR)
+    assert used[0] != used[1] == used[2], "where it has failed as well it is tried again: no other one is left"
+    assert "a start failed there" in world.view.refused[CHAT, used[0]].reason
+
+
+def test_where_no_other_node_could_run_it_the_same_is_tried_again(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", gpu=["L4"]))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.finish(name, InstanceState.FAILED, ERROR)
+    assert not world.view.refused

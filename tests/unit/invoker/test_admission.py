@@ -102,8 +102,9 @@ def test_overrides_are_parsed_or_refused_by_name() -> None:
     )
     assert parse_gpus("") == ()
     assert parse_labels("zone=a, disk=nvme") == {"zone": "a", "disk": "nvme"}
-    with pytest.raises(InvalidRequest, match="'L4' is no GPU"):
-        parse_gpus("L4")
+    for wrong in ("L4", "RTX 4090:24GiB", ":24GiB"):  # nobody could ask for these
+        with pytest.raises(InvalidRequest, match=f"'{wrong}' is no GPU"):
+            parse_gpus(wrong)
     with pytest.raises(InvalidRequest, match="'zone' is no label"):
         parse_labels("zone")
 

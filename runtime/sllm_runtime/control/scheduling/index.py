@@ -35,7 +35,9 @@ class Servers:
         self._yielding: dict[str, Server] = {}
         self._busy: dict[str, Server] = {}
         self._orders: dict[tuple[str, str], _Order] = {}
-        self._needs: dict[Key, tuple[Manifest, Mapping[str, ModelRecord], Need]] = {}
+        self._needs: dict[Key, tuple[Manifest, Need]] = {}
+        self._models: Mapping[str, ModelRecord] = EMPTY
+        """What the needs were made of."""
 
     def of(self, view: View) -> Mapping[str, Server]:
         """Every node of ``view`` that has reported, by name."""
@@ -55,13 +57,16 @@ class Servers:
 
     def need(self, view: View, key: Key, manifest: Manifest) -> Need:
         """What an instance of version ``key`` needs, its models included."""
+        if view.models is not self._models:
+            self._models = view.models
+            self._needs.clear()
         known = self._needs.get(key)
-        if known is not None and known[0] is manifest and known[1] is view.models:
-            return known[2]
+        if known is not None and known[0] is manifest:
+            return known[1]
         if len(self._needs) >= MOST_NEEDS:
             self._needs.clear()
         need = need_in(view, key, manifest)
-        self._needs[key] = (manifest, view.models, need)
+        self._needs[key] = (manifest, need)
         return need
 
     # --- orders -------------------------------------------------------------------------------------

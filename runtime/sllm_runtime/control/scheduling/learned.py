@@ -255,7 +255,9 @@ def _with(known: Mapping[K, Recent], key: K, seconds: float | None) -> Mapping[K
 
 def _newest(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     """With ``key`` as the newest; of more than _MOST the oldest goes."""
-    kept = {name: each for name, each in known.items() if name != key}
+    kept = dict(known)
+    kept.pop(key, None)
     while len(kept) >= _MOST:
         del kept[next(iter(kept))]
-    return {**kept, key: value}
+    kept[key] = value
+    return kept

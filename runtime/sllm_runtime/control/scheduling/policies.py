@@ -28,7 +28,7 @@ class _Simple(ABC):
         servers = self._servers
         there = servers.of(view)
         kept = [there[name] for name, key in view.kept.items() if key == request.key and name in there]
-        need = servers.need(view, request.key, request.manifest)
+        need = request.own or servers.need(view, request.key, request.manifest)
         may = may_start(view, request.key, now)
         for rank in range(max(len(need.gpus), 1)):
             for server in chain(self.order(request, may, rng), kept):  # which is kept for it it takes in any case

@@ -133,7 +133,7 @@ class Ways:
 def _start(request: Request, view: View, servers: Servers, crowd: Crowd, now: float) -> Start:
     servers.of(view)
     model = view.models.get(request.model) if request.model else None
-    need = servers.need(view, request.key, request.manifest)
+    need = request.own or servers.need(view, request.key, request.manifest)
     others = crowd.others(request.key, view, now)
     return Start(request.key, need, model, view.learned, may_start(view, request.key, now), others)
 
