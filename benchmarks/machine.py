@@ -25,6 +25,7 @@ def describe() -> dict[str, Any]:
     """CPU, cores, memory, kernel, accelerators, Python."""
     return {
         "cpu": _cpu(),
+        "vectors": vectors(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "kernel": platform.release(),
@@ -45,9 +46,11 @@ def yardstick() -> float:
 
 
 def name() -> str:
-    """A directory's name for results of this machine."""
+    """A directory's name for results of this machine. A hypervisor tells processors of several generations by one name:
+    one that lacks vectors of 512 bits has what it has in its own, since the engine's kernels differ by that."""
     made = describe()
-    parts = [made["cpu"], f"{made['cores']}-cores", *made["accelerators"]]
+    lacks = [] if made["vectors"].startswith("avx512") else [made["vectors"]]
+    parts = [made["cpu"], *lacks, f"{made['cores']}-cores", *made["accelerators"]]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
 
 
@@ -111,6 +114,14 @@ def _cpu() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
+
+
+def vectors() -> str:
+    """The widest vector instructions that the processor has, of those that kernels are chosen by."""
+    flags = next(
+        (line.split() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), []
+    )
+    return next((each for each in ("avx512_bf16", "avx512f", "avx2") if each in flags), "none")
 
 
 def _accelerators() -> list[str]:
