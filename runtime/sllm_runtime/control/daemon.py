@@ -146,7 +146,7 @@ async def lead(
             stack.push_async_callback(remembering.close)
             deployments = Deployments(loop, ledger, models, bus, vault)
             stack.push_async_callback(deployments.close)
-            deletions = Deletions(loop, bus)
+            deletions = Deletions(loop, bus, deployments.needs)
             stack.push_async_callback(deletions.close)
             sweeps = Sweeps(loop, nodes, deployments, bus)
             stack.push_async_callback(sweeps.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -27,8 +28,9 @@ LOOK_S: Final = 5.0
 class Deletions:
     """Runs deletions; each goes on by itself, and after a restart of the controller, until nothing is left."""
 
-    def __init__(self, loop: Loop, bus: Bus) -> None:
-        self._loop, self._bus = loop, bus
+    def __init__(self, loop: Loop, bus: Bus, needed: Callable[[str], bool]) -> None:
+        """``needed``: whether a deployment that goes on is of this bundle."""
+        self._loop, self._bus, self._needed = loop, bus, needed
         self._running: dict[str, asyncio.Event] = {}
         self._tasks = Tasks("deletions")
 
@@ -71,9 +73,9 @@ class Deletions:
         try:
             while await self._loop.until(name, lambda view: gone(view, name), LOOK_S) is None:
                 log.info("waits for running calls to end before it is deleted", extra={"function": name})
-            reached = [record.bundle for record in self._loop.view.versions_of(name)]
+            reached = {record.bundle for record in self._loop.view.versions_of(name)}
             await self._remove(name)
-            await remove_bundles(self._loop, self._bus, registry.unreachable(self._loop.view, reached))
+            await remove_bundles(self._loop, self._bus, sorted(reached), self._needed)
         finally:
             self._running.pop(name, None)
             done.set()

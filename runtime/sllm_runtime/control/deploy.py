@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -88,6 +89,10 @@ class Deployments:
 
     async def withdraw(self, request: Withdraw) -> Withdrawn:
         """Call a deployment back. Answered when nothing of it is left, or its version has got the route first."""
+        # Perhaps from a controller before: this one may have begun it anew, or never have heard of it.
+        routed = registry.routed_by(self._loop.view, request.request)
+        if routed is not None:
+            return Withdrawn(version=routed)
         deployment = self._known.get(request.request)
         if deployment is None:  # not here yet; or of a controller that is gone, and with it what it was doing
             self._withdrawn[request.request] = time.monotonic()
@@ -183,8 +188,9 @@ class Deployments:
     async def _activate(self, deployment: Deployment, key: Key) -> None:
         """Give it the route. From here on it is not called back any more. Raises ``Unavailable``: it has not got it."""
         deployment.active = key[1]
+        by = deployment.request.request
         try:
-            await self._loop.commit(lambda view: registry.prune(registry.activate(view, key), key[0]))
+            await self._loop.commit(lambda view: registry.prune(registry.activate(view, key, by), key[0]))
         except BaseException:
             deployment.active = None
             raise
@@ -216,6 +222,7 @@ class Deployments:
             model=needed.model.digest if needed.model else None,
             adapters={name: adapter.digest for name, adapter in needed.adapters.items()},
             created=time.time(),
+            request=request.request,
         )
 
     async def _check(self, request: Deploy) -> None:
@@ -276,15 +283,17 @@ class Deployments:
 
     async def _clean(self, bundle: str) -> None:
         """Remove the bundle if no version, and no other deployment, needs it."""
-        if self.needs(bundle, but=asyncio.current_task()):
-            return
-        await remove_bundles(self._loop, self._bus, registry.unreachable(self._loop.view, [bundle]))
+        own = asyncio.current_task()
+        await remove_bundles(self._loop, self._bus, [bundle], lambda digest: self.needs(digest, but=own))
 
 
-async def remove_bundles(loop: Loop, bus: Bus, digests: list[str]) -> None:
-    """Delete bundles, which nothing fences: only while it is sure that it leads, since another leader's versions may
+async def remove_bundles(loop: Loop, bus: Bus, digests: Iterable[str], needed: Callable[[str], bool]) -> None:
+    """Delete those that no version and no deployment (``needed``) needs when their turn has come: a deployment may have
+    begun meanwhile. Nothing fences bundles: only while it is sure that it leads, since another leader's versions may
     need what this one's view does not. One that stays is logged: it costs room only, until the next sweep."""
     for digest in digests:
+        if needed(digest) or not registry.unreachable(loop.view, [digest]):
+            continue
         if not loop.may_act:
             log.warning("bundle %s is left for the sweep: it is not sure that this controller leads", digest)
             continue

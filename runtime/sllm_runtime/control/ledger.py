@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 AGAIN_S: Final = 0.2
 FULL_S: Final = 3.0
 """How long is waited for a disk that is full: somebody has to do something first."""
+_UNKNOWN: Final = object()
 
 
 class _Waiter:
@@ -49,6 +50,8 @@ class Ledger:
         self._waiting: dict[str, Record | None] = {}
         self._full = ""
         """Why the last record that found no room found none; empty: what was written since had some."""
+        self._newest: dict[str, object] = {}
+        """What the store took last under each key of the newest decision (``stored``); _UNKNOWN: nothing since then."""
         self._wake = asyncio.Event()
         self._waiters: set[_Waiter] = set()
 
@@ -62,8 +65,10 @@ class Ledger:
         await self._store.require_room()
 
     def take(self, writes: Sequence[Write]) -> None:
-        """Write these after what already waits."""
+        """Write these after what already waits; not what the store took last of a decision (``stored``)."""
         for write in writes:
+            if write.key not in self._waiting and self._newest.get(write.key, _UNKNOWN) == write.record:
+                continue
             self._waiting.pop(write.key, None)
             self._waiting[write.key] = write.record
         if self._waiting:
@@ -73,7 +78,9 @@ class Ledger:
         """Take these and wait until the store has them, or newer ones. Raises ``NotStorable``, ``Unavailable`` after
         ``timeout_s``, FULL_S on a full disk; then some of them may be stored, and the others still wait to be."""
         self.take(writes)
-        refused = await self._over({write.key for write in writes}, timeout_s)
+        keys = {write.key for write in writes}
+        self._newest = {key: self._newest.get(key, _UNKNOWN) for key in keys}
+        refused = await self._over(keys & self._waiting.keys(), timeout_s)
         if refused is not None:
             raise refused
 
@@ -133,6 +140,8 @@ class Ledger:
             return True
         else:
             self._full = "" if record is not None else self._full
+            if key in self._newest:
+                self._newest[key] = record
         # What was put meanwhile stays: only what was written is done.
         if key in self._waiting and self._waiting[key] is record:
             del self._waiting[key]

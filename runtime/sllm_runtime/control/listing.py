@@ -48,9 +48,9 @@ def function(view: View, name: str, after: str = "") -> FunctionInfo:
 
 def models(view: View, after: str) -> ModelList:
     """All models, the first registered first."""
-    found = sorted(view.models.values(), key=lambda record: (record.created, record.digest))
-    keyed = ((f"{record.created:020.6f} {record.digest}", registry.model_info(view, record)) for record in found)
-    parts, more = page(keyed, after)
+    keyed = {f"{record.created:020.6f} {record.digest}": record for record in view.models.values()}
+    keys = sorted(key for key in keyed if key > after)
+    parts, more = page(zip(keys, registry.model_infos(view, [keyed[key] for key in keys]), strict=True), after)
     return ModelList(models=tuple(parts), next=more)
 
 

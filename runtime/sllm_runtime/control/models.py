@@ -21,6 +21,7 @@ from sllm_runtime.control.providing.pool import Errand
 from sllm_runtime.control.providing.sizing import sent
 from sllm_runtime.control.view import View
 from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.requests import Unserved
 from sllm_runtime.protocol.ctl import ModelInfo, Registered
 from sllm_runtime.protocol.errors import (
     DeadlineExceeded,
@@ -43,6 +44,8 @@ NODES_WAIT_S: Final = 10.0
 AGAIN_S: Final = 0.5
 TRIES: Final = 6
 """Questions in a row that a node may leave unanswered before the preparation fails."""
+AWAY: Final = frozenset({Unavailable, Unserved, DeadlineExceeded})
+"""How a question ends whose node is away for a moment, or restarts. Others of their kinds (a full pool) are answers."""
 DIGEST: Final = "sha256:"
 
 
@@ -116,8 +119,7 @@ class Models:
                 reply = await self._nodes.prepare(node, uri)
             except (Unavailable, DeadlineExceeded) as error:
                 silent += 1
-                # A part that is missing for a moment (a node that restarts) is asked again; a full pool is an answer.
-                if silent >= TRIES or type(error) not in (Unavailable, DeadlineExceeded):
+                if silent >= TRIES or type(error) not in AWAY:
                     raise
                 await asyncio.sleep(AGAIN_S)
                 continue
@@ -181,7 +183,7 @@ class Models:
 
     def _holders(self, digest: str) -> list[str]:
         view, now = self._loop.view, time.monotonic()
-        return [node for node in registry.holders(view, digest) if view.alive(node, now)]
+        return [node for node in registry.holders(view, frozenset({digest})).get(digest, ()) if view.alive(node, now)]
 
 
 def best_node(view: View, manifest: Manifest | None, now: float) -> str | None:

@@ -120,11 +120,14 @@ class Policy(Protocol):
 
 def may_start(view: View, key: Key, now: float) -> May:
     """Whether a node may be asked to start version ``key`` now, room aside: living, neither cordoned nor draining, able
-    to make sandboxes, not kept for another version, and it has not just refused."""
+    to make sandboxes, not kept for another version, not in doubt, and it has not just refused."""
     since = now - LOST_AFTER_S
     heard = view.listening_since > since  # else silence counts
     barred = {node for (which, node), said in view.refused.items() if which == key and said.until > now}
     barred.update(node for node, whose in view.kept.items() if whose != key)
+    if view.suspects:
+        there = (view.instances.get(name) for name in view.suspects)
+        barred.update(each.record.node for each in there if each is not None and view.doubtful(each, now))
 
     def may(node: Node) -> bool:
         living = node.heard is not None and (heard or node.heard > since) and not node.gone

@@ -128,10 +128,15 @@ def _lacking(view: View, now: float) -> Mapping[Key, int]:
         if key in view.enough:
             continue
         live = [instance for instance in view.of(key) if instance.live]
-        count = _lack(view, version, live)
+        count = _lack(view, version, _counted_on(view, live, now))
         if count > 0:
             found[key] = count
     return found
+
+
+def _counted_on(view: View, live: list[Instance], now: float) -> list[Instance]:
+    """Those whose nodes are not in doubt: calls of the others go on elsewhere already."""
+    return [instance for instance in live if not view.doubtful(instance, now)] if view.suspects else live
 
 
 def _lack(view: View, version: VersionRecord, live: Sequence[Instance]) -> int:
@@ -212,9 +217,10 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     key, manifest = (version.function, version.version), version.manifest
     waiting, least = view.demand(key), autoscale.floor(view, key, manifest)
     asked = bool(waiting) or key in view.warm or key in view.trials
-    lack = _lack(view, version, live)
+    there = _counted_on(view, live, context.now)
+    lack = _lack(view, version, there)
     if lack > 0 and not backoff.active(view.failures.get(key), context.now, asked=asked):
-        view = _grow(view, version, len(live), lack, context, turns)
+        view = _grow(view, version, len(there), lack, context, turns)
     awaited = view.destinations
     names = (instance.record.instance for instance in live)
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]

@@ -11,7 +11,7 @@ import msgspec
 
 from sllm_runtime.control import registry
 from sllm_runtime.control.loop import Loop
-from sllm_runtime.control.models import AGAIN_S, TRIES
+from sllm_runtime.control.models import AGAIN_S, AWAY, TRIES
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.view import View
 from sllm_runtime.platform.owned import Tasks
@@ -121,8 +121,8 @@ class Pulls:
             try:
                 reply = await self._nodes.pull(pull.node, model)
             except (Unavailable, DeadlineExceeded) as error:
-                silent += 1  # a node that restarts; a full disk, which comes as one of these's kinds, is an answer
-                if silent >= TRIES or type(error) not in (Unavailable, DeadlineExceeded):
+                silent += 1
+                if silent >= TRIES or type(error) not in AWAY:
                     raise
             except Conflict:
                 busy += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -93,8 +93,9 @@ def _state(view: View, key: Key, state: VersionState) -> View:
     return view.put_version(msgspec.structs.replace(record, state=check(VERSION, record.state, state)))
 
 
-def activate(view: View, key: Key) -> View:
-    """Give the route to this version; the one that had it is retired and can be rolled back to."""
+def activate(view: View, key: Key, request: str = "") -> View:
+    """Give the route to this version; the one that had it is retired and can be rolled back to. ``request``: of the
+    deployment that asks for it."""
     function = function_of(view, key[0])
     view = view.put_trial(key, False).put_failure(key, None)
     if function.active == key[1]:
@@ -104,7 +105,15 @@ def activate(view: View, key: Key) -> View:
         previous = (*previous, function.active)
         view = _state(view, (key[0], function.active), VersionState.RETIRED)
     view = view.put_function(msgspec.structs.replace(function, active=key[1], previous=previous))
-    return _state(view, key, VersionState.ACTIVE)
+    view = _state(view, key, VersionState.ACTIVE)
+    record = view.versions.get(key)
+    return view.put_version(msgspec.structs.replace(record, request=request)) if request and record else view
+
+
+def routed_by(view: View, request: str) -> int | None:
+    """The version that got the route by this deployment."""
+    found = (record for record in view.versions.values() if record.state in ROUTABLE)
+    return next((record.version for record in found if request and record.request == request), None)
 
 
 def rollback(view: View, name: str, number: int | None, request: str = "") -> View:
@@ -188,22 +197,30 @@ def model_of(view: View, digest: str) -> ModelRecord:
     return found[0]
 
 
-def used_by(view: View, digest: str) -> tuple[str, ...]:
-    """Versions that need this model, as ``name:v1``."""
+def used_by(view: View, digests: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
+    """Versions that need each of these models, as ``name:v1``."""
     needed = (record for record in view.versions.values() if record.state in _NEEDED)
-    records = (record for record in needed if digest in (record.model, *record.adapters.values()))
-    return tuple(sorted(f"{record.function}:v{record.version}" for record in records))
+    wants = ((f"{each.function}:v{each.version}", (each.model or "", *each.adapters.values())) for each in needed)
+    return _by_digest(digests, wants)
 
 
-def holders(view: View, digest: str) -> tuple[str, ...]:
-    """Nodes that report to have it."""
+def holders(view: View, digests: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
+    """Nodes that report to have each of these models."""
     statuses = (node.status for node in view.nodes.values() if node.status is not None)
-    return tuple(sorted(status.node for status in statuses if digest in status.models or digest in status.resident))
+    return _by_digest(digests, ((each.node, (*each.models, *each.resident)) for each in statuses))
+
+
+def _by_digest(digests: frozenset[str], named: Iterable[tuple[str, tuple[str, ...]]]) -> Mapping[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for name, theirs in named:
+        for digest in digests.intersection(theirs):
+            found.setdefault(digest, []).append(name)
+    return {digest: tuple(sorted(names)) for digest, names in found.items()}
 
 
 def drop_model(view: View, digest: str) -> View:
     """Forget a model. Raises ``Conflict`` while a version needs it."""
-    users = used_by(view, digest)
+    users = used_by(view, frozenset({digest})).get(digest)
     if users:
         raise Conflict(f"model {digest[:19]} is needed by {', '.join(users)}; delete these first")
     return replace(view, models=without(view.models, [digest]))
@@ -212,8 +229,17 @@ def drop_model(view: View, digest: str) -> View:
 # --- for people -----------------------------------------------------------------------------------
 def model_info(view: View, record: ModelRecord, problem: str = "") -> ModelInfo:
     """A model with where it lies and who needs it."""
-    nodes, users = holders(view, record.digest), used_by(view, record.digest)
-    return ModelInfo(record=record, nodes=nodes, used_by=users, problem=problem)
+    (info,) = model_infos(view, [record])
+    return msgspec.structs.replace(info, problem=problem)
+
+
+def model_infos(view: View, records: Sequence[ModelRecord]) -> Iterator[ModelInfo]:
+    """Models with where they lie and who needs them: nodes and versions are gone through once for all of them."""
+    digests = frozenset(record.digest for record in records)
+    nodes, users = holders(view, digests), used_by(view, digests)
+    for record in records:
+        digest = record.digest
+        yield ModelInfo(record=record, nodes=nodes.get(digest, ()), used_by=users.get(digest, ()))
 
 
 def node_info(view: View, name: str, now: float) -> NodeInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 
@@ -49,8 +50,13 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read(store: StateStore) -> Stored:
-    """Everything in the store, of one moment. Raises ``StaleTerm``, ``Unavailable``."""
+    """Everything in the store, of one moment. Raises ``StaleTerm``, ``Unavailable``, ``ProtocolError``."""
     records = await store.everything()
+    # Not in the loop: ten thousand versions take seconds, and a lease that is not renewed meanwhile is another one's.
+    return await asyncio.to_thread(_decoded, records)
+
+
+def _decoded(records: Records) -> Stored:
     return Stored(
         functions=records.list("functions.", FunctionRecord),
         versions=records.list("versions.", VersionRecord),

@@ -163,7 +163,7 @@ class Service:
         return await self._pulls.pull(request.digest, request.nodes, waited(request.wait_s))
 
     async def placement(self, request: ctl.Placement) -> ctl.Placements:
-        return await self._spreading.redo() if request.redo else self._spreading.shown()
+        return await (self._spreading.redo() if request.redo else self._spreading.shown())
 
     async def models(self, request: ctl.Listing) -> ctl.ModelList:
         return listing.models(self._loop.view, request.after)

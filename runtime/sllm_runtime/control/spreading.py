@@ -52,6 +52,7 @@ class Spreading:
         self._starts = dict(loop.view.learned.starts)
         self._counted = time.monotonic()
         self._pause = pause
+        self._deciding = asyncio.Lock()
         self._telling: dict[str, asyncio.Task[None]] = {}
         self._left: dict[str, set[str]] = {}
         self._going: set[tuple[str, str]] = set()
@@ -67,24 +68,33 @@ class Spreading:
     async def _run(self) -> None:
         while True:
             await self._pause(SPREAD_S)
-            await self.redo()
+            await self._decide()
 
     async def redo(self) -> Placements:
         """Decide anew, and begin to bring what lacks; nothing of it is waited for."""
-        self._count()
-        self._failed = {digest: known for digest, known in self._failed.items() if digest in self._loop.view.models}
-        view, now = self._loop.view, time.monotonic()
-        placed = self._placed(view, now)
+        return self._told(await self._decide())
+
+    async def shown(self) -> Placements:
+        """How it should be, and how it is."""
+        return self._told(await self._placed())
+
+    async def _decide(self) -> Mapping[str, frozenset[str]]:
+        async with self._deciding:
+            self._count()
+            self._failed = {digest: known for digest, known in self._failed.items() if digest in self._loop.view.models}
+            placed = await self._placed()
+            self._begin(placed)
+            return placed
+
+    def _begin(self, placed: Mapping[str, frozenset[str]]) -> None:
         self._left = {node: left for node, left in self._left.items() if node in placed}
         self._telling = {node: telling for node, telling in self._telling.items() if not telling.done()}
         for node in placed.keys() - self._telling.keys():
             self._telling[node] = self._tasks.start(self._tell(node, placed[node]), f"tell {node}")
-        return self.shown()
 
-    def shown(self) -> Placements:
-        """How it should be, and how it is."""
-        view, now = self._loop.view, time.monotonic()
-        placed, there = self._placed(view, now), {disk.node: disk.holds | disk.owns for disk in disks(view, now)}
+    def _told(self, placed: Mapping[str, frozenset[str]]) -> Placements:
+        view = self._loop.view
+        there = {disk.node: disk.holds | disk.owns for disk in disks(view, time.monotonic())}
         models = [
             Placed(
                 model=record.digest,
@@ -108,9 +118,11 @@ class Spreading:
             self._popular = found
             self._ledger.take([Write(POPULARITY_KEY, Popularity(models=found))])
 
-    def _placed(self, view: View, now: float) -> Mapping[str, frozenset[str]]:
+    async def _placed(self) -> Mapping[str, frozenset[str]]:
+        """Beside the loop: a thousand models on a hundred nodes take a second."""
+        view = self._loop.view
         wishes = [Wish(each.digest, each.nbytes, self._popular.get(each.digest, 0.0)) for each in _placeable(view)]
-        return spread(wishes, disks(view, now))
+        return await asyncio.to_thread(spread, wishes, disks(view, time.monotonic()))
 
     async def _tell(self, node: str, digests: frozenset[str]) -> None:
         """What it keeps, before it is brought what it lacks of that."""

@@ -67,7 +67,7 @@ class Sweeps:
         leave = sorted(self._not_needed(unneeded & self._unneeded))
         if leave:
             log.info("%d bundle(s) that no version needs are removed", len(leave))
-        await remove_bundles(self._loop, self._bus, leave)
+        await remove_bundles(self._loop, self._bus, leave, self._deployments.needs)
         self._unneeded = unneeded - frozenset(leave)
 
     def _not_needed(self, names: frozenset[str]) -> frozenset[str]:

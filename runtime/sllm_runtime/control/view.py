@@ -323,6 +323,14 @@ class View:
         unheard = (name for name, node in self.nodes.items() if node.heard is None or node.heard <= before)
         return tuple(name for name in unheard if not self.silent(name, now))
 
+    def doubtful(self, instance: Instance, now: float) -> bool:
+        """Whether it is not to be counted on: a gateway could not use it, and its node has been silent for longer than
+        one that lives. The gateway waited before it said so; whoever asks as well hears the same a little later."""
+        if instance.record.instance not in self.suspects:
+            return False
+        known, before = self.nodes.get(instance.record.node), now - OVERDUE_S
+        return self.listening_since <= before and (known is None or known.heard is None or known.heard <= before)
+
     def on(self, node: str) -> Mapping[str, Instance]:
         """Instances placed on a node; the same object until one of them changes."""
         return self.instances.on(node)

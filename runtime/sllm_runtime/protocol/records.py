@@ -61,6 +61,8 @@ class VersionRecord(Record, frozen=True, kw_only=True):
     state: VersionState = VersionState.PREPARING
     created: float = 0.0
     error: ErrorBody | None = None
+    request: str = ""
+    """The last ``Deploy.request`` that made it or gave it the route: so another controller knows what became of it."""
 
 
 class FunctionRecord(Record, frozen=True, kw_only=True):

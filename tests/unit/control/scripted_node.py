@@ -67,9 +67,12 @@ class ScriptedNode:
         self.kept: tuple[str, ...] | None = None
         self.pulled = asyncio.Event()
         """Until it is set, pulls go on."""
+        self.prepared = asyncio.Event()
+        """Until it is set, preparations go on."""
         self.stuck: set[str] = set()
         """Models of which no more comes."""
         self.pulled.set()
+        self.prepared.set()
         self.refuse: SllmError | None = None
         """Raised to every start."""
         self.problem: SllmError | None = None
@@ -210,6 +213,9 @@ class ScriptedNode:
         self.prepares.append(command)
         if self.problem is not None:
             raise self.problem
+        if not self.prepared.is_set():
+            await asyncio.sleep(0.02)
+            return PrepareReply(progress=Progress(stage="convert", done=1, total=2))
         digest = digest_of(command.uri)
         self.models = tuple({*self.models, digest})
         self.tell()

@@ -157,6 +157,22 @@ async def test_rollback_cordon_and_a_model_s_deletion_are_stored_first_too(bench
         await bench.gateway.ask("model", ctl.ModelRef(digest=model))
 
 
+async def test_what_is_decided_is_written_once(bench: Bench, shut: Shut) -> None:
+    await bench.gateway.deploy(manifest())
+    await bench.gateway.deploy(manifest(), b"other")
+    await bench.stored(FUNCTION, FunctionRecord)
+    written = list[str]()
+
+    def taken(key: str, _record: Any) -> bool:
+        written.append(key)
+        return False
+
+    shut.refuses = taken
+    await bench.gateway.ask("rollback", ctl.Rollback(function="chat"))
+    decided = [FUNCTION, subjects.version_key("chat", 1), subjects.version_key("chat", 2)]
+    assert [written.count(key) for key in decided] == [1, 1, 1]
+
+
 async def test_what_changes_while_a_decision_is_stored_is_in_it(bench: Bench, shut: Shut) -> None:
     """A record that others change meanwhile is decided anew from how it is then."""
     await bench.gateway.deploy(manifest())

@@ -1,12 +1,86 @@
 """Who waits for the store."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
+
 import pytest
 
 from sllm_runtime.control import ledger
 from sllm_runtime.control.changes import Write
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.records import FunctionRecord, Record
 from tests.fixtures.nats import CONTROLLER, Nats, nats  # noqa: F401 - a fixture is used by being here
+from tests.fixtures.waiting import GIVE_UP_S, until
+
+KEY = "functions.chat"
+OLD, NEW = (Write(KEY, FunctionRecord(function="chat", active=number, last_version=2)) for number in (1, 2))
+GONE = Write(KEY, None)
+
+
+class Store:
+    """Takes everything, at once or when it is ``open``."""
+
+    def __init__(self) -> None:
+        self.written: list[Write] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def put(self, key: str, record: Record | None) -> None:
+        self.written.append(Write(key, record))
+        await self.open.wait()
+
+    async def delete(self, key: str) -> None:
+        await self.put(key, None)
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+async def book(store: Store) -> AsyncIterator[ledger.Ledger]:
+    book = ledger.Ledger(cast(StateStore, store))
+    running = asyncio.create_task(book.run())
+    yield book
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_decision_that_was_stored_is_not_written_again_when_it_is_done(
+    store: Store, book: ledger.Ledger
+) -> None:
+    for decision in (NEW, GONE, OLD):
+        await book.stored([decision], GIVE_UP_S)
+        book.take([decision])
+        await book.settled(GIVE_UP_S)
+    await book.stored([OLD], GIVE_UP_S)
+    assert store.written == [NEW, GONE, OLD]
+
+
+async def test_it_is_written_again_where_something_newer_came_between(store: Store, book: ledger.Ledger) -> None:
+    """Whether the store has that already, is just taking it, or is still to."""
+    await book.stored([OLD], GIVE_UP_S)
+    book.take([NEW])
+    await book.settled(GIVE_UP_S)
+    book.take([OLD])
+    await book.settled(GIVE_UP_S)
+    assert store.written == [OLD, NEW, OLD]
+    store.open.clear()
+    book.take([NEW])
+    await until(lambda: len(store.written) == 4)
+    book.take([OLD])
+    store.open.set()
+    await book.settled(GIVE_UP_S)
+    assert store.written == [OLD, NEW, OLD, NEW, OLD]
+    await book.stored([NEW], GIVE_UP_S)
+    book.take([GONE])
+    book.take([NEW])
+    await book.settled(GIVE_UP_S)
+    assert store.written[5:] == [NEW, NEW]
 
 
 async def test_on_a_full_disk_nobody_waits_long_and_the_disk_is_named(

@@ -1,5 +1,6 @@
 """Lists of any length: pages on the bus, whole on HTTP."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import httpx
@@ -10,16 +11,17 @@ from hypothesis import strategies as st
 from sllm_gateway.app import running
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.control import listing, registry
-from sllm_runtime.control.view import View
+from sllm_runtime.control.view import Node, View
 from sllm_runtime.protocol import codec, ctl
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.limits import MAX_MESSAGE
 from sllm_runtime.protocol.manifest import Manifest
-from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
+from sllm_runtime.protocol.node import NodeRecord
+from sllm_runtime.protocol.records import FunctionRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import VersionState
 from tests.fixtures.nats import GATEWAY, Nats
 from tests.unit.control.bench import controller_of
-from tests.unit.control.world import manifest, version
+from tests.unit.control.world import FakeNode, manifest, version
 
 MANY = 1000
 
@@ -97,3 +99,37 @@ def test_nothing_is_lost_or_repeated_over_pages(sizes: list[list[int]]) -> None:
     for name in functions:
         (info,) = ctl.joined(pages(view, name))
         assert info.versions == view.versions_of(name)
+
+
+class Looked(tuple[str, ...]):
+    """What a node has, and how often that was looked at."""
+
+    times = 0
+
+    def __contains__(self, digest: object) -> bool:
+        Looked.times += 1
+        return super().__contains__(digest)
+
+    def __iter__(self) -> Iterator[str]:
+        Looked.times += 1
+        return super().__iter__()
+
+
+def test_what_nodes_have_is_gone_through_once_a_page_however_many_models_there_are() -> None:
+    digests = [f"sha256:{number:064}" for number in range(2 * MANY)]
+    records = {each: ModelRecord(digest=each, uri="/m", nbytes=1, partitions=(1,), created=1.0) for each in digests}
+    node = FakeNode("n1", 1.0, 0).report()
+    status = msgspec.structs.replace(node, models=Looked(digests[::2]), resident=tuple(digests[:2]))
+    uses = msgspec.structs.replace(version(manifest("chat")), model=digests[0], adapters={"fr": digests[3]})
+    view = View(models=records, nodes={"n1": Node(NodeRecord(node="n1"), status)}, versions={("chat", 1): uses})
+    found, after, asked = list[ctl.ModelInfo](), "", 0
+    while after or not asked:
+        page = listing.models(view, after)
+        found, after, asked = [*found, *page.models], page.next, asked + 1
+    assert [each.record.digest for each in found] == digests
+    assert [len(each.nodes) for each in found] == [1, 1] + [1, 0] * (MANY - 1)
+    assert {each.record.digest: each.used_by for each in found if each.used_by} == {
+        digests[0]: ("chat:v1",), digests[3]: ("chat:v1",)
+    }  # fmt: skip
+    assert 1 < asked < 10
+    assert Looked.times <= asked

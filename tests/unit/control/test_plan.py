@@ -12,7 +12,7 @@ from sllm_runtime.control.draining import cordon
 from sllm_runtime.control.loop import refused
 from sllm_runtime.control.placement import may_start
 from sllm_runtime.control.plan import TAKE_S, SendStart, SendStop
-from sllm_runtime.control.reports import departed
+from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.scheduling.learned import Recent
 from sllm_runtime.control.scheduling.policies import Random
@@ -433,3 +433,30 @@ def test_where_no_other_node_could_run_it_the_same_is_tried_again(world: World) 
     (name,) = world.live(CHAT)
     world.finish(name, InstanceState.FAILED, ERROR)
     assert not world.view.refused
+
+
+def test_what_a_gateway_could_not_use_on_an_overdue_node_is_not_counted_on() -> None:
+    """Its calls wait for another instance, which is not to be started on that node either."""
+    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    world.hear_all()
+    name = _ready(world)
+    node = world.view.instances[name].record.node
+    (other,) = {"n1", "n2"} - {node}
+    world.wait_for(CHAT, 1)
+    world.view = suspect(world.view, (name,))
+    world.plan()
+    assert world.live(CHAT) == [name], "its node was heard just now"
+    world.nodes[node].alive = False
+    world.turn(OVERDUE_S + 0.5)
+    (started,) = [each for each in world.live(CHAT) if each != name]
+    assert world.view.instances[started].record.node == other
+    assert not may_start(world.view, CHAT, world.now)(world.view.nodes[node])
+    assert world.view.instances[name].live, "nobody has said that it is dead"
+
+
+def test_an_overdue_node_is_counted_on_where_no_gateway_complains(world: World) -> None:
+    name = _ready(world)
+    world.nodes[world.view.instances[name].record.node].alive = False
+    world.wait_for(CHAT, 1)
+    world.turn(OVERDUE_S + 0.5)
+    assert world.live(CHAT) == [name]

@@ -1,9 +1,11 @@
 """Models brought to the disks of nodes."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.pulling import KEPT_S, Pulls
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import DeadlineExceeded, Forbidden, ModelNotFound, NodeNotFound
@@ -48,6 +50,25 @@ async def test_how_far_it_is_is_told_and_who_asks_again_joins(bench: Bench) -> N
     assert told.progress.total == 2**20
     bench.node.pulled.set()
     assert (await asked).nodes == ("n1",)
+
+
+@pytest.mark.parametrize("verb", ["prepare", "pull"])
+async def test_a_node_that_restarts_is_asked_again(bench: Bench, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Nobody serves its commands for a moment; that it is gone nobody knows yet."""
+    digest, ask, asked = await registered(bench), getattr(Nodes, verb), list[str]()
+
+    async def counted(nodes: Nodes, node: str, *model: Any) -> Any:
+        asked.append(node)
+        return await ask(nodes, node, *model)
+
+    monkeypatch.setattr(Nodes, verb, counted)
+    await bench.node.leave()
+    anew = ctl.RegisterModel(uri="s3://bucket/other", wait_s=15.0)
+    asking = pulled(bench, digest, "n1") if verb == "pull" else bench.gateway.ask("register", anew)
+    answer = asyncio.create_task(asking)
+    await until(lambda: len(asked) > 1 or answer.done(), what="it is asked again")
+    await bench.node.join()
+    assert (await answer).model is not None
 
 
 async def test_one_of_which_no_more_comes_is_given_up(bench: Bench) -> None:

@@ -1,20 +1,23 @@
 """Models are brought to where they should lie, by how often they are started."""
 
+import asyncio
+import threading
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_runtime.control import popularity
-from sllm_runtime.control.replicas import AT_ONCE, AT_ONCE_THERE, next_pulls
+from sllm_runtime.control import popularity, replicas, spreading
+from sllm_runtime.control.replicas import AT_ONCE, AT_ONCE_THERE, Disk, Wish, next_pulls
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.node import Storage
 from sllm_runtime.protocol.records import Popularity
 from sllm_runtime.protocol.subjects import POPULARITY_KEY
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, controller_of, manifest
 from tests.unit.control.scripted_node import ScriptedNode, digest_of
 
@@ -64,6 +67,36 @@ async def test_what_is_started_is_brought_to_every_node_that_takes_it(bench: Ben
         assert bench.node.pulls == other.pulls == [MODEL]
         await bench.gateway.ask("placement", ctl.Placement(redo=True))
         assert bench.node.pulls == other.pulls == [MODEL], "what is there is not asked for"
+
+
+async def test_others_have_their_turn_while_it_is_decided(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what nobody asked for is decided once, and told to nobody."""
+    await started(bench)
+    turns: asyncio.Queue[None] = asyncio.Queue()
+    answered, decided = threading.Event(), list[list[Wish]]()
+
+    def slow(wishes: list[Wish], there: list[Disk]) -> Mapping[str, frozenset[str]]:
+        decided.append(wishes)
+        assert answered.wait(GIVE_UP_S), "nobody else had a turn"
+        return replicas.spread(wishes, there)
+
+    async def pause(_seconds: float) -> None:
+        await turns.get()
+
+    monkeypatch.setattr(spreading, "spread", slow)
+    loop = bench.controller.loop
+    made = spreading.Spreading(loop, loop._ledger, loop._nodes, bench.controller.service._pulls, {}, pause)
+    made.start()
+    try:
+        turns.put_nowait(None)
+        await until(lambda: decided, what="it is decided")
+        assert (await bench.gateway.ask("ping", ctl.Nothing())).note == "leading"
+        answered.set()
+        await until(lambda: bench.node.kept is not None, what="its node is told what it keeps")
+        assert len(decided) == 1
+    finally:
+        answered.set()
+        await made.close()
 
 
 async def test_a_node_without_room_is_told_so_and_not_asked(bench: Bench) -> None:
@@ -152,7 +185,7 @@ async def test_the_next_controller_knows_how_popular_models_are(bench: Bench, na
     assert stored.models == {MODEL: pytest.approx(before.models[0].popularity)}
     async with controller_of(nats, "ctl2") as other:
         await until(lambda: other.loop.view.nodes["n1"].status, what="the node is heard")
-        assert placed(other.service._spreading.shown()) in (
+        assert placed(await other.service._spreading.shown()) in (
             [(MODEL, ("n1",), ())],
             [(MODEL, ("n1",), ("n1",))],
         )

@@ -11,8 +11,10 @@ from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import Cancelled
 from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
 from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
-from tests.unit.control.bench import Bench, manifest
+from tests.unit.control.bench import Bench, Gateway, controller_of, manifest
+from tests.unit.control.scripted_node import ScriptedNode
 
 
 async def begun(bench: Bench, data: bytes = b"new", **fields: Any) -> tuple[str, str, asyncio.Task[ctl.Deployed]]:
@@ -90,3 +92,18 @@ async def test_too_late(bench: Bench) -> None:
     assert await bundles.exists(bench.gateway.bus, bundle)
     info: ctl.FunctionInfo = await bench.gateway.ask("function", ctl.FunctionRef(function="chat"))
     assert info.record.active == 1
+
+
+async def test_too_late_for_another_controller_than_the_one_that_gave_it_the_route(
+    nats: Nats, node: ScriptedNode
+) -> None:
+    """It died before it answered: what it has stored says so, of a new version and of one that was there."""
+    gateway, requests = Gateway(await nats.bus("gw")), [uuid.uuid4().hex for _ in range(3)]
+    async with controller_of(nats):
+        for request, data in zip(requests, (b"one", b"two", b"one"), strict=True):
+            bundle = await gateway.upload(data)
+            deploy = ctl.Deploy(request=request, manifest=manifest(), bundle=bundle, bundle_bytes=3, wait_s=15.0)
+            assert (await gateway.ask("deploy", deploy)).version is not None
+    async with controller_of(nats, "ctl2"):
+        told = [await gateway.ask("withdraw", ctl.Withdraw(request=request)) for request in (*requests[1:], "other")]
+    assert [each.version for each in told] == [2, 1, None]

@@ -65,11 +65,13 @@ class AutoScalingGroup:
         )
 
     async def remove(self, node: str) -> None:
-        """As ``NodeProvider``."""
+        """As ``NodeProvider``. At its minimum AWS takes an instance from a group only for another one."""
+        offer = await self.capacity()
+        fewer = offer.desired > offer.least
         try:
             await self._ask(
                 lambda: self._api.terminate_instance_in_auto_scaling_group(
-                    InstanceId=node, ShouldDecrementDesiredCapacity=True
+                    InstanceId=node, ShouldDecrementDesiredCapacity=fewer
                 )
             )
         except NotFound:

@@ -45,5 +45,6 @@ class NodeProvider(Protocol):
         ...
 
     async def remove(self, node: str) -> None:
-        """End this node, and have one fewer. One that is gone: nothing to do."""
+        """End this node, and have one fewer; one that has no more than its least may make another. A node that is gone:
+        nothing to do."""
         ...

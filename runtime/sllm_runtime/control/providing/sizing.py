@@ -53,7 +53,7 @@ def step(view: View, offer: Offer, now: float) -> Step:
     """The next decision, from what the provider has just said. Same input, same answer."""
     if view.pool is None:
         return Step(view)
-    pool = _observed(view, view.pool, offer, now)
+    pool = _observed(view, _used_again(view, view.pool), offer, now)
     view = _forgotten(_put(view, pool), now)
     needs, shape = tuple(waiting(view, now)), _pool(view).shape
     wanted = nodes_for(needs, shape) - _room(_pool(view), now) if shape is not None else 0
@@ -124,6 +124,15 @@ def _observed(view: View, pool: Pool, offer: Offer, now: float) -> Pool:
         removed=_only(pool.removed, offer.members),
         news=(),
     )
+
+
+def _used_again(view: View, pool: Pool) -> Pool:
+    """Without those that were to go, and that an operator has since put to use again or taken for himself."""
+    used = [name for name in pool.record.leaving if name in view.nodes and not view.nodes[name].record.draining]
+    if not used:
+        return pool
+    left = tuple(name for name in pool.record.leaving if name not in used)
+    return replace(pool.with_record(leaving=left), idle=without(pool.idle, used))
 
 
 def _coming(pool: Pool, offer: Offer, now: float) -> tuple[Asked, ...]:
@@ -231,15 +240,10 @@ def _given_back(view: View, now: float) -> list[str]:
     """Members to be removed now: drained and empty, or silent for too long."""
     pool = _pool(view)
     members = _offer(view).members
-    drained = [name for name in pool.record.leaving if name in members and _empty(view, name) and _still(view, name)]
+    drained = [name for name in pool.record.leaving if name in members and _empty(view, name)]
     lost = [name for name, since in pool.silent.items() if now - since >= pool.timing.lost]
     due = sorted({*drained, *lost})
     return [name for name in due if name not in pool.removed or now - pool.removed[name] >= AGAIN_S]
-
-
-def _still(view: View, name: str) -> bool:
-    """Whether it is drained: an operator may have decided otherwise."""
-    return view.nodes[name].record.draining
 
 
 def _removing(view: View, gone: list[str], now: float) -> Step:

@@ -98,9 +98,45 @@ async def test_what_aws_raises_names_the_group(raised: Exception, kind: type[Sll
         await AutoScalingGroup(Answers(raised), GROUP, SHAPE).set_desired(1)
 
 
+class Bounded:
+    """The API of a group with so many instances, which ends none without another one below its minimum: moto would."""
+
+    def __init__(self, instances: int, least: int) -> None:
+        self.made = instances
+        self._there = {f"i-{number + 1}" for number in range(instances)}
+        self._desired, self._least = instances, least
+
+    def describe_auto_scaling_groups(self, AutoScalingGroupNames: list[str]) -> dict[str, Any]:
+        members = [{"InstanceId": name, "LifecycleState": "InService"} for name in self._there]
+        bounds = {"DesiredCapacity": self._desired, "MinSize": self._least, "MaxSize": 3}
+        return {"AutoScalingGroups": [{**bounds, "Instances": members}]}
+
+    def terminate_instance_in_auto_scaling_group(self, InstanceId: str, ShouldDecrementDesiredCapacity: bool) -> None:
+        if InstanceId not in self._there:
+            raise error("ValidationError", f"Instance Id not found - No managed instance found for {InstanceId}")
+        if ShouldDecrementDesiredCapacity and self._desired <= self._least:
+            raise error("ValidationError", "Terminating instance without replacement will violate min size constraint")
+        self._there.remove(InstanceId)
+        if ShouldDecrementDesiredCapacity:
+            self._desired -= 1
+        else:
+            self.made += 1
+            self._there.add(f"i-{self.made}")
+
+
+async def test_one_that_hangs_goes_at_the_minimum_too_for_another_one() -> None:
+    api = Bounded(2, least=1)
+    group = AutoScalingGroup(api, GROUP, SHAPE)
+    await group.remove("i-1")
+    offer = await group.capacity()
+    assert (offer.desired, offer.members) == (1, frozenset({"i-2"}))
+    await group.remove("i-2")
+    offer = await group.capacity()
+    assert (offer.desired, offer.members, api.made) == (1, frozenset({"i-3"}), 3)
+
+
 async def test_removing_what_is_gone_is_done() -> None:
-    gone = error("ValidationError", "Instance Id not found - No managed instance found for instance ID i-1")
-    await AutoScalingGroup(Answers(gone), GROUP, SHAPE).remove("i-1")
+    await AutoScalingGroup(Bounded(1, least=0), GROUP, SHAPE).remove("i-7")
 
 
 def test_settings_say_what_is_missing_or_wrong() -> None:

@@ -171,6 +171,26 @@ def test_an_operator_who_takes_a_node_out_of_use_keeps_it() -> None:
     assert world.desired == 1
 
 
+def test_one_that_was_to_go_and_that_an_operator_puts_to_use_again_is_as_any_other() -> None:
+    world = chat()
+    world.wait_for(CHAT, 1)
+    world.live_for(30)
+    (name,) = world.nodes
+    world.all_end()
+    while not world.pool.record.leaving:
+        world.turn(1.0)
+        world.supply()
+    world.view = draining.cordon(world.view, name, cordoned=False, drain=False)
+    world.live_for(0.9 * TIMING.idle)
+    assert (world.pool.record.leaving, world.desired) == ((), 1), "it has been used just now"
+    world.view = draining.cordon(world.view, name, cordoned=True, drain=True)
+    world.live_for(3 * TIMING.idle)
+    assert world.desired == 1, "it is the operator's"
+    world.view = draining.cordon(world.view, name, cordoned=False, drain=False)
+    world.live_for(3 * TIMING.idle)
+    assert world.desired == 0
+
+
 def test_a_node_that_never_comes_is_given_back_and_another_one_is_made() -> None:
     world = chat(boot=10_000.0)
     world.wait_for(CHAT, 1)
