@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -36,6 +37,25 @@ def sealed(data: bytes, name: str) -> int:
     return fd
 
 
+async def _sealed(data: bytes, name: str) -> int:
+    """As ``sealed``, apart from the loop, which a copy of 100 MiB would hold up. Cancelled, what is made is closed."""
+    making = asyncio.get_running_loop().run_in_executor(None, sealed, data, name)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_unwanted)
+        raise
+
+
+def _unwanted(made: asyncio.Future[int]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        os.close(made.result())
+
+
+def _digest(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
 class BundleCache:
     """Bundles below ``folder``, at most ``limit`` bytes, the least recently used dropped first."""
 
@@ -45,12 +65,18 @@ class BundleCache:
         self._limit = limit
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
 
+    def reset(self) -> None:
+        """Remove what a killed life has left half written; called before the first start."""
+        for path in self._folder.glob(".*"):
+            with contextlib.suppress(OSError):  # what stays is no bundle's file
+                path.unlink()
+
     async def open(self, digest: str, nbytes: int) -> int:
         """A sealed memfd with the bundle; the caller owns it. Raises what ``fetch`` raises, ``DigestMismatch``."""
         data = await asyncio.to_thread(self._read, digest)
         if data is None:
             data = await self._joined(digest, nbytes)
-        return sealed(data, f"bundle-{digest[-12:]}")
+        return await _sealed(data, f"bundle-{digest[-12:]}")
 
     async def _joined(self, digest: str, nbytes: int) -> bytes:
         """One fetch, however many starts wait for it; it goes on when one of them gives up."""
@@ -68,37 +94,56 @@ class BundleCache:
 
     async def _download(self, digest: str, nbytes: int) -> bytes:
         data = await self._fetch(digest, nbytes)
-        found = "sha256:" + hashlib.sha256(data).hexdigest()
-        if found != digest:
-            raise DigestMismatch(f"the bundle {digest} has the content {found}; deploy the function again")
-        await asyncio.to_thread(self._keep, digest, data)
+        await asyncio.to_thread(self._checked, digest, data)
         return data
+
+    def _checked(self, digest: str, data: bytes) -> None:
+        """Keep ``data``, if it is what was wanted; a disk that takes it not keeps nobody from its start."""
+        if (found := _digest(data)) != digest:
+            raise DigestMismatch(f"the bundle {digest} has the content {found}; deploy the function again")
+        try:
+            self._keep(digest, data)
+        except OSError as error:
+            log.warning("bundle %s is not kept, and is fetched again for the next start: %s", digest, error)
 
     def _path(self, digest: str) -> Path:
         return self._folder / digest.removeprefix("sha256:")
 
     def _read(self, digest: str) -> bytes | None:
+        """What is kept; None: it is to be fetched. Another start may take it away meanwhile (``_trim``)."""
         path = self._path(digest)
         try:
             data = path.read_bytes()
+            if _digest(data) != digest:
+                log.warning("cached bundle %s is damaged; it is fetched again", digest)
+                path.unlink(missing_ok=True)
+                return None
         except FileNotFoundError:
             return None
-        if "sha256:" + hashlib.sha256(data).hexdigest() != digest:
-            log.warning("cached bundle %s is damaged; it is fetched again", digest)
-            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cached bundle %s cannot be read; it is fetched again: %s", digest, error)
             return None
-        os.utime(path)
+        with contextlib.suppress(OSError):
+            os.utime(path)
         return data
 
     def _keep(self, digest: str, data: bytes) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         temporary = self._folder / f".{digest[-16:]}.{os.getpid()}"
-        temporary.write_bytes(data)
-        temporary.rename(self._path(digest))
+        try:
+            temporary.write_bytes(data)
+            temporary.rename(self._path(digest))
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         self._trim()
 
     def _trim(self) -> None:
-        entries = [(path, path.stat()) for path in self._folder.iterdir() if not path.name.startswith(".")]
+        entries = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if not path.name.startswith("."):
+                    entries.append((path, path.stat()))
         used = sum(stat.st_size for _path, stat in entries)
         for path, stat in sorted(entries, key=lambda entry: entry[1].st_mtime):
             if used <= self._limit:

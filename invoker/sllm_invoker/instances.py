@@ -74,6 +74,11 @@ class Instances:
         return found.work if found is not None else None
 
     @property
+    def functions(self) -> frozenset[str]:
+        """Whose instances they are."""
+        return frozenset(instance.order.function for instance in self._instances.values())
+
+    @property
     def starting(self) -> tuple[StartInstance, ...]:
         """The orders of those that are not ready yet."""
         return tuple(i.order for i in self._instances.values() if i.state is InstanceState.STARTING)

@@ -51,6 +51,19 @@ class LineCutter:
         return lines
 
 
+def thinned(data: bytes, first: int, last: int) -> tuple[bytes, int]:
+    """``data`` without what is between its ``first`` lines and its ``last`` ones, and how many lines that was: who
+    writes more than may pass is to cost no more than their count. One line at least is kept at each end: another read
+    has the beginning of the first one."""
+    first, last = max(1, first), max(1, last)
+    out = data.count(b"\n") - first - last
+    if out <= 0:
+        return data, 0
+    *head, rest = data.split(b"\n", first)
+    _, *tail = rest.rsplit(b"\n", last + 1)
+    return b"\n".join((*head, *tail)), out
+
+
 @dataclass
 class TokenBucket:
     """``rate`` units a second, ``burst`` at once. The clock is handed in."""
@@ -63,11 +76,15 @@ class TokenBucket:
     def __post_init__(self) -> None:
         self.level = self.burst
 
-    def take(self, amount: float, now: float) -> bool:
-        """Whether ``amount`` may pass now; then it is taken."""
+    def room(self, now: float) -> float:
+        """How much may pass now."""
         self.level = min(self.burst, self.level + max(0.0, now - self.at) * self.rate)
         self.at = max(self.at, now)
-        if self.level < amount:
+        return self.level
+
+    def take(self, amount: float, now: float) -> bool:
+        """Whether ``amount`` may pass now; then it is taken."""
+        if self.room(now) < amount:
             return False
         self.level -= amount
         return True

@@ -7,6 +7,7 @@ and the next line that passes says how many were.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from sllm_invoker.bounds import clip
-from sllm_invoker.lines import LINE_BYTES, LineCutter, TokenBucket
+from sllm_invoker.lines import LINE_BYTES, LineCutter, TokenBucket, thinned
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.events import LogRecord
@@ -34,6 +35,10 @@ MAX_WAITING: Final = 10_000
 LINES_PER_S: Final = 200.0
 BURST_LINES: Final = 2000.0
 _READ: Final = 64 * 1024
+_STEP: Final = 256
+"""Read at a time while lines may pass: each that does costs the loop as much as thousands that are dropped."""
+_LAST: Final = 2 * limits.MIB
+"""Read of a pipe at its worker's end; more than a pipe holds."""
 MAX_TEXT: Final = 16 * LINE_BYTES
 """A message from the worker (a traceback) may have this many bytes."""
 
@@ -48,6 +53,11 @@ class LogSink:
         self._waiting: deque[LogRecord] = deque()
         self._wake = asyncio.Event()
         self._dropped = 0
+
+    @property
+    def writing(self) -> frozenset[str]:
+        """Functions whose file is open."""
+        return frozenset(self._files)
 
     def add(self, record: LogRecord) -> None:
         """Keep ``record``: in its function's file, and for the stream if there is room."""
@@ -147,6 +157,14 @@ class InstanceLog:
             return
         self._emit(stream, clip(text, MAX_TEXT), level, call)
 
+    def room(self) -> int:
+        """How many lines may pass now, at most."""
+        return int(self._bucket.room(self._clock()))
+
+    def dropped(self, lines: int) -> None:
+        """So many were not even looked at."""
+        self._dropped += lines
+
     def _emit(self, stream: str, text: str, level: str, call: str | None) -> None:
         writer = self._writer
         record = LogRecord(
@@ -171,44 +189,48 @@ class InstanceLog:
 
 
 class PipeReader:
-    """Reads one pipe on the event loop until its end. The pipe's owner closes the descriptor after ``stop``."""
+    """Reads one pipe on the event loop until its end: ``stream`` of ``log``, lines that cannot pass by their number
+    alone. The pipe's owner closes the descriptor after ``stop``."""
 
-    def __init__(self, fd: int, on_line: Callable[[str], None]) -> None:
+    def __init__(self, fd: int, log: InstanceLog, stream: str) -> None:
         self._fd = fd
-        self._on_line = on_line
+        self._log = log
+        self._stream = stream
         self._cutter = LineCutter()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(fd, self._readable)
         self._open = True
 
     def _readable(self) -> None:
-        try:
-            data = os.read(self._fd, _READ)
-        except (BlockingIOError, InterruptedError):
-            return
-        for line in self._cutter.feed(data):
-            self._on_line(line)
-        if not data:
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            self._read()
+
+    def _read(self) -> int:
+        """Take some of what is there; bytes. Raises ``BlockingIOError`` where nothing is."""
+        room = self._log.room()
+        data = os.read(self._fd, _STEP if room else _READ)
+        if data:
+            kept, dropped = thinned(data, room, TAIL_LINES)
+            self._log.dropped(dropped)
+            self._tell(self._cutter.feed(kept))
+        else:
             self._finish()
+        return len(data)
+
+    def _tell(self, lines: list[str]) -> None:
+        for line in lines:
+            self._log.line(self._stream, line)
 
     def _finish(self) -> None:
         if self._open:
             self._open = False
             self._loop.remove_reader(self._fd)
-            for line in self._cutter.end():
-                self._on_line(line)
+            self._tell(self._cutter.end())
 
     def stop(self) -> None:
         """Take what is there now (bounded), then stop. Repeatable."""
-        for _ in range(32):
-            if not self._open:
-                return
-            try:
-                data = os.read(self._fd, _READ)
-            except (BlockingIOError, InterruptedError):
-                break
-            for line in self._cutter.feed(data):
-                self._on_line(line)
-            if not data:
-                break
+        left = _LAST
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            while self._open and left > 0:
+                left -= self._read()
         self._finish()

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from sllm_invoker import machine, pressure
+from sllm_invoker import machine, old_logs, pressure
 from sllm_invoker.admission import Ledger
 from sllm_invoker.bundles import BundleCache
 from sllm_invoker.gateway_link import BusLine
@@ -104,7 +104,8 @@ class Node:
         )
         self._bundles = BundleCache(settings.data_dir / "bundles", self._fetch_bundle, settings.bundle_cache)
         self._workdirs = Workdirs(settings.data_dir / "work")
-        self._sink = LogSink(settings.data_dir / "logs", self._publish_log)
+        self._logs = settings.data_dir / "logs"
+        self._sink = LogSink(self._logs, self._publish_log)
         self._models = Models(self._loader, time.time)
         self._relay = Relay(
             lambda name: self._instances.find(name),
@@ -152,6 +153,7 @@ class Node:
         async with AsyncExitStack() as stack:
             self._workdirs.reset()
             Workdirs(self._settings.data_dir / "tmp").reset()
+            self._bundles.reset()
             stack.callback(self._sink.close)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._loader.close)
@@ -160,6 +162,7 @@ class Node:
             for name, work in (
                 ("loader", self._loader.run()),
                 ("logs", self._sink.run()),
+                ("old logs", old_logs.keep_within(self._logs, lambda: self._instances.functions | self._sink.writing)),
                 ("pool", self._pool.run()),
                 ("begin", self._begin()),
                 ("memory", pressure.watch(machine.available, self._settings.pool_floor, self._pool.press)),

@@ -13,10 +13,7 @@ class Output:
 
     def __init__(self, sandbox: Sandbox, log: InstanceLog) -> None:
         self._sandbox = sandbox
-        self._pipes = (
-            PipeReader(sandbox.stdout, lambda line: log.line("stdout", line)),
-            PipeReader(sandbox.stderr, lambda line: log.line("stderr", line)),
-        )
+        self._pipes = (PipeReader(sandbox.stdout, log, "stdout"), PipeReader(sandbox.stderr, log, "stderr"))
 
     def drain(self) -> None:
         """Take what is there of a worker that is dead. Repeatable."""

@@ -34,8 +34,15 @@ class Trace:
     observe: Observe = ignore
 
 
+def good(status: int) -> bool:
+    """Whether it is an answer to what was asked. One that sends elsewhere (a proxy's, a login page's) is none: no
+    gateway of ours does, and a token is sent to nobody whom an answer names."""
+    return 200 <= status < 300
+
+
 def error_from(status: int, headers: Mapping[str, str], body: bytes) -> SllmError:
-    """The typed exception for an error response, also for one that no gateway of ours wrote (``http_error``)."""
+    """The typed exception for a response that is not ``good``, also for one that no gateway of ours wrote
+    (``http_error``)."""
     retry_after = headers.get("retry-after", "")
     seconds = float(retry_after) if retry_after.replace(".", "", 1).isdigit() else None
     if not body and status in _BARE:  # the answer to a HEAD has no body
@@ -43,14 +50,15 @@ def error_from(status: int, headers: Mapping[str, str], body: bytes) -> SllmErro
     try:
         return body_of(json.loads(body)["error"], status, seconds).to_error()
     except (ValueError, KeyError, TypeError, AttributeError):
-        text = body[:200].decode("utf-8", "replace").strip()
-        message = f"HTTP {status}" + (f": {text}" if text else "") + " (not from a gateway of sllm; is the URL right?)"
+        elsewhere, text = headers.get("location", ""), body[:200].decode("utf-8", "replace").strip()
+        message = f"HTTP {status}" + (f" to {elsewhere!a:.200}" if elsewhere else "") + (f": {text}" if text else "")
+        message += " (not from a gateway of sllm; is the URL right?)"
         return ErrorBody("http_error", message, status, retryable=status in (429, 502, 503, 504)).to_error()
 
 
 def document(status: int, headers: Mapping[str, str], body: bytes) -> Any:
     """The JSON of a whole response. Raises the typed error that it carries."""
-    if status >= 400:
+    if not good(status):
         raise error_from(status, headers, body)
     try:
         return json.loads(body) if body else None

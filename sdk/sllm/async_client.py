@@ -120,7 +120,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         try:
             async with aclosing(await self._sent(method, path, trace, stream=True, **options)) as response:
                 trace.call = answers.call_id(response.headers)
-                if response.is_error:
+                if not answers.good(response.status_code):
                     raise answers.error_from(response.status_code, response.headers, await response.aread())
                 parser = Parser()
                 async for chunk in response.aiter_bytes():

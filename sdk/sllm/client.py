@@ -114,7 +114,7 @@ class Client(Connection[httpx.Client]):
 
     def _text(self, path: str, **options: Any) -> str:
         response = self._sent("GET", path, None, **options)
-        if response.is_error:
+        if not answers.good(response.status_code):
             raise answers.error_from(response.status_code, response.headers, response.content)
         return response.text
 
@@ -138,7 +138,7 @@ class Client(Connection[httpx.Client]):
         try:
             with closing(self._sent(method, path, trace, stream=True, **options)) as response:
                 trace.call = answers.call_id(response.headers)
-                if response.is_error:
+                if not answers.good(response.status_code):
                     raise answers.error_from(response.status_code, response.headers, response.read())
                 parser = Parser()
                 for chunk in response.iter_bytes():

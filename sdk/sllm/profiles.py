@@ -169,10 +169,18 @@ def load(name: str | None = None, *, url: str | None = None, token: str | None =
 
 
 def _url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _leads_to_a_host(url):
         raise InvalidRequest(f"{url!r} is no URL of a gateway; write http://host:port or https://host", field="url")
     return url.rstrip("/")
+
+
+def _leads_to_a_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host, _port = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError:  # a port that is none, half an IPv6 address, a name that no host can have
+        return False
+    return parts.scheme in ("http", "https") and bool(host) and url.isprintable()
 
 
 def _token(token: str | None) -> str | None:

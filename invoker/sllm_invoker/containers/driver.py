@@ -152,7 +152,7 @@ class ContainerDriver:
             rendezvous = Rendezvous(self._root, name, self._user)
             trial.callback(rendezvous.close)
             trial.push_async_callback(self._remove, name, rendezvous)
-            container = await self._engine.run(self._spec(name, image, rendezvous, wish), self._command)
+            container = await self._run(self._spec(name, image, rendezvous, wish))
             connection = await self._met(name, rendezvous)
             trial.callback(connection.close)
             pid = peer_pid(connection)
@@ -168,6 +168,16 @@ class ContainerDriver:
         made = ContainerSandbox(name, self._engine, parts, self._sizes.memory, self._tasks, self._closed)
         self._living[name] = made
         return made
+
+    async def _run(self, spec: ContainerSpec) -> str:
+        """Its id. Where the engine refuses, the image is looked for again before the next: somebody may have removed
+        it (`image prune`)."""
+        try:
+            return await self._engine.run(spec, self._command)
+        except EngineFailed:
+            if self._making is not None and self._making.done():
+                self._making = None
+            raise
 
     def _group(self, container: str, pid: int) -> Group | None:
         """Its control group, where that can be written to from here: looked for now, so that a start need not."""

@@ -52,6 +52,8 @@ class Health:
                 await self._trial()
             except Unavailable as error:
                 self._found(error.message)
+            except OSError as error:  # this machine has no file or memory left for a trial, which may pass
+                self._found(f"the container engine cannot be tried: {error}")
             else:
                 break
             await asyncio.sleep(delay)

@@ -47,6 +47,9 @@ def checked(requirements: Iterable[str]) -> tuple[str, ...]:
         if wanted.url is not None:
             text = f"requirement {line!a:.100} is an address; name a package of the index, or bundle the source"
             raise ImageFailed(text, field="requirements")
+        if "/" in str(wanted.specifier) or not str(wanted).isprintable():  # `===` takes anything, and pip a path
+            text = f"requirement {line!a:.100} has a character that no version has; write it as 'name>=1.2'"
+            raise ImageFailed(text, field="requirements")
         wanted.name = canonicalize_name(wanted.name)
         found.add(str(wanted))
     if len(found) > MAX_REQUIREMENTS:
@@ -58,14 +61,14 @@ def layer(requirements: Iterable[str], shadow: Path) -> Layer:
     """What pip lays beside the base for ``requirements``, in the new directory ``shadow``. Raises ``ImageFailed``."""
     site = _shadow(shadow)
     there = {path.name for path in site.iterdir()}
-    limits, wanted = shadow / "constraints.txt", shadow / "requirements.txt"
+    limits, python = shadow / "constraints.txt", shadow / "bin" / "python"
     limits.write_text("".join(f"{pin}\n" for pin in distributions.pins()))
-    wanted.write_text("".join(f"{line}\n" for line in checked(requirements)))
-    python = shadow / "bin" / "python"
-    words = (sys.executable, "-m", "pip", "--python", str(python), *_PIP, "-c", str(limits), "-r", str(wanted))
+    wanted = checked(requirements)
+    # As words, not as a file: in one pip reads options, and ${NAME} as a variable of this node's environment.
+    words = (sys.executable, "-m", "pip", "--python", str(python), *_PIP, "-c", str(limits), "--", *wanted)
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=shadow, check=False)
     if done.returncode != 0:
-        raise ImageFailed(f"pip could not install {', '.join(checked(requirements))}: {_last_words(done, shadow)}")
+        raise ImageFailed(f"pip could not install {', '.join(wanted)}: {_last_words(done, shadow)}")
     return Layer(dict(tree(site, SITE, skip=there)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 from typing import Annotated
 from urllib.parse import quote
 
@@ -67,7 +66,7 @@ def status(context: typer.Context, call: Id, json: Json = False) -> None:
     if found.error is not None:
         output.text(f"{found.error.code}: {found.error.message}")
     if found.result is not None:
-        output.text(json_text.dumps(found.result, ensure_ascii=False))
+        output.value(found.result)
 
 
 @app.command()

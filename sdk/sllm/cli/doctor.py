@@ -7,7 +7,7 @@ from typing import Final
 import typer
 
 from sllm.cli import output
-from sllm.cli.context import Json
+from sllm.cli.context import Json, Target
 from sllm.doctor import checks
 from sllm.doctor.finding import Finding, Level
 
@@ -15,11 +15,11 @@ _SIGN: Final = {Level.OK: "ok", Level.WARNING: "warning", Level.FAILURE: "FAILUR
 _COLOUR: Final = {Level.OK: "32", Level.WARNING: "33", Level.FAILURE: "31"}
 
 
-def doctor(json: Json = False) -> None:
+def doctor(context: typer.Context, json: Json = False) -> None:
     """Check this machine and say what to do. Ends with 1 where something cannot work, with 0 for warnings."""
     found: list[Finding] = []
     with output.progress("checking", quiet=json):
-        for finding in checks.run():
+        for finding in checks.run(context.find_object(Target) or Target()):
             found.append(finding)
             if not json:
                 _show(finding)

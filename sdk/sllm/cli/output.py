@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from sllm_runtime.protocol.errors import SllmError
 
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 
 def value(document: Any) -> None:
     """One JSON document on stdout."""
-    text(json.dumps(document, ensure_ascii=False))
+    text(_json(document, sys.stdout))
+
+
+def _json(document: Any, stream: TextIO) -> str:
+    """In letters that ``stream`` has: it would write others as escapes that are none of JSON's (``streams``)."""
+    return json.dumps(document, ensure_ascii=codecs.lookup(stream.encoding or "utf-8").name != "utf-8")
 
 
 def text(line: str, end: str = "\n") -> None:
@@ -68,7 +74,7 @@ def error(problem: SllmError, *, as_json: bool) -> None:
         body = problem.body()
         fields = {"code": body.code, "message": body.message, "retryable": body.retryable}
         fields |= {key: found for key in ("field", "stage") if (found := getattr(body, key)) is not None}
-        note(json.dumps({"error": fields}, ensure_ascii=False))
+        note(_json({"error": fields}, sys.stderr))
         return
     stage = f" ({problem.stage})" if problem.stage else ""
     note(f"{_red('error')}: {problem.message}{stage}  [{problem.code}]")
@@ -79,7 +85,7 @@ def usage(problem: Any, *, as_json: bool) -> None:
     message = problem.format_message()
     context = getattr(problem, "ctx", None)
     if as_json:
-        note(json.dumps({"error": {"code": "usage", "message": message, "retryable": False}}, ensure_ascii=False))
+        note(_json({"error": {"code": "usage", "message": message, "retryable": False}}, sys.stderr))
     elif message.startswith("Usage:"):  # a group named without a verb: its help is the answer
         note(message)
     elif message:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
+from sllm.cli.context import Target
 from sllm.doctor import containers, kernel, machine, nats, software, storage
 from sllm.doctor.finding import Check, Finding
 
 
-def run() -> Iterator[Finding]:
-    """Each check's finding as it comes. What only the platform needs is looked at where it can run."""
-    everywhere: tuple[Check, ...] = (software.python, software.system, software.extras, software.gateway)
+def run(target: Target) -> Iterator[Finding]:
+    """Each check's finding as it comes; ``target``: the platform whose gateway is asked. What only the platform needs
+    is looked at where it can run."""
+    gateway = partial(software.gateway, target)
+    everywhere: tuple[Check, ...] = (software.python, software.system, software.extras, gateway)
     for check in everywhere:
         yield check()
     if not kernel.on_linux():

@@ -11,14 +11,16 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from sllm import profiles
+from sllm.cli.context import Target
 from sllm.doctor.finding import Finding, failure, ok, warning
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import InvalidRequest, SllmError
 
 EXTRAS: Final = {
     "server": ("nats", "starlette", "uvicorn", "psutil", "prometheus_client"),
     "worker": ("torch", "transformers", "tokenizers", "safetensors"),
 }
 OLDEST, NEWEST = (3, 11), (3, 13)
+OTHER: Final = "another one: --url and --token, SLLM_URL and SLLM_TOKEN"
 
 
 def installed(extra: str) -> bool:
@@ -87,18 +89,26 @@ def _is_ours() -> bool:
         return False
 
 
-def gateway() -> Finding:
-    """The platform that the chosen profile names."""
+def gateway(target: Target) -> Finding:
+    """The platform that ``target`` names."""
+    from pydantic import ValidationError
+
     from sllm.client import Client
     from sllm.retry import NEVER
     from sllm_runtime.protocol.http import API, StatusView
 
     try:
-        with Client(timeout=3.0, retry=NEVER) as client:
+        client = Client(target.url, target.token, profile=target.profile, timeout=3.0, retry=NEVER)
+    except InvalidRequest as error:  # no verb works until it is corrected
+        return failure("gateway", error.message, "correct the flag, the variable or the file that it is from")
+    try:
+        with client:
             status = StatusView.model_validate(client.request("GET", f"{API}/status"))
-            where = f"{client.url}: version {status.version}, {status.nodes} node(s), {status.functions} function(s)"
     except SllmError as error:
-        return warning("gateway", error.message, "another one: --url and --token, SLLM_URL and SLLM_TOKEN")
+        return warning("gateway", error.message, OTHER)
+    except ValidationError:
+        return warning("gateway", f"{client.url}: what answers there is no gateway of sllm", OTHER)
+    where = f"{client.url}: version {status.version}, {status.nodes} node(s), {status.functions} function(s)"
     if not status.controller:
         return warning("gateway", f"{where}, no controller", "look at its log: <SLLM_HOME>/run/logs")
     return ok("gateway", where)

@@ -1,15 +1,19 @@
 """Bundles on a node: fetched once, checked, kept within a limit, handed over so that nobody can change them."""
 
 import asyncio
+import errno
 import hashlib
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from sllm_invoker import bundles
 from sllm_invoker.bundles import BundleCache, sealed
 from sllm_runtime.protocol.errors import DigestMismatch, Unavailable
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 
 def digest(data: bytes) -> str:
@@ -80,6 +84,80 @@ async def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
         os.utime(path, (step, step))  # no decision of this test hangs on how fine the clock of files is
     kept = set(os.listdir(tmp_path))
     assert kept == {digest(bundles[number]).removeprefix("sha256:") for number in (0, 2, 3)}
+
+
+async def test_a_disk_that_takes_nothing_keeps_no_start_from_its_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source(b"one")
+    cache = BundleCache(tmp_path, source.fetch)
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        write(path, data[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for _ in range(2):
+        assert content(await cache.open(digest(b"one"), 3)) == b"one"
+    assert os.listdir(tmp_path) == []
+    assert "is not kept, and is fetched again for the next start: [Errno 28] No space left" in caplog.text
+    assert len(source.asked) == 2
+
+
+async def test_what_cannot_be_read_is_fetched_again(tmp_path: Path) -> None:
+    source = Source(b"one")
+    (tmp_path / "bundles").mkdir()
+    (tmp_path / "bundles" / digest(b"one").removeprefix("sha256:")).mkdir()
+    cache = BundleCache(tmp_path / "bundles", source.fetch)
+    assert content(await cache.open(digest(b"one"), 3)) == b"one"
+
+
+async def test_one_that_is_dropped_while_it_is_read_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(b"one")
+    cache = BundleCache(tmp_path, source.fetch)
+    os.close(await cache.open(digest(b"one"), 3))
+    read = Path.read_bytes
+
+    def dropped(path: Path) -> bytes:
+        data = read(path)
+        path.unlink()
+        return data
+
+    monkeypatch.setattr(Path, "read_bytes", dropped)
+    assert content(await cache.open(digest(b"one"), 3)) == b"one"
+
+
+async def test_half_a_bundle_of_a_killed_life_goes_at_the_next_start(tmp_path: Path) -> None:
+    cache = BundleCache(tmp_path / "bundles", Source(b"one").fetch)
+    cache.reset()
+    os.close(await cache.open(digest(b"one"), 3))
+    (tmp_path / "bundles" / ".0123456789abcdef.7").write_bytes(b"half")
+    cache.reset()
+    assert os.listdir(tmp_path / "bundles") == [digest(b"one").removeprefix("sha256:")]
+
+
+async def test_a_start_that_is_cancelled_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is cancelled while a thread copies the bundle, which goes on to its end."""
+    copying, go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+    made: list[int] = []
+
+    def slow(data: bytes, name: str) -> int:
+        loop.call_soon_threadsafe(copying.set)
+        assert go_on.wait(GIVE_UP_S)
+        made.append(sealed(data, name))
+        return made[0]
+
+    monkeypatch.setattr(bundles, "sealed", slow)
+    opening = asyncio.create_task(BundleCache(tmp_path, Source(b"one").fetch).open(digest(b"one"), 3))
+    await copying.wait()  # the loop goes on meanwhile
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    go_on.set()
+    await until(lambda: made and not os.path.exists(f"/proc/self/fd/{made[0]}"), what="its descriptor is closed")
 
 
 def test_a_sealed_bundle_cannot_be_changed() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_invoker.lines import LineCutter, TokenBucket
+from sllm_invoker.lines import LineCutter, TokenBucket, thinned
 
 TEXT = st.binary(max_size=120).map(lambda data: data.replace(b"\r", b"."))
 
@@ -33,6 +33,22 @@ def test_a_line_without_end_is_given_out_once_and_its_rest_is_no_line() -> None:
     assert cutter.feed(b"abcdefgh") == ["abcde…"]
     assert cutter.feed(b"ijkl") == []
     assert cutter.feed(b"mn\nnext\r\n") == ["next"]
+
+
+@given(begun=TEXT, lines=st.lists(TEXT, max_size=30), first=st.integers(0, 5), last=st.integers(0, 5))
+def test_lines_that_are_not_looked_at_are_counted(begun: bytes, lines: list[bytes], first: int, last: int) -> None:
+    """Also where an earlier read had the beginning of the first, and a later one has the end of the last."""
+    plain, thin = LineCutter(), LineCutter()
+    plain.feed(begun)
+    thin.feed(begun)
+    data = b"\n".join(lines)
+    kept, dropped = thinned(data, first, last)
+    every, some = plain.feed(data), thin.feed(kept)
+    assert len(some) + dropped == len(every)
+    assert len(some) <= max(1, first) + max(1, last) or not dropped
+    assert some[:first] == every[:first]
+    assert not last or some[-last:] == every[-last:]
+    assert plain.feed(b"end\n") == thin.feed(b"end\n")
 
 
 @given(

@@ -1,14 +1,18 @@
 """The files that functions' lines go to."""
 
+import fcntl
 import json
 import os
+import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from sllm_invoker import logs
-from sllm_invoker.logs import LogSink
+from sllm_invoker.logs import BURST_LINES, TAIL_LINES, InstanceLog, LogSink, PipeReader, Writer
 from sllm_runtime.protocol.events import LogRecord
+from tests.fixtures.waiting import until
 
 
 def record(function: str, text: str) -> LogRecord:
@@ -37,3 +41,51 @@ def test_few_files_are_open_however_many_functions_write(tmp_path: Path, monkeyp
 
 def texts(file: Path) -> list[str]:
     return [json.loads(line)["text"] for line in file.read_text().splitlines()]
+
+
+class Kept(LogSink):
+    """In memory, and in no file."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/nowhere"), nobody)
+        self.records: list[LogRecord] = []
+
+    def add(self, record: LogRecord) -> None:
+        self.records.append(record)
+
+
+class Counting(InstanceLog):
+    """Counts the lines that it is given to look at."""
+
+    looked = 0
+
+    def line(self, stream: str, text: str, *, level: str = "info", call: str | None = None) -> None:
+        self.looked += 1
+        super().line(stream, text, level=level, call=call)
+
+
+async def test_lines_that_cannot_pass_cost_their_count_alone() -> None:
+    """A pipe full of empty lines, again and again: each that is looked at is time of every stream of the node."""
+    sink = Kept()
+    log = Counting(Writer("f", 1, "i", "n1"), sink, lambda: 0.0, lambda: 1.0)
+    ours, theirs = os.pipe2(os.O_NONBLOCK)
+    reader = PipeReader(ours, log, "stderr")
+    written = 0
+    for _ in range(3):
+        written += os.write(theirs, b"\n" * 60_000)
+        await until(lambda: unread(ours) == 0)
+    written += os.write(theirs, b"\n" * 59_998 + b"last\n\n")  # what a worker has written that was killed
+    written -= len("last")
+    os.close(theirs)
+    reader.stop()
+    os.close(ours)
+    log.close()
+    assert len(sink.records) == BURST_LINES + 1
+    assert sum(record.dropped for record in sink.records) == written - BURST_LINES
+    assert list(log.tail) == [*[""] * (TAIL_LINES - 2), "last", ""]
+    assert log.looked < 2 * BURST_LINES
+
+
+def unread(pipe: int) -> int:
+    """Bytes in ``pipe``."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)

@@ -56,6 +56,8 @@ class Answer:
     hangs: bool = False
     retry_after: str | None = None
     raw: bytes | None = None
+    elsewhere: str | None = None
+    """Where a redirect without a body sends, as proxies do."""
 
 
 @dataclass
@@ -128,6 +130,8 @@ class Gateway:
     async def _respond(self, answer: Answer, request: Request) -> Response:
         if answer.raw is not None:
             return Response(answer.raw, 200)
+        if answer.elsewhere is not None:
+            return Response(status_code=308, headers={"Location": answer.elsewhere})
         own = {"Sllm-Call-Id": CALL} if request.url.path.startswith(("/fn/", "/v1/")) else {}
         if answer.problem is not None:
             headers = {**own, "Retry-After": answer.retry_after} if answer.retry_after else own

@@ -93,6 +93,18 @@ def test_json_is_one_value_a_line(gateway: Gateway) -> None:
     assert document(here("fn", "invoke", "chat", "--no-stream", "--json")) == {"a": [1]}
 
 
+@pytest.mark.parametrize("encoding", ["iso-8859-1", "ascii", "UTF8"])
+def test_json_is_json_whatever_letters_there_are(gateway: Gateway, encoding: str) -> None:
+    gateway.will(Answer((sse("é😀\x85", id=0), DONE)), Answer(problem=FunctionNotFound("no é😀")))
+    words = [*SLLM, "fn", "invoke", "chat", "text=x", "--json"]
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(words, capture_output=True, env=env, timeout=60, check=True)
+    assert json.loads(done.stdout.decode(encoding)) == "é😀\x85"
+    assert ("😀".encode() in done.stdout) == encoding.lower().startswith("utf")
+    refused = subprocess.run(words, capture_output=True, env=env, timeout=60, check=False)
+    assert json.loads(refused.stderr.decode(encoding))["error"]["message"] == "no é😀"
+
+
 def test_arguments_by_word_file_and_stdin(gateway: Gateway, tmp_path: Path) -> None:
     gateway.will(Answer(PIECES))
     (tmp_path / "args.json").write_text('{"a": 1, "text": "below"}')
@@ -527,6 +539,14 @@ def test_doctor(tmp_path: Path) -> None:
     broken = here("doctor", "--json", SLLM_NATS_URL="nats://127.0.0.1:9", PATH=path)
     assert broken.returncode == 1
     assert [each["check"] for each in json.loads(broken.stdout)["checks"] if each["level"] == "failure"] == ["nats"]
+
+
+def test_doctor_asks_the_platform_that_is_named(gateway: Gateway, tmp_path: Path) -> None:
+    gateway.will(Answer(json={"version": "9.9.9", "gateway": "g1", "nodes": 1, "functions": 0, "controller": True}))
+    words = ("--url", gateway.url, "doctor", "--json")
+    found = document(here(*words, PATH=str(tmp_path), SLLM_URL="http://127.0.0.1:9"))
+    asked = next(each for each in found["checks"] if each["check"] == "gateway")
+    assert asked["what"].startswith(f"{gateway.url}: version 9.9.9")
 
 
 def test_retries_are_not_seen(gateway: Gateway) -> None:

@@ -37,7 +37,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
     VersionNotFound,
 )
-from sllm_runtime.protocol.http import ProgressView
+from sllm_runtime.protocol.http import API, ProgressView
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, TOKEN, Answer, Gateway, error, progress, running, sse
 
@@ -414,6 +414,21 @@ def test_somebody_else_is_there(gateway: Gateway, call: Calls) -> None:
     gateway.will(Answer(raw=b"<html>hello"))
     with pytest.raises(SllmError, match="the answer is no JSON"):
         call("chat")
+
+
+def test_who_sends_elsewhere_has_done_nothing(gateway: Gateway, call: Calls, stream: Streams) -> None:
+    gateway.will(Answer(elsewhere="https://login/?next=x"))
+    with Client(retry=QUICK) as client:
+        for attempt in (
+            lambda: call("chat"),
+            lambda: stream("chat"),
+            lambda: client.request("DELETE", f"{API}/secrets/token"),
+            lambda: client.request("HEAD", f"{API}/status"),
+            lambda: client.text("/metrics"),
+        ):
+            with pytest.raises(SllmError, match=r"HTTP 308 to 'https://login/\?next=x' .*is the URL right") as caught:
+                attempt()
+            assert (caught.value.code, caught.value.retryable) == ("http_error", False)
 
 
 def test_leaving_early_cancels_the_call(gateway: Gateway) -> None:

@@ -79,10 +79,21 @@ def test_the_file_is_private_and_keeps_what_else_it_holds(home: Path) -> None:
     assert list(home.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("url", ["localhost:8600", "ftp://x", "http://", "nonsense"])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8600", "ftp://x", "http://", "nonsense", "http://host:port", "http://host:99999", "http://[::1",
+     "http://a..b", "http://a\nb"],
+)  # fmt: skip
 def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(InvalidRequest, match="no URL of a gateway"):
         profiles.load(url=url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host:8600", "https://host", "http://[::1]:8600", "http://127.0.0.1", "http://ü.de"]
+)
+def test_a_url_that_is_one(url: str) -> None:
+    assert profiles.load(url=f"{url}/").url == url
 
 
 def test_a_broken_file_is_named(home: Path) -> None:

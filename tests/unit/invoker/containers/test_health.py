@@ -1,6 +1,7 @@
 """An engine that breaks, hangs and works again while its node runs: a real program that does what a file says."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -107,6 +108,47 @@ async def test_many_failures_are_one_look(fake: Fake, health: Health, tasks: Tas
     fake.be("broken")
     await asyncio.gather(*(fails(fake.engine, "run") for _ in range(8)))
     assert len(tasks) == 1
+
+
+async def test_a_trial_that_this_machine_cannot_make_is_made_again(fake: Fake, tasks: Tasks) -> None:
+    """Without a descriptor left, say: nothing asks for another trial while there is a problem."""
+    short = True
+
+    async def trial() -> None:
+        if short:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    health = Health(trial, tasks, again_s=(0.05,))
+    fake.engine.listeners.append(health.suspect)
+    fake.be("hangs")
+    await fails(fake.engine, "run")
+    await until(lambda: "cannot be tried: [Errno 24] Too many open files" in health.problem)
+    short = False
+    await until(lambda: not health.problem)
+
+
+async def test_an_image_that_is_gone_is_made_again(fake: Fake, tmp_path: Path) -> None:
+    """`image prune` takes one that no container runs from."""
+    asked = 0
+
+    async def image() -> str:
+        nonlocal asked
+        asked += 1
+        return "localhost/no-such-image:1"
+
+    owner = Owner(node="n1", place=str(tmp_path), boot="b1")
+    sizes = Sizes(memory=1 << 30, cpu=1.0, pids=64, tmp=1 << 20)
+    driver = ContainerDriver(fake.engine, image, ("python",), owner, tmp_path / "sandboxes", sizes)
+    fake.be("picky")
+    await driver.start()
+    try:
+        for number in range(1, 3):
+            with pytest.raises(EngineFailed, match="no such image"):
+                await driver.create(f"sb-{number}")
+            assert asked == number
+        assert driver.problem == ""
+    finally:
+        await driver.close()
 
 
 @pytest.mark.parametrize("mode", ["broken", "hangs"])

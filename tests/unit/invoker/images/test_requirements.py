@@ -51,10 +51,21 @@ def test_source_is_not_built(wheels: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_nobody_reads_the_nodes_environment(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip says which markers do not hold, and reads a variable's name in a file of requirements as its value."""
+    monkeypatch.setenv("OF_THE_OPERATOR", "secret")
+    wanted = ['six; os_name == "${OF_THE_OPERATOR}"', "no-such-package"]
+    with pytest.raises(ImageFailed) as caught:
+        requirements.layer(wanted, tmp_path / "shadow")
+    assert "${OF_THE_OPERATOR}" in caught.value.message
+    assert "secret" not in caught.value.message
+
+
 @pytest.mark.parametrize(
     "line",
     ["-r /etc/passwd", "--index-url=http://x", "evil @ file:///etc", "evil @ https://x/y.whl", "./here", "/etc", "",
-     "a b", "ok\n-r /etc/passwd", "ok #\\\n"],
+     "a b", "ok\n-r /etc/passwd", "ok #\\\n", "evil===/../../evil-1.0-py3-none-any.whl", "ok===1\0",
+     "ok===\ud800"],
 )  # fmt: skip
 def test_what_names_no_package_of_an_index_is_refused(line: str) -> None:
     with pytest.raises(ImageFailed, match=r"requirement .*(name>=1|is an address)"):
