@@ -35,9 +35,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 log.info("listening on http://%s:%d", host, port)
                 ready()
                 await stop.wait()
-                server.should_exit = True
-                await gateway.drain()
-                await serving
+                await server.finish(serving, gateway.drain())
         finally:
             await tasks.close()
             await bus.close()

@@ -105,7 +105,7 @@ class Gateway:
             lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, clock
         )
         self._presence = Presence(bus, subjects.heard, NOTHING, self._succession.overdue, self._succession.left, clock)
-        keeping = Keeping(bus, self._detached, journal, self.table, self._recent, writer, clock)
+        keeping = Keeping(bus, self._detached, journal, self.table, self._recent, writer, settings.max_output, clock)
 
         def others() -> set[str]:
             return {life.gateway for life in roll.living(lives.me.life)}
@@ -115,7 +115,6 @@ class Gateway:
             journal,
             self._detached,
             keeping,
-            self.table,
             self._recent,
             others,
             self._succession.coming,

@@ -35,7 +35,7 @@ def declared_length(scope: Scope) -> int | None:
     text = header(scope, b"content-length")
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise InvalidRequest("Content-Length is no number")
     return int(text)
 

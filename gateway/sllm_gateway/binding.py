@@ -22,6 +22,7 @@ class Binding:
         self.entry = entry
         self.inbox = Inbox(window, now=now)
         self.outbox = Outbox()
+        self._first_bytes = min(len(body), limits.MAX_PART)
         for start in range(0, len(body), limits.MAX_PART):
             self.outbox.push(FrameKind.BODY, body[start : start + limits.MAX_PART])
         self.outbox.close()
@@ -94,9 +95,9 @@ class Binding:
         return self.acknowledge(now, force=True)
 
     # --- the request's body -----------------------------------------------------------------------
-    def first(self) -> tuple[Frame, ...]:
-        """What of the body travels with the request to take the call."""
-        frames = self.outbox.take(limits.BATCH_BYTES)
+    def first(self, room: int) -> tuple[Frame, ...]:
+        """What of the body travels with the request to take the call, in ``room`` bytes: ``body`` sends the rest."""
+        frames = self.outbox.take(room) if self._first_bytes <= room else ()
         self._with_request = len(frames)
         return frames
 

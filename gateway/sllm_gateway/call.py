@@ -12,8 +12,10 @@ from sllm_gateway.move import Move
 from sllm_gateway.pace import Pace
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.table import Version
+from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import SllmError
-from sllm_runtime.protocol.frames import CallHead, End, Frame
+from sllm_runtime.protocol.frames import CallHead, End, Frame, Open
+from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.records import Route, RouteEntry
 from sllm_runtime.protocol.states import CALL, CallState, check, final
 
@@ -116,7 +118,7 @@ class Call:
     stays: bool = False
     """Another instance did not say the same: it is moved no more."""
     numerics: str = ""
-    """Fingerprint of the first instance that took it: only an equal one goes on with it."""
+    """Fingerprint of the first instance that took it: only an equal one goes on with what is there of it."""
     inherited: bool = False
     """Of a gateway that is no more: its caller may have had more than is known of."""
     exact: bool = True
@@ -126,6 +128,8 @@ class Call:
     that credit."""
     taken: bool = False
     """Whether the reader has had any: nothing can be retried from then on."""
+    journaled: bool = False
+    """Whether its reader is a journal: what that has stays in it, ids too."""
     end: End | None = None
     error: SllmError | None = None
     reading: bool = True
@@ -168,6 +172,16 @@ class Call:
         if self.resumption is not None:
             self.resumption = self.resumption.anew()
         self.go_on(now)
+
+    def draw_anew(self) -> None:
+        """What goes on with it draws other ids: those until now, of which nobody has seen a value, are thrown away."""
+        cost = sum(frame.cost for frame in self.frames)
+        self.frames.clear()
+        self.buffered -= cost
+        self.of_before -= cost
+        self.exact, self.numerics = True, ""
+        if self.resumption is not None:
+            self.resumption = self.resumption.anew(deaths=True)
 
     def break_off(self, *, stopped: bool) -> bool:
         """Its instance has died: whether another may go on (``Resumption.break_off``). Half an output is dropped."""
@@ -232,6 +246,11 @@ class Call:
             self.unblock()
 
     # --- what is sent of it -----------------------------------------------------------------------
+    def request(self, binding: Binding, now: float) -> Open:
+        """Asks to take it. A head with many ids leaves less room for the body."""
+        head = self.head(binding, now)
+        return Open(head=head, first=binding.first(BATCH_BYTES - len(codec.pack(head))))
+
     def head(self, binding: Binding, now: float) -> CallHead:
         """What the node must know."""
         manifest = self.version.manifest

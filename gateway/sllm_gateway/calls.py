@@ -35,6 +35,7 @@ from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import Cancelled, Draining, GatewayStopped, SllmError
 from sllm_runtime.protocol.frames import ToNode
 from sllm_runtime.protocol.node import NodeStatus, Progress
+from sllm_runtime.protocol.states import CallState
 
 log = logging.getLogger(__name__)
 
@@ -214,11 +215,12 @@ class Calls:
         self._ending.fail(call, error)
 
     def cancel(self, call: str) -> bool:
-        """End the call of that id on request; whether there was one."""
+        """End the call of that id on request: whether it is cancelled. One that is over stays as it is."""
         found = self._open.get(call)
-        if found is not None:
-            self._ending.fail(found, Cancelled("cancelled on request"))
-        return found is not None
+        if found is None:
+            return False
+        self._ending.fail(found, Cancelled("cancelled on request"))
+        return found.state is CallState.CANCELLED
 
     def on_version(self, version: Version) -> None:
         """Its route has changed, or it was removed."""

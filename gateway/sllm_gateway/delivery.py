@@ -20,6 +20,9 @@ from sllm_runtime.protocol.frames import Ack, Beat, Cancel, End, Frame, FrameKin
 
 log = logging.getLogger(__name__)
 _END: Final = FrameKind.END  # an enum's member is found through its class: for every token that counts
+FRAME_BYTES: Final = 32
+"""An answer that is not streamed may be in as many frames as ``max_output`` holds pieces of this size: each takes some
+150 bytes of memory beside its data. 128 continuations of 4,096 tokens come in half of what 32 MiB allow."""
 
 
 class Delivery:
@@ -134,10 +137,16 @@ class Delivery:
         if call.order.stream:
             self._arrivals.add(call)
             return
-        binding.inbox.consume(cost)  # collected here, and bounded by max_output
-        if call.buffered > self._max_output:
-            error = OutputTooLarge(f"the answer is larger than {self._max_output} bytes; stream it, or answer less")
-            self._ending.fail(call, error)
+        binding.inbox.consume(cost)  # collected here, and bounded
+        if why := self._too_large(call):
+            self._ending.fail(call, OutputTooLarge(f"the answer {why}; stream it, or answer less"))
+
+    def _too_large(self, call: Call) -> str:
+        """What is wrong with an answer that is collected, if anything. Its bytes are counted without its frames."""
+        if call.buffered - len(call.frames) * limits.FRAME_COST > self._max_output:
+            return f"is larger than {self._max_output} bytes"
+        most = self._max_output // FRAME_BYTES
+        return f"is in more than {most} pieces" if len(call.frames) > most else ""
 
     def on_restart(self, node: str) -> None:
         """A node was started anew. It answers ``Unknown`` for the calls it has lost."""

@@ -25,7 +25,7 @@ from sllm_gateway.call import Call, Earlier, Order
 from sllm_gateway.calls import Calls
 from sllm_gateway.journal import CLAIMED_S, Journal, kept_s, known_s
 from sllm_gateway.metrics import Metrics
-from sllm_gateway.resumption import Resumption
+from sllm_gateway.resumption import VALUES, Resumption
 from sllm_gateway.table import RouteTable, Version
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.owned import Tasks
@@ -161,11 +161,8 @@ class Detached:
             log.error("what is left of a call that was not begun stays: %s", problem.message, extra={"call": call})
 
     def cancel(self, call: str) -> bool:
-        """End it, if it runs here: whether it does."""
-        run = self._running.get(call)
-        if run is not None:
-            self._calls.fail(run.call, Cancelled("cancelled on request"))
-        return run is not None
+        """As ``Calls.cancel``, if it runs here."""
+        return call in self._running and self._calls.cancel(call)
 
     def read(self, call: str) -> None:
         """Somebody reads it."""
@@ -223,6 +220,7 @@ class Detached:
         self, call: Call, asked: CallOrder, journaled: Journaled, fence: int, frames: Sequence[Frame] = ()
     ) -> None:
         """``frames``: what its journal has of the answer."""
+        call.journaled = True
         run = self._running[call.id] = _Run(call, asked, journaled, fence, self._clock())
         if not (_resumable(call.version) or call.version.manifest.retries):
             call.before_open = functools.partial(self._began, run)
@@ -292,8 +290,8 @@ class Detached:
             await self._began(run)
         cost = call.buffered
         call.held += call.take()
-        whole = max((at for at, frame in enumerate(call.held, 1) if not frame.more), default=0)
-        ready, call.held = call.held[:whole], call.held[whole:]
+        end = whole(call.held)
+        ready, call.held = call.held[:end], call.held[end:]
         if not await self._write_batches(run, ready):
             call.frames.clear()
         if cost:
@@ -416,6 +414,15 @@ def _resumable(version: Version) -> bool:
 def stream_of(order: CallOrder) -> str:
     """Where its journal is."""
     return CALLS_STREAM if order.durable else JOURNAL_STREAM
+
+
+def whole(frames: Sequence[Frame]) -> int:
+    """How many of ``frames`` end with no value half there: ids may come between its parts."""
+    end, half = 0, False
+    for at, frame in enumerate(frames, 1):
+        half = frame.more if frame.kind in VALUES else half
+        end = end if half else at
+    return end
 
 
 def batches(frames: Sequence[Frame]) -> list[tuple[Frame, ...]]:

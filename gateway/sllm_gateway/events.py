@@ -1,4 +1,4 @@
-"""SSE responses that are no calls: a deployment's progress, logs, events."""
+"""Responses that are no calls of their own: a deployment's progress, logs, events, the answers of kept calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Final
 import msgspec
 
 from sllm_gateway import sse
-from sllm_gateway.asgi import PIECE, Headers, Receive, Send
-from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import SllmError
+from sllm_gateway.asgi import PIECE, Headers, Message, Scope, Send
+from sllm_gateway.server import CLOSE_AFTER_S, Connection
+from sllm_runtime.platform.owned import Tasks, end
+from sllm_runtime.protocol.errors import SllmError, SlowConsumer
 from sllm_runtime.protocol.http import error_view
 
 SSE_HEADERS: Headers = [
@@ -29,7 +30,10 @@ QUIET_S: Final = 1.0
 
 
 class EventWriter:
-    """Writes what ``source`` yields, heartbeats between, and ``[DONE]`` at its end. Owner of the tasks it needs."""
+    """Writes what ``source`` yields, heartbeats between, and ``[DONE]`` at its end. Owner of the tasks it needs.
+
+    A client that takes nothing for ``slow`` seconds gets an error, and is cut off where it does not take that either.
+    """
 
     def __init__(self, tasks: Tasks, *, headers_wait: float, heartbeat: float, slow: float) -> None:
         self._tasks = tasks
@@ -40,7 +44,7 @@ class EventWriter:
     async def write(
         self,
         source: Source,
-        receive: Receive,
+        scope: Scope,
         send: Send,
         *,
         headers: Iterable[tuple[bytes, bytes]] = (),
@@ -51,39 +55,37 @@ class EventWriter:
     ) -> None:
         """One response. Errors of ``source`` before the first piece (or ``headers_wait``) are raised, later written as
         ``failed`` says. ``quiet`` is asked what to say while nothing comes."""
-        gone = self._tasks.start(_gone(receive), "caller")
+        connection: Connection = scope["state"]["connection"]
+        gone = asyncio.get_running_loop().create_future()
         pause = _Pause(self._heartbeat, quiet)
         step: Step | None = None
         saying: asyncio.Task[bytes] | None = None
         begun = False
         try:
-            while True:
-                step = step or self._tasks.start(_next(source), "next event")
-                if begun:
-                    saying = saying or self._tasks.start(pause.says(), "pause")
-                awaited = {step, gone, saying} if saying is not None else {step, gone}
-                wait = None if begun else self._headers_wait
-                await asyncio.wait(awaited, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    return
-                piece, last = b"", False
-                if saying is not None and saying.done():
-                    piece, saying = saying.result(), None
-                if step.done():  # what was to be said before is no longer so
-                    (piece, last), step = self._piece(step, begun, failed), None
-                if not begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *headers]})
-                    begun = True
-                if not await self._send(piece, send, last=last) or last:
-                    return
-                pause.wrote()
+            with connection.watched(lambda: gone.set_result(None)):
+                while True:
+                    step = step or self._tasks.start(_next(source), "next event")
+                    if begun:
+                        saying = saying or self._tasks.start(pause.says(), "pause")
+                    awaited = {step, gone, saying} if saying is not None else {step, gone}
+                    wait = None if begun else self._headers_wait
+                    await asyncio.wait(awaited, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                    if gone.done():
+                        return
+                    piece, last = b"", False
+                    if saying is not None and saying.done():
+                        piece, saying = saying.result(), None
+                    if step.done():  # what was to be said before is no longer so
+                        (piece, last), step = self._piece(step, begun, failed), None
+                    if not begun:
+                        await self._begin([*SSE_HEADERS, *headers], send, connection)
+                        begun = True
+                        last = last or scope["method"] == "HEAD"  # which wants no more, and would wait for it for ever
+                    if not await self._goes_on(piece, last, failed, send, connection):
+                        return
+                    pause.wrote()
         finally:
-            gone.cancel()
-            left = {task for task in (step, saying) if task is not None}
-            for task in left:
-                task.cancel()
-            if left:
-                await asyncio.wait(left)
+            await end(task for task in (step, saying) if task is not None)
             await source.aclose()
 
     @staticmethod
@@ -96,14 +98,45 @@ class EventWriter:
             return failed(piece), True
         return (sse.DONE, True) if piece is None else (piece, False)
 
-    async def _send(self, piece: bytes, send: Send, *, last: bool) -> bool:
-        """Whether the client took it in time."""
+    async def _goes_on(
+        self, piece: bytes, last: bool, failed: Callable[[SllmError], bytes], send: Send, connection: Connection
+    ) -> bool:
+        """Write it; whether there is more to write."""
+        if await self._send(piece, send, connection, more=not last):
+            return not last
+        if not last:
+            error = SlowConsumer(f"the reader took nothing for {self._slow:g} s; read faster")
+            await self._send(failed(error), send, connection, more=False)
+        connection.abort_after(CLOSE_AFTER_S)
+        return False
+
+    async def whole(self, scope: Scope, send: Send, headers: Headers, body: bytes) -> None:
+        """A response in one piece, however large: who takes nothing of it is cut off as from events."""
+        connection: Connection = scope["state"]["connection"]
+        await self._begin([*headers, (b"content-length", b"%d" % len(body))], send, connection)
+        if not await self._send(body, send, connection, more=False):
+            connection.abort_after(CLOSE_AFTER_S)
+
+    async def _begin(self, headers: Headers, send: Send, connection: Connection) -> None:
+        await self._put({"type": "http.response.start", "status": 200, "headers": headers}, send, connection)
+
+    async def _send(self, data: bytes, send: Send, connection: Connection, *, more: bool) -> bool:
+        """Whether the client took it in time; what is begun is written whole all the same, since more may follow it."""
+        in_time = True
+        for start in range(0, max(1, len(data)), PIECE):
+            piece = data if len(data) <= PIECE else data[start : start + PIECE]
+            message = {"type": "http.response.body", "body": piece, "more_body": more or start + PIECE < len(data)}
+            in_time = await self._put(message, send, connection) and in_time
+        return in_time
+
+    async def _put(self, message: Message, send: Send, connection: Connection) -> bool:
+        """Whether the client took what was before it in time; else it goes to the buffer, however full that is."""
         try:
             async with asyncio.timeout(self._slow):
-                for start in range(0, max(1, len(piece)), PIECE):
-                    more = not last or start + PIECE < len(piece)
-                    await send({"type": "http.response.body", "body": piece[start : start + PIECE], "more_body": more})
-        except TimeoutError:
+                await send(message)
+        except TimeoutError:  # it waited, so nothing of it is written
+            connection.unblock()
+            await send(message)
             return False
         return True
 
@@ -146,8 +179,3 @@ async def _next(source: Source) -> bytes | SllmError | None:
         return await anext(source, None)
     except SllmError as error:
         return error
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -19,11 +19,14 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.consumers import SILENCE_S, consumer, forget
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.limits import MIB
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.2
 QUEUED = 4096
+QUEUED_BYTES = 8 * MIB
+"""Of messages that their reader has not taken yet. What comes beyond is left, and read when it has come so far."""
 
 
 class Message(NamedTuple):
@@ -130,18 +133,18 @@ async def _consume(
     bus: Bus, stream: str, subject: str | Sequence[str], since: float | None, after: int
 ) -> AsyncGenerator[_Read, None]:
     """What one consumer says."""
-    queue: asyncio.Queue[Msg | None] = asyncio.Queue(QUEUED)
     inbox = bus.new_inbox()
-    off = bus.on_reconnect(lambda: queue.put(None))
     subscription, asked = None, _config(inbox, subject, since, after)
+    come = _Come(lambda: forget(bus, stream, asked))
+    off = bus.on_reconnect(come.end)
     try:
-        subscription = await bus.subscribe_raw(inbox, queue.put)
+        subscription = await bus.subscribe_raw(inbox, come.put)
         made = await bus.jetstream.add_consumer(stream, asked)
         if not made.num_pending and not (made.delivered and made.delivered.consumer_seq):
             yield _Read()
         delivered = 0
         while True:
-            message = await _next(queue)
+            message = await come.next()
             if not message.reply.startswith("$JS.ACK."):
                 last = (message.headers or {}).get("Nats-Last-Consumer")
                 if last is not None and int(last) != delivered:
@@ -162,15 +165,43 @@ async def _consume(
             await subscription.unsubscribe()
 
 
-async def _next(queue: asyncio.Queue[Msg | None]) -> Msg:
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            message = await queue.get()
-    except TimeoutError:
-        raise _Missing("no heartbeat") from None
-    if message is None:
-        raise _Missing("NATS was gone")
-    return message
+class _Come:
+    """What a consumer has sent and its reader has not taken yet. ``forget`` the consumer of a reader that lags: else
+    all that is left would be sent, to be thrown away."""
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue(QUEUED)
+        self._forget = forget
+        self._bytes = 0
+        self._full = False
+
+    async def put(self, message: Msg) -> None:
+        """It is left, and all behind it, where that would be more than QUEUED_BYTES."""
+        if self._full:
+            return
+        self._bytes += len(message.data)
+        self._full = self._bytes > QUEUED_BYTES
+        if self._full:
+            self._forget()
+            await self.end()
+        else:
+            await self._queue.put(message)
+
+    async def end(self) -> None:
+        """No more comes that counts."""
+        await self._queue.put(None)
+
+    async def next(self) -> Msg:
+        """Raises ``_Missing``."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                message = await self._queue.get()
+        except TimeoutError:
+            raise _Missing("no heartbeat") from None
+        if message is None:
+            raise _Missing("NATS was gone, or more came than was read")
+        self._bytes -= len(message.data)
+        return message
 
 
 def _config(inbox: str, subject: str | Sequence[str], since: float | None, after: int) -> ConsumerConfig:

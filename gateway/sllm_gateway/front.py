@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,12 +13,14 @@ from starlette.routing import Router
 from sllm_gateway import errors
 from sllm_gateway.asgi import Message, Receive, Scope, Send, answer, header, refuse_body
 from sllm_gateway.auth import Auth
+from sllm_gateway.calls import STOPPED
 from sllm_gateway.errors import quoted
 from sllm_gateway.metrics import Metrics
 from sllm_runtime.platform import trace
 from sllm_runtime.protocol.errors import (
     BodyTimeout,
     BodyTooLarge,
+    GatewayStopped,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
@@ -59,12 +62,15 @@ class Front:
             await self._error(error, scope, receive, seen)
         except HTTPException as error:
             await self._error(_typed(error, scope), scope, receive, seen)
+        except asyncio.CancelledError:  # by the server, which waits no longer: see ``Server.finish``
+            await self._error(GatewayStopped(STOPPED), scope, receive, seen)
+            raise
         except Exception as error:
             log.exception("%s %s failed", scope["method"], scope["path"], extra={"call": scope.get("sllm.call")})
             bug = InternalError(f"the gateway failed ({type(error).__name__}); its log has more under this call's id")
             await self._error(bug, scope, receive, seen)
         finally:
-            family = scope["path"].split("/", 2)[1]
+            family = scope["path"].partition("/")[2].partition("/")[0]  # of `*` there is none
             self._metrics.requests.labels(family if family in FAMILIES else "other", str(seen.status)).inc()
 
     async def _error(self, error: SllmError, scope: Scope, receive: Receive, seen: _Seen) -> None:

@@ -15,7 +15,6 @@ from sllm_runtime.platform import trace
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import DeadlineExceeded, InstanceLost, SllmError
 from sllm_runtime.protocol.events import Kind
-from sllm_runtime.protocol.frames import Open
 from sllm_runtime.protocol.records import RouteEntry
 from sllm_runtime.protocol.states import CallState
 
@@ -51,6 +50,8 @@ class Handover:
             text = f"the instance died, and {entry.instance} computes other bits: the rest would be of another answer"
             self._ending.fail(call, InstanceLost(f"{text}; call again"))
             return
+        if call.numerics and call.numerics != entry.fingerprint:
+            call.draw_anew()
         if call.marks.first is not None:
             call.marks.resumed = now
         else:
@@ -65,7 +66,7 @@ class Handover:
     async def _open(self, call: Call, binding: Binding) -> None:
         if call.before_open is not None and not await self._may_open(call, binding, call.before_open):
             return
-        request = Open(head=call.head(binding, self._clock()), first=binding.first())
+        request = call.request(binding, self._clock())
         try:
             with trace.within(call.order.traceparent):
                 opened = await self._link.open(binding.node, request)
@@ -131,6 +132,9 @@ class Handover:
 
 
 def other_numerics(call: Call, entry: RouteEntry) -> bool:
-    """Whether the answer has begun, or may have, on an instance of another numerics class."""
-    begun = call.resumption is not None and (call.resumption.delivered > 0 or (call.inherited and bool(call.numerics)))
-    return begun and call.numerics != entry.fingerprint
+    """Whether the answer has begun, or may have, on an instance of another numerics class. In a journal it begins with
+    its first ids: whoever goes on with the call has them."""
+    if call.resumption is None or call.numerics == entry.fingerprint:
+        return False
+    written = call.journaled and call.taken
+    return call.resumption.delivered > 0 or written or (call.inherited and bool(call.numerics))

@@ -201,6 +201,15 @@ class Journal:
         if await self._stored.last(JOURNAL_STREAM, call_entries(JOURNAL_STREAM, call)) is not None:
             raise expired(call)
 
+    async def end_of(self, stream: str, call: str) -> Journaled:
+        """Of a call alone how it has ended, if it has, and whether its answer is kept."""
+        found = Journaled()
+        for name in ("ended", "kept"):
+            there = await self._stored.last(stream, call_entry(stream, call, name))
+            if there is not None:
+                found.take(entry_of(there[1]))
+        return found
+
     async def entries(self, stream: str, call: str) -> AsyncGenerator[Entry | None, None]:
         """Everything that is and will be written of a call, in order; None once all that was there has come. While
         nothing comes it is looked for every READING_S: raises ``JournalExpired`` once its order is gone."""

@@ -13,14 +13,15 @@ from typing import Final
 
 import msgspec
 
-from sllm_gateway.asgi import Headers, Receive, Scope, Send, answer, exactness, header
+from sllm_gateway import views
+from sllm_gateway.asgi import PIECE, Headers, Scope, Send, answer, exactness, header
 from sllm_gateway.call import Order
 from sllm_gateway.detached import Detached, stream_of
 from sllm_gateway.events import EventWriter
 from sllm_gateway.journal import CLAIMED_S, Journal, digest, expired
 from sllm_gateway.outputs import Stream
 from sllm_gateway.recent import Recent
-from sllm_gateway.replay import After, body_of
+from sllm_gateway.replay import After, Whole, name_of, success
 from sllm_gateway.replay import stream_of as encoder_of
 from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus
@@ -34,10 +35,10 @@ from sllm_runtime.protocol.errors import (
     InvalidArgument,
     InvalidRequest,
     JournalExpired,
+    OutputTooLarge,
     SllmError,
     Unavailable,
 )
-from sllm_runtime.protocol.frames import End, Frame
 from sllm_runtime.protocol.http import CALL_ID
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.states import CallState
@@ -81,16 +82,17 @@ class Keeping:
         table: RouteTable,
         recent: Recent,
         writer: EventWriter,
+        max_output: int,
         clock: Callable[[], float],
     ) -> None:
+        """``max_output``: bytes of the largest answer that is not streamed."""
         self._bus, self._detached, self._journal, self._writer = bus, detached, journal, writer
         self._table, self._recent = table, recent
+        self._max_output = max_output
         self._clock = clock
 
     # --- beginning --------------------------------------------------------------------------------
-    async def begin(
-        self, scope: Scope, receive: Receive, send: Send, order: Order, asked: CallOrder, wish: Wish
-    ) -> None:
+    async def begin(self, scope: Scope, send: Send, order: Order, asked: CallOrder, wish: Wish) -> None:
         """Begin the call, or join the one that has its key; then 202, or its answer as ``order.stream`` says."""
         claim = KeyClaim(call=asked.call, body=digest(order.body))
         if wish.key:
@@ -103,10 +105,9 @@ class Keeping:
         if wish.durable:
             await self._accepted(found, send)
         elif order.stream:
-            await self.events(found, receive, send, last=-1, at_once=False)
+            await self.events(found, scope, send, last=-1, at_once=False)
         else:
-            ran = self._table.get(found.function, found.version) or order.version  # another is active by now, maybe
-            await self.whole(found, ran.manifest.handler.streams, scope, send)
+            await self.whole(found, scope, send)
 
     async def _submit(self, order: Order, asked: CallOrder) -> None:
         try:
@@ -152,7 +153,7 @@ class Keeping:
         await answer(send, 202, headers, msgspec.json.encode({"id": call, "state": journaled.state.value}))
 
     # --- reading ----------------------------------------------------------------------------------
-    async def events(self, order: CallOrder, receive: Receive, send: Send, *, last: int, at_once: bool = True) -> None:
+    async def events(self, order: CallOrder, scope: Scope, send: Send, *, last: int, at_once: bool = True) -> None:
         """The stream as it would have been, from after event ``last``. ``at_once``: an error is an event too, however
         early it comes."""
         encoder = encoder_of(order)
@@ -164,59 +165,92 @@ class Keeping:
         headers = ((CALL_ID.lower().encode(), order.call.encode()),)
         source = self._read(order, after, at_once)
         quiet = _Waiting(self._recent, order.call, encoder)
-        await self._writer.write(source, receive, send, headers=headers, failed=failed, quiet=quiet.says)
+        await self._writer.write(source, scope, send, headers=headers, failed=failed, quiet=quiet.says)
 
     async def _read(self, order: CallOrder, after: After, at_once: bool) -> AsyncGenerator[bytes, None]:
-        journaled, past = Journaled(), False
-        waiting: list[bytes] = []
-        async with self._told(order), aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
+        """A long history comes in pieces, so that a reader that is slow holds one of them and not all."""
+        stream, journaled, past = stream_of(order), Journaled(), False
+        piece, begun = b"", False
+        async with self._told(order), aclosing(self._journal.entries(stream, order.call)) as entries:
             async for entry in entries:
                 if entry is None:
                     past = True
                     await self._require(order, journaled)
-                    waiting += [b""] if at_once else []
                 else:
                     frames = list(journaled.take(entry))
                     if not journaled.exact:
                         after.inexact()
-                    waiting.append(after.frames(frames))
-                if past and (any(waiting) or entry is None) and waiting:
-                    yield b"".join(waiting)
-                    waiting.clear()
+                    piece += after.frames(frames)
+                    if not (past or begun) and len(piece) >= PIECE:  # its end is far: whether it has one comes first
+                        require_kept(await self._journal.end_of(stream, order.call))
+                if (piece and (past or len(piece) >= PIECE)) or (entry is None and at_once):
+                    begun = True
+                    yield piece
+                    piece = b""
                 if past and journaled.ended is not None:
-                    yield after.end(_success(journaled))
+                    yield after.end(success(journaled))
                     return
 
-    async def whole(self, order: CallOrder, streams: bool, scope: Scope, send: Send) -> None:
+    async def whole(self, order: CallOrder, scope: Scope, send: Send) -> None:
         """The answer in one piece, when all of it is there."""
         connection = scope["state"]["connection"]
-        collecting = asyncio.create_task(self.collect(order))
+        collecting = asyncio.create_task(self._collect(order))
         with connection.watched(collecting.cancel):
             try:
                 await asyncio.wait({collecting})
                 if collecting.cancelled():
                     raise Cancelled("the caller went away")
-                journaled, frames = collecting.result()
+                found = collecting.result()
             finally:
                 collecting.cancel()
                 await asyncio.wait({collecting})
-        body = body_of(order, streams=streams, exact=journaled.exact).body(frames, _success(journaled))
-        headers = [_JSON, (CALL_ID.lower().encode(), order.call.encode()), *exactness(exact=journaled.exact)]
-        await answer(send, 200, headers, body)
+        body = found.body(order, streams=self._streams(order))
+        headers = [_JSON, (CALL_ID.lower().encode(), order.call.encode()), *exactness(exact=found.journaled.exact)]
+        await self._writer.whole(scope, send, headers, body)
 
-    async def collect(self, order: CallOrder) -> tuple[Journaled, list[Frame]]:
-        """All that is written of it, and its answer's frames, once it has ended."""
-        journaled, frames, past = Journaled(), list[Frame](), False
+    async def _collect(self, order: CallOrder) -> Whole:
+        """It, once the call has ended. Raises ``OutputTooLarge`` as soon as it is."""
+        found, past = Whole(self._max_output), False
         async with self._told(order), aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
             async for entry in entries:
                 if entry is None:
                     past = True
-                    await self._require(order, journaled)
+                    await self._require(order, found.journaled)
                 else:
-                    frames += journaled.take(entry)
-                if past and journaled.ended is not None:
+                    found.take(entry)
+                if past and found.journaled.ended is not None:
                     break
-        return journaled, frames
+                if past:
+                    found.require_small(order.call)
+        return found
+
+    async def status(self, order: CallOrder, scope: Scope, send: Send) -> None:
+        """How it stands, and what its route would have answered without streaming: that is JSON already."""
+        found = Whole(self._max_output)
+        async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
+            async for entry in entries:
+                if entry is None:
+                    break
+                found.take(entry)
+        journaled = found.journaled
+        if journaled.order is None:
+            raise expired(order.call)
+        view = views.call(journaled, await self._recent.anywhere(order.call) if journaled.ended is None else None)
+        result = b"null"
+        if journaled.state is CallState.SUCCEEDED and journaled.kept and journaled.whole:
+            try:
+                result = found.body(order, streams=self._streams(order))
+            except OutputTooLarge as error:
+                view = view.model_copy(update={"error": views.error(error.body())})
+        body = msgspec.json.encode(view.model_dump(mode="json") | {"result": msgspec.Raw(result)})
+        await self._writer.whole(scope, send, [_JSON, *exactness(exact=journaled.exact)], body)
+
+    def _streams(self, order: CallOrder) -> bool:
+        """Whether its function is a generator, also where its version is no more."""
+        if order.streams is not None:
+            return order.streams
+        version = self._table.get(order.function, order.version)
+        return version is not None and version.manifest.handler.streams
 
     async def _require(self, order: CallOrder, journaled: Journaled) -> None:
         """Raises ``JournalExpired`` where what was there of a call says that nothing more of it will come."""
@@ -269,22 +303,5 @@ def require_kept(journaled: Journaled) -> None:
     """Raises ``JournalExpired`` for what has ended too long ago."""
     if journaled.ended is not None and not journaled.kept:
         raise JournalExpired(
-            f"{_name(journaled)} ended {journaled.ended.state} and its answer is no longer kept; call again"
+            f"{name_of(journaled)} ended {journaled.ended.state} and its answer is no longer kept; call again"
         )
-
-
-def _name(journaled: Journaled) -> str:
-    return journaled.order.call if journaled.order is not None else "the call"
-
-
-def _success(journaled: Journaled) -> End:
-    """Raises how the call failed, ``JournalExpired`` where not all of its answer is there: it must not seem whole."""
-    assert journaled.ended is not None
-    if not journaled.whole:
-        raise JournalExpired(
-            f"of the answer of {_name(journaled)} only the first {journaled.frames} of {journaled.total} frames are"
-            " kept: the journal is full, or its server was killed; call again"
-        )
-    if journaled.ended.error is not None:
-        raise journaled.ended.error.to_error()
-    return End(usage=journaled.ended.usage)

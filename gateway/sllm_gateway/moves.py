@@ -151,7 +151,7 @@ class Moves:
         if pace := _pace(call, kept, now):
             pace.go_on()
         self._dispatcher.take(call, entry.instance)
-        request = Open(head=call.head(binding, now), first=binding.first())  # now: the move counts from what it says
+        request = call.request(binding, now)  # now: the move counts from what it says
         self._tasks.start(self._open(call, call.move, request), "move")
 
     async def _open(self, call: Call, move: Move, request: Open) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from sllm_gateway.delivery import FRAME_BYTES
 from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
 from sllm_gateway.outputs import Body, FunctionBody, FunctionStream, Stream
-from sllm_runtime.protocol.calls import CallOrder
+from sllm_runtime.protocol.calls import CallOrder, Entry, Journaled
+from sllm_runtime.protocol.errors import JournalExpired, OutputTooLarge
 from sllm_runtime.protocol.frames import End, Frame
 
 _ID: Final = re.compile(rb"id: (\d+)\n")
@@ -36,6 +38,63 @@ def body_of(order: CallOrder, *, streams: bool, exact: bool) -> Body:
     if not exact:
         body.inexact()
     return body
+
+
+def success(journaled: Journaled) -> End:
+    """Of a call that has ended. Raises how it failed, ``JournalExpired`` where not all of its answer is there: it must
+    not seem whole."""
+    assert journaled.ended is not None
+    if not journaled.whole:
+        raise JournalExpired(
+            f"of the answer of {name_of(journaled)} only the first {journaled.frames} of {journaled.total} frames are"
+            " kept: the journal is full, or its server was killed; call again"
+        )
+    if journaled.ended.error is not None:
+        raise journaled.ended.error.to_error()
+    return End(usage=journaled.ended.usage)
+
+
+def name_of(journaled: Journaled) -> str:
+    """How errors name it."""
+    return journaled.order.call if journaled.order is not None else "the call"
+
+
+class Whole:
+    """The answer in one piece, from the entries of its call. Of one that is larger than ``most`` bytes, or in more
+    frames than ``delivery`` would take for that, nothing is held."""
+
+    def __init__(self, most: int) -> None:
+        self.journaled = Journaled()
+        self._frames: list[Frame] = []
+        self._nbytes, self._count, self._most = 0, 0, most
+
+    def take(self, entry: Entry) -> None:
+        """One more of them."""
+        new = self.journaled.take(entry)
+        self._nbytes += sum(len(frame.data) for frame in new)
+        self._count += len(new)
+        if self.too_large:
+            self._frames.clear()
+        else:
+            self._frames += new
+
+    @property
+    def too_large(self) -> bool:
+        return self._nbytes > self._most or self._count > self._most // FRAME_BYTES
+
+    def body(self, order: CallOrder, *, streams: bool) -> bytes:
+        """It, once the call has ended. Raises as ``success``, and ``OutputTooLarge``."""
+        end = success(self.journaled)
+        self.require_small(order.call)
+        return body_of(order, streams=streams, exact=self.journaled.exact).body(self._frames, end)
+
+    def require_small(self, call: str) -> None:
+        """Raises ``OutputTooLarge``."""
+        if self.too_large:
+            raise OutputTooLarge(
+                f"the answer of {call} is larger than {self._most} bytes, or in too many pieces for that; read it by"
+                f" GET /v1/calls/{call}/events"
+            )
 
 
 class After:

@@ -11,7 +11,7 @@ from sllm_gateway.binding import NEVER
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
 from sllm_gateway.outputs import Body, Stream
-from sllm_gateway.server import Connection
+from sllm_gateway.server import CLOSE_AFTER_S, Connection
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.protocol.errors import Cancelled, InternalError, SlowConsumer
 from sllm_runtime.protocol.frames import End
@@ -20,8 +20,6 @@ from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.timeline import comment, server_timing
 
 PROGRESS_EVERY_S = 0.1
-CLOSE_AFTER_S = 10.0
-"""A client that was too slow may read the error for so long; then its connection is reset."""
 
 _SSE: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -36,9 +36,12 @@ class Resumption:
         self._trail: list[bytes] = []
         self._trail_from: int | None = None
 
-    def anew(self) -> Resumption:
-        """Of the same call, begun again."""
-        return Resumption(self._had, self._had_digest)
+    def anew(self, *, deaths: bool = False) -> Resumption:
+        """Of the same call, begun again. ``deaths``: those of its instances still count."""
+        other = Resumption(self._had, self._had_digest)
+        if deaths:
+            other._seen, other._in_vain = self._seen, self._in_vain
+        return other
 
     @property
     def count(self) -> int:
@@ -130,8 +133,8 @@ class Resumption:
             return None
         if not stopped:
             seen = (self.delivered, self._count)
-            self._in_vain = self._in_vain + 1 if seen == self._seen else 0
-            self._seen = seen
+            self._in_vain = self._in_vain + 1 if seen <= self._seen else 0
+            self._seen = max(seen, self._seen)
         if self._in_vain >= _MOST_IN_VAIN:
             return None
         self._parts.clear()

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -16,21 +16,31 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from sllm_gateway import errors
 from sllm_gateway.asgi import Scope
 from sllm_gateway.settings import GatewaySettings
+from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.errors import HeadTimeout, HeadTooLarge, InvalidRequest
 from sllm_runtime.protocol.limits import MAX_HEAD
+
+CLOSE_AFTER_S: Final = 10.0
+"""A client that was too slow may read the error for so long; then its connection is reset."""
+REST_S: Final = 2.0
+"""So long after the drain what is still being written may take: less than a supervisor waits beyond the drain."""
 
 
 class Connection(HttpToolsProtocol):
     """A client's connection. Stands in ``scope["state"]["connection"]`` of its requests.
 
     Until a request's headers are complete nobody has looked at its token, so what comes before is bounded in bytes
-    (MAX_HEAD) and in time (once to twice ``head_s``).
+    (MAX_HEAD) and in time (once to twice ``head_s``). So is what may follow a body in chunks: nobody reads trailers.
     """
 
     _lost = False
     _on_lost: Callable[[], None] | None = None
     _head: int | None = None
-    """Bytes so far of a head that is not complete."""
+    """Bytes so far of a head that is not complete, or since the last of a body that is not."""
+    _coming = False
+    """Whether a request has begun to come and is not whole."""
+    _asked = False
+    """Whether its headers are."""
     _look: asyncio.TimerHandle
 
     def __init__(self, *args: Any, head_s: float, **options: Any) -> None:
@@ -58,14 +68,33 @@ class Connection(HttpToolsProtocol):
             self._head += len(data)
             if self._head > MAX_HEAD:
                 self._refuse(HeadTooLarge(f"the headers are larger than {MAX_HEAD} bytes; send less"))
+        elif self._coming:
+            self._head = 0
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head = 0
+        self._head, self._coming, self._asked = 0, True, False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._asked:  # else it is a trailer: what a request asks for, and who asks, is decided by then
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._head = None
+        self._head, self._asked = None, True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head = None
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head, self._coming = None, False
+        super().on_message_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closed it still waits for a client that does not take the end of its last response."""
+        super().timeout_keep_alive_handler()
+        self.abort_after(CLOSE_AFTER_S)
 
     def _look_after(self) -> None:
         """Close it if it has waited for the same request since it was last looked at. A connection that waits for its
@@ -140,7 +169,18 @@ class Connection(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Ends when ``should_exit`` is set; signals are the daemon's."""
+    """Ends by ``finish``; signals are the daemon's."""
+
+    async def finish(self, serving: asyncio.Task[None], drain: Awaitable[None]) -> None:
+        """Take no new connection, and end ``serving`` (which runs ``serve``) after ``drain``, however long that takes:
+        what is still being written has REST_S then. Who reads on without end is cut off."""
+        self.should_exit = True
+        await drain
+        done, _ = await asyncio.wait({serving}, timeout=REST_S)
+        if not done:
+            await end({serving, *self.server_state.tasks})
+        elif error := serving.exception():
+            raise error
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -178,6 +218,5 @@ def make_server(app: Any, settings: GatewaySettings) -> Server:
         proxy_headers=False,
         backlog=settings.backlog,
         timeout_keep_alive=settings.keep_alive,
-        timeout_graceful_shutdown=5,
     )
     return Server(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -35,6 +36,23 @@ _AGAIN: Final = 3
 """A status is asked for so often at most, where loads begin all the while: told with one that may be in it as well, the
 next start would wait for that twice."""
 _SOURCES_BYTES: Final = MAX_MESSAGE // 2
+MOST_FETCHES: Final = 16
+"""Models that are brought at a time, beyond which one that nobody waits for any more is given up: loaderd makes so many
+together, and the others would only stand in line."""
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A model on its way to this node, and who waits for it."""
+
+    task: asyncio.Task[SllmError | None] = field(init=False)
+    reports: list[Report] = field(default_factory=list)
+    last: Progress | None = None
+
+    def tell(self, progress: Progress) -> None:
+        self.last = progress
+        for report in self.reports:
+            report(progress)
 
 
 class Loader:
@@ -55,6 +73,8 @@ class Loader:
         self._begun = False
         self._looked = -inf
         self._kept = KeptChunks()
+        self._fetches: dict[str, _Fetch] = {}
+        """Models that are being brought, by digest."""
         self.status: Status | None = None
         """What loaderd last said of itself; None while it is away."""
 
@@ -181,24 +201,24 @@ class Loader:
 
         A model that this node lacks is made from its sources first. Loading has begun when this returns, each partition
         to its own device (``place_of``). Adapters are brought and loaded when the sandbox asks for them, which it does
-        for those that calls name. The caller owns the descriptor.
+        for those that calls name. The caller owns the descriptor, and says ``gone`` in any case.
         """
         control = await self._there()
         ranks = range(len(model.partitions)) if partitions is None else partitions
         digests = [adapter.digest for adapter in adapters]
         sources = _sources(adapters)
+        self._held.add(holder)  # loaderd may have granted what is cancelled meanwhile: it is told ``gone`` all the same
+        self._unseen.update({(holder, rank): False for rank in ranks})
         grant = partial(control.grant, holder, model.digest, ranks, adapters=digests, devices=devices, sources=sources)
         try:
             fd = await grant()
         except NotFound:
             report(Progress(stage=CONVERT))
-            known = {*await control.models(), *sources}
+            known = {*await control.models((model.digest, *digests)), *sources}
             for lacking in (record for record in (model, *adapters) if record.digest not in known):
-                await self._fetch(control, lacking, report)
+                await self._brought(control, lacking, report)
             fd = await grant()
-        self._held.add(holder)
         for rank in ranks:
-            self._unseen[holder, rank] = False
             load = self._load(control, holder, model.digest, rank, place_of(rank, devices))
             self._tasks.start(load, f"load {model.digest}")
         return fd
@@ -234,7 +254,34 @@ class Loader:
         names = [next((name for kind in (CUDA, FAKE) if (name := f"{kind}:{gpu}") in there), "") for gpu in gpus]
         return (CPU, *filter(None, names))
 
-    async def _fetch(self, control: LoaderControl, model: ModelRecord, report: Report) -> None:
+    async def _brought(self, control: LoaderControl, model: ModelRecord, report: Report) -> None:
+        """Have a model that this node lacks: once for all who ask, and to its end when they have given up. A conversion
+        may take longer than a start, and would never end if each start began it anew."""
+        fetch = self._fetches.get(model.digest)
+        if fetch is None:
+            fetch = self._fetches[model.digest] = _Fetch()
+            fetch.task = self._tasks.start(self._fetch(control, model, fetch.tell), f"fetch {model.digest}")
+            fetch.task.add_done_callback(lambda _: self._forget(model.digest, fetch))
+        fetch.reports.append(report)
+        if fetch.last is not None:
+            report(fetch.last)
+        try:
+            failure = await asyncio.shield(fetch.task)
+        finally:
+            fetch.reports.remove(report)
+            if not fetch.reports and len(self._fetches) > MOST_FETCHES:
+                fetch.task.cancel()
+                self._forget(model.digest, fetch)  # who comes now must not join what is being cancelled
+        if failure is not None:
+            raise failure
+
+    def _forget(self, digest: str, fetch: _Fetch) -> None:
+        if self._fetches.get(digest) is fetch:
+            del self._fetches[digest]
+
+    async def _fetch(self, control: LoaderControl, model: ModelRecord, report: Report) -> SllmError | None:
+        """Why no source gave the model: an answer for whoever waits, no failure of this node."""
+
         def on_progress(stage: str, done: int, total: int) -> None:
             report(Progress(stage=CONVERT, done=done, total=total, message=stage))
 
@@ -242,17 +289,18 @@ class Loader:
         for source in _places(model):
             try:
                 await control.register(source, digest=model.digest, report=on_progress)
-                return
+                return None
             except SllmError as error:
                 log.warning("model %s from %s: %s", model.digest, source, error.message)
                 failure = error
-        raise failure
+        return failure
 
     async def gone(self, holder: str) -> None:
-        """Every process of ``holder`` is dead. A loaderd that is away is told when it is back."""
+        """Every process of ``holder`` is dead, or never was. A loaderd that is away is told when it is back."""
         if holder not in self._held:
             return
         self._held.discard(holder)
+        self._unseen = {load: begun for load, begun in self._unseen.items() if load[0] != holder}
         self._kept.gone(holder)
         if self._control is None:
             self._ended.add(holder)
@@ -274,8 +322,8 @@ class Loader:
     async def pull(self, model: ModelRecord, report: Callable[[str, int, int], None]) -> None:
         """Have all of a model on this node's disk, made from its sources where this node lacks it."""
         control = await self._there()
-        if model.digest not in await control.models():
-            await self._fetch(control, model, lambda told: report(told.message, told.done, told.total))
+        if not await control.models((model.digest,)):
+            await self._brought(control, model, lambda told: report(told.message, told.done, told.total))
         await control.copy(model.digest, report=report)
         await self._refresh(control)
 
@@ -295,7 +343,8 @@ class Loader:
         await self._refresh(control)
 
     async def close(self) -> None:
-        """End loads that were begun ahead of their sandbox and drop what is kept. Call after ``run`` ended."""
+        """End loads that were begun ahead of their sandbox and models on their way; drop what is kept. Call after
+        ``run`` ended."""
         await self._tasks.close()
         self._kept.close()
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, SllmError
@@ -16,7 +16,8 @@ from sllm_runtime.protocol.node import ModelCommand, Ok, PrepareModel, PrepareRe
 from sllm_runtime.protocol.records import ModelRecord
 
 RESULT_S: Final = 60.0
-"""How a command ended is kept for whoever asks again, no longer."""
+"""How a command ended, or why a model is not there, is kept for whoever asks again, no longer."""
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +98,11 @@ class Models:
         entry = self._registrations.get(key)
         if entry is None:
             entry = self._registrations[key] = self._begin(work, " ".join(key))
+            entry.task.add_done_callback(partial(self._done, key, entry))
         done, _ = await asyncio.wait({entry.task}, timeout=wait_s)
         if not done:
             return PrepareReply(progress=entry.progress or Progress(stage="fetch"))
-        if self._registrations.get(key) is entry:
-            del self._registrations[key]  # told once; who asks again begins again, which is cheap when it is there
+        self._forget(self._registrations, key, entry)  # told once
         found = entry.task.result()
         if isinstance(found, SllmError):
             raise found
@@ -120,6 +121,14 @@ class Models:
         entry = _Registration(self._tasks.start(told(), f"register {name}"))
         return entry
 
+    def _done(self, key: tuple[str, str], entry: _Registration, task: asyncio.Task[ModelRecord | SllmError]) -> None:
+        """A model that nobody waits for just now is asked for anew, which is cheap when it is there: its source may
+        have changed by then. What failed is kept for who asks between."""
+        if task.cancelled() or isinstance(task.result(), ModelRecord):
+            self._forget(self._registrations, key, entry)
+        else:
+            self._forget_later(self._registrations, key, entry)
+
     async def command(self, request: ModelCommand) -> Ok:
         """``validate`` or ``delete``. Raises ``DeadlineExceeded`` while it goes on; asked again, it is joined."""
         work = {"validate": self._store.validate, "delete": self._store.delete}.get(request.verb)
@@ -137,22 +146,22 @@ class Models:
                 return None
 
             task = self._commands[key] = self._tasks.start(do(), f"{request.verb} {request.digest}")
-            task.add_done_callback(partial(self._forget_later, key))
+            task.add_done_callback(partial(self._forget_later, self._commands, key))
         done, _ = await asyncio.wait({task}, timeout=request.wait_s)
         if not done:
             raise DeadlineExceeded(f"{request.verb} of {request.digest} goes on; ask again")
-        self._forget(key, task)
+        self._forget(self._commands, key, task)
         if (error := task.result()) is not None:
             raise error
         return Ok(note=f"{request.verb}d" if request.verb.endswith("e") else request.verb)
 
-    def _forget_later(self, key: tuple[str, str], task: asyncio.Task[SllmError | None]) -> None:
+    def _forget_later(self, kept: dict[tuple[str, str], T], key: tuple[str, str], entry: T) -> None:
         """What nobody asks for in time says nothing of the model that is there then."""
-        asyncio.get_running_loop().call_later(RESULT_S, self._forget, key, task)
+        asyncio.get_running_loop().call_later(RESULT_S, self._forget, kept, key, entry)
 
-    def _forget(self, key: tuple[str, str], task: asyncio.Task[SllmError | None]) -> None:
-        if self._commands.get(key) is task:
-            del self._commands[key]
+    def _forget(self, kept: dict[tuple[str, str], T], key: tuple[str, str], entry: T) -> None:
+        if kept.get(key) is entry:
+            del kept[key]
 
     async def close(self) -> None:
         """End what goes on."""

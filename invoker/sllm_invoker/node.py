@@ -334,6 +334,7 @@ class Node:
             resident=resident(loader) if loader is not None else (),
             remote=remote(loader) if loader is not None else (),
             copied=copied(loader) if loader is not None else {},
+            untold=loader.untold if loader is not None else 0,
             paths=path_loads(loader) if loader is not None else (),
             coming=coming(self._instances.starting, self._loader.shown, loader),
             dram_limit=loader.pool.limit if loader is not None else 0,

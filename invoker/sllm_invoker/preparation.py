@@ -111,6 +111,9 @@ async def prepare(
     workdir = suppliers.workdirs.make(order.instance)
     stack.push_async_callback(suppliers.workdirs.remove, workdir)
     those = members(order.manifest.parallelism)
+    for member in those if order.model is not None else ():
+        # Runs after all sandboxes are closed: only then may their chunks be used again. Also for one that never was.
+        stack.push_async_callback(suppliers.weights.gone, holder(order, member))
     tasks = (
         asyncio.ensure_future(times.timed(_sandboxes(order, image, those, suppliers, stack))),
         asyncio.ensure_future(times.timed(_bundle(order, suppliers, stack))),
@@ -190,11 +193,9 @@ async def _sandboxes(
 ) -> tuple[Sandbox, ...]:
     made: list[Sandbox] = []
     wish = Wish(order.manifest.network, order.gpus, image=image)
-    for member in those:
+    for _ in those:
         beside = made[0].name if made and clustered(order) else ""
         sandbox = await suppliers.pool.acquire(replace(wish, cluster=beside))
-        if order.model is not None:  # runs after the sandbox is closed: only then may its chunks be used again
-            stack.push_async_callback(suppliers.weights.gone, holder(order, member))
         stack.push_async_callback(sandbox.close)
         if order.manifest.image is not None:
             check_python(order, sandbox.python)

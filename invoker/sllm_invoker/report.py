@@ -7,8 +7,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from msgspec.structs import replace
+
 from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.codec import pack
 from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.loader import LISTS, fitting
 from sllm_runtime.protocol.node import NodeStatus
 
 log = logging.getLogger(__name__)
@@ -29,6 +33,7 @@ class Reporter:
         self._timer: asyncio.TimerHandle | None = None
         self._counts_due = 0.0
         self._sequence = 0
+        self._untold = 0
 
     def moved(self) -> None:
         """An instance is elsewhere in its life: whoever waits for that is told at once."""
@@ -75,8 +80,39 @@ class Reporter:
             self._counts_due = asyncio.get_running_loop().time() + limits.COUNTS_S
         self._sequence += 1
         try:
-            await self._publish(self._compose(self._sequence))
+            await self._publish(self._told(self._compose(self._sequence)))
         except Unavailable as error:
             log.debug("status: %s", error.message)
         except SllmError as error:
             log.error("this node's report cannot be sent: %s", error.message)
+
+    def _told(self, status: NodeStatus) -> NodeStatus:
+        told = fitted(status)
+        if told.untold and not self._untold:
+            log.warning("a report has no room for all models of this node: of %d it says nothing", told.untold)
+        self._untold = told.untold
+        return told
+
+
+def fitted(status: NodeStatus, room: int = limits.MAX_MESSAGE) -> NodeStatus:
+    """``status`` of so many models as ``room`` bytes can tell of: those in memory first, then those on the disk. A node
+    that sends no report counts as silent."""
+    if len(pack(status)) <= room:
+        return status
+    remote, copied = set(status.remote), status.copied
+    models = (*status.resident, *(model for model in status.models if model not in remote), *status.models, *copied)
+    lists = (status.models, status.remote, status.resident)
+    parts = [*((model, model) for those in lists for model in those), *((each[0], each) for each in copied.items())]
+    there = fitting(models, parts, room - len(pack(_of(status, set()))) - LISTS)
+    return replace(_of(status, there), untold=status.untold + len({model for model, _ in parts} - there))
+
+
+def _of(status: NodeStatus, models: set[str]) -> NodeStatus:
+    """``status`` of ``models`` alone."""
+    return replace(
+        status,
+        models=tuple(model for model in status.models if model in models),
+        remote=tuple(model for model in status.remote if model in models),
+        resident=tuple(model for model in status.resident if model in models),
+        copied={model: nbytes for model, nbytes in status.copied.items() if model in models},
+    )

@@ -15,7 +15,8 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from sllm_loaderd.origins import Origins, SourceRecord
 from sllm_loaderd.pool import F_ADD_SEALS
 from sllm_loaderd.reader import ByteSource, ChunkSource
 from sllm_loaderd.sources import SourceSettings
+from sllm_loaderd.sources.fetch import forget_old
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex, partition_name
@@ -112,6 +114,7 @@ class ModelStore:
         """Of the disk that models lie on: stores with the same share it."""
         self.ssd = SsdDirectory(data / "ssd", _half_of_disk(data) if ssd_bytes is None else ssd_bytes)
         self.origins = Origins(self.ssd, sources or SourceSettings())
+        forget_old(self.cache, time.time())
         for path in self.models.iterdir():
             if path.name.startswith("."):  # staging and removed directories of a process that is gone
                 shutil.rmtree(path, ignore_errors=True)
@@ -125,9 +128,9 @@ class ModelStore:
         """Models that are there, ascending."""
         return sorted(f"sha256:{path.name}" for path in self.models.iterdir() if not path.name.startswith("."))
 
-    def remote(self) -> list[str]:
-        """Those of ``digests`` whose first partition is not in the store, ascending."""
-        return [d for d in self.digests() if not (self.models / digest_hex(d) / partition_name(0)).exists()]
+    def remote(self, digests: Iterable[str]) -> list[str]:
+        """Those of ``digests`` whose first partition is not in the store."""
+        return [d for d in digests if not (self.models / digest_hex(d) / partition_name(0)).exists()]
 
     def directory(self, digest: str) -> Path:
         """Where a model is. Raises ``ModelNotFound``, or ``InvalidCheckpoint`` for what is no digest."""

@@ -113,6 +113,8 @@ class _Copy:
     def __init__(self, tier: SsdTier, model: StoredModel, rank: int, chunks: int) -> None:
         self._begin: Callable[[], SsdWrite | None] = lambda: tier.begin(model, rank)
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        """Who writes waits while the copy begins, which removes others; who stops it does not."""
         self._missing = chunks
         self._write: SsdWrite | None = None
         self._begun = False
@@ -153,11 +155,15 @@ class _Copy:
             self._end(lambda part: part.abandon())
 
     def _opened(self) -> SsdWrite | None:
+        with self._opening:
+            with self._lock:
+                begins = not (self._begun or self._stopped)
+                self._begun |= begins
+            if begins:
+                write = self._begin()
+                with self._lock:
+                    self._write, self.ended = write, write is None
         with self._lock:
-            if not self._begun and not self._stopped:
-                self._begun = True
-                self._write = self._begin()
-                self.ended = self._write is None
             return None if self._stopped or self.ended else self._write
 
     def _end(self, how: Callable[[SsdWrite], None]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from sllm_gateway.arguments import parse, path_text
+from sllm_gateway.errors import quoted
 from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.openai import (
     MAX_BAD_WORDS,
@@ -24,6 +25,7 @@ from sllm_runtime.protocol.openai import (
 
 _PASSED_ON = OWN_FIELDS | WITHOUT_MEANING
 """Not checked here: the engine's own sampling parameters, and fields that mean nothing to any model."""
+_NAMED: Final = 20
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
 _Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD)]
@@ -60,9 +62,10 @@ class OpenAIRequest(_Shape):
 
     @property
     def warnings(self) -> list[str]:
-        """Fields that mean nothing here, for the log."""
-        extra = self.model_extra or {}
-        return [f"unknown field {name!r} is ignored" for name in sorted(extra) if name not in _PASSED_ON]
+        """Fields that mean nothing here, for the log: the first _NAMED by name. A caller names as many as it likes."""
+        unknown = sorted(name for name in self.model_extra or {} if name not in _PASSED_ON)
+        named = [f"unknown field {quoted(name)} is ignored" for name in unknown[:_NAMED]]
+        return [*named, f"and {len(unknown) - _NAMED} more"] if len(unknown) > _NAMED else named
 
     @property
     def usage_wanted(self) -> bool:

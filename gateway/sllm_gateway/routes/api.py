@@ -57,7 +57,7 @@ POLLED_S = ANSWER_S + limits.LONG_POLL_S
 """For one long poll of those verbs."""
 MAX_JSON = 2 * 2**20
 _YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
-_DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{4,64}$")
+_DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{4,64}\Z")
 
 
 def shown(view: BaseModel, status: int = 200) -> Response:

@@ -109,6 +109,7 @@ class Caller:
             created=self._wall(),
             traceparent=order.traceparent,
             model=header.model if header is not None else "",
+            streams=order.version.manifest.handler.streams,
         )
 
 

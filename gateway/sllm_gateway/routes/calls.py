@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final
@@ -13,14 +12,13 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
 from sllm_gateway import views
-from sllm_gateway.asgi import Receive, Scope, Send, answer, exactness
+from sllm_gateway.asgi import Receive, Scope, Send, answer
 from sllm_gateway.detached import Detached
+from sllm_gateway.errors import quoted
 from sllm_gateway.journal import Journal, known_s
 from sllm_gateway.keeping import Keeping
 from sllm_gateway.recent import Recent
-from sllm_gateway.replay import body_of
 from sllm_gateway.routes.api import last_event_id
-from sllm_gateway.table import RouteTable
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import (
@@ -35,7 +33,6 @@ from sllm_runtime.protocol.calls import (
 )
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import CallNotFound, DeadlineExceeded, InvalidRequest, Unavailable
-from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.http import CALLS, CallListView, CallView, CancelledView
 from sllm_runtime.protocol.lives import BEAT_S, SILENT_BEATS
 from sllm_runtime.protocol.node import Ok
@@ -60,7 +57,6 @@ class CallRoutes:
         journal: Journal,
         detached: Detached,
         keeping: Keeping,
-        table: RouteTable,
         recent: Recent,
         others: Callable[[], Collection[str]],
         coming: Callable[[str], Awaitable[None]],
@@ -69,7 +65,7 @@ class CallRoutes:
         """``others`` names the other gateways that live; ``coming`` waits while a call may be one of a gateway that has
         died just now; ``cancel`` ends a call of this gateway that is not kept: whether there was one."""
         self._bus, self._journal, self._detached, self._keeping = bus, journal, detached, keeping
-        self._table, self._recent, self._others = table, recent, others
+        self._recent, self._others = recent, others
         self._coming, self._cancel = coming, cancel
         self._subscriptions: list[Subscription] = []
         self._offs: list[Callable[[], None]] = []
@@ -111,7 +107,7 @@ class CallRoutes:
         query = Request(scope, receive).query_params
         function, state, after = query.get("function"), query.get("state"), query.get("after", "")
         limit = query.get("limit", "100")
-        if not (limit.isascii() and limit.isdigit()) or not 1 <= int(limit) <= MOST:
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 19) or not 1 <= int(limit) <= MOST:
             raise InvalidRequest(f"limit must be between 1 and {MOST}", field="limit")
         if state is not None and state not in CallState.__members__:
             raise InvalidRequest(f"state must be one of {', '.join(CallState.__members__)}", field="state")
@@ -139,9 +135,9 @@ class CallRoutes:
         await answer(send, 200, _JSON, view.model_dump_json().encode())
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = scope["path_params"]["call"]
+        call = _call_of(scope)
         try:
-            stream, _ = await self._journal.find(call)
+            _, order = await self._journal.find(call)
         except CallNotFound:
             told = await self._recent.anywhere(call)
             if told is not None:
@@ -149,27 +145,14 @@ class CallRoutes:
                     raise
                 await answer(send, 200, _JSON, views.open_call(told).model_dump_json().encode())
                 return
-            stream, _ = await self._found(call)
-        journaled, entries = await self._journal.now(stream, call)
-        ended = journaled.ended is not None
-        view = views.call(journaled, None if ended else await self._recent.anywhere(call))
-        there = journaled.kept and journaled.whole
-        if journaled.state is CallState.SUCCEEDED and there and journaled.order is not None:
-            order = journaled.order
-            version = self._table.get(order.function, order.version)
-            streams = version is not None and version.manifest.handler.streams
-            end = End(usage=journaled.ended.usage if journaled.ended is not None else None)
-            encoder = body_of(order, streams=streams, exact=journaled.exact)
-            body = encoder.body(Journaled().take_all(entries), end)
-            view = view.model_copy(update={"result": json.loads(body)})
-        headers = [*_JSON, *exactness(exact=journaled.exact)]
-        await answer(send, 200, headers, view.model_dump_json().encode())
+            _, order = await self._found(call)
+        await self._keeping.status(order, scope, send)
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
         last = last_event_id(Request(scope, receive))
-        _, order = await self._found(scope["path_params"]["call"])
+        _, order = await self._found(_call_of(scope))
         scope["sllm.call"] = order.call
-        await self._keeping.events(order, receive, send, last=-1 if last is None else last)
+        await self._keeping.events(order, scope, send, last=-1 if last is None else last)
 
     async def _found(self, call: str) -> tuple[str, CallOrder]:
         """As ``Journal.find``; a stream of a gateway that is no more may become a kept call in a moment."""
@@ -184,7 +167,7 @@ class CallRoutes:
             raise
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = scope["path_params"]["call"]
+        call = _call_of(scope)
         state = CallState.CANCELLED
         if not await self._cancelled_somewhere(call):
             known = await self._recent.anywhere(call)
@@ -221,6 +204,14 @@ class CallRoutes:
         except (DeadlineExceeded, Unavailable):
             return False
         return True
+
+
+def _call_of(scope: Scope) -> str:
+    """The call's id in the path. Raises ``CallNotFound`` for what can be none."""
+    call: str = scope["path_params"]["call"]
+    if not subjects.is_token(call):
+        raise CallNotFound(f"no call is named {quoted(call)}")
+    return call
 
 
 async def _cancelled(send: Send, call: str, state: CallState) -> None:

@@ -44,7 +44,7 @@ from sllm_runtime.protocol.http import (
 )
 from sllm_runtime.protocol.node import Progress
 
-_HEX = re.compile(r"^(?:sha256:)?([0-9a-f]{64})$")
+_HEX = re.compile(r"^(?:sha256:)?([0-9a-f]{64})\Z")
 _JSON = [(b"content-type", b"application/json")]
 
 
@@ -152,10 +152,10 @@ class Deploying:
                 there = views.model(news.model).model_copy(update={"nodes": news.nodes})
                 yield sse.event(there.model_dump_json().encode(), name="done")
 
-    async def write(self, source: Source, scope: Scope, receive: Receive, send: Send) -> None:
+    async def write(self, source: Source, scope: Scope, send: Send) -> None:
         """As SSE, or (for who does not accept it) the result alone."""
         if wants_events(scope):
-            await self._writer.write(source, receive, send)
+            await self._writer.write(source, scope, send)
             return
         async for piece in source:
             if piece.startswith(b"event: done\ndata: "):
@@ -187,7 +187,7 @@ class _Long:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         source = await self._begin(Request(scope, receive))  # type: ignore[operator]
-        await self._owner.write(source, scope, receive, send)
+        await self._owner.write(source, scope, send)
 
 
 async def _chunks(receive: Receive) -> AsyncIterator[bytes]:

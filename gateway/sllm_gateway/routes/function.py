@@ -33,7 +33,7 @@ class FunctionRoute:
         stream = wants_events(scope)
         order = caller.order(scope, version, "fn", body, call=call_id, stream=stream, accepted=accepted)
         if (wish := wish_of(scope)) is not None:
-            await caller.keeping.begin(scope, receive, send, order, caller.asked(order, wish.durable), wish)
+            await caller.keeping.begin(scope, send, order, caller.asked(order, wish.durable), wish)
             return
         call = caller.admit(order, lambda durable: caller.asked(order, durable))
         if stream:

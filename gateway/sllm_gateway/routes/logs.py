@@ -54,7 +54,7 @@ class Logs:
         source = _tail(self._bus, subjects.LOGS_STREAM, subjects.logs_of(name), query, _log_render(call))
         if not (query.follow or query.after):
             source = self._must_exist(source, name)
-        await self._writer.write(source, receive, send)
+        await self._writer.write(source, scope, send)
 
     async def _must_exist(self, source: Source, name: str) -> Source:
         """A function that has no line and is not there either is a mistake in its name."""
@@ -72,7 +72,7 @@ class Logs:
         query = _Query.of(request)
         wanted = subjects.events_of(about.kind, about.function, about.call)
         source = _tail(self._bus, subjects.EVENTS_STREAM, wanted, query, _event_render(about))
-        await self._writer.write(source, receive, send)
+        await self._writer.write(source, scope, send)
 
 
 class _Endpoint:

@@ -65,8 +65,8 @@ class _CallRoute:
         body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)
         request = await self._read(body)
         version = await find_model(caller.lookup, request.model)
-        if request.warnings:
-            log.info("%s", scope["path"], extra={"call": call_id, "warnings": request.warnings})
+        if warnings := request.warnings:
+            log.info("%s", scope["path"], extra={"call": call_id, "warnings": warnings})
         kind, prefix = ("chat", "chatcmpl") if self.chat else ("completion", "cmpl")
         stream = bool(request.stream)
         order = caller.order(
@@ -85,7 +85,7 @@ class _CallRoute:
             return msgspec.structs.replace(of_all, usage=request.usage_wanted, choices=request.choices)
 
         if (wish := wish_of(scope)) is not None:
-            await caller.keeping.begin(scope, receive, send, order, asked(wish.durable), wish)
+            await caller.keeping.begin(scope, send, order, asked(wish.durable), wish)
             return
         call = caller.admit(order, asked)
         if stream:

@@ -55,9 +55,10 @@ class LoaderControl(ControlWire):
         request = Register(request=self.number, uri=uri, digest=digest, convert=convert)
         return (await self.ask(request, ModelInfo, deadline_s, report=report))[0]
 
-    async def models(self, deadline_s: float = DEADLINE_S) -> tuple[str, ...]:
-        """Digests in the store."""
-        return (await self.ask(ListModels(request=self.number), ModelList, deadline_s))[0].models
+    async def models(self, among: Sequence[str] = (), deadline_s: float = DEADLINE_S) -> tuple[str, ...]:
+        """Digests in the store, of those ``among``; none named: all."""
+        request = ListModels(request=self.number, among=tuple(among))
+        return (await self.ask(request, ModelList, deadline_s))[0].models
 
     async def describe(self, model: str, deadline_s: float = DEADLINE_S) -> ModelInfo:
         """Everything about a model but its bytes."""

@@ -20,21 +20,31 @@ from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.codec import pack, unpack
 from sllm_runtime.protocol.errors import DeadlineExceeded, ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.loader import (
+    MOST_REQUESTS,
     Answer,
     Cancel,
+    Copy,
     Failed,
     Granted,
     Hello,
+    Load,
     LoadProgress,
     Message,
+    Register,
     Store,
     Stored,
     StoreDevice,
     Unstore,
+    Validate,
     Welcome,
 )
 
 DEADLINE_S: Final = 30.0
+_MOST_SHORT: Final = MOST_REQUESTS // 4
+"""Requests that are answered soon (grants, status), of what loaderd takes at a time."""
+_MOST_LONG: Final = MOST_REQUESTS // 2
+"""Those that may take minutes: further ones wait here, and the short ones do not wait for them. The rest is for
+those that were cancelled and have not ended yet."""
 Report = Callable[[str, int, int], None]
 """Called with stage (fetch, convert, validate, load), bytes done, bytes in all (0: not known)."""
 T = TypeVar("T", bound=Message)
@@ -59,6 +69,8 @@ class ControlWire:
         self._reader: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
+        self._short = asyncio.Semaphore(_MOST_SHORT)
+        self._long = asyncio.Semaphore(_MOST_LONG)
         self.lost = asyncio.Event()
         """The daemon is gone; make a new ``LoaderControl``."""
 
@@ -113,6 +125,21 @@ class ControlWire:
         fds: Sequence[int] = (),
     ) -> tuple[T, list[int]]:
         """Send ``request`` (numbered by ``number``) and wait for an answer of ``kind``: it, and its descriptors."""
+        try:
+            async with asyncio.timeout(deadline_s), self._turns(request):
+                answer, received = await self._answer(request, report, fds)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"loaderd did not answer {type(request).__name__} within {deadline_s} s") from error
+        if isinstance(answer, Failed):
+            raise answer.error.to_error()
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"loaderd answered {type(request).__name__} by {type(answer).__name__}")
+        return answer, received
+
+    def _turns(self, request: Any) -> asyncio.Semaphore:
+        return self._long if isinstance(request, Register | Validate | Copy | Load) else self._short
+
+    async def _answer(self, request: Any, report: Report | None, fds: Sequence[int]) -> tuple[Answer, list[int]]:
         wire = self._wire
         if wire is None or self.lost.is_set():
             raise Unavailable(f"loaderd at {self._path} is gone; it will be started again")
@@ -120,20 +147,12 @@ class ControlWire:
         try:
             traced = trace.current()
             wire.send(pack(structs.replace(request, traceparent=traced) if traced else request), fds)
-            async with asyncio.timeout(deadline_s):
-                answer, received = await pending.answer
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"loaderd did not answer {type(request).__name__} within {deadline_s} s") from error
+            return await pending.answer
         finally:
             del self._pending[request.request]
             if not pending.answer.done() or pending.answer.cancelled():
                 with contextlib.suppress(SllmError):
                     wire.send(pack(Cancel(request=request.request)))
-        if isinstance(answer, Failed):
-            raise answer.error.to_error()
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"loaderd answered {type(request).__name__} by {type(answer).__name__}")
-        return answer, received
 
     async def _read(self, wire: AsyncWire) -> None:
         try:

@@ -27,12 +27,20 @@ from sllm_loaderd.convert.direct import index_directly
 from sllm_loaderd.convert.directory import write_checkpoint
 from sllm_loaderd.convert.remote import take_index
 from sllm_loaderd.sources import PEER_TOKEN, Source, SourceSettings, open_source
-from sllm_loaderd.sources.fetch import Progress, resolve
+from sllm_loaderd.sources.fetch import Progress, forget, resolve
 from sllm_loaderd.sources.listing import is_partition
 from sllm_loaderd.verify import copy_checkpoint, open_checkpoint
 from sllm_runtime.platform.process import die_with_parent
 from sllm_runtime.protocol.checkpoint import INDEX_NAME
-from sllm_runtime.protocol.errors import InternalError, OutOfMemory, SllmError, Unavailable, UnsupportedModel
+from sllm_runtime.protocol.errors import (
+    InternalError,
+    InvalidCheckpoint,
+    InvalidRequest,
+    OutOfMemory,
+    SllmError,
+    Unavailable,
+    UnsupportedModel,
+)
 
 _REPORT_EVERY_S = 0.1
 _COLLECT_AFTER = (100_000, 50, 1000)
@@ -107,9 +115,12 @@ def _converted(source: Source, fingerprint: str, staging: Path, cache: Path, tur
         checkpoint = open_checkpoint(directory)
         copy_checkpoint(checkpoint, staging, _reporter("convert"))
         return ChildOutcome(checkpoint.digest, fingerprint)
-    digest = write_checkpoint(directory, staging, progress=_reporter("convert"))
-    if directory.is_relative_to(cache / "fetched"):  # the checkpoint has it all now
-        shutil.rmtree(directory, ignore_errors=True)
+    try:
+        digest = write_checkpoint(directory, staging, progress=_reporter("convert"))
+    except (InvalidRequest, InvalidCheckpoint):  # these files will do no better the next time
+        forget(directory, cache)
+        raise
+    forget(directory, cache)  # the checkpoint has it all now
     return ChildOutcome(digest, fingerprint)
 
 

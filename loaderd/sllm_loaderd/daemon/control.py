@@ -12,13 +12,15 @@ from sllm_loaderd.daemon.holders import Holders
 from sllm_loaderd.daemon.keeper import Keeper
 from sllm_loaderd.daemon.sandbox import Rights
 from sllm_loaderd.daemon.service import LoaderService
+from sllm_loaderd.daemon.shown import shown
 from sllm_loaderd.device_adoption import adopt_device
 from sllm_loaderd.store import StoredModel
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.wire import AsyncWire
-from sllm_runtime.protocol.errors import ProtocolError, SllmError
+from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.loader import (
     CPU,
+    MOST_REQUESTS,
     Adopt,
     AdoptDevice,
     Adopted,
@@ -51,7 +53,6 @@ from sllm_runtime.protocol.loader import (
 )
 
 log = logging.getLogger(__name__)
-_MOST_REQUESTS = 256
 
 
 class ControlConnection:
@@ -63,6 +64,7 @@ class ControlConnection:
         self._holders = holders
         self._keeper = Keeper(self._connection.say)
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._untold = 0
 
     async def serve(self) -> None:
         """Until the peer is gone; its requests are cancelled then."""
@@ -91,11 +93,16 @@ class ControlConnection:
                 self._keeper.stored(message.batch)
             elif isinstance(message, Hello):
                 raise ProtocolError("a second hello")
-            elif message.request in self._tasks or len(self._tasks) >= _MOST_REQUESTS:
-                raise ProtocolError(f"request {message.request} is under way already, or {_MOST_REQUESTS} are")
+            elif message.request in self._tasks:
+                raise ProtocolError(f"request {message.request} is under way already")
             else:
                 # Descriptors are taken here, in the order of the messages they came with.
                 fds = self._connection.take_fds(message.fds) if isinstance(message, Grant | Adopt | AdoptDevice) else []
+                if len(self._tasks) >= MOST_REQUESTS:
+                    close_all(fds)
+                    error = Unavailable(f"this node's loader is busy with {MOST_REQUESTS} requests; ask again")
+                    self._connection.fail(message.request, error)
+                    continue
                 with trace.within(message.traceparent):
                     self._tasks[message.request] = group.create_task(self._answer(message, fds))
 
@@ -145,8 +152,10 @@ class ControlConnection:
         """What is answered at once: lists, status, and what stays in memory."""
         service, number = self._service, request.request
         match request:
-            case ListModels():
-                return ModelList(request=number, models=tuple(await asyncio.to_thread(service.store.digests)))
+            case ListModels(among=among):
+                there = await asyncio.to_thread(service.store.digests)
+                wanted = set(among or there)
+                return ModelList(request=number, models=tuple(digest for digest in there if digest in wanted))
             case GetStatus(begun=begun):
                 if begun:
                     service.measuring.begun()
@@ -239,19 +248,25 @@ class ControlConnection:
 
     def _status(self, number: int) -> Status:
         pool, resident, paths = self._service.status()
-        return Status(
+        models = self._service.store.digests()
+        whole = Status(
             request=number,
             pid=os.getpid(),
             pool=pool,
             resident=resident,
             paths=paths,
-            models=tuple(self._service.store.digests()),
+            models=tuple(models),
             disk_free=self._service.store.disk_free(),
             devices=self._service.devices.status(),
-            remote=tuple(self._service.store.remote()),
+            remote=tuple(self._service.store.remote(models)),
             ssd=self._service.store.ssd.report(),
             integrity=self._service.settings.integrity,
         )
+        status = shown(whole, self._service.recent())
+        if status.untold and not self._untold:
+            log.warning("a status has no room for all models: of %d it says nothing", status.untold)
+        self._untold = status.untold
+        return status
 
 
 class Reporter:

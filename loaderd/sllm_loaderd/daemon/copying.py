@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from sllm_loaderd.daemon.registration import Report
+from sllm_loaderd.opening import opened
 from sllm_loaderd.residents import close_all
 from sllm_loaderd.ssd.fill import Fill
+from sllm_loaderd.ssd.write import CopyWrite
 from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, InvalidCheckpoint, Unavailable
@@ -66,9 +67,9 @@ class Copying:
                 f"{digest} has chunks of {model.index.chunk_bytes} bytes, this node's pool of {own}",
                 field="chunk_bytes",
             )
-        sources = await asyncio.to_thread(service.settings.pipeline.open_sources, model, rank)
+        sources = await opened(lambda: service.settings.pipeline.open_sources(model, rank), close_all)
         try:
-            write = await asyncio.to_thread(ssd.begin, model, rank, wanted=True)
+            write = await opened(lambda: ssd.begin(model, rank, wanted=True), _abandon)
             if write is None:
                 self._refused(model, rank)
                 return
@@ -92,3 +93,8 @@ class Copying:
             f"the SSD tier has no room for {show_bytes(model.index.partitions[rank].nbytes)} of {digest[:19]}:"
             f" {show_bytes(used)} of {show_bytes(limit)} are in use; raise --ssd-bytes, or unpin models there"
         )
+
+
+def _abandon(write: CopyWrite | None) -> None:
+    if write is not None:
+        write.abandon()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
 
 from sllm_loaderd.daemon.copying import Copying
 from sllm_loaderd.daemon.measuring import Measuring, processor_time
@@ -20,6 +18,7 @@ from sllm_loaderd.held import Held
 from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.load_job import plan_job
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
+from sllm_loaderd.opening import opened
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.peer.exports import Exports
 from sllm_loaderd.peer.server import open_peer_server
@@ -27,6 +26,7 @@ from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.prefaulting import LEAST, bytes_ahead, model_sizes
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
+from sllm_loaderd.residents import close_all
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_loaderd.verify import Checkpoint, describe, validate_checkpoint
@@ -51,7 +51,6 @@ from sllm_runtime.protocol.loader import (
 log = logging.getLogger(__name__)
 _MOST_OPEN = 256
 """Models whose index and small files are kept open."""
-T = TypeVar("T")
 
 
 class LoaderService:
@@ -130,7 +129,7 @@ class LoaderService:
         """
         known = self._open.get(digest)
         if known is not None and known.index.segments and not self._in_memory(digest):
-            replaced = await _in_thread(self.store.open_replaced, digest)
+            replaced = await opened(lambda: self.store.open_replaced(digest), _close)
             if replaced is not None and self._open.get(digest) is known and not self._in_memory(digest):
                 self._open[digest] = replaced
                 self._superseded.append(known)  # somebody may be about to send its files
@@ -139,14 +138,14 @@ class LoaderService:
         if (known := self._open.pop(digest, None)) is not None:
             self._open[digest] = known  # now the most recently used
             return known
-        opened = await _in_thread(self.store.open_latest, digest)
+        found = await opened(lambda: self.store.open_latest(digest), _close)
         if (other := self._open.get(digest)) is not None:  # somebody else opened it meanwhile
-            opened.close()
+            found.close()
             return other
-        self._open[digest] = opened
+        self._open[digest] = found
         if len(self._open) > _MOST_OPEN:
             self._open.pop(next(iter(self._open))).close()
-        return opened
+        return found
 
     def _in_memory(self, digest: str) -> bool:
         return self.residency.has(digest) or self.stage.has(digest)
@@ -190,7 +189,7 @@ class LoaderService:
         model = await self.model(digest)
         sources = tuple(record.uri for record in await asyncio.to_thread(self.store.sources, digest))
         resident = self.residency.resident_bytes(digest)
-        return await _in_thread(functools.partial(describe, model.checkpoint, sources=sources, resident=resident))
+        return await asyncio.to_thread(describe, model.checkpoint, sources=sources, resident=resident)
 
     async def validate(self, digest: str, report: Report) -> None:
         """Compare every byte, where a load would take it first, with its digest. Raises ``CorruptCheckpoint``."""
@@ -255,7 +254,7 @@ class LoaderService:
         there = self.stage.there(model, rank, device, holder) if device is not None else set()
         sources: list[ChunkSource] = []
         if self.residency.lacks(model, rank, [number for number in job.chunks if number not in there]):
-            sources = await _in_thread(self.settings.pipeline.open_sources, model, rank)
+            sources = await opened(lambda: self.settings.pipeline.open_sources(model, rank), close_all)
         if device is not None:
             return DeviceLoad(model, rank, job, self.stage, self.stage.load(model, rank, device, holder, sources))
         load = MemoryLoad(model, rank, job, self.residency, self.residency.load(model, rank, job, sources, turn))
@@ -285,6 +284,10 @@ class LoaderService:
         """A digest takes a fraction of its read's time: on a disk of 3 GB/s a quarter."""
         return self.settings.io_threads // 2 if path == DISK and self.settings.pipeline.integrity else 0
 
+    def recent(self) -> list[str]:
+        """Models that were used, the last one first, then those with copies on the SSD tier."""
+        return [*reversed(self._open), *self.store.ssd.recent()]
+
     def status(self) -> tuple[PoolStatus, tuple[ResidentStatus, ...], tuple[PathStatus, ...]]:
         """Pool, partitions in memory, paths."""
         return (
@@ -294,5 +297,6 @@ class LoaderService:
         )
 
 
-async def _in_thread(action: Callable[..., T], *arguments: Any) -> T:
-    return await asyncio.to_thread(action, *arguments)
+def _close(model: StoredModel | None) -> None:
+    if model is not None:
+        model.close()

@@ -39,7 +39,7 @@ class LoaderSettings(Settings):
     peer_listen: str = ""
     """``host:port`` at which this node's models are served to the other nodes; empty: they are not."""
     peer_token: str = Field("", repr=False)
-    """What the nodes of a cluster show each other; no flag, since command lines are read by everybody."""
+    """What the nodes of a cluster sign what they ask each other with; no flag, since everybody reads command lines."""
     io_threads: int = Field(4, ge=1, le=64)
     """Threads that read the disk: reads in flight, one chunk each."""
     remote_threads: int = Field(8, ge=1, le=64)

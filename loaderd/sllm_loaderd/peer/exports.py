@@ -70,12 +70,16 @@ class Exports:
             return
         rank = self._rank(checkpoint, name)
         holder = f"peer-{next(_names)}"
-        chunks = self._ask(lambda: self._lend(checkpoint, rank, offset, nbytes, holder))
+        try:
+            chunks = self._ask(lambda: self._lend(checkpoint, rank, offset, nbytes, holder))
+        except TimeoutError:
+            self._forget(holder)  # the question comes to its turn all the same, and this behind it
+            raise
         if chunks:
             try:
                 yield list(_cut(chunks, checkpoint.index.chunk_bytes, offset, nbytes))
             finally:
-                self._post(lambda: self._residency.forget(holder))
+                self._forget(holder)
             return
         with self._opened(checkpoint, rank) as fd:
             yield [Piece(fd, offset, nbytes)]
@@ -128,6 +132,9 @@ class Exports:
 
         self._post(ask)
         return answer.result(_ANSWER_S)
+
+    def _forget(self, holder: str) -> None:
+        self._post(lambda: self._residency.forget(holder))
 
     def _lend(
         self, checkpoint: Checkpoint, rank: int, offset: int, nbytes: int, holder: str

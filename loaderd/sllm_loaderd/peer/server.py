@@ -1,8 +1,7 @@
-"""The HTTP server for peers: `GET /models/<hex>/<file>` with a bearer token, ranges sent by ``sendfile``."""
+"""The HTTP server for peers: `GET /models/<hex>/<file>` signed with the token, ranges sent by ``sendfile``."""
 
 from __future__ import annotations
 
-import hmac
 import http.server
 import logging
 import os
@@ -11,9 +10,11 @@ import socket
 import struct
 import sys
 import threading
+import time
 from typing import Any, Final
 
 from sllm_loaderd.peer.exports import Exports, Piece
+from sllm_loaderd.peer.signature import Asked, address_of, refusal
 from sllm_runtime.protocol.errors import InvalidRequest, ModelNotFound, SllmError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class PeerServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], token: str, exports: Exports) -> None:
         self.exports = exports
-        self._token = token.encode()
+        self._token = token
         self._slots = threading.Semaphore(_MOST_CONNECTIONS)
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -77,10 +78,9 @@ class PeerServer(http.server.ThreadingHTTPServer):
         self.server_close()
         self._thread.join()
 
-    def allows(self, authorization: str) -> bool:
-        """Whether a request shows the token; takes the same time whatever it shows."""
-        scheme, _, given = authorization.partition(" ")
-        return hmac.compare_digest(given.encode(errors="replace"), self._token) and scheme.lower() == "bearer"
+    def refusal(self, asked: Asked, shown: str) -> str:
+        """Why a request is not served, empty: it is."""
+        return refusal(self._token, shown, asked, time.time())
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
@@ -122,8 +122,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _serve(self, *, body: bool) -> None:
         path = _PATH.fullmatch(self.path)
-        if not self.server.allows(self.headers.get("Authorization", "")):
-            self._refuse(401, "the token is another one")
+        here = address_of(self.connection.getsockname())
+        asked = Asked(self.command, self.path, self.headers.get("Range", ""), here)
+        if why := self.server.refusal(asked, self.headers.get("Authorization", "")):
+            self._refuse(401, why)
         elif path is None:
             self._refuse(404, "there is no such file")
         else:

@@ -54,7 +54,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceSettings:
-    """What sources need beside a URI. ``peer_token`` opens other nodes' loaderd; it is no part of any message."""
+    """What sources need beside a URI. ``peer_token`` opens other nodes' loaderd; it is no part of any message, it signs
+    them."""
 
     peer_token: str = field(default="", repr=False)
 

@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint, ProtocolError
@@ -79,6 +79,11 @@ class Connection:
         self._stall_s = stall_s
         self._ahead = b""
         self._socket = _connect(origin, connect_s, stall_s, context)
+
+    @property
+    def peer(self) -> Any:
+        """The address that the origin's name led to, as ``getpeername`` gives it. Raises ``OSError``."""
+        return self._socket.getpeername()
 
     def request(self, method: str, target: str, headers: Mapping[str, str]) -> Head:
         """Send a request without a body and receive the head of its answer."""

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -26,6 +27,8 @@ Progress = Callable[[int, int], None]
 PART: Final = 8 * MIB
 THREADS: Final = 8
 _NOTES: Final = ".parts"
+KEPT_S: Final = 7 * 24 * 3600.0
+"""An attempt that broke off can be resumed for so long."""
 
 
 def resolve(source: Source, cache: Path, progress: Progress | None = None, fingerprint: str | None = None) -> Path:
@@ -41,7 +44,27 @@ def resolve(source: Source, cache: Path, progress: Progress | None = None, finge
 
 def place_of(cache: Path, uri: str, fingerprint: str) -> Path:
     """Where the files of a source are once they are fetched."""
-    return cache / "fetched" / hashlib.sha256(f"{uri}\0{fingerprint}".encode()).hexdigest()
+    return _fetched(cache) / hashlib.sha256(f"{uri}\0{fingerprint}".encode()).hexdigest()
+
+
+def _fetched(cache: Path) -> Path:
+    return cache / "fetched"
+
+
+def forget(directory: Path, cache: Path) -> None:
+    """Remove the files of a source, if they are fetched ones."""
+    if directory.is_relative_to(_fetched(cache)):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def forget_old(cache: Path, now: float) -> None:
+    """Remove what nothing was added to for KEPT_S: no attempt goes on with it, or its source has changed since. Called
+    while nothing is fetched."""
+    for directory in _fetched(cache).glob("*"):
+        with contextlib.suppress(OSError):
+            changed = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+            if now - changed > KEPT_S:
+                shutil.rmtree(directory)
 
 
 def fetch(source: Source, entries: Iterable[Entry], target: Path, progress: Progress | None = None) -> None:

@@ -9,12 +9,12 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from sllm_loaderd.files import is_small_file
 from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.attempts import RemoteLimits
-from sllm_loaderd.sources.remote import Remote
+from sllm_loaderd.sources.remote import Remote, Sign
 from sllm_loaderd.sources.remote_object import RemoteObject
 from sllm_runtime.protocol.errors import (
     Forbidden,
@@ -127,13 +127,13 @@ class HubSource:
         return Unavailable(f"{self._label}: the hub answered {status}: {error}")
 
 
-def _authorised(hub_url: str) -> Callable[[str, str, Mapping[str, str]], Mapping[str, str]]:
+def _authorised(hub_url: str) -> Sign:
     """Signs requests to the hub itself; where it redirects to gets no token."""
     from huggingface_hub import get_token
 
     token, hub = get_token(), "/".join(hub_url.split("/")[:3]) + "/"
 
-    def sign(method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
+    def sign(method: str, url: str, headers: Mapping[str, str], to: Any) -> Mapping[str, str]:
         return {**headers, "Authorization": f"Bearer {token}"} if token and url.startswith(hub) else headers
 
     return sign

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urljoin
 
 from sllm_loaderd.sources.attempts import (
@@ -25,8 +25,8 @@ from sllm_loaderd.sources.connection import Connection, Connections, Head, split
 from sllm_runtime.protocol.errors import CorruptCheckpoint, ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.limits import KIB, MIB
 
-Sign = Callable[[str, str, Mapping[str, str]], Mapping[str, str]]
-"""(method, url, headers) → headers with what the server wants to see."""
+Sign = Callable[[str, str, Mapping[str, str], Any], Mapping[str, str]]
+"""(method, url, headers, ``Connection.peer``) → headers with what the server wants to see."""
 _SLICE: Final = 1 * MIB
 _DETAIL: Final = 16 * KIB
 
@@ -54,7 +54,7 @@ class Remote:
     def __init__(
         self,
         path: str,
-        sign: Sign = lambda method, url, headers: headers,
+        sign: Sign = lambda method, url, headers, to: headers,
         *,
         remedy: str = "check the credentials",
         limits: RemoteLimits | None = None,
@@ -106,12 +106,12 @@ class Remote:
     ) -> None:
         """One request; ``body`` receives what follows the head. Raises ``TryAgain`` for what may pass."""
         origin, target = split_url(url)
-        signed = self.sign(method, url, {"Accept-Encoding": "identity", **headers})
         try:
             connection, used = self._connections.take(origin)
         except (OSError, UnicodeError) as error:  # a host that is no name is a UnicodeError
             raise self._cut(what, f"no connection to {origin.host}:{origin.port}: {error}") from error
         try:
+            signed = self.sign(method, url, {"Accept-Encoding": "identity", **headers}, connection.peer)
             head = connection.request(method, target, signed)
             body(connection, head)
         except (OSError, ProtocolError) as error:

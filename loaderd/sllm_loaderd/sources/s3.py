@@ -119,7 +119,7 @@ class _Access:
         self.base = address.removesuffix("-")
         self.remote = Remote(path, self._sign, remedy=_REMEDY)
 
-    def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
+    def _sign(self, method: str, url: str, headers: Mapping[str, str], to: Any) -> Mapping[str, str]:
         """Signature version 4. Frozen credentials are renewed by botocore when they expire."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest

@@ -67,7 +67,8 @@ class Fill:
             raise _cannot(error) from error
         finally:
             pool.free(chunks)
-            await asyncio.to_thread(self._write.abandon)  # nothing where it was finished
+            # Nothing where it was finished. Cancelled once more it happens all the same.
+            await asyncio.shield(self._loop.run_in_executor(None, self._write.abandon))
 
     async def _all(self, lanes: Sequence[Coroutine[Any, Any, None]]) -> None:
         try:

@@ -62,9 +62,9 @@ class SsdDirectory:
             if key in ledger.copies or key in ledger.writing or victims is None or not nbytes:
                 return None
             ledger.writing[key] = nbytes
-            for victim in victims:
-                self._remove(victim)
-        partial = self._directory / f".{key[0]}.{key[1]}.{secrets.token_hex(4)}.partial"
+            gone = [self._set_aside(victim) for victim in victims]
+        _unlink(gone)
+        partial = self._partial(key)
         try:
             self._allocate(partial, nbytes)  # may take its time where the file system has to write for it
             return CopyWrite(partial, nbytes, chunk_bytes, lambda whole: self._ended(key, partial, nbytes, whole))
@@ -88,11 +88,13 @@ class SsdDirectory:
                 return None
             if opened.nbytes != nbytes:
                 LocalFile.close(opened)
-                self._remove(copy)
-                return None
-            copy.readers += 1
-            copy.used_at = self._used(path)
-            return opened
+                gone = self._set_aside(copy)
+            else:
+                copy.readers += 1
+                copy.used_at = self._used(path)
+                return opened
+        _unlink([gone])
+        return None
 
     def holds(self, digest: str, rank: int) -> bool:
         """Whether there is a copy of a partition."""
@@ -119,15 +121,17 @@ class SsdDirectory:
         """Remove the copy of a partition, if there is one: its bytes are not what they should be."""
         with self._lock:
             copy = self._ledger.copies.get((digest_hex(digest), rank))
-            if copy is not None:
-                log.warning("the SSD copy of partition %d of %s is spoiled and removed", rank, digest)
-                self._remove(copy)
+            gone = [self._set_aside(copy)] if copy is not None else []
+        if gone:
+            log.warning("the SSD copy of partition %d of %s is spoiled and removed", rank, digest)
+            _unlink(gone)
 
     def delete(self, digest: str) -> None:
         """Remove the copies of a model; who reads one goes on doing so."""
         with self._lock:
-            for copy in [copy for key, copy in self._ledger.copies.items() if key[0] == digest_hex(digest)]:
-                self._remove(copy)
+            copies = [copy for key, copy in self._ledger.copies.items() if key[0] == digest_hex(digest)]
+            gone = [self._set_aside(copy) for copy in copies]
+        _unlink(gone)
 
     def status(self) -> tuple[int, int]:
         """Bytes that are used, and the limit."""
@@ -145,12 +149,22 @@ class SsdDirectory:
         with self._lock:
             return {key: copy.nbytes for key, copy in self._ledger.copies.items()}
 
+    def recent(self) -> list[str]:
+        """Models that have copies, the one used last first."""
+        with self._lock:
+            copies = sorted(self._ledger.copies.values(), key=lambda copy: copy.used_at, reverse=True)
+        return list(dict.fromkeys(f"sha256:{copy.key[0]}" for copy in copies))
+
     def files(self) -> list[Path]:
         """The file of each copy."""
         return [self._path(key) for key in self.copies()]
 
     def _path(self, key: Key) -> Path:
         return self._directory / f"{key[0]}.{key[1]}.bin"
+
+    def _partial(self, key: Key) -> Path:
+        """A name that no copy has: the next start removes what is left under it."""
+        return self._directory / f".{key[0]}.{key[1]}.{secrets.token_hex(4)}.partial"
 
     def _recover(self) -> None:
         """Take over what a predecessor left: whole copies stay, within the limit, the rest goes."""
@@ -162,8 +176,7 @@ class SsdDirectory:
                 continue
             stat, key = entry.stat(), (match[1], int(match[2]))
             self._ledger.copies[key] = Copy(key, stat.st_size, stat.st_atime_ns)
-        for victim in self._ledger.victims(0) or ():
-            self._remove(victim)
+        _unlink([self._set_aside(victim) for victim in self._ledger.victims(0) or ()])
 
     def _allocate(self, partial: Path, nbytes: int) -> None:
         """A file with room for ``nbytes``. A disk that others have filled: copies go until there is room."""
@@ -183,20 +196,27 @@ class SsdDirectory:
     def _evict_one(self) -> bool:
         with self._lock:
             victim = next(iter(self._ledger.evictable()), None)
-            if victim is not None:
-                self._remove(victim)
-            return victim is not None
+            gone = [self._set_aside(victim)] if victim is not None else []
+        _unlink(gone)
+        return bool(gone)
 
-    def _remove(self, copy: Copy) -> None:
-        self._path(copy.key).unlink(missing_ok=True)
+    def _set_aside(self, copy: Copy) -> Path:
+        """Under another name it is no copy any more. To remove it takes seconds, for which nobody waits in the lock."""
+        path, aside = self._path(copy.key), self._partial(copy.key)
         del self._ledger.copies[copy.key]
+        try:
+            os.rename(path, aside)
+        except OSError:  # it is gone, or a full disk has no room for the name
+            return path
+        return aside
 
     def _ended(self, key: Key, partial: Path, nbytes: int, whole: bool) -> None:
         """A write is over. Whole: its bytes are durable; now its name."""
+        if not whole:
+            _unlink([partial])
         with self._lock:
             del self._ledger.writing[key]
             if not whole:
-                partial.unlink(missing_ok=True)
                 return
             used_at = self._used(partial)
             os.rename(partial, self._path(key))
@@ -214,6 +234,14 @@ class SsdDirectory:
         with self._lock:
             copy.readers -= 1
             copy.used_at = self._used(self._path(copy.key))  # the kernel may have noted each read by another clock
+
+
+def _unlink(gone: Iterable[Path]) -> None:
+    for path in gone:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s stays until the next start: %s", path, error.strerror)
 
 
 class _OpenCopy(LocalFile):

@@ -46,6 +46,8 @@ class CallOrder(Record, frozen=True, kw_only=True, tag="order"):
     """As an OpenAI request named it."""
     usage: bool = False
     choices: int = 1
+    streams: bool | None = None
+    """Whether its function is a generator; None in entries of earlier releases: then its version says so."""
     key: str = ""
     """Of its ``KeyClaim``, with that one's ``body``."""
     key_body: bytes = b""

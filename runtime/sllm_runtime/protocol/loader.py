@@ -7,11 +7,12 @@ Descriptors travel by SCM_RIGHTS with the bytes of the message that announces th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
 
+from sllm_runtime.protocol.codec import pack
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 
@@ -77,6 +78,9 @@ CONVERT_NEVER: Final = "never"
 CONVERT: Final = (CONVERT_NOW, CONVERT_LATER, CONVERT_NEVER)
 """When a model of safetensors is converted: before it can be loaded, behind its first use, or not at all."""
 
+MOST_REQUESTS: Final = 256
+"""Of one control connection that are under way; further ones are answered by ``unavailable``."""
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Base of every message: the class name is the tag."""
@@ -125,7 +129,9 @@ class Register(Request, frozen=True, kw_only=True):
 
 
 class ListModels(Request, frozen=True, kw_only=True):
-    """Answer: ``ModelList``."""
+    """Answer: ``ModelList``, with those of ``among`` that are there; none named: all."""
+
+    among: tuple[str, ...] = ()
 
 
 class Describe(Request, frozen=True, kw_only=True):
@@ -523,7 +529,8 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The node's storage as the scheduler sees it."""
+    """The node's storage as the scheduler sees it. What it lists by model is of those used last, where a message has no
+    room for all."""
 
     request: int
     pid: int
@@ -538,6 +545,26 @@ class Status(Message, frozen=True, kw_only=True):
     ssd: TierStatus | None = None
     integrity: bool = True
     """Whether what is loaded is compared with its digests."""
+    untold: int = 0
+    """Models of which it says nothing, for want of room."""
+
+
+LISTS: Final = 32
+"""Bytes that the heads of a message's lists may take beyond those of empty ones."""
+
+
+def fitting(models: Iterable[str], parts: Iterable[tuple[str, object]], room: int) -> set[str]:
+    """The first of ``models`` of which all ``parts`` (model, what a message says of it) have ``room`` bytes packed."""
+    nbytes: dict[str, int] = {}
+    for model, part in parts:
+        nbytes[model] = nbytes.get(model, 0) + len(pack(part))
+    found = set[str]()
+    for model in dict.fromkeys(models):
+        room -= nbytes.get(model, 0)
+        if room < 0:
+            break
+        found.add(model)
+    return found
 
 
 ControlRequest: TypeAlias = (

@@ -162,6 +162,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     shared: dict[str, Shared] | None = None
     """Models that its instances use, by digest: ``free_memory`` is without their bytes, once each. None: a node of
     before, which sets them aside for each instance."""
+    untold: int = 0
+    """Models on the node of which this report says nothing: it, or what loaderd told, has no room for all."""
     version: int = PROTOCOL_VERSION
 
 

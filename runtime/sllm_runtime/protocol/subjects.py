@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-_TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,80}$")
+_TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,80}\Z")
 
 
 def is_token(text: str) -> bool:

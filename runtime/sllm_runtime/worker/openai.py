@@ -39,6 +39,8 @@ _ABREAST = 32
 """Continuations of one answer that are told in turn: fewer than an engine computes at once."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions; for chat it is whatever fits."""
+_NAMED, _SHOWN = 20, 100
+"""Unknown fields that the log names, and characters of each."""
 _GATEWAYS = WITHOUT_MEANING | {"model", "stream", "stream_options"}
 """Known fields that concern others, or nobody here."""
 
@@ -198,6 +200,8 @@ def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, _Plan]:
     body = parse(bytes(call.body), chat=call.head.kind == "chat")
     named = model_name(str((body.model_extra or {}).get("model", "")))
     plan = _plan(body, handle, loop, tokens)
+    if plan.sampling.scored:
+        plan.show.prepare()
     return loop, plan if named is None else replace(plan, adapter=named.adapter)
 
 
@@ -226,8 +230,9 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
 
 def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:
     unknown = sorted(set(body.model_extra or {}) - _GATEWAYS)
-    if unknown:
-        log.warning("fields that mean nothing here are ignored: %s", ", ".join(unknown))
+    if unknown:  # as many as a caller likes, and as long
+        named = [f"{name[:_SHOWN]!r}" for name in unknown[:_NAMED]]
+        log.warning("%d field(s) that mean nothing here are ignored: %s", len(unknown), ", ".join(named))
     vocabulary = prompts.vocabulary_of(loop.engine, tokens, handle.files)
     rules, show = body.rules(vocabulary), Shown(tokens, vocabulary)
     if isinstance(body, ChatBody):

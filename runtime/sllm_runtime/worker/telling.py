@@ -24,22 +24,29 @@ class Shown:
     def __init__(self, tokens: Tokens, vocabulary: Vocabulary) -> None:
         self._tokens, self._vocabulary = tokens, vocabulary
 
+    def prepare(self) -> None:
+        """Read the vocabulary: later the event loop would wait for that."""
+        _ = self._vocabulary.readable
+
     def __call__(self, choices: Sequence[TokenChoice]) -> tuple[TokenLogprob, ...]:
-        return tuple(self._one(choice) for choice in choices)
+        return tuple(self._one(choice.id, choice.logprob, choice.top) for choice in choices)
 
     def first(self, token: int) -> TokenLogprob:
         """A token that follows nothing: it has no probability."""
-        text = self._tokens.text_of(token)
-        raw = self._vocabulary.raw(token, text)
-        return TokenLogprob(text, None, (), () if raw == text.encode() else (raw,))
+        return self._one(token, None, ())
 
-    def _one(self, choice: TokenChoice) -> TokenLogprob:
-        ids = (choice.id, *(token for token, _ in choice.top))
-        texts = [self._tokens.text_of(token) for token in ids]
-        raw = tuple(self._vocabulary.raw(token, text) for token, text in zip(ids, texts, strict=True))
-        top = tuple((text, logprob) for text, (_, logprob) in zip(texts[1:], choice.top, strict=True))
-        whole = all(each == text.encode() for each, text in zip(raw, texts, strict=True))
-        return TokenLogprob(texts[0], choice.logprob, top, () if whole else raw)
+    def _one(self, token: int, logprob: float | None, likeliest: Sequence[tuple[int, float]]) -> TokenLogprob:
+        texts, raws = zip(*(self._text(each) for each in (token, *(other for other, _ in likeliest))), strict=True)
+        top = tuple((text, score) for text, (_, score) in zip(texts[1:], likeliest, strict=True))
+        whole = all(raw == text.encode() for text, raw in zip(texts, raws, strict=True))
+        return TokenLogprob(texts[0], logprob, top, () if whole else raws)
+
+    def _text(self, token: int) -> tuple[str, bytes]:
+        raw = self._vocabulary.written(token)
+        if raw is not None:
+            return raw.decode(errors="replace"), raw
+        text = self._tokens.text_of(token)
+        return text, text.encode()
 
 
 def parted(delta: Delta) -> Iterator[Delta]:

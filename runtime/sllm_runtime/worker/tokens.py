@@ -8,14 +8,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from sllm_runtime.protocol.errors import InvalidRequest, UnsupportedModel
-
-_BROKEN: Final = "\ufffd"
 
 
 class Tokens:
@@ -45,7 +43,7 @@ class Tokens:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def text_of(self, token: int) -> str:
-        """One token as text, special ones too."""
+        """One token as text that stands alone, special ones too."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def showing(self, texts: Collection[str]) -> Showing:
@@ -116,15 +114,19 @@ class Vocabulary:
         known = self.grammars()
         return tuple(b"" if known.is_special_token(i) else known.decode_bytes([i]) for i in range(self.size))
 
-    def raw(self, token: int, text: str) -> bytes:
-        """The bytes of ``token``, which is shown as ``text``: others than that text's where it is a part of a character
-        and the tokenizer can be read."""
-        if _BROKEN not in text:
-            return text.encode()
+    def written(self, token: int) -> bytes | None:
+        """What ``token`` adds to a text, wherever it stands: decoded alone it may lose its space, or be a part of a
+        character. None for special tokens, and where the tokenizer cannot be read."""
+        known = self.readable
+        return None if known is None or known.is_special_token(token) else bytes(known.decode_bytes([token]))
+
+    @cached_property
+    def readable(self) -> LLTokenizer | None:
+        """``grammars``, where there are any. The first time takes a second where the vocabulary is large."""
         try:
-            return bytes(self.grammars().decode_bytes([token])) or text.encode()
+            return self.grammars()
         except InvalidRequest:
-            return text.encode()
+            return None
 
     def beginning(self, prefix: bytes) -> list[int]:
         """Ids whose bytes begin with ``prefix``."""

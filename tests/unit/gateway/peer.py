@@ -348,9 +348,7 @@ async def _serving(nats: Nats, settings: GatewaySettings) -> AsyncIterator[tuple
             try:
                 yield gateway, http, url
             finally:
-                server.should_exit = True
-                await gateway.drain()
-                await serving
+                await server.finish(serving, gateway.drain())
     finally:
         await tasks.close()
         listener.close()

@@ -1,27 +1,48 @@
 """SSE responses that are no calls: what is written when, with a client that takes its time."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import pytest
+
+from sllm_gateway.asgi import PIECE
 from sllm_gateway.events import EventWriter, Source
+from sllm_gateway.server import CLOSE_AFTER_S
 from sllm_gateway.sse import DONE, HEARTBEAT
 from sllm_runtime.platform.owned import Tasks
+from tests.fixtures.waiting import until
 
 HEADERS = b"headers"
 
 
-class Client:
+class Line:
+    """A client's connection, as far as it is used here."""
+
+    def __init__(self) -> None:
+        self.go: Callable[[], None] = lambda: None
+        self.aborted: list[float] = []
+
+    @contextmanager
+    def watched(self, on_lost: Callable[[], None]) -> Iterator[None]:
+        self.go = on_lost
+        yield
+
+    def unblock(self) -> None:
+        pass
+
+    def abort_after(self, seconds: float) -> None:
+        self.aborted.append(seconds)
+
+
+class Client(Line):
     """Is being written to until it takes that."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._written: asyncio.Queue[bytes] = asyncio.Queue()
         self._taken = asyncio.Semaphore(0)
-
-    async def receive(self) -> dict[str, Any]:
-        await asyncio.Event().wait()
-        return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
         self._written.put_nowait(message.get("body", HEADERS))
@@ -41,11 +62,42 @@ class Client:
         return found
 
 
+class Buffered(Line):
+    """Has room for so many writes, and takes one when it is told to."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = asyncio.Semaphore(room)
+        self.waits = asyncio.Event()
+        self.bodies: list[bytes] = []
+        self.whole = False
+        self._unblocked = False
+
+    async def send(self, message: Any) -> None:
+        if not self._unblocked:
+            if self.room.locked():
+                self.waits.set()
+            await self.room.acquire()
+        if "body" in message:
+            assert not self.whole
+            self.bodies.append(message["body"])
+            self.whole = not message["more_body"]
+
+    def unblock(self) -> None:
+        self._unblocked = True
+
+
+def scope_of(line: Line, method: str = "GET") -> dict[str, Any]:
+    return {"method": method, "state": {"connection": line}}
+
+
 @asynccontextmanager
-async def written(source: Source, client: Client, **options: Any) -> AsyncIterator[None]:
+async def written(source: Source, client: Any, *, method: str = "GET", **options: Any) -> AsyncIterator[None]:
     tasks = Tasks("test")
-    writer = EventWriter(tasks, headers_wait=0.0, heartbeat=options.pop("heartbeat"), slow=60.0)
-    writing = tasks.start(writer.write(source, client.receive, client.send, **options), "writes")
+    writer = EventWriter(
+        tasks, headers_wait=0.0, heartbeat=options.pop("heartbeat", 60.0), slow=options.pop("slow", 60.0)
+    )
+    writing = tasks.start(writer.write(source, scope_of(client, method), client.send, **options), "writes")
     try:
         async with asyncio.timeout(10):
             yield
@@ -141,3 +193,75 @@ async def test_what_comes_does_not_wait_for_what_is_to_be_said() -> None:
         while DONE not in read:
             read.append(await client.reads())
     assert read[-2:] == [b"0", DONE]
+
+
+LARGE = 4 * PIECE
+
+
+async def large() -> AsyncGenerator[bytes, None]:
+    """More than the client has room for, and then more."""
+    yield b"x" * LARGE
+    await asyncio.Event().wait()
+
+
+async def test_a_client_that_takes_nothing_is_told_and_cut_off() -> None:
+    """What is begun is written whole: the error would stand in the middle of it."""
+    client = Buffered(room=2)
+    async with written(large(), client, slow=0.05, failed=lambda error: error.code.encode()):
+        pass
+    assert b"".join(client.bodies) == b"x" * LARGE + b"slow_consumer"
+    assert client.whole
+    assert client.aborted == [CLOSE_AFTER_S]
+
+
+async def test_a_slow_one_has_its_time_for_each_piece() -> None:
+    """All of them take it longer than one may."""
+    client, slow = Buffered(room=1), 0.2
+
+    async def source() -> AsyncGenerator[bytes, None]:
+        yield b"x" * LARGE
+
+    async def takes() -> None:
+        while not client.whole:
+            await asyncio.sleep(slow / 3)
+            client.room.release()
+
+    taking = asyncio.create_task(takes())
+    began = asyncio.get_running_loop().time()
+    async with written(source(), client, slow=slow):
+        pass
+    await taking
+    assert asyncio.get_running_loop().time() - began > slow
+    assert b"".join(client.bodies) == b"x" * LARGE + DONE
+    assert client.aborted == []
+
+
+async def test_of_a_whole_answer_a_client_that_takes_nothing_is_cut_off_too() -> None:
+    client = Buffered(room=2)
+    tasks = Tasks("test")
+    try:
+        writer = EventWriter(tasks, headers_wait=0.0, heartbeat=60.0, slow=0.05)
+        await writer.whole(scope_of(client), client.send, [], b"x" * LARGE)
+    finally:
+        await tasks.close()
+    assert client.whole
+    assert client.aborted == [CLOSE_AFTER_S]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_who_goes_away_or_wants_headers_alone_ends_it(method: str) -> None:
+    client, ended = Buffered(room=100), asyncio.Event()
+
+    async def source() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"0"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with written(source(), client, method=method):
+        await until(lambda: client.bodies)
+        if method == "GET":
+            client.go()
+        await ended.wait()
+    assert client.whole == (method == "HEAD")

@@ -15,6 +15,7 @@ from sllm_gateway import follow
 from sllm_gateway.follow import messages
 from sllm_runtime.platform import owned
 from sllm_runtime.platform.connection import ELECTION_S
+from sllm_runtime.platform.consumers import forget
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import Unavailable
@@ -168,3 +169,29 @@ async def test_a_number_that_another_message_has_now_is_read_again(nats: Nats, m
 def _happens(w: World, function: str, at: float) -> None:
     event = Event(kind="instance.ready", at=at, component="node", function=function)
     w.node.bus.publish_now(subjects.event("node", NODE, event.kind, function), event)
+
+
+async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_the_same(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "QUEUED_BYTES", 1000)
+    monkeypatch.setattr(follow, "AGAIN_S", 0.01)
+    async with world(nats) as w:
+        for at in range(50):
+            _happens(w, "f", float(at))
+        await w.node.bus.flush()
+        given_up, found = list[str](), list[float]()
+
+        def noted(bus: Any, stream: str, made: Any) -> None:
+            given_up.append(made.name)
+            forget(bus, stream, made)
+
+        monkeypatch.setattr("sllm_gateway.follow.forget", noted)
+        wanted = subjects.events_of("instance.ready", "f")
+        async with aclosing(messages(w.controller.bus, subjects.EVENTS_STREAM, wanted, None)) as reading:
+            async for message in reading:
+                if message.data is None:
+                    break
+                found.append(codec.unpack(Event, message.data).at)
+                await until(lambda: given_up, what="what is sent is more than it takes")
+        assert found == [float(at) for at in range(50)]

@@ -573,6 +573,22 @@ async def test_an_endless_array_of_tiny_values_is_too_large_before_it_fills_the_
     assert pushed < 100_000, "values of a byte each"
 
 
+async def test_an_answer_counts_by_its_bytes_without_its_frames(nats: Nats) -> None:
+    async def small(run: Run) -> None:
+        for number in range(run.arguments["values"]):
+            run.outbox.push(FrameKind.OUTPUT, b"12345678")
+            if number % 1000 == 0:
+                run.node.flush(run)
+                await run.room()
+        run.end()
+
+    async with world(nats, max_output=2**18) as w:
+        await w.deploy(manifest("small"), entry(), script=small)
+        assert len((await w.http.post("/fn/small", json={"values": 8000})).json()) == 8000
+        error = (await w.http.post("/fn/small", json={"values": 9000})).json()["error"]
+    assert (error["code"], "in more than 8192 pieces" in error["message"]) == ("output_too_large", True)
+
+
 async def test_a_call_that_its_node_cancels_ends_with_an_error_that_its_caller_sees(nats: Nats) -> None:
     seen = asyncio.Event()
 

@@ -10,7 +10,7 @@ import pytest
 
 from sllm_runtime.protocol.limits import MAX_HEAD
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, manifest, world
 
 SOON_S = 0.1
@@ -120,3 +120,71 @@ async def test_what_is_no_http_gets_an_error_like_any_other(nats: Nats) -> None:
     async with world(nats) as w, connected(w) as sock:
         await send(sock, b"FOO bar\r\n\r\n")
         assert error(await rest(sock)) == (400, "invalid_request")
+
+
+CHUNKED = b"POST /fn/slow HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+@pytest.mark.parametrize("endless", [b"x: ", b"x: y\r\n" * 10_000])
+async def test_trailers_without_end_are_cut(nats: Nats, endless: bytes) -> None:
+    """One that does not end, and many of them."""
+    async with world(nats) as w, connected(w) as sock:
+        await send(sock, CHUNKED + endless)
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(without_end(sock), GIVE_UP_S)
+
+
+async def test_trailers_are_no_headers(nats: Nats) -> None:
+    async def prompt(run: Run) -> None:
+        run.out(run.arguments)
+        run.end()
+
+    async with world(nats) as w, connected(w) as sock:
+        await w.deploy(manifest("slow"), entry(), script=prompt)
+        await send(sock, CHUNKED + b"idempotency-key: \xff\r\n\r\n")
+        assert (await until_answered(sock, b"[{}]")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_body_in_small_chunks_is_none_of_what_is_cut(nats: Nats) -> None:
+    async def length(run: Run) -> None:
+        run.out(len(run.arguments["text"]))
+        run.end()
+
+    async with world(nats) as w, connected(w) as sock:
+        await w.deploy(manifest("slow"), entry(), script=length)
+        body = b'{"text": "' + b"a" * MAX_HEAD + b'"}'
+        await send(sock, CHUNKED.partition(b"2\r\n")[0])
+        for start in range(0, len(body), 2**13):
+            for at in range(start, min(start + 2**13, len(body)), 8):
+                piece = body[at : at + 8]
+                await send(sock, b"%x\r\n%b\r\n" % (len(piece), piece))
+            await asyncio.sleep(0)
+        await send(sock, b"0\r\n\r\n")
+        assert (await until_answered(sock, b"[%d]" % MAX_HEAD)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_request_behind_the_head_of_a_stream_is_answered(nats: Nats) -> None:
+    """A stream has no end, so it would wait for ever, and nobody would see its client go."""
+    head = b"HEAD /api/v1/events?follow=true HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with world(nats) as w, connected(w) as sock:
+        await send(sock, head + ASKED)
+        answer = await until_answered(sock, b"ok\n")
+        assert answer.count(b"HTTP/1.1 200") == 2
+        assert b"text/event-stream" in answer
+
+
+async def test_a_stream_ends_with_its_client_also_where_another_request_waits_behind_it(nats: Nats) -> None:
+    stream = b"GET /api/v1/events?follow=true HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with world(nats, heartbeat=SOON_S) as w:
+        async with connected(w) as sock:
+            await send(sock, stream + ASKED)
+            await until_answered(sock, b": heartbeat\n\r\n")
+            assert len(w.gateway._tasks) > 0
+        await until(lambda: len(w.gateway._tasks) == 0, what="nobody reads for it any more")
+
+
+async def test_what_is_asked_of_no_path_is_refused(nats: Nats) -> None:
+    async with world(nats) as w, connected(w) as sock:
+        await send(sock, b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert error(await rest(sock)) == (404, "not_found")
+        assert 'sllm_http_requests_total{route="other",status="404"} 1.0' in (await w.http.get("/metrics")).text

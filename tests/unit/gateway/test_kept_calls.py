@@ -7,17 +7,23 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nats.js.api import RawStreamMsg
 
 from sllm_gateway import keeping
-from sllm_gateway.detached import Detached
+from sllm_gateway.asgi import PIECE
+from sllm_gateway.calls import Calls
+from sllm_gateway.detached import Detached, whole
 from sllm_gateway.journal import Journal
+from sllm_gateway.replay import After, stream_of
+from sllm_gateway.resumption import VALUES
 from sllm_gateway.stored import Stored
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import CallOrder, Reading
 from sllm_runtime.protocol.errors import InstanceLost, Unavailable
-from sllm_runtime.protocol.frames import FrameKind, Ids, Usage
-from sllm_runtime.protocol.limits import MAX_PART
+from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Usage
+from sllm_runtime.protocol.limits import BATCH_BYTES, MAX_PART
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, manifest, second, world
@@ -329,6 +335,40 @@ async def test_cancelling_what_has_ended_says_how_it_ended(nats: Nats) -> None:
         assert (answer.status_code, answer.json()) == (202, {"id": call, "state": "SUCCEEDED"})
 
 
+@pytest.mark.parametrize("headers", [ASYNC, {}])
+async def test_one_that_has_ended_and_is_still_open_is_not_cancelled(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    """Its journal is not written yet, or its caller has not read all of it."""
+    go, journal, leave = asyncio.Event(), Journal.write, Calls.leave
+    left: list[Any] = []
+
+    async def waits(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
+        if name == "kept":
+            await go.wait()
+        return await journal(self, stream, call, name, *more)
+
+    def later(self: Calls, call: Any) -> None:
+        left.append(call)
+        if headers:
+            leave(self, call)
+
+    monkeypatch.setattr(Journal, "write", waits)
+    monkeypatch.setattr(Calls, "leave", later)
+    async with world(nats) as w, second(nats) as other:
+        await w.deploy(manifest("count"), entry(), script=count)
+        answer = await w.http.post("/fn/count", json={"n": 1}, headers=headers)
+        call = answer.headers["sllm-call-id"]
+        (found,) = w.gateway.calls._open.values()
+        await until(lambda: found.over, what="it has ended")
+        for gateway in (w.http, other):
+            answer = await gateway.post(f"/v1/calls/{call}/cancel")
+            assert (answer.status_code, answer.json()["state"]) == (202, "SUCCEEDED")
+        go.set()
+        for each in left:
+            leave(w.gateway.calls, each)
+
+
 async def test_a_gateway_that_does_not_answer_is_named(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sllm_gateway.recent.ASK_S", 0.1)
     async with world(nats) as w:
@@ -604,6 +644,16 @@ async def test_a_call_goes_on_in_the_next_life_of_its_gateway(nats: Nats) -> Non
         assert (first.seq or 0) > (order.seq or 0), "what was there would be gone before the answer is"
 
 
+@given(st.lists(st.tuples(st.sampled_from((FrameKind.OUTPUT, FrameKind.IDS)), st.booleans()), max_size=12))
+def test_no_half_of_a_value_is_written(said: list[tuple[FrameKind, bool]]) -> None:
+    frames = [Frame(n, kind, b"", more and kind is not FrameKind.IDS) for n, (kind, more) in enumerate(said)]
+    end = whole(frames)
+    before, after = ([each.more for each in some if each.kind in VALUES] for some in (frames[:end], frames[end:]))
+    assert not any(before[-1:]), "no half one"
+    assert all(after), "no whole one waits"
+    assert not after or frames[end].kind in VALUES, "nor ids before a half one"
+
+
 async def test_what_has_come_of_a_value_in_parts_is_not_missed_where_its_instance_dies(nats: Nats) -> None:
     """Its journal has taken them, and written none: another instance says all of it."""
     value = "x" * (2 * MAX_PART)
@@ -613,8 +663,9 @@ async def test_what_has_come_of_a_value_in_parts_is_not_missed_where_its_instanc
             if len(w.node.runs) == 1:
                 run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (1,))))
                 run.outbox.push(FrameKind.OUTPUT, json.dumps(value).encode()[:MAX_PART], more=True)
+                run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 1, (2,))))
                 w.node.flush(run)
-                await until(lambda: run.outbox.acked == 2, what="they have come")
+                await until(lambda: run.outbox.acked == 3, what="they have come")
                 run.end(InstanceLost("its worker died; call again"))
             else:
                 run.out(value)
@@ -674,3 +725,82 @@ async def test_an_answer_whose_beginning_lapsed_gets_no_other_end(nats: Nats) ->
         await reaches(next_life.http, call, "FAILED")
         assert '"code":"journal_expired"' in await events_of(next_life.http, call)
         assert not next_life.node.opened
+
+
+@pytest.mark.parametrize("path", ["", "/events", "/cancel"])
+@pytest.mark.parametrize("wrong", ["foo.bar", "abc%0A", "a%20b", "*", "x" * 81])
+async def test_what_can_be_no_id_is_no_call(nats: Nats, wrong: str, path: str) -> None:
+    async with world(nats) as w:
+        method = "POST" if path == "/cancel" else "GET"
+        answer = await w.http.request(method, f"/v1/calls/{wrong}{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "call_not_found")
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "x", "9" * 5000])
+async def test_a_limit_that_is_none_is_refused(nats: Nats, limit: str) -> None:
+    async with world(nats) as w:
+        answer = await w.http.get("/v1/calls", params={"limit": limit})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (400, "limit")
+
+
+async def test_what_a_generator_answered_is_an_array_also_when_it_is_deleted(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        call = (await w.http.post("/fn/count", json={"n": 1}, headers=ASYNC)).json()["id"]
+        assert (await reaches(w.http, call, "SUCCEEDED"))["result"] == [0]
+        await w.controller.unroute("count")
+        await until(lambda: w.gateway.table.get("count", 1) is None, what="it is deleted")
+        assert (await state_of(w.http, call))["result"] == [0]
+
+
+async def test_a_result_is_the_functions_own_json(nats: Nats) -> None:
+    async def says(run: Run) -> None:
+        run.outbox.push_value(FrameKind.OUTPUT, b'{"b": 1.50,  "a": 1e2}')
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(manifest("says", streams=False), entry(), script=says)
+        call = (await w.http.post("/fn/says", json={}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "SUCCEEDED")
+        assert (await w.http.get(f"/v1/calls/{call}")).text.endswith('"result":{"b": 1.50,  "a": 1e2}}')
+
+
+async def test_a_whole_answer_is_bounded_as_without_a_key_and_its_stream_is_not(nats: Nats) -> None:
+    value = "x" * 4096
+
+    async def says(run: Run) -> None:
+        run.out(value)
+        run.end()
+
+    async with world(nats, max_output=1024) as w:
+        await w.deploy(manifest("says"), entry(), script=says)
+        for headers in ({}, key("k"), key("k")):  # while it runs, and once it has ended
+            answer = await w.http.post("/fn/says", json={}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "output_too_large")
+        stream = await w.http.post("/fn/says", json={}, headers=key("k") | SSE)
+        assert json.loads(stream.text.partition("data: ")[2].partition("\n")[0]) == value
+        found = await reaches(w.http, stream.headers["sllm-call-id"], "SUCCEEDED")
+        assert (found["result"], found["error"]["code"]) == (None, "output_too_large")
+
+
+async def test_a_long_history_comes_in_pieces_and_not_where_it_is_no_longer_kept(nats: Nats) -> None:
+    async def says(run: Run) -> None:
+        for _ in range(16):
+            run.out("x" * MAX_PART)
+            await run.room()
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(manifest("says"), entry(), script=says)
+        call = (await w.http.post("/fn/says", json={}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "SUCCEEDED")
+        kept = w.gateway._kept._keeping
+        order = (await kept._journal.find(call))[1]
+        source = kept._read(order, After(stream_of(order), -1), True)
+        pieces = [len(piece) async for piece in source]
+        assert sum(pieces) > 16 * MAX_PART
+        assert max(pieces) < PIECE + 2 * BATCH_BYTES
+        purged = subjects.call_entry(subjects.CALLS_STREAM, call, "kept")
+        await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=purged)
+        expired = await w.http.get(f"/v1/calls/{call}/events")
+        assert (expired.status_code, expired.json()["error"]["code"]) == (410, "journal_expired")

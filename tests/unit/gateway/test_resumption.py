@@ -16,7 +16,7 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Frame, FrameKind, Ids
-from sllm_runtime.protocol.limits import MAX_PART, MOST_IDS
+from sllm_runtime.protocol.limits import KIB, MAX_MESSAGE, MAX_PART, MOST_IDS
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Progress
 from tests.fixtures.nats import Nats
@@ -104,6 +104,14 @@ def test_a_call_that_kills_what_it_runs_on_is_given_up() -> None:
         assert state.break_off([], stopped=True) == []
     assert state.break_off([]) == []
     assert state.break_off([]) is None
+    state = Resumption()
+    state.take([ids(0, 0, 1, 2)])
+    assert state.break_off([]) == []
+    for _ in range(2):  # others of another numerics class have not come further
+        state = state.anew(deaths=True)
+        state.take([ids(0, 0, 3)])
+        last = state.break_off([])
+    assert last is None
     state = Resumption()
     for number in range(5):  # each time something new came of it
         state.take([part(b"%d" % number)])
@@ -205,6 +213,70 @@ async def test_another_numerics_class_does_not_go_on(nats: Nats) -> None:
         error = values(text)[-1]["error"]  # type: ignore[index]
         assert error["code"] == "instance_lost"
         assert "computes other bits" in error["message"]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_another_numerics_class_draws_anew_what_nobody_has_seen(nats: Nats, streamed: bool) -> None:
+    """Its ids are not mixed with those of the class before, also where it dies in turn."""
+    async with world(nats) as w:
+
+        async def dies(run: Run) -> None:
+            number = len(w.node.opened)
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, len(run.head.recorded), (number,) * (4 - number))))
+            run.node.flush(run)
+            await until(lambda: run.outbox.acked >= 1)
+            if number == 3:
+                run.out("done")
+                run.end()
+                return
+            await w.deploy(engine("late"), entry(f"i{number}", fingerprint="g"), script=dies)
+            run.end(InstanceLost("the worker died"))
+
+        await w.deploy(engine("late"), entry(fingerprint="f", exact=False), script=dies)
+        answer = await w.http.post("/fn/late", json={}, headers=SSE if streamed else {})
+        assert (values(answer.text) if streamed else answer.json()) == ["done"]
+        assert [opened.head.recorded for opened in w.node.opened] == [(), (), ((2, 2),)]
+        assert streamed or "sllm-exact" not in answer.headers, "nothing of it is of the first one"
+
+
+async def test_a_journal_that_has_ids_is_not_gone_on_with_by_another_class(nats: Nats) -> None:
+    async with world(nats) as w:
+
+        async def dies(run: Run) -> None:
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (1,))))
+            run.node.flush(run)
+            await until(lambda: run.outbox.acked >= 1)
+            await w.deploy(engine("late"), entry("i2", fingerprint="g"), script=dies)
+            run.end(InstanceLost("the worker died"))
+
+        await w.deploy(engine("late"), entry(fingerprint="f"), script=dies)
+        answer = await w.http.post("/fn/late", json={}, headers={"idempotency-key": "k"})
+        assert answer.json()["error"]["code"] == "instance_lost"
+        assert "computes other bits" in answer.json()["error"]["message"]
+
+
+async def test_a_call_with_many_ids_and_a_large_request_goes_on(nats: Nats) -> None:
+    """Its head leaves no room for the body, which follows."""
+    text, many = "x" * (300 * KIB), 48_000
+
+    async def script(run: Run) -> None:
+        if run.head.epoch > 1:
+            run.out(len(run.arguments["text"]))
+            run.end()
+            return
+        for first in range(0, many, 4000):
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, first, tuple(range(2**17 + first, 2**17 + first + 4000)))))
+        run.node.flush(run)
+        await until(lambda: run.outbox.done or run.outbox.acked == many // 4000)
+        run.end(InstanceLost("the worker died"))
+
+    async with world(nats) as w:
+        await w.deploy(engine("large"), entry(fingerprint="f"), script=script)
+        assert (await w.http.post("/fn/large", json={"text": text})).json() == [len(text)]
+        first, second = w.node.opened
+        assert (len(first.first), len(second.first)) == (2, 0)
+        assert sum(map(len, second.head.recorded)) == many
+        assert len(codec.pack(second)) <= MAX_MESSAGE
 
 
 async def test_an_output_in_parts_that_broke_off_unread_comes_whole(nats: Nats) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from sllm_invoker import loader as invoker_loader
 from sllm_invoker.loader import Loader
 from sllm_invoker.models import record
-from sllm_loaderd.client import LoaderSession
+from sllm_loaderd.client import LoaderControl, LoaderSession
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Forbidden
-from sllm_runtime.protocol.loader import Status
+from sllm_runtime.protocol.loader import ModelInfo, Status
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import ModelRecord
 from tests.fixtures.loader_worker import loader_worker, seen
@@ -88,6 +89,79 @@ async def test_a_sandbox_gets_the_adapters_of_its_function_and_memory_alone(tmp_
         finally:
             await asyncio.to_thread(session.close)
         await loader.gone("one")
+
+
+async def test_a_conversion_that_outlasts_its_start_is_joined_by_the_next_one(
+    tmp_path: Path, loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun anew by each start it would never end."""
+    checkpoint, digest = small_checkpoint(tmp_path / "model")
+    model = ModelRecord(digest=digest, uri=str(checkpoint), nbytes=1, partitions=(1,))
+    go, asked, real = asyncio.Event(), list[str](), LoaderControl.register
+
+    async def slow(control: LoaderControl, uri: str, **options: Any) -> ModelInfo:
+        asked.append(uri)
+        options["report"]("convert", 1, 2)
+        await go.wait()
+        return await real(control, uri, **options)
+
+    monkeypatch.setattr(LoaderControl, "register", slow)
+    async with loaderd(tmp_path):
+        one = asyncio.create_task(loader.grant(model, "one", nothing))
+        await until(lambda: asked, WAIT, "the conversion has begun")
+        one.cancel()
+        await asyncio.wait([one])
+        told = list[Progress]()
+        two = asyncio.create_task(loader.grant(model, "two", told.append))
+        await until(lambda: told and told[-1].total == 2, WAIT, "the next start sees how far it is")
+        go.set()
+        os.close(await two)
+        assert len(asked) == 1
+        await loader.gone("two")
+
+
+async def test_a_grant_that_was_given_up_is_told_of_as_gone(tmp_path: Path, loader: Loader) -> None:
+    """loaderd may have granted it before it heard of that."""
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    async with loaderd(tmp_path) as daemon:
+        model = await registered(loader, checkpoint)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            asking = asyncio.create_task(loader.grant(model, "one", nothing))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert loader._held == {"one"}
+            assert not loader.shown
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        await loader.gone("one")
+        assert not loader._held
+        assert not loader._unseen
+
+
+async def test_more_conversions_that_nobody_waits_for_than_loaderd_makes_at_once_are_given_up(
+    tmp_path: Path, loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, digest = small_checkpoint(tmp_path / "model")
+    model = ModelRecord(digest=digest, uri=str(checkpoint), nbytes=1, partitions=(1,))
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def slow(control: LoaderControl, uri: str, **options: Any) -> ModelInfo:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    monkeypatch.setattr(LoaderControl, "register", slow)
+    monkeypatch.setattr(invoker_loader, "MOST_FETCHES", 0)
+    async with loaderd(tmp_path):
+        one = asyncio.create_task(loader.grant(model, "one", nothing))
+        await asyncio.wait_for(asked.wait(), WAIT)
+        one.cancel()
+        await asyncio.wait_for(ended.wait(), WAIT)
 
 
 @pytest.mark.chaos

@@ -86,6 +86,35 @@ async def test_how_a_check_ended_is_not_kept_for_ever(
         await models.command(msgspec.structs.replace(check, wait_s=GIVE_UP_S))
 
 
+async def test_a_model_that_nobody_waited_for_is_asked_for_anew(models: Models, loader: Loader, tmp_path: Path) -> None:
+    """Its asker gave up, and its source was trained on meanwhile: what was there before is no answer."""
+    numbers_model(tmp_path / "source")
+    request = PrepareModel(term=1, uri=str(tmp_path / "source"), wait_s=0.0)
+    assert (await models.prepare(request)).model is None
+    await until(lambda: loader.status and loader.status.models, what="it is there")
+    await until(lambda: not models._registrations, what="nothing of it is kept")
+    assert loader.status is not None
+    (before,) = loader.status.models
+    numbers_model(tmp_path / "source", seed=1)
+    reply = await models.prepare(msgspec.structs.replace(request, wait_s=GIVE_UP_S))
+    assert reply.model is not None
+    assert reply.model.digest != before
+
+
+async def test_why_a_model_is_not_there_is_kept_for_a_while(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = PrepareModel(term=1, uri=str(tmp_path / "source"), wait_s=0.0)
+    await models.prepare(request)
+    (entry,) = models._registrations.values()
+    monkeypatch.setattr(invoker_models, "RESULT_S", 0.01)
+    await asyncio.wait({entry.task}, timeout=GIVE_UP_S)
+    with pytest.raises(SllmError, match="source"):
+        await models.prepare(request)
+    await models.prepare(request)
+    await until(lambda: not models._registrations, what="it is forgotten")
+
+
 @pytest.fixture
 def published(tmp_path: Path) -> Iterator[tuple[Path, ModelRecord]]:
     """A checkpoint that a server has, and its record."""

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
 from sllm_invoker import report
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.codec import pack
 from sllm_runtime.protocol.node import NodeStatus
 from tests.fixtures.waiting import GIVE_UP_S, until
+
+
+def status(sequence: int, models: Sequence[str] = (), **more: Any) -> NodeStatus:
+    return NodeStatus(
+        node="n",
+        boot="b",
+        sequence=sequence,
+        term=1,
+        cpu=1.0,
+        memory=1,
+        free_cpu=1.0,
+        free_memory=1,
+        models=tuple(models),
+        **more,
+    )
 
 
 @pytest.fixture
@@ -23,13 +40,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 async def reporter(sent: list[int]) -> AsyncIterator[report.Reporter]:
-    def compose(sequence: int) -> NodeStatus:
-        return NodeStatus(node="n", boot="b", sequence=sequence, term=1, cpu=1.0, memory=1, free_cpu=1.0, free_memory=1)
-
     async def publish(status: NodeStatus) -> None:
         sent.append(status.sequence)
 
-    made = report.Reporter(compose, publish)
+    made = report.Reporter(status, publish)
     running = asyncio.create_task(made.run())
     yield made
     await end([running])
@@ -70,3 +84,32 @@ async def test_the_first_call_after_a_quiet_time_is_told_at_once_the_next_ones_t
     assert sent == [1, 2], "calls that begin and end all the time are not each a report"
     reporter.moved()
     await until(lambda: sent == [1, 2, 3], what="one that is sent for something else says their number too")
+
+
+def test_a_report_tells_of_as_many_models_as_it_has_room_for() -> None:
+    """Those in memory first, then those on the disk: a node that sends none counts as silent."""
+    names = [f"sha256:{number:064x}" for number in range(9_000)]
+    whole = status(1, models=names, remote=tuple(names[:8_000]), resident=(names[5_000],), copied={names[8_500]: 1})
+    assert report.fitted(status(1, models=names[:100])).models == tuple(names[:100])
+    told = report.fitted(whole)
+    assert limits.MAX_MESSAGE - 1024 < len(pack(told)) <= limits.MAX_MESSAGE
+    assert told.resident == whole.resident
+    assert told.copied == whole.copied
+    assert set(told.models) > {names[5_000], *names[8_000:]}
+    assert told.remote == (*told.models[: len(told.remote) - 1], names[5_000])
+    assert told.untold == 9_000 - len(told.models)
+
+
+async def test_a_report_that_is_cut_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    sent = list[NodeStatus]()
+
+    async def publish(status: NodeStatus) -> None:
+        sent.append(status)
+
+    names = [f"sha256:{number:064x}" for number in range(9_000)]
+    made = report.Reporter(lambda sequence: status(sequence, models=names), publish)
+    await made.send()
+    await made.send()
+    assert [each.untold for each in sent] == [sent[0].untold] * 2
+    assert sent[0].untold == 9_000 - len(sent[0].models) > 0
+    assert caplog.text.count("has no room for all models") == 1

@@ -35,7 +35,7 @@ from sllm_runtime.protocol.errors import (
     ProtocolError,
     Unavailable,
 )
-from sllm_runtime.protocol.loader import Hello, Load
+from sllm_runtime.protocol.loader import MOST_REQUESTS, Hello, Load
 from tests.fixtures.loaderd import (
     SMALL_CHUNK,
     LoaderProcess,
@@ -475,6 +475,39 @@ async def test_a_client_of_another_version_is_told(daemon: LoaderProcess) -> Non
         payload = pack(Hello(version=99))
         await loop.sock_sendall(raw, struct.pack(">I", len(payload)) + payload)
         assert b"version 99 is not served" in await loop.sock_recv(raw, 4096)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+async def test_one_request_too_many_ends_itself_alone(
+    daemon: LoaderProcess, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, bounded: bool
+) -> None:
+    """The client holds back what loaderd would refuse; of one that does not the connection goes on, too."""
+    model = (await daemon.control.register(str(checkpoint))).model
+    if not bounded:
+        monkeypatch.setattr(daemon.control, "_short", asyncio.Semaphore(10_000))
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        asking = [asyncio.create_task(daemon.control.describe(model)) for _ in range(MOST_REQUESTS + 50)]
+        await asyncio.sleep(0)
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    refused = [answer for answer in found if isinstance(answer, BaseException)]
+    assert all(isinstance(error, Unavailable) and "ask again" in error.message for error in refused)
+    assert bool(refused) is not bounded
+    assert (await daemon.control.status()).models == (model,)
+
+
+async def test_many_long_requests_hold_up_no_short_one(
+    daemon: LoaderProcess, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = (await daemon.control.register(str(checkpoint))).model
+    monkeypatch.setattr(daemon.control, "_long", asyncio.Semaphore(0))
+    waiting = asyncio.create_task(daemon.control.prefetch(model))
+    assert (await daemon.control.describe(model)).model == model
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.wait([waiting])
 
 
 # --- life and death ------------------------------------------------------------------------------------

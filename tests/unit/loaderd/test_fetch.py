@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import subprocess
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from sllm_loaderd.convert.child import bring
 from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.attempts import RemoteLimits
-from sllm_loaderd.sources.fetch import PART, fetch
+from sllm_loaderd.sources.fetch import KEPT_S, PART, fetch, forget, forget_old, place_of
 from sllm_loaderd.sources.http import HttpSource
 from sllm_loaderd.sources.remote import Remote
-from sllm_runtime.protocol.errors import Conflict, Forbidden, SllmError
+from sllm_runtime.protocol.errors import Conflict, Forbidden, InvalidCheckpoint, SllmError
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -133,3 +135,33 @@ def test_a_kill_leaves_what_the_next_attempt_goes_on_with(server: RangeServer, t
         fetch(opened, entries(), tmp_path / "target")
         assert len(again.ranges) < 5, "the part that was there was not asked for again"
     assert whole(tmp_path / "target", server)
+
+
+def test_what_no_attempt_goes_on_with_is_removed(tmp_path: Path) -> None:
+    """Half of a model whose source has changed since has another name than what is fetched now."""
+    old, new, whole = (place_of(tmp_path, "http://x", fingerprint) for fingerprint in "abc")
+    old = old.with_name(f".{old.name}.partial")
+    for directory, age in ((old, KEPT_S + 60), (new, 60.0), (whole, KEPT_S + 60)):
+        directory.mkdir(parents=True)
+        file = directory / "model.safetensors"
+        file.touch()
+        for path in (file, directory):
+            os.utime(path, (1e9 - age, 1e9 - age))
+    forget_old(tmp_path / "none", 1e9)
+    forget_old(tmp_path, 1e9)
+    assert list(old.parent.iterdir()) == [new]
+
+
+def test_a_model_that_was_fetched_and_refused_is_not_kept(server: RangeServer, tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint):
+        bring(server.url, tmp_path / "staging", tmp_path / "cache", "")
+    assert not list((tmp_path / "cache" / "fetched").iterdir())
+
+
+def test_only_what_was_fetched_is_removed(tmp_path: Path) -> None:
+    own, fetched = tmp_path / "model", place_of(tmp_path / "cache", "http://x", "a")
+    for directory in (own, fetched):
+        directory.mkdir(parents=True)
+        forget(directory, tmp_path / "cache")
+    assert own.is_dir()
+    assert not fetched.exists()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sllm_loaderd.peer.signature import WINDOW_S, Asked, address_of, authorization
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import DigestMismatch, Forbidden, ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.loader import CONVERT_NEVER
@@ -43,11 +44,16 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLLM_PEER_TOKEN", TOKEN)
 
 
+def signed(path: str, address: Any, *, token: str = TOKEN, span: str = "", ago_s: float = 0.0) -> str:
+    return authorization(token, Asked("GET", path, span, address_of(address)), time.time() - ago_s)
+
+
 def ask(port: int, path: str, token: str | None = TOKEN, **headers: str) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
     try:
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
+        if token is not None and "Authorization" not in headers:
+            shown = signed(path, ("127.0.0.1", port), token=token, span=headers.get("Range", ""))
+            headers["Authorization"] = shown
         connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
         return answer.status, answer.read()
@@ -110,6 +116,18 @@ async def test_who_has_no_token_gets_nothing_and_who_has_gets_only_models(tmp_pa
         assert part == (206, whole[70000:80001])
         for token in (None, "", "a token", TOKEN + "x"):
             assert (await asyncio.to_thread(ask, port, f"{base}/index.json", token))[0] == 401
+        index, here = f"{base}/index.json", ("127.0.0.1", port)
+        for shown, why in (
+            (f"Bearer {TOKEN}", b"this version"),
+            (signed(index, ("127.0.0.2", port)), b"another address"),
+            (signed(index, ("127.0.0.1", port + 1)), b"another address"),
+            (signed(index, here, span="bytes=0-9"), b"another token"),
+            (signed(f"{base}/{partition_name(0)}", here), b"another token"),
+            (signed(index, here, ago_s=WINDOW_S + 5), b"clock"),
+            (signed(index, here, ago_s=-WINDOW_S - 5), b"clock"),
+        ):
+            status, said = await asyncio.to_thread(ask, port, index, Authorization=shown)
+            assert (status, why in said) == (401, True), said
         none = f"/models/{'0' * 64}/index.json"
         inside = ("../../lock", "partition_1.bin", "none", "index.json/..")
         for path in (*(f"{base}/{name}" for name in inside), "/", "/models/", "/models/../lock/index.json", none):
@@ -118,6 +136,43 @@ async def test_who_has_no_token_gets_nothing_and_who_has_gets_only_models(tmp_pa
         assert changed[0] == 412
         beyond = await asyncio.to_thread(ask, port, f"{base}/index.json", Range="bytes=99999999-")
         assert beyond[0] == 416
+
+
+async def test_whom_a_caller_names_as_a_peer_learns_nothing_that_opens_a_node(tmp_path: Path) -> None:
+    """Neither the token, nor a request that another node would answer."""
+    checkpoint, digest = small_checkpoint(tmp_path / "model")
+    heard = list[bytes]()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    stranger = await asyncio.start_server(listen, "127.0.0.1", 0)
+    own = stranger.sockets[0].getsockname()[1]
+    async with stranger, serving(tmp_path / "one") as (one, port), loaderd(tmp_path / "two") as two:
+        await one.control.register(str(checkpoint))
+        with pytest.raises(ModelNotFound):
+            await two.control.register(f"peer://127.0.0.1:{own}/{digest}")
+        assert TOKEN.encode() not in b"".join(heard)
+        first, *lines = heard[0].decode().split("\r\n")
+        path = first.split()[1]
+        assert path.endswith("/index.json")
+        shown = next(line.partition(": ")[2] for line in lines if line.startswith("Authorization"))
+        assert (await asyncio.to_thread(ask, port, path))[0] == 200
+        status, said = await asyncio.to_thread(ask, port, path, Authorization=shown)
+        assert (status, b"another address" in said) == (401, True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("::ffff:10.0.0.5", 7000, 0, 0), ("10.0.0.5", 7000)),
+        (("fe80::1%eth0", 7000, 0, 2), ("fe80::1", 7000, 0, 3)),
+    ],
+)
+def test_both_ends_call_an_address_the_same(one: Any, other: Any) -> None:
+    assert address_of(one) == address_of(other)
 
 
 async def test_what_a_peer_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +197,7 @@ async def test_stopping_ends_a_peer_that_reads_nothing(tmp_path: Path) -> None:
         await one.control.register(str(checkpoint))
         with socket.create_connection(("127.0.0.1", port), timeout=WAIT) as peer:
             path = f"/models/{digest.removeprefix('sha256:')}/{partition_name(0)}"
-            peer.sendall(f"GET {path} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+            peer.sendall(f"GET {path} HTTP/1.1\r\nAuthorization: {signed(path, peer.getpeername())}\r\n\r\n".encode())
             assert peer.recv(100).startswith(b"HTTP/1.1 200")
             one.process.terminate()
             assert await asyncio.to_thread(one.process.wait, WAIT / 2) == 0

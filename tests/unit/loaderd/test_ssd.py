@@ -9,6 +9,8 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -60,6 +62,36 @@ def get(tier: SsdDirectory, number: int, chunks: int) -> bytes | None:
     source.read(memoryview(buffer), 0)
     source.close()
     return bytes(buffer)
+
+
+def test_who_asks_what_there_is_does_not_wait_for_what_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To remove a large file takes seconds, and loaderd's event loop is among those who ask."""
+    tier = SsdDirectory(tmp_path, 3 * CHUNK)
+    assert put(tier, 0, 2)
+    removing, go, unlink = threading.Event(), threading.Event(), Path.unlink
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        removing.set()
+        assert go.wait(WAIT)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slow)
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(put, tier, 1, 2)
+        try:
+            assert removing.wait(WAIT)
+            answer = threading.Thread(target=lambda: (tier.holds(digest(0), 0), tier.report()), daemon=True)
+            answer.start()
+            answer.join(WAIT)
+            assert not answer.is_alive()
+            assert not tier.holds(digest(0), 0)
+        finally:
+            go.set()
+        assert putting.result(WAIT)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name(1)}.0.bin"]
+    assert get(tier, 1, 2) == content(1, 2)
 
 
 def test_the_least_recently_used_goes_first_and_a_restart_remembers(tmp_path: Path) -> None:

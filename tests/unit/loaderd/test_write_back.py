@@ -8,13 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.store import StoredModel
-from sllm_loaderd.write_back import SsdWrite
+from sllm_loaderd.write_back import SsdWrite, _Copy
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Unavailable
 from tests.unit.loaderd.node import WAIT, Node, RemoteSource, check_ready, on_device
@@ -182,3 +183,27 @@ def test_a_node_that_stops_leaves_no_half_copy(tmp_path: Path, model: StoredMode
         node.settle()
         assert len(os.listdir(tmp_path / "ssd")) == 1
     assert os.listdir(tmp_path / "ssd") == []
+
+
+def test_who_stops_a_copy_does_not_wait_until_it_has_begun(tmp_path: Path, model: StoredModel) -> None:
+    """Others are removed for it first, which takes seconds; who stops it is the event loop."""
+    begins, go = threading.Event(), threading.Event()
+
+    class SlowTier(HookedTier):
+        def begin(self, model: StoredModel, rank: int) -> SsdWrite | None:
+            begins.set()
+            assert go.wait(WAIT)
+            return super().begin(model, rank)
+
+    copy = _Copy(SlowTier(tmp_path / "ssd", lambda _: None), model, 0, 1)
+    with memoryview(bytes(8)) as view, ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(copy.write, 0, view)
+        assert begins.wait(WAIT)
+        stopping = threading.Thread(target=lambda: copy.stop(now=False), daemon=True)
+        stopping.start()
+        stopping.join(WAIT)
+        assert not stopping.is_alive()
+        go.set()
+        writing.result(WAIT)
+    copy.settle()
+    assert not list((tmp_path / "ssd").iterdir())

@@ -209,10 +209,9 @@ def test_a_token_is_forbidden_where_it_would_complete_a_word(words: list[str], p
 def test_every_token_has_its_bytes() -> None:
     texts = vocabulary().texts
     parts = tokens().encode("𝄞")
-    shown = [tokens().text_of(token) for token in parts]
-    assert "\ufffd" in "".join(shown), "it is several tokens"
-    assert b"".join(map(vocabulary().raw, parts, shown)).decode() == "𝄞"
-    assert vocabulary().raw(0, tokens().text_of(0)) == b"<|endoftext|>"
+    assert "\ufffd" in "".join(map(tokens().text_of, parts)), "it is several tokens"
+    assert b"".join(vocabulary().written(token) or b"" for token in parts).decode() == "𝄞"
+    assert vocabulary().written(0) is None, "no text shows <|endoftext|>"
     for text in ("def f(x):\n    return 'ä€𝄞'", "  \t\n\n# \u00a0z"):
         encoded = tokens().encode(text)
         assert b"".join(texts[token] for token in encoded).decode() == text

@@ -351,6 +351,11 @@ def test_more_choices_than_are_told_at_once(served: Worker) -> None:
 def test_unknown_fields_are_ignored_and_logged(served: Worker) -> None:
     assert text(completion(served, wobble=1)) == text(completion(served))
     assert any("wobble" in log.text for log in served.logs)
+    completion(served, **{f"wabble{number:03}" + "\n" * 10_000: 1 for number in range(50)})
+    (many,) = [log.text for log in served.logs if "wabble" in log.text]
+    assert "50 field(s)" in many
+    assert many.count("wabble") == 20
+    assert len(many) < 10_000
 
 
 def test_a_cancel_takes_a_token(served: Worker) -> None:

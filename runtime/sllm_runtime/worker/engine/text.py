@@ -8,6 +8,9 @@ from typing import Protocol
 _BROKEN = "\ufffd"
 _LONGEST = 16
 """Tokens held back at most for a character that does not complete (a model may write broken UTF-8)."""
+_CONTEXT = 5
+_CHARACTER = 4
+"""Tokens of the longest character where each of its bytes is one."""
 
 
 class Decoder(Protocol):
@@ -19,33 +22,53 @@ class Decoder(Protocol):
 
 class Detokenizer:
     """Incremental: ids in, text that later ids cannot change out. ``context``: the prompt's last ids, since how a
-    token is written may depend on the one before."""
+    token is written may depend on the one before. However the ids are grouped, their text is the same."""
 
     def __init__(self, decoder: Decoder, context: Sequence[int] = ()) -> None:
         self._decoder = decoder
-        self._ids = list(context[-5:])
+        self._ids = _context(decoder, context)
+        """They begin where a character does: some decoders (ByteFallback) take all bytes of a run for broken where
+        they are not whole characters."""
         self._read = len(self._ids)
         """Tokens whose text is out; those from 0 on only give context."""
         self._shown = decoder.decode(self._ids) if self._ids else ""
 
     def feed(self, ids: Iterable[int]) -> str:
         """Text that became final with ``ids``."""
-        self._ids.extend(ids)
-        text = self._decoder.decode(self._ids)
-        if text.endswith(_BROKEN) and len(self._ids) - self._read < _LONGEST:
-            return ""
-        return self._take(text)
+        return "".join([self._next(token) for token in ids])
 
     def flush(self) -> str:
         """What is left at the end, broken characters included."""
         return self._take(self._decoder.decode(self._ids)) if len(self._ids) > self._read else ""
 
+    def _next(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decoder.decode(self._ids)
+        if text.endswith(_BROKEN) and len(self._ids) - self._read < _LONGEST:
+            return ""
+        return self._take(text)
+
     def _take(self, text: str) -> str:
-        new = text[len(self._shown) :]
-        self._ids = self._ids[-5:]  # a bounded window keeps the cost per token constant
+        """What is new in ``text``. A bounded window keeps the cost per token constant."""
+        if not text.startswith(self._shown):  # a broken end of what is out was completed, or a run of bytes broken
+            new = self._decoder.decode(self._ids[self._read :])
+            del self._ids[:-_LONGEST]
+        elif new := text[len(self._shown) :]:
+            del self._ids[: self._read]  # what was new begins where a character does
+        else:
+            del self._ids[_LONGEST:]  # special tokens: what has text stays the context
         self._shown = self._decoder.decode(self._ids)
         self._read = len(self._ids)
         return new
+
+
+def _context(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
+    """The last ids of ``prompt``: _CONTEXT, or as many more as a character that they would begin inside of takes."""
+    for size in range(_CONTEXT, _CONTEXT + _CHARACTER):
+        text = decoder.decode(prompt[-size:])
+        if text and not text.startswith(_BROKEN):
+            break
+    return list(prompt[-size:])
 
 
 class StopMatcher:

@@ -1,0 +1,52 @@
+"""Log probabilities as they are told: the tokens make up the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tokenizers import Tokenizer
+
+from sllm_runtime.protocol.frames import TokenLogprob
+from sllm_runtime.worker.engine.base import TokenChoice
+from sllm_runtime.worker.telling import Shown
+from sllm_runtime.worker.tokens import Tokens
+from tests.fixtures.vocabularies import byte_level, llama
+
+EOS = 2
+KINDS = pytest.mark.parametrize("make", [llama, byte_level])
+Make = Callable[[], Tokenizer]
+
+
+def shown(make: Make, eos: frozenset[int] = frozenset({EOS})) -> tuple[Tokens, Shown]:
+    tokens = Tokens(make())
+    return tokens, Shown(tokens, tokens.vocabulary(make().get_vocab_size(), eos))
+
+
+def raw(told: TokenLogprob) -> bytes:
+    return told.raw[0] if told.raw else told.token.encode()
+
+
+@KINDS
+def test_tokens_make_up_the_text(make: Make) -> None:
+    tokens, show = shown(make)
+    text = "a world a🦙 wor b"
+    told = show([TokenChoice(token, -1.0) for token in tokens.encode(text)])
+    assert b"".join(map(raw, told)).decode().lstrip() == text
+    assert [each.token for each in told[-3:]] == [" wor", " ", "b"]
+    assert [each.token for each in told if each.raw] == ["\ufffd"] * 4, "a part of a character is no text"
+
+
+@KINDS
+def test_a_word_and_the_same_behind_a_space_are_two(make: Make) -> None:
+    tokens, show = shown(make)
+    spaced, alone = tokens.encode("b a")[-1], tokens.encode("ba")[-1]
+    (told,) = show([TokenChoice(spaced, -0.5, ((spaced, -0.5), (alone, -1.0), (EOS, -2.0)))])
+    assert (told.token, told.top) == (" a", ((" a", -0.5), ("a", -1.0), ("</s>", -2.0)))
+    assert (show.first(EOS).token, show.first(spaced).logprob) == ("</s>", None)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_shown_as_it_decodes() -> None:
+    tokens, show = shown(llama, eos=frozenset())
+    (told,) = show([TokenChoice(tokens.encode("b a")[-1], -0.5)])
+    assert (told.token, told.raw) == ("a", ())
