@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route, Router
 
 from sllm_gateway.asgi import Message, Receive, Scope, Send
 from sllm_gateway.auth import Auth
+from sllm_gateway.bundle_parts import BundleParts
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
 from sllm_gateway.controller import Controller
@@ -100,6 +101,7 @@ class Gateway:
             self.calls, journal, self.table, self.metrics, lambda: lives.me.life, settings.resume_window, clock, wall
         )
         self._taking_up = TakingUp(self._detached, journal, self.table, lives, roll)
+        self._parts = BundleParts(bus)
         hearsay = Hearsay(bus, settings.gateway, clock)
         self._succession = Succession(
             lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, clock
@@ -209,6 +211,7 @@ class Gateway:
         self._statuses = await self._bus.subscribe(subjects.STATUS_ALL, NodeStatus, self.calls.on_status)
         self._watch = await store.watch(subjects.ROUTE_KEYS, records.Route, self.table.apply)
         await self._kept.start()
+        await self._parts.start()
         await self._recent.start()
         await self._succession.start()
         self._presence.start()
@@ -236,6 +239,7 @@ class Gateway:
         if self._statuses is not None:
             await self._statuses.unsubscribe()
             self._statuses = None
+        await self._parts.close()
         await self._kept.close()
         await self._recent.close()
         await self._presence.close()

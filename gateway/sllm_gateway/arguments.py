@@ -27,14 +27,16 @@ def parse(body: bytes) -> Any:
 
 
 class Arguments:
-    """The checker of one version."""
+    """The checker of one version. Raises ``InvalidManifest`` for a ``schema`` that is none, or not whole in itself."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         try:
-            self._validator = jsonschema_rs.validator_for(schema)
+            self._validator = jsonschema_rs.validator_for(schema, offline=True)  # no $ref opens a URL or a file here
         except ValueError as error:
+            why = _short(str(error).partition("\n")[0])
             raise InvalidManifest(
-                f"the function's input_schema is no valid JSON Schema: {error}; correct its type hints, deploy again"
+                f"the function's input_schema is no valid JSON Schema: {why}; correct its type hints, deploy again",
+                field="handler.input_schema",
             ) from error
 
     async def check(self, body: bytes) -> bytes:

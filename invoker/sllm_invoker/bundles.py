@@ -63,7 +63,7 @@ class BundleCache:
         self._folder = folder
         self._fetch = fetch
         self._limit = limit
-        self._fetching: dict[str, asyncio.Task[bytes]] = {}
+        self._getting: dict[str, asyncio.Task[bytes]] = {}
 
     def reset(self) -> None:
         """Remove what a killed life has left half written; called before the first start."""
@@ -73,28 +73,27 @@ class BundleCache:
 
     async def open(self, digest: str, nbytes: int) -> int:
         """A sealed memfd with the bundle; the caller owns it. Raises what ``fetch`` raises, ``DigestMismatch``."""
-        data = await asyncio.to_thread(self._read, digest)
-        if data is None:
-            data = await self._joined(digest, nbytes)
-        return await _sealed(data, f"bundle-{digest[-12:]}")
+        return await _sealed(await self._joined(digest, nbytes), f"bundle-{digest[-12:]}")
 
     async def _joined(self, digest: str, nbytes: int) -> bytes:
-        """One fetch, however many starts wait for it; it goes on when one of them gives up."""
-        task = self._fetching.get(digest)
+        """One look and one fetch, however many starts wait for it; it goes on when one of them gives up."""
+        task = self._getting.get(digest)
         if task is None:
-            task = asyncio.create_task(self._download(digest, nbytes), name=f"bundle {digest}")
-            self._fetching[digest] = task
+            task = asyncio.create_task(self._had(digest, nbytes), name=f"bundle {digest}")
+            self._getting[digest] = task
             task.add_done_callback(lambda done: self._done(digest, done))
         return await asyncio.shield(task)
 
     def _done(self, digest: str, task: asyncio.Task[bytes]) -> None:
-        self._fetching.pop(digest, None)
+        self._getting.pop(digest, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("bundle %s: %s", digest, error)
 
-    async def _download(self, digest: str, nbytes: int) -> bytes:
-        data = await self._fetch(digest, nbytes)
-        await asyncio.to_thread(self._checked, digest, data)
+    async def _had(self, digest: str, nbytes: int) -> bytes:
+        data = await asyncio.to_thread(self._read, digest)
+        if data is None:
+            data = await self._fetch(digest, nbytes)
+            await asyncio.to_thread(self._checked, digest, data)
         return data
 
     def _checked(self, digest: str, data: bytes) -> None:
@@ -153,7 +152,7 @@ class BundleCache:
 
     async def close(self) -> None:
         """End what is being fetched."""
-        tasks = list(self._fetching.values())
+        tasks = list(self._getting.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,12 +9,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from sllm_invoker import machine, old_logs, pressure
 from sllm_invoker.admission import Ledger
+from sllm_invoker.bundle_parts import read_part
 from sllm_invoker.bundles import BundleCache
 from sllm_invoker.gateway_link import BusLine
 from sllm_invoker.instances import Instances
@@ -265,7 +267,7 @@ class Node:
         await self._bus.publish(subjects.logs(self._node, record.function), record)
 
     async def _fetch_bundle(self, digest: str, nbytes: int) -> bytes:
-        return await bundles.fetch(self._bus, digest, nbytes)
+        return await bundles.fetch(partial(read_part, self._bus, self._node), digest, nbytes)
 
     # --- commands ---------------------------------------------------------------------------------------
     def _obey(self, term: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from sllm import signature
 from sllm.function import ModelFunction
 from sllm.options import Options
 from sllm_runtime.protocol.errors import InvalidManifest, SllmError
-from sllm_runtime.protocol.manifest import Handler, Manifest
+from sllm_runtime.protocol.manifest import Manifest
 
 
 def manifest(function: ModelFunction[Any, Any, Any], entry: str, python: str | None) -> Manifest:
@@ -24,23 +25,25 @@ def manifest(function: ModelFunction[Any, Any, Any], entry: str, python: str | N
         raise InvalidManifest(f"{function.__name__}: there is no option {unknown[0]!r}", field=unknown[0])
     model = fields.get("model")
     fields["model"] = located(str(model), function.source_file()) if model else None
-    adapters = dict(fields.pop("adapters", None) or {})
-    if adapters:
+    adapters = fields.pop("adapters", None) or {}
+    if not isinstance(adapters, Mapping):
+        fields["adapters"] = adapters  # refused below, as every field of a wrong type
+    elif adapters:
         source = function.source_file()
         fields["adapters"] = {name: located(str(place), source, "adapters") for name, place in adapters.items()}
     fields["name"] = function.name
     described = fields.get("description") or inspect.getdoc(function.target) or ""
-    fields["description"] = described[:2000]
+    fields["description"] = described[:2000] if isinstance(described, str) else described
     fields.setdefault("engine", bool(model) and fields.get("model_loader") != "build" and generates(fields["model"]))
-    handler = Handler(
-        entry=entry,
-        kind=signature.handler_kind(function.target),
-        streams=signature.streams(function.target),
-        input_schema=signature.input_schema(function.target),
-        python=python,
-    )
+    handler = {
+        "entry": entry,
+        "kind": signature.handler_kind(function.target),
+        "streams": signature.streams(function.target),
+        "input_schema": signature.input_schema(function.target),
+        "python": python,
+    }
     try:
-        return Manifest(handler=handler, **fields)
+        return Manifest.model_validate({"handler": handler, **fields})
     except ValidationError as error:
         raise invalid(function.__name__, error) from error
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from sllm_gateway import sse, views
+from sllm_gateway.arguments import Arguments
 from sllm_gateway.asgi import Receive, Scope, Send, answer, declared_length
 from sllm_gateway.controller import Controller
 from sllm_gateway.events import EventWriter, Source
@@ -91,6 +92,7 @@ class Deploying:
         """A version from a bundle that is stored."""
         require_room(self._settings.nats_store)
         wanted = await body_of(request, DeployRequest)
+        Arguments(wanted.manifest.handler.input_schema)  # told here, not to whoever calls it first
         verb = ctl.Deploy(
             request=wanted.request or uuid4().hex,
             manifest=wanted.manifest,

@@ -112,9 +112,9 @@ only() { # FILES: the one of them
     printf '%s\n' "$1"
 }
 
-put() { # FILE: stdin becomes it in one step, for the daemons' eyes only
+put() { # FILE [OWNER]: stdin becomes it in one step, for OWNER's eyes only: the daemons', if none is named
     cat >"$1.new"
-    chown "$ACCOUNT" "$1.new"
+    chown "${2:-$ACCOUNT}" "$1.new"
     chmod 400 "$1.new"
     mv "$1.new" "$1"
 }

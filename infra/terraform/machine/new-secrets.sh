@@ -13,6 +13,30 @@ readonly DAYS=3650
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 secrets=$work/secrets
+names=()
+for name in nats/ca nats/cert nats/key nats/accounts operator/seed controller/key controller/secrets-key \
+    gateway/key gateway/token node/key node/peer-token; do
+    names+=("$prefix/$name")
+done
+
+store() { # VERB WORDS: ask the parameter store
+    local verb=$1
+    shift
+    aws ssm "$verb" --region "$region" "$@"
+}
+
+# All of them or none: those of two runs, whose keys do not belong together, are no cluster's.
+there=''
+for ((at = 0; at < ${#names[@]}; at += 10)); do # one request takes ten
+    there+=" $(store get-parameters --names "${names[@]:at:10}" --query 'Parameters[].Name' --output text)"
+done
+if [ -n "${there//[[:space:]]/}" ]; then
+    printf 'there are already:' >&2
+    # shellcheck disable=SC2086 # one word for each name
+    printf ' %s' $there >&2
+    printf '\nA cluster that has its secrets keeps them. If these are of a run that broke off, delete all of them.\n' >&2
+    exit 1
+fi
 
 "${PYTHON:-python3}" -m sllm_runtime.platform.cluster_keys new "$secrets"
 
@@ -26,10 +50,36 @@ printf 'subjectAltName=DNS:nats-0.%s,DNS:nats-1.%s,DNS:nats-2.%s\nextendedKeyUsa
 openssl x509 -req -in "$work/server.csr" -CA "$secrets/nats/ca" -CAkey "$work/ca.key" -set_serial 1 \
     -days "$DAYS" -extfile "$work/extensions" -out "$secrets/nats/cert" 2>"$work/log" || { cat "$work/log" >&2; exit 1; }
 
-# Without --overwrite: a cluster that has its secrets keeps them, and this stops at the first.
-for name in nats/ca nats/cert nats/key nats/accounts operator/seed controller/key controller/secrets-key \
-    gateway/key gateway/token node/key node/peer-token; do
-    aws ssm put-parameter --region "$region" --name "$prefix/$name" --type SecureString --tier Intelligent-Tiering \
-        ${key:+--key-id "$key"} --value "file://$secrets/$name" >/dev/null
-    printf 'stored %s/%s\n' "$prefix" "$name"
+stored='' coming=''
+take_back() { # a run that breaks off leaves nothing that the next one would stumble over
+    local name value left=''
+    # Of the one that was on its way nobody knows whether it arrived. What has this run's value is this run's.
+    if [ -n "$coming" ]; then
+        if ! value=$(store get-parameters --names "$coming" --with-decryption --query 'Parameters[0].Value' \
+            --output text); then
+            left=$coming
+        elif [ "$value" = "$(<"$secrets${coming#"$prefix"}")" ]; then
+            stored+=" $coming"
+        fi
+    fi
+    for name in $stored; do
+        if store delete-parameter --name "$name" >/dev/null; then
+            printf 'taken back: %s\n' "$name" >&2
+        else
+            left+=" $name"
+        fi
+    done
+    # shellcheck disable=SC2086 # likewise
+    [ -z "$left" ] || printf 'not taken back, delete before the next run: %s\n' $left >&2
+}
+trap 'take_back; rm -rf "$work"' EXIT
+
+# Without --overwrite: nobody else's are lost.
+for name in "${names[@]}"; do
+    coming=$name
+    store put-parameter --name "$name" --type SecureString --tier Intelligent-Tiering \
+        ${key:+--key-id "$key"} --value "file://$secrets${name#"$prefix"}" >/dev/null
+    stored+=" $name" coming=''
+    printf 'stored %s\n' "$name"
 done
+stored='' # a cluster's

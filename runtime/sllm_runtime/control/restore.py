@@ -57,15 +57,17 @@ async def read(store: StateStore) -> Stored:
 
 
 def _decoded(records: Records) -> Stored:
+    """What people have made must be read, or nobody leads: what is left out would be removed. Raises
+    ``ProtocolError``, which names it."""
     return Stored(
         functions=records.list("functions.", FunctionRecord),
         versions=records.list("versions.", VersionRecord),
         models=records.list("models.", ModelRecord),
-        nodes=records.list("nodes.", NodeRecord),
-        instances=records.list("instances.", InstanceRecord),
-        routes=records.list("routes.", Route),
+        nodes=records.readable("nodes.", NodeRecord),
+        instances=records.readable("instances.", InstanceRecord),
+        routes=records.readable("routes.", Route),
         learned=_learned(records),
-        proofs=records.list("proofs.", ProofsRecord),
+        proofs=records.readable("proofs.", ProofsRecord),
         popularity=records.get(POPULARITY_KEY, Popularity) or Popularity(),
         pool=records.get(POOL_KEY, PoolRecord) or PoolRecord(),
     )

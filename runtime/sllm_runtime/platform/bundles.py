@@ -1,16 +1,19 @@
-"""Bundles in the JetStream object store, by digest. Written through acknowledged publishes, read by direct get alone.
+"""Bundles in the JetStream object store, by digest. Written through acknowledged publishes, read by gets; by nodes,
+which have no right to those, part by part through a gateway.
 
-The layout is that of every NATS object store (chunks ``$O.<bucket>.C.<nuid>``, meta ``$O.<bucket>.M.<name>``), so the
-``nats`` tool reads it too. A node has no right to make a consumer, hence no ordered consumer here.
+Only the stream's leader surely has what was stored a moment ago, so it is asked what there is; any replica answers a
+direct get. The layout is that of every NATS object store (chunks ``$O.<bucket>.C.<nuid>``, meta
+``$O.<bucket>.M.<name>``), so the ``nats`` tool reads it too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -21,13 +24,17 @@ from nats.nuid import NUID
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.streams import BUNDLE_STREAM, STORE_FAILED
 from sllm_runtime.platform.watch import snapshot
-from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, NotFound, Unavailable
+from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, InvalidRequest, NotFound, Unavailable
 from sllm_runtime.protocol.limits import KIB, MAX_BUNDLE
+from sllm_runtime.protocol.node import BundlePart, ReadBundle
 from sllm_runtime.protocol.quantities import show_bytes
-from sllm_runtime.protocol.subjects import BUNDLES
+from sllm_runtime.protocol.subjects import BUNDLES, is_token
 
+Ask = Callable[[ReadBundle], Awaitable[BundlePart]]
+"""Gives a part of a bundle: ``part``, or a gateway that a node asks."""
 _CHUNK: Final = 256 * KIB
-_TRIES: Final = 3
+_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Between questions for what is not there: a replica that lags has it soon."""
 _MAKE_ROOM: Final = (
     "delete functions that nobody needs, or old versions with them, or raise SLLM_BUNDLE_BYTES where its disk has room"
 )
@@ -138,10 +145,10 @@ async def _purge(bus: Bus, subject: str) -> None:
         raise Unavailable(f"parts of a bundle could not be removed: {error or type(error).__name__}") from error
 
 
-async def _info(bus: Bus, digest: str) -> dict[str, Any] | None:
+async def _info(bus: Bus, digest: str, *, direct: bool = False) -> dict[str, Any] | None:
     """The bundle's description; ``None`` if there is none. Raises ``Unavailable``."""
     try:
-        message = await bus.jetstream.get_last_msg(BUNDLE_STREAM, _meta(digest), direct=True)
+        message = await bus.jetstream.get_last_msg(BUNDLE_STREAM, _meta(digest), direct=direct)
     except nats.js.errors.NotFoundError:
         return None
     except nats.errors.Error as error:
@@ -161,35 +168,63 @@ async def size(bus: Bus, digest: str) -> int | None:
     return None if info is None else int(info["size"])
 
 
-async def fetch(bus: Bus, digest: str, nbytes: int) -> bytes:
-    """The bundle's bytes, ``nbytes`` of them, checked. Raises ``NotFound``, ``DigestMismatch``, ``Unavailable``."""
-    for _ in range(_TRIES):
-        info = await _info(bus, digest)
+async def part(bus: Bus, asked: ReadBundle, *, direct: bool = False) -> BundlePart:
+    """A part of a bundle, for a node. ``direct``: by direct get alone. Raises ``NotFound``, ``InvalidRequest``,
+    ``Unavailable``."""
+    nuid, parts = asked.nuid, 0
+    if not is_token(asked.digest.removeprefix("sha256:")) or (nuid and not is_token(nuid)):
+        raise InvalidRequest("a bundle is named by its digest, and a copy of it by its number")
+    if not nuid:
+        info = await _info(bus, asked.digest, direct=direct)
         if info is None:
-            raise NotFound(f"bundle {digest} is not stored; deploy the function again")
-        data = await _read(bus, str(info["nuid"]), int(info["chunks"]), nbytes)
-        if data is None:  # replaced by an equal one while it was read
-            continue
-        found = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if found != digest or len(data) != nbytes:
-            raise DigestMismatch(f"the stored bundle has {found} and {len(data)} bytes, not {digest} and {nbytes}")
-        return data
+            raise NotFound(f"bundle {asked.digest} is not stored; deploy the function again")
+        nuid, parts = str(info["nuid"]), int(info["chunks"])
+        if not parts:
+            return BundlePart(nuid=nuid, parts=0, data=b"")
+    try:
+        message = await bus.jetstream.get_msg(
+            BUNDLE_STREAM, asked.after + 1, subject=_chunks(nuid), direct=True, next=True
+        )
+    except nats.js.errors.NotFoundError:
+        return BundlePart(nuid=nuid, parts=parts)
+    except nats.errors.Error as error:
+        raise Unavailable(f"a bundle cannot be read: {error or type(error).__name__}") from error
+    return BundlePart(nuid=nuid, parts=parts, number=message.seq or 0, data=message.data or b"")
+
+
+async def fetch(ask: Ask, digest: str, nbytes: int, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> bytes:
+    """The bundle's bytes, ``nbytes`` of them, checked. ``ask`` gives its parts, and is asked again for three seconds
+    for what is missing. Raises ``NotFound``, ``DigestMismatch``, ``Unavailable``."""
+    for wait_s in (*_PAUSES_S, None):
+        try:
+            data = await _read(ask, digest, nbytes)
+        except NotFound:
+            if wait_s is None:
+                raise
+            data = None
+        if data is not None:
+            return _checked(data, digest, nbytes)
+        if wait_s is not None:
+            await pause(wait_s)
     raise Unavailable(f"bundle {digest} changes while it is read; try again")
 
 
-async def _read(bus: Bus, nuid: str, chunks: int, nbytes: int) -> bytes | None:
-    data, sequence = bytearray(), 0
-    for _ in range(chunks):
-        try:
-            message = await bus.jetstream.get_msg(
-                BUNDLE_STREAM, sequence + 1, subject=_chunks(nuid), direct=True, next=True
-            )
-        except nats.js.errors.NotFoundError:
+def _checked(data: bytes, digest: str, nbytes: int) -> bytes:
+    found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    if found != digest or len(data) != nbytes:
+        raise DigestMismatch(f"the stored bundle has {found} and {len(data)} bytes, not {digest} and {nbytes}")
+    return data
+
+
+async def _read(ask: Ask, digest: str, nbytes: int) -> bytes | None:
+    first = latest = await ask(ReadBundle(digest=digest))
+    data = bytearray()
+    for number in range(max(first.parts, 1)):
+        if number:
+            latest = await ask(ReadBundle(digest=digest, nuid=first.nuid, after=latest.number))
+        if latest.data is None:  # not here yet, or replaced by an equal one while it was read
             return None
-        except nats.errors.Error as error:
-            raise Unavailable(f"a bundle cannot be read: {error or type(error).__name__}") from error
-        data += message.data or b""
-        sequence = message.seq or 0
+        data += latest.data
         if len(data) > nbytes:
             break
     return bytes(data)

@@ -229,12 +229,14 @@ class Bus:
         *,
         queue: str = "",
         concurrency: int = 256,
+        to_asker: bool = False,
     ) -> Subscription:
-        """Answer requests on ``subject``, each in a task of its own, at most ``concurrency`` at once.
+        """Answer requests on ``subject``, each in a task of its own, at most ``concurrency`` at once. ``to_asker``: its
+        last token says who asks, and nobody else is answered.
 
         An ``SllmError`` of ``handler`` is the answer; any other exception is logged and answered ``InternalError``.
         """
-        server = requests.Server(self._outbox, subject, request_type, handler, concurrency)
+        server = requests.Server(self._outbox, subject, request_type, handler, concurrency, to_asker=to_asker)
         subscription = Subscription(subject)
         subscription.tasks = server.tasks
         await self._queued(subscription, server.handle, queue)

@@ -143,6 +143,8 @@ def prepare(options: Options, layout: Layout, token: str) -> EmbeddedNats | None
     layout.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_private(layout.token, token + "\n")
     layout.secrets.mkdir(exist_ok=True, mode=0o700)  # there before any sandbox, which must not see it
+    if options.pool:
+        layout.pool.mkdir(exist_ok=True, mode=0o700)  # as well
     for name in options.node_names:
         layout.node(name).mkdir(parents=True, exist_ok=True, mode=0o700)
         if layout.socket(name).parent == layout.far_sockets:

@@ -16,7 +16,7 @@ from sllm_runtime.platform import trace
 from sllm_runtime.platform.direct import DirectClient, header_of
 from sllm_runtime.platform.outbox import Outbox, encode, text
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol import codec
+from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import DeadlineExceeded, InternalError, ProtocolError, SllmError, Unavailable
 
@@ -106,16 +106,25 @@ class Server(Generic[Q]):
         request_type: type[Q],
         handler: Callable[[Q], Awaitable[msgspec.Struct]],
         concurrency: int,
+        *,
+        to_asker: bool = False,
     ) -> None:
+        """``to_asker``: the last token of a request's subject says who asks, and nobody else is answered."""
         self.tasks = Tasks(f"serve {subject}")
         self._outbox = outbox
         self._subject = subject
         self._type = request_type
         self._handler = handler
         self._concurrency = concurrency
+        self._to_asker = to_asker
 
     async def handle(self, message: Msg) -> None:
-        """Begin to answer ``message``; above ``concurrency`` the answer is ``Unavailable``."""
+        """Begin to answer ``message``; above ``concurrency`` the answer is ``Unavailable``. What names another subject
+        than an inbox is not answered: whoever asks may not speak there, or it would."""
+        to = subjects.inbox(message.subject.rpartition(".")[2]) + "." if self._to_asker else subjects.INBOXES
+        if message.reply and not message.reply.startswith(to):
+            log.warning("a request on %s is refused: its answer is wanted at %s", message.subject, message.reply)
+            return
         if len(self.tasks) >= self._concurrency:
             busy = Unavailable(f"{self._subject}: {self._concurrency} requests are being answered; try again")
             await self._answer(message, Reply(error=busy.body()))

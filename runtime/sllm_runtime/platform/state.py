@@ -68,6 +68,19 @@ class Records:
         """All records whose key begins with ``prefix``, by key."""
         return {key: _record(type_, key, data) for key, data in self._found.items() if key.startswith(prefix)}
 
+    def readable(self, prefix: str, type_: type[T]) -> dict[str, T]:
+        """As ``list``, of what is made anew where it lacks: what is no such record is logged, and left out."""
+        found = {}
+        for key, data in self._found.items():
+            if key.startswith(prefix):
+                try:
+                    codec.from_json(type_, data)
+                except ProtocolError as error:
+                    log.error("record %s is left out: %s", key, error.message)
+                else:
+                    found[key] = _record(type_, key, data)
+        return found
+
 
 class StateStore:
     """The bucket. Anyone may read and watch; ``elect`` makes this process its only writer."""
@@ -327,7 +340,11 @@ class StateStore:
 def _record(type_: type[T], key: str, data: bytes) -> T:
     """What stands at ``key``; fields that are unknown here are left out. Raises ``ProtocolError``, also for a schema
     that is not this one or the one before: what it means is not known."""
-    return codec.served(codec.from_json(type_, data), f"record {key}")
+    try:
+        read = codec.from_json(type_, data)
+    except ProtocolError as error:
+        raise ProtocolError(f"record {key} cannot be read: {error.message}") from error
+    return codec.served(read, f"record {key}")
 
 
 def _records(found: Mapping[str, Last]) -> Records:

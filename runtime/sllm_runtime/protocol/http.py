@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 from pydantic import Base64Bytes, Field
 
 from sllm_runtime.protocol.errors import ErrorBody
+from sllm_runtime.protocol.limits import MAX_BUNDLE
 from sllm_runtime.protocol.manifest import Frozen, Manifest
 
 CALL_ID: Final = "Sllm-Call-Id"
@@ -19,6 +20,9 @@ API: Final = "/api/v1"
 CALLS: Final = "/v1/calls"
 REQUEST_ID: Final = r"^[0-9a-f]{32}$"
 """What names a deployment that goes on."""
+
+MOST_VERSIONS: Final = 2**31
+"""No function has more."""
 
 
 class ErrorView(Frozen):
@@ -54,7 +58,7 @@ class DeployRequest(Frozen):
 
     manifest: Manifest
     bundle: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
-    bundle_bytes: int = Field(ge=1)
+    bundle_bytes: int = Field(ge=1, le=MAX_BUNDLE)
     request: str | None = Field(default=None, pattern=REQUEST_ID)
     """A fresh random name, by which ``DELETE /api/v1/deployments/{request}`` undoes a deployment that goes on."""
 
@@ -124,7 +128,7 @@ class WithdrawnView(Frozen):
 
 
 class RollbackRequest(Frozen):
-    version: int | None = None
+    version: int | None = Field(default=None, ge=1, le=MOST_VERSIONS)
     request: str | None = Field(default=None, pattern=REQUEST_ID)
     """A fresh random name: sent again, it is done once."""
 
@@ -133,7 +137,7 @@ class WarmupRequest(Frozen):
     """``POST /api/v1/functions/{name}/warmup``; ``version``: not the active one."""
 
     instances: int = Field(default=1, ge=1, le=1000)
-    version: int | None = None
+    version: int | None = Field(default=None, ge=1, le=MOST_VERSIONS)
 
 
 class WarmView(Frozen):

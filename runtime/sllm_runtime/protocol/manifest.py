@@ -7,6 +7,7 @@ version before could misunderstand a field; readers accept their own version and
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -60,6 +61,21 @@ def _adapters(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+def _input_schema(value: dict[str, Any]) -> dict[str, Any]:
+    rest: list[Any] = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            rest += part.values()
+        elif isinstance(part, list | tuple):
+            rest += part
+        elif isinstance(part, int) and not -(2**63) <= part < 2**64:
+            raise ValueError(
+                f"it has the number {part!r:.80}, which 64 bits do not hold; give a smaller default or limit"
+            )
+    return value
+
+
 Name = Annotated[str, AfterValidator(_name)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 HandlerKind = Literal["function", "generator", "async_function", "async_generator", "class"]
@@ -72,7 +88,10 @@ class Frozen(BaseModel):
 
 
 class Described(Frozen):
-    """What people write: true and false, which pydantic would take for 1 and 0, are numbers nowhere."""
+    """What people write: true and false, which pydantic would take for 1 and 0, are numbers nowhere, nor is anything
+    that JSON cannot write."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -111,7 +130,9 @@ class Handler(Frozen):
     kind: HandlerKind
     streams: bool
     """Whether a call yields values (a generator, or a class whose call method is one)."""
-    input_schema: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    input_schema: Annotated[dict[str, Any], AfterValidator(_input_schema)] = Field(
+        default_factory=lambda: {"type": "object"}
+    )
     """JSON Schema of a call's keyword arguments, made from the type hints."""
     python: str | None = None
     """``"3.11"`` when the bundle holds pickled byte code, which only that minor version can run."""
@@ -129,15 +150,15 @@ class Resources(Described):
     """Bytes of private memory of each of its processes, beside the model's weights."""
     labels: dict[str, str] = Field(default_factory=dict)
 
-    @model_validator(mode="before")
+    @field_validator("gpu", mode="before")
     @classmethod
-    def _gpu_forms(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "gpu" in data:
-            gpu = data["gpu"]
-            data = {**data, "gpu": () if gpu is None else (gpu,) if isinstance(gpu, str) else tuple(gpu)}
-            for kind in data["gpu"]:
-                parse_gpu(kind)
-        return data
+    def _gpu_forms(cls, value: Any) -> Any:
+        kinds = () if value is None else (value,) if isinstance(value, str) else value
+        if not isinstance(kinds, Sequence) or not all(isinstance(kind, str) for kind in kinds):
+            raise ValueError("this is neither a GPU nor a list of them; write 'L4', 'H100:2' or ['L4', 'H100:2']")
+        for kind in kinds:
+            parse_gpu(kind)
+        return tuple(kinds)
 
 
 class Manifest(Resources):

@@ -220,6 +220,25 @@ class StopInstance(msgspec.Struct, frozen=True, kw_only=True):
     can."""
 
 
+class ReadBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """Node → any gateway: the part of a bundle behind that of number ``after`` (0: the first one) of the copy ``nuid``
+    (empty: the one that is stored now)."""
+
+    digest: str
+    nuid: str = ""
+    after: int = 0
+
+
+class BundlePart(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. ``data`` is None where that copy is no more: another one may have taken its place."""
+
+    nuid: str
+    parts: int
+    """Of the whole bundle."""
+    number: int = 0
+    data: bytes | None = None
+
+
 class PrepareModel(msgspec.Struct, frozen=True, kw_only=True):
     """Controller → node: have this model on the SSD. Long-polled: answered when done or after ``wait_s``."""
 

@@ -6,10 +6,14 @@ import re
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 LOAD_TIME: Final = "load-time"
 """A keep-alive as long as the instance's start was expected to take."""
+LONGEST_S: Final = 100 * 365 * 86400
+"""A hundred years of seconds, which means for ever: beside today's date they fit 64 bits also as nanoseconds."""
+MOST_BYTES: Final = 2**50
+"""What so many processes as an instance can have take together still fits 64 bits."""
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?\s*$")
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)?\s*$")
 _KIND = r"[A-Za-z][A-Za-z0-9._-]{0,63}"
@@ -28,7 +32,10 @@ def parse_bytes(value: Any) -> Any:
     if not match:
         raise ValueError(f"{value!r} is no size; write for example '512MiB' or '2GB'")
     number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()])
+    count = float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()]
+    if count > MOST_BYTES:
+        raise ValueError(f"{value!r:.80} is too large a size; 1024TiB is the most")
+    return int(count)
 
 
 def parse_seconds(value: Any) -> Any:
@@ -42,12 +49,12 @@ def parse_seconds(value: Any) -> Any:
 
 
 def parse_keep_alive(value: Any) -> Any:
-    """Seconds as ``parse_seconds`` gives them, none of them negative; ``LOAD_TIME`` is passed through."""
+    """Seconds as ``parse_seconds`` gives them, from 0 to ``LONGEST_S``; ``LOAD_TIME`` is passed through."""
     if value == LOAD_TIME:
         return value
     seconds = parse_seconds(value)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-        raise ValueError(f"{value!r} is no keep-alive; write seconds from 0 on, '5m', or {LOAD_TIME!r}")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_S:
+        raise ValueError(f"{value!r:.80} is no keep-alive; write seconds, 0 to {LONGEST_S}, or '5m', or {LOAD_TIME!r}")
     return float(seconds)
 
 
@@ -80,6 +87,6 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(le=MOST_BYTES)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(le=LONGEST_S)]
 KeepAlive = Annotated[float | Literal["load-time"], BeforeValidator(parse_keep_alive)]

@@ -239,8 +239,15 @@ def secret_key(name: str) -> str:
 SECRET_KEYS: Final = "secrets."
 """Prefix of all of them."""
 BUNDLES: Final = "sllm_bundles"
+READ_BUNDLES: Final = "sllm.bundle.*"
+"""→ any gateway, from every node."""
 LOGS_STREAM: Final = "sllm_logs"
 EVENTS_STREAM: Final = "sllm_events"
+
+
+def read_bundle(node: str) -> str:
+    """→ any gateway, from ``node``: a part of a bundle."""
+    return f"sllm.bundle.{token(node)}"
 
 
 def forget_consumer(stream: str, consumer: str) -> str:
@@ -256,9 +263,13 @@ class Rights(msgspec.Struct, frozen=True):
     allow_responses: bool = True
 
 
+INBOXES: Final = "_INBOX_"
+"""Prefix of everybody's inboxes."""
+
+
 def inbox(identity: str) -> str:
     """Prefix of an identity's reply inboxes; nobody else may listen there."""
-    return f"_INBOX_{token(identity)}"
+    return f"{INBOXES}{token(identity)}"
 
 
 def _telling(component: str, identity: str) -> tuple[str, str]:
@@ -326,20 +337,21 @@ def gateway_rights(identity: str) -> Rights:
             CANCEL_CALL,
             EXPLAIN_CALL,
             READING,
+            READ_BUNDLES,
             f"{inbox(identity)}.>",
         ),
     )
 
 
 def node_rights(identity: str) -> Rights:
-    """A node: obeys, reports, answers calls, reads bundles by direct get. No consumer, hence no injection."""
+    """A node: obeys, reports, answers calls, asks gateways for bundles. Nothing of JetStream's, which answers to
+    whatever subject a question names, and so would speak for a node where it may not (decision 0059)."""
     return Rights(
         publish=(
             f"sllm.frames.*.{token(identity)}",
             status(identity),
             f"sllm.logs.{token(identity)}.*",
-            f"$JS.API.DIRECT.GET.OBJ_{BUNDLES}",
-            f"$JS.API.DIRECT.GET.OBJ_{BUNDLES}.>",
+            read_bundle(identity),
             *_telling("node", identity),
         ),
         subscribe=(

@@ -4,9 +4,13 @@ import asyncio
 import threading
 from typing import Any, cast
 
+import pytest
+
 from sllm_runtime.control import restore
 from sllm_runtime.platform.state import Records, StateStore
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import ProtocolError
+from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -23,6 +27,16 @@ class Many(Records):
         return super().list(prefix, type_)
 
 
+class Held:
+    """A store with these records."""
+
+    def __init__(self, found: dict[str, bytes]) -> None:
+        self.found = found
+
+    async def everything(self) -> Records:
+        return Records(self.found)
+
+
 class Store:
     async def everything(self) -> Records:
         return Many({"functions.chat": codec.to_json(CHAT)})
@@ -33,3 +47,20 @@ async def test_a_new_leader_renews_its_lease_while_it_reads_what_is_stored() -> 
     await asyncio.sleep(0)  # it has begun
     Many.turn.set()
     assert (await reading).functions == {"functions.chat": CHAT}
+
+
+async def test_what_is_made_anew_and_cannot_be_read_keeps_nobody_from_leading(caplog: pytest.LogCaptureFixture) -> None:
+    there = NodeRecord(node="n1")
+    found = {"nodes.n1": codec.to_json(there), "nodes.n2": b'{"node":7}', "routes.chat.1": b"{}", "instances.i": b""}
+    stored = await restore.read(cast(StateStore, Held(found)))
+    assert stored.nodes == {"nodes.n1": there}
+    assert not stored.routes
+    assert not stored.instances
+    assert all(f"record {key} is left out" in caplog.text for key in ("nodes.n2", "routes.chat.1", "instances.i"))
+
+
+@pytest.mark.parametrize("key", ["functions.chat", "versions.chat.1", "models.m"])
+async def test_what_people_have_made_is_not_left_out(key: str) -> None:
+    """What is not there would be removed for good."""
+    with pytest.raises(ProtocolError, match=key):
+        await restore.read(cast(StateStore, Held({key: b"{}"})))

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator
+from functools import partial
 
 from sllm_runtime.control.daemon import Controller
 from sllm_runtime.control.sweeping import SWEEP_S, Sweeps
@@ -71,7 +72,7 @@ async def test_an_upload_however_slow_is_left_alone(bench: Bench) -> None:
             yield data[start : start + piece]
 
     assert await bundles.store(gateway.bus, digest, chunks(), clock=lambda: now) == len(data)
-    assert await bundles.fetch(gateway.bus, digest, len(data)) == data
+    assert await bundles.fetch(partial(bundles.part, gateway.bus), digest, len(data)) == data
 
 
 async def test_a_deposed_controller_sweeps_nothing(nats: Nats) -> None:

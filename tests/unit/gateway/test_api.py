@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import jsonschema_rs
@@ -50,7 +51,11 @@ from tests.unit.platform.test_trace import TRACE
 SSE = {"accept": "text/event-stream"}
 BUNDLE = b"PK" + bytes(range(256)) * 4000
 DIGEST = f"sha256:{hashlib.sha256(BUNDLE).hexdigest()}"
-DEPLOY = {"manifest": manifest("f").model_dump(mode="json"), "bundle": DIGEST, "bundle_bytes": len(BUNDLE)}
+DEPLOY: dict[str, Any] = {
+    "manifest": manifest("f").model_dump(mode="json"),
+    "bundle": DIGEST,
+    "bundle_bytes": len(BUNDLE),
+}
 
 
 def version(number: int = 1, state: VersionState = VersionState.ACTIVE) -> VersionRecord:
@@ -98,7 +103,7 @@ async def test_a_bundle_is_put_once_and_checked(nats: Nats) -> None:
         put = await w.http.put(path, content=pieces())
         assert (put.status_code, put.json()) == (201, {"digest": DIGEST, "bytes": len(BUNDLE)})
         assert (await w.http.head(path)).status_code == 200
-        assert await bundles.fetch(w.controller.bus, DIGEST, len(BUNDLE)) == BUNDLE
+        assert await bundles.fetch(partial(bundles.part, w.controller.bus), DIGEST, len(BUNDLE)) == BUNDLE
         assert (await w.http.put(f"{API}/bundles/xyz", content=b"")).status_code == 400
 
 
@@ -162,6 +167,25 @@ async def test_a_refused_deployment_has_its_status_and_a_late_one_an_event(nats:
     assert json.loads(events(late.text)[0].data)["error"]["stage"] == "import"
     assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "bundle")
     assert garbage.json()["error"]["code"] == "malformed_json"
+
+
+async def test_a_schema_that_checks_nothing_is_refused_before_the_controller_is_asked(nats: Nats) -> None:
+    asked: list[ctl.Deploy] = []
+
+    async def deploy(request: ctl.Deploy) -> ctl.Deployed:
+        asked.append(request)
+        return ctl.Deployed(version=version(2))
+
+    async with world(nats) as w:
+        await w.controller.serve("deploy", ctl.Deploy, deploy)
+        for schema in ({"type": "nonsense"}, {"$ref": "file:///etc/hostname"}):
+            handler = {**DEPLOY["manifest"]["handler"], "input_schema": schema}
+            body = {**DEPLOY, "manifest": {**DEPLOY["manifest"], "handler": handler}}
+            refused = await w.http.post(f"{API}/functions", json=body, headers=SSE)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (422, "invalid_manifest")
+            assert error["field"] == "handler.input_schema"
+    assert asked == []
 
 
 async def test_functions_and_rollback_and_delete(nats: Nats) -> None:

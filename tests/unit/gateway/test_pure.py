@@ -1,6 +1,7 @@
 """The parts without I/O: deadlines, encoders, arguments, timelines, progress, authorization."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,20 @@ async def test_arguments() -> None:
     assert await Arguments({"type": "object"}).check(b" \n") == b"{}"
     with pytest.raises(tree.InvalidManifest):
         Arguments({"type": "nonsense"})
+
+
+def test_a_schema_opens_no_url_and_no_file(tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text('{"type": "string"}')
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        for place in (f"http://127.0.0.1:{listening.getsockname()[1]}/text.json", f"file://{tmp_path}/text.json"):
+            for schema in ({"$ref": place}, {"properties": {"a": {"$ref": place}}}, {"$schema": place}):
+                with pytest.raises(tree.InvalidManifest, match="correct its type hints") as wrong:
+                    Arguments(schema)
+                assert wrong.value.field == "handler.input_schema"
+                assert "\n" not in wrong.value.message
+        with pytest.raises(BlockingIOError):
+            listening.accept()
 
 
 def test_paths() -> None:

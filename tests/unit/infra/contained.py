@@ -17,11 +17,11 @@ from sllm_invoker.containers.engine import Engine
 from tests.fixtures.wheels import wheel
 from tests.unit.infra.stubs import ANSWERS, MACHINE, Places, Stubbed, settings
 
-REAL = {"python3.13"}
+REAL = {"python3.13", "setpriv"}
 """Stubs of the other stage that are real here."""
 STUBS = (
     *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "mount", "umount", "mountpoint", "dmsetup"),
-    *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "rpm", "dnf"),
+    *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "rpm", "dnf", "unshare"),
 )
 KEYS = "import sys\nprint('creds of', sys.argv[2], 'by', sys.stdin.read().strip())\n"
 RUN_SECONDS = 300
@@ -32,6 +32,8 @@ PLACES = Places(
     run="/run/sllm",
     cdi_file="/etc/cdi/nvidia.yaml",
     huge_pages="/thp",
+    userns_restricted="/thp/userns_restricted",
+    sysctl_file="/etc/sysctl.d/90-sllm.conf",
 )
 
 
@@ -59,7 +61,8 @@ class Contained(Stubbed):
     def create(cls, root: Path, engine: Engine) -> "Contained":
         """Lay it out: scripts and settings where cloud-init puts them, the artifact where the stub of aws finds it."""
         machine = cls(root, engine)
-        for name in ("etc/sllm", "stubs/answers", "stubs/state", "scripts", "opt", "mnt", "run", "tmp", "root", "usr"):
+        own = ("etc/sllm", "etc/sysctl.d", "stubs/answers", "stubs/state")
+        for name in (*own, "scripts", "opt", "mnt", "run", "tmp", "root", "usr"):
             (root / name).mkdir(parents=True)
         for name in ("proc", "sys", "dev", "thp", str(Path(sys.base_prefix).relative_to("/"))):
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -73,6 +76,8 @@ class Contained(Stubbed):
         for name, answer in ANSWERS.items():
             if name not in REAL:
                 machine.answer(name, answer)
+        machine.answer("unshare", 'printf "unshare as %s\\n" "$(id -un)" >>"$CALLS"\n')
+        (root / "thp/userns_restricted").write_text("1\n")
         for script in (MACHINE / "boot.sh", *(MACHINE / "node").glob("*.sh")):
             shutil.copy(script, root / "scripts")
         shutil.copy(MACHINE / "aws.sh", root / "scripts/cloud.sh")
@@ -102,6 +107,7 @@ class Contained(Stubbed):
         python = Path(sys.base_prefix, "bin")
         path = f"/stubs:{python}:/usr/sbin:/usr/bin:/sbin:/bin"
         own = {"PATH": path} | self.seen(Path("/stubs"), "/dev/nvme1n1 /dev/nvme2n1")
+        (self.stubs / "calls").chmod(0o666)  # another account's stubs are called too
         seen = {"/usr", str(sys.base_prefix)} - ({str(sys.base_prefix)} if python.is_relative_to("/usr") else set())
         command = [
             *(self.engine.program, *self.engine.options, "run", "--rm", "--network", "none", "--pull", "never"),

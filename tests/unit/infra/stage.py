@@ -36,7 +36,7 @@ REAL = (
 STUBS = (
     *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "mount", "umount", "mountpoint", "dmsetup", "useradd"),
     *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "sleep", "python3.13"),
-    *("rpm", "dnf", "udevadm", "blkid", "gcloud"),
+    *("rpm", "dnf", "udevadm", "blkid", "gcloud", "setpriv", "unshare"),
 )
 
 WHEELS = ("pip-25.0-py3-none-any.whl", "sllm-0.1.0-py3-none-any.whl")
@@ -78,6 +78,8 @@ class Machine(Stubbed):
             run=str(self.folder / "run"),
             cdi_file=str(self.folder / "cdi/nvidia.yaml"),
             huge_pages=str(self.folder / "sys"),
+            userns_restricted=str(self.folder / "sys/userns_restricted"),
+            sysctl_file=str(self.folder / "sys/sysctl.conf"),
         )
         return settings(self.folder / "tmp", self.kind, digest, places, **more)
 

@@ -47,6 +47,8 @@ case "$*" in
 'ssm get-parameter'*) printf 'SECRET of %s\\n' "$6" ;;
 esac
 """,
+    # As the account that it names; a test has no other.
+    "setpriv": 'while [ "$1" != unshare ]; do shift; done\n"$@"\n',
     "python3.13": """\
 case "$*" in
 '-m venv'*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; cp "$ANSWERS/python3.13" "$ANSWERS/python" ;;
@@ -90,6 +92,8 @@ class Places:
     run: str
     cdi_file: str
     huge_pages: str
+    userns_restricted: str
+    sysctl_file: str
 
 
 def settings(home: Path, kind: str, digest: str, places: Places, **more: object) -> str:

@@ -1,15 +1,17 @@
 """What a GPU node does at each boot, with stub commands in PATH: its order, again and again, and where it fails."""
 
+import getpass
 from pathlib import Path
 
 import pytest
 
+from sllm_invoker.fork_server import _USER
 from tests.fixtures.terraform import why_no_terraform
 from tests.unit.infra.stage import TORCH, WHEELS, Machine
 
 pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
 
-DONE = ["packages", "account", "storage", "memory", "gpus", "software", "credentials", "environment"]
+DONE = ["packages", "account", "storage", "memory", "namespaces", "gpus", "software", "credentials", "environment"]
 
 
 @pytest.fixture
@@ -162,6 +164,7 @@ def test_an_image_without_the_torch_that_the_archive_lacks_is_no_node(machine: M
         ("mdadm", "exit 1", "storage"),
         ("mkfs.xfs", "exit 1", "storage"),
         ("mount", "exit 32", "storage"),
+        ("unshare", "exit 1", "namespaces"),
         ("nvidia-smi", "echo 'No devices were found'", "gpus"),
         ("nvidia-ctk", "exit 1", "gpus"),
         ("python3.13", "exit 1", "software"),
@@ -187,6 +190,29 @@ def test_a_boot_that_failed_may_be_repeated(machine: Machine) -> None:
     done = machine.run("boot.sh")
     assert stages(done.stdout) == DONE, done.stdout
     assert machine.calls("mdadm", "mkfs.xfs") == [], "what was done stays"
+
+
+def test_functions_have_namespaces_or_there_is_no_node(machine: Machine) -> None:
+    """What is tried is what the invoker will do, as the account that it has."""
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    (privileges,) = machine.calls("setpriv")
+    assert privileges.startswith(f"setpriv --reuid {getpass.getuser()} --regid ")
+    assert machine.calls("unshare") == [f"{' '.join(_USER)} unshare --mount --net true"]
+    assert not (machine.folder / "sys/sysctl.conf").exists(), "nothing is restricted here"
+    machine.answer("unshare", "exit 1\n")
+    assert "the kernel gives" in machine.run("boot.sh").stdout
+
+
+def test_ubuntus_restriction_of_namespaces_is_lifted_before_they_are_tried(machine: Machine) -> None:
+    restricted = machine.folder / "sys/userns_restricted"
+    restricted.write_text("1\n")
+    machine.answer("unshare", f'[ "$(cat "{restricted}")" = 0 ]\n')
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    assert restricted.read_text() == "0\n"
+    kept = (machine.folder / "sys/sysctl.conf").read_text()
+    assert kept == "kernel.apparmor_restrict_unprivileged_userns = 0\n"
 
 
 NOTICE = '*spot/instance-action) [ -e "$STATE/notice" ] && printf \'{"action":"terminate"}\' || exit 22 ;;\n'

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}"),
 ]
 
-DONE = ["packages", "account", "storage", "memory", "gpus", "software", "credentials", "environment"]
+DONE = ["packages", "account", "storage", "memory", "namespaces", "gpus", "software", "credentials", "environment"]
 
 
 @pytest.fixture
@@ -49,8 +49,12 @@ def test_a_boot_the_same_boot_again_and_the_boot_after_it(machine: Contained) ->
     order = [line.split()[0] for line in machine.calls("mdadm", "mkfs.xfs", "mount", "nvidia-ctk", "aws")]
     assert order == ["mdadm", "mkfs.xfs", "mount", "nvidia-ctk", "aws", "aws", "aws", "aws"]
     assert owner(machine, "mnt/sllm") == (True, 0o700)
-    for name in ("nats-ca.pem", "nats.creds", "node.env"):
+    for name in ("nats-ca.pem", "nats.creds"):
         assert owner(machine, f"run/sllm/{name}") == (True, 0o400)
+    assert owner(machine, "run/sllm/node.env") == (False, 0o400), "functions run as that account"
+    assert machine.calls("unshare")[1] == "unshare as sllm"
+    assert (machine.folder / "thp/userns_restricted").read_text() == "0\n"
+    assert "userns = 0" in (machine.folder / "etc/sysctl.d/90-sllm.conf").read_text()
     assert (machine.folder / "run/sllm/nats.creds").read_text() == "creds of i-0abc by SECRET of /sllm/prod/node/key\n"
     assert owner(machine, "etc/cdi/nvidia.yaml") == (False, 0o644)
     packages = [path.parent for path in (machine.folder / "opt/sllm").glob("*/lib/python*/site-packages/sllm.py")]
@@ -77,7 +81,7 @@ def test_a_boot_that_fails_tells_the_group_and_may_be_repeated(machine: Containe
     machine.answer("nvidia-ctk", "exit 1\n")
     failed = machine.boot()
     assert failed.returncode != 0
-    assert stages(failed) == DONE[:4]
+    assert stages(failed) == DONE[:5]
     assert "stage gpus FAILED" in failed.stdout
     assert not (machine.folder / "run/sllm/node.env").exists()
     (told,) = [line for line in machine.calls("aws") if "autoscaling" in line]

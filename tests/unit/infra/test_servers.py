@@ -32,8 +32,18 @@ esac
 KEEPS = """#!/usr/bin/env bash
 set -e
 all=" $* "
+case $all in *" get-parameters "*)
+    while [ "$1" != --names ]; do shift; done
+    while [[ "$2" == /* ]]; do
+        case $all in *" --with-decryption "*) cat "$STORE$2" 2>/dev/null || echo None ;;
+        *) [ ! -e "$STORE$2" ] || printf '%s\\t' "$2" ;; esac
+        shift
+    done
+    exit ;;
+esac
 while [ "$1" != --name ]; do shift; done
-case $all in *" get-parameter "*) exec cat "$STORE$2" ;; *" --overwrite "*) rm "$STORE$2" ;; esac
+case $all in *" get-parameter "*) exec cat "$STORE$2" ;; *" delete-parameter "*) exec rm "$STORE$2" ;; esac
+case $all in *" --overwrite "*) rm "$STORE$2" ;; esac
 [ ! -e "$STORE$2" ] || { echo ParameterAlreadyExists >&2; exit 254; }
 mkdir -p "$STORE${2%/*}"
 last=${*: -1}
@@ -45,14 +55,19 @@ cp "${last#file://}" "$STORE$2"
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A parameter store after new-secrets.sh: a file for each parameter."""
     folder = tmp_path_factory.mktemp("secrets")
-    (folder / "bin").mkdir()
-    (folder / "bin/aws").write_text(KEEPS)
-    (folder / "bin/aws").chmod(0o755)
+    keep(folder)
     done = run(folder, "new-secrets.sh")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("stored /sllm/prod/") == 11
     assert not list((folder / "tmp").iterdir()), "nothing of them stays"
     return folder / "store"
+
+
+def keep(folder: Path, before: str = "", after: str = "") -> None:
+    """A parameter store below ``folder``, which does these too."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/aws").write_text(KEEPS.replace("set -e\n", f"set -e\n{before}\n", 1) + after)
+    (folder / "bin/aws").chmod(0o755)
 
 
 def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
@@ -81,8 +96,49 @@ def test_secrets_are_made_once(store: Path) -> None:
     before = (store / "sllm/prod/nats/ca").read_text()
     again = run(store.parent, "new-secrets.sh")
     assert again.returncode != 0
-    assert "ParameterAlreadyExists" in again.stdout
+    assert "there are already: /sllm/prod/nats/ca" in again.stdout
+    assert "/sllm/prod/node/peer-token" in again.stdout, "each of them is named"
     assert (store / "sllm/prod/nats/ca").read_text() == before
+
+
+FIFTH = "*put-parameter*operator/seed*"
+BREAKS = f'case "$*" in {FIFTH}) echo ThrottlingException >&2; exit 254 ;; esac'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(BREAKS, ""), ("", BREAKS.replace("$*", "$all"))], ids=["refused", "answer lost"]
+)
+def test_a_run_that_breaks_off_takes_back_what_it_has_stored(tmp_path: Path, before: str, after: str) -> None:
+    """Whether the one that it broke off at arrived or not."""
+    keep(tmp_path, before, after)
+    broken = run(tmp_path, "new-secrets.sh")
+    assert broken.returncode == 254
+    assert contents(tmp_path / "store") == {}
+    assert not list((tmp_path / "tmp").iterdir())
+    keep(tmp_path)
+    assert run(tmp_path, "new-secrets.sh").returncode == 0
+    assert len(contents(tmp_path / "store")) == 11
+
+
+def test_what_is_not_taken_back_is_named(tmp_path: Path) -> None:
+    refused = 'case "$*" in *delete-parameter*) echo AccessDenied >&2; exit 254 ;; esac'
+    keep(tmp_path, f"{BREAKS}\n{refused}")
+    broken = run(tmp_path, "new-secrets.sh")
+    assert broken.returncode == 254
+    named = {line.split(": ")[1] for line in broken.stdout.splitlines() if line.startswith("not taken back")}
+    assert named == {f"/{name}" for name in contents(tmp_path / "store")}
+    assert len(named) == 4
+    again = run(tmp_path, "new-secrets.sh")
+    assert again.returncode == 1
+    assert set(again.stdout.split()) >= named
+
+
+def test_what_another_run_stored_meanwhile_stays(tmp_path: Path) -> None:
+    theirs = 'mkdir -p "$STORE/sllm/prod/operator"; echo theirs >"$STORE/sllm/prod/operator/seed"'
+    keep(tmp_path, f'case "$*" in {FIFTH}) {theirs} ;; esac')
+    broken = run(tmp_path, "new-secrets.sh")
+    assert "ParameterAlreadyExists" in broken.stdout
+    assert contents(tmp_path / "store") == {"sllm/prod/operator/seed": "theirs\n"}
 
 
 def test_rights_are_renewed(tmp_path: Path, store: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 
 from tests.fixtures.terraform import ROOT, TERRAFORM, environment, why_no_terraform
 
@@ -63,6 +64,70 @@ def test_validate_and_test(tmp_path: Path, name: str) -> None:
     terraform(folder, tmp_path, "validate")
     if name in MODULES or (folder / "tests").exists():
         assert "0 failed" in terraform(folder, tmp_path, "test")
+
+
+GIVEN: dict[str, dict[str, object]] = {
+    "modules/nats": {"vpc_id": "vpc-1", "subnets": {"a": "subnet-a", "b": "subnet-b", "c": "subnet-c"}},
+    "modules/gateway": {
+        "vpc_id": "vpc-1",
+        "public_subnet_ids": ["subnet-pa", "subnet-pb"],
+        "private_subnet_ids": ["subnet-a"],
+        "balancer_security_group_id": "sg-balancer",
+        "gateway_security_group_id": "sg-gateway",
+        "host": "sllm.example.com",
+        "certificate_arn": "arn:aws:acm:us-east-1:123456789012:certificate/1",
+    },
+    "modules/gpu_pool": {"subnet_ids": ["subnet-a"], "model_bucket_arn": "arn:aws:s3:::models"},
+    "gcp/gpu_pool": {
+        "project": "acme",
+        "region": "us-central1",
+        "zones": ["us-central1-a"],
+        "subnetwork": "nodes",
+        "bucket": "models",
+        "secret_prefix": "sllm-prod",
+    },
+}
+COMMON: dict[str, object] = {
+    "name": "prod",
+    "region": "us-east-1",
+    "security_group_ids": ["sg-1"],
+    "artifact_bucket_arn": "arn:aws:s3:::models",
+    "artifact_sha256": "0" * 64,
+    "nats_url": "tls://nats-0.sllm.internal:4222",
+    "parameter_prefix": "/sllm/prod",
+}
+
+
+def planned(folder: Path, name: str, key: str = "sllm.tar.gz", **more: object) -> str:
+    """What terraform says of the variables alone of that module, with an artifact of that ``key`` and ``more``."""
+    for file in ("variables.tf", "shapes.tf"):
+        if (TERRAFORM / name / file).exists():
+            shutil.copy(TERRAFORM / name / file, folder)
+    scheme = "gs" if name.startswith("gcp") else "s3"
+    declared = (folder / "variables.tf").read_text()
+    given = {variable: value for variable, value in COMMON.items() if f'variable "{variable}"' in declared}
+    given |= GIVEN[name] | {"artifact_url": f"{scheme}://models/{key}"} | more
+    (folder / "given.tfvars.json").write_text(json.dumps(given))
+    command = ["terraform", "plan", "-input=false", "-no-color", "-var-file=given.tfvars.json"]
+    own = environment(folder / "home")
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ("Invalid value for variable" in done.stderr) == (done.returncode != 0), done.stderr
+    return done.stderr
+
+
+@needs_terraform
+@pytest.mark.parametrize("name", sorted(GIVEN))
+def test_no_artifacts_key_is_more_than_a_word_to_the_boot_scripts_shell(tmp_path: Path, name: str) -> None:
+    assert planned(tmp_path, name, "artifacts/sllm-0.1.0_x.tar.gz") == ""
+    for key in ("my artifacts/sllm.tar.gz", "$(reboot).tar.gz", "a;b.tar.gz", "a&b.tar.gz", "*.tar.gz", "a\nb.tar.gz"):
+        assert "artifact_url is" in planned(tmp_path, name, key), key
+
+
+@needs_terraform
+@pytest.mark.parametrize("name", sorted(set(GIVEN) - {"modules/nats"}))
+def test_a_setting_is_one_line_of_the_daemons_environment(tmp_path: Path, name: str) -> None:
+    assert planned(tmp_path, name, settings={"SLLM_POOL_SIZE": "4"}) == ""
+    assert "of one line" in planned(tmp_path, name, settings={"SLLM_POOL_SIZE": "4\nSLLM_HOME=/tmp"})
 
 
 @pytest.mark.skipif(not CHECKOV.exists(), reason="checkov is not installed: make infra-tools")
@@ -134,6 +199,20 @@ def test_every_module_is_whole() -> None:
         assert {"main.tf", "variables.tf", "outputs.tf", "versions.tf", "README.md", "tests"} <= files, name
         assert list((TERRAFORM / name).glob("tests/*.tftest.hcl")), name
         assert 'mock_provider "aws"' in next((TERRAFORM / name).glob("tests/*.tftest.hcl")).read_text(), name
+
+
+def test_what_terraform_keeps_beside_its_files_is_in_no_source_archive(tmp_path: Path) -> None:
+    """State and variables name what a cluster is made of. hatchling leaves out what git is told to ignore."""
+    for file in ("pyproject.toml", ".gitignore", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path)
+    example = tmp_path / "infra/terraform/examples/minimal"
+    (example / ".terraform").mkdir(parents=True)
+    kept = ("terraform.tfstate", "terraform.tfstate.backup", "terraform.tfvars", "prod.auto.tfvars", "x.tfvars.json")
+    for file in ("main.tf", *kept, "errored.tfstate", "prod.tfplan", ".terraform/terraform.tfstate"):
+        (example / file).touch()
+    files = {Path(file.path).name for file in SdistBuilder(str(tmp_path)).recurse_included_files()}
+    assert "main.tf" in files
+    assert files <= {"main.tf", "README.md", "LICENSE", "pyproject.toml", ".gitignore"}
 
 
 def test_shell_scripts_are_clean() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from nats.aio.msg import Msg
 
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus
@@ -360,3 +361,22 @@ async def test_logs_of_a_node_are_kept_and_read_by_a_gateway(nats: Nats) -> None
     await reading.unsubscribe()
     info = await controller.jetstream.stream_info(subjects.EVENTS_STREAM)
     assert info.state.messages == 3
+
+
+async def test_a_node_has_no_answer_sent_to_where_it_may_not_speak(nats: Nats) -> None:
+    """NATS sends what is asked for to whatever subject the question names, without a look at who asks."""
+    controller, node, other = await nats.bus(CONTROLLER), await nats.bus(NODE), await nats.bus(NODE_2)
+    await ensure_streams(controller)
+    heard: list[str] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.subject)
+
+    to = subjects.node_command(NODE_2, "stop")
+    await other.subscribe_raw(to, hear)
+    await other.flush()
+    await node.jetstream._nc.publish(f"$JS.API.DIRECT.GET.OBJ_{subjects.BUNDLES}", b"", reply=to)
+    await node.flush()
+    await asyncio.sleep(0.5)
+    await other.flush()
+    assert heard == []

@@ -129,7 +129,9 @@ def test_a_pool_of_nodes_has_identities_and_a_place_that_functions_do_not_see(tm
     assert {identity.identity for identity in given.identities() if identity.kind == "node"} == {
         "n1", "p1", "p2", "p3", "p4",
     }  # fmt: skip
-    place = str(Layout(given.data).pool)
+    pool = Layout(given.data).pool
+    place = str(pool)
+    assert stat.S_IMODE(pool.stat().st_mode) == 0o700, "before any sandbox: what is not there yet is not hidden"
     assert found["controller"].env["SLLM_NODES_DATA"] == place
     assert place in json.loads(found["invoker-n1"].env["SLLM_PRIVATE"])
 

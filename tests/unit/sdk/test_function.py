@@ -98,8 +98,22 @@ def test_the_manifest_says_it_all() -> None:
     ("options", "said"),
     [
         ({"memory": "lots"}, "memory: 'lots' is no size"),
-        ({"gpu": "H100:0"}, "'H100:0' is no GPU"),
+        ({"memory": "9" * 400}, "memory: '9+ is too large a size"),
+        ({"memory": 2**64}, "memory: .*less than or equal to"),
+        ({"gpu_memory": 2**64}, "gpu_memory: .*less than or equal to"),
+        ({"gpu": "H100:0"}, "gpu: 'H100:0' is no GPU"),
+        ({"gpu": 1}, "gpu: this is neither a GPU nor a list of them.*given: 1"),
+        ({"gpu": True}, "gpu: this is neither"),
+        ({"gpu": [1]}, "gpu: this is neither"),
+        ({"gpu": [["L4"]]}, "gpu: this is neither"),
+        ({"gpu": b"L4"}, "gpu: this is neither"),
+        ({"adapters": ["a"]}, r"adapters: .*dictionary \(given: \['a'\]\)"),
+        ({"description": 3}, "description: .*string"),
         ({"keep_alive": "soon"}, "keep_alive: 'soon' is no duration"),
+        ({"keep_alive": float("inf")}, "keep_alive: inf is no keep-alive; write seconds, 0 to 3153600000"),
+        ({"keep_alive": 10**400}, "keep_alive: 10+ is no keep-alive"),
+        ({"queue_timeout": float("inf")}, "queue_timeout: .*finite number"),
+        ({"idle_timeout": "99999999h"}, "idle_timeout: .*less than or equal to 3153600000"),
         ({"queue_timeout": True}, "queue_timeout: this is no switch: .*given: True"),
         ({"gpu_memory": True}, "gpu_memory: this is no switch"),
         ({"slo": {"ttft": True}}, r"slo\.ttft: this is no switch"),
@@ -119,6 +133,16 @@ def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:
     decorator: Any = model_function
     with pytest.raises(InvalidManifest, match=said):
         decorator(**options)(undecorated).manifest("m:f")
+
+
+def test_a_default_that_cannot_travel_is_named() -> None:
+    decorator: Any = model_function
+
+    def large(seed: int = 2**64) -> int:
+        return seed
+
+    with pytest.raises(InvalidManifest, match=r"large: handler\.input_schema: it has the number 18446744073709551616"):
+        decorator()(large).manifest("m:large")
 
 
 def test_what_is_no_function_is_refused_where_it_stands() -> None:

@@ -32,6 +32,9 @@ locals {
     run              = "/run/sllm"
     cdi_file         = "/etc/cdi/nvidia.yaml"
     huge_pages       = "/sys/kernel/mm/transparent_hugepage"
+    # Where the kernel has it: Ubuntu's.
+    userns_restricted = "/proc/sys/kernel/apparmor_restrict_unprivileged_userns"
+    sysctl_file       = "/etc/sysctl.d/90-sllm.conf"
   })
 
   cloud_config = templatefile("${local.machine}/user_data.yaml.tftpl", {

@@ -138,8 +138,8 @@ variable "artifact_url" {
   type        = string
 
   validation {
-    condition     = can(regex("^gs://[^/]+/.+\\.tar\\.gz$", var.artifact_url))
-    error_message = "artifact_url is gs://bucket/key.tar.gz."
+    condition     = can(regex("^gs://[a-z0-9][a-z0-9._-]+/[A-Za-z0-9._/-]+\\.tar\\.gz$", var.artifact_url))
+    error_message = "artifact_url is gs://bucket/key.tar.gz, the key in letters, digits, dots, underscores, hyphens and slashes: the machines' shell reads it."
   }
 }
 
@@ -185,8 +185,8 @@ variable "settings" {
   default     = {}
 
   validation {
-    condition     = alltrue([for name in keys(var.settings) : can(regex("^SLLM_[A-Z0-9_]+$", name)) && !can(regex("TOKEN|PASSWORD|SECRET|CREDS", name))])
-    error_message = "settings has names that begin with SLLM_, and no secrets."
+    condition     = alltrue([for name, value in var.settings : can(regex("^SLLM_[A-Z0-9_]+$", name)) && !can(regex("TOKEN|PASSWORD|SECRET|CREDS", name)) && !strcontains(value, "\n")])
+    error_message = "settings has names that begin with SLLM_, values of one line, and no secrets."
   }
 }
 

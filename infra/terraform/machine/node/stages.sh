@@ -50,6 +50,24 @@ memory() {
     printf 'advise\n' >"$HUGE_PAGES/shmem_enabled"
 }
 
+# Functions run as the daemons' account: only namespaces keep from them what that account may read. Ubuntu's AppArmor gives
+# programs without a profile none, or one without rights.
+namespaces() {
+    local group
+    group=$(id --group "$ACCOUNT")
+    if [ -e "$USERNS_RESTRICTED" ]; then
+        printf 'kernel.apparmor_restrict_unprivileged_userns = 0\n' >"$SYSCTL_FILE" # for who applies them all again
+        printf '0\n' >"$USERNS_RESTRICTED"
+    fi
+    # As the invoker makes one for its fork server, from which each worker goes to others.
+    setpriv --reuid "$ACCOUNT" --regid "$group" --clear-groups --no-new-privs \
+        unshare --user --map-current-user --keep-caps --pid --fork --kill-child --mount-proc \
+        unshare --mount --net true || {
+        say "the kernel gives $ACCOUNT no namespaces: functions would see this node's own secrets" >&2
+        return 1
+    }
+}
+
 gpus() {
     nvidia-smi --list-gpus | grep --quiet '^GPU ' # a machine whose driver found none is no node
     nvidia-smi --persistence-mode=1 >/dev/null
@@ -82,7 +100,7 @@ environment() {
         printf 'SLLM_PEER_TOKEN=%s\n' "$token"
         printf '%s' "${more:+$more
 }"
-    } | put "$RUN/node.env"
+    } | put "$RUN/node.env" "$EUID" # root's: systemd reads it, functions run as the daemons' account
     : | put "$RUN/ready" # node.sh writes it
     chmod 600 "$RUN/ready"
 }

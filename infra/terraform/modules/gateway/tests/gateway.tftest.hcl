@@ -229,3 +229,9 @@ run "a_secret_in_settings" {
   variables { settings = { SLLM_TOKEN = "x" } }
   expect_failures = [var.settings]
 }
+
+run "an_address_that_a_shell_would_read" {
+  command = plan
+  variables { artifact_url = "s3://models/my artifacts/sllm-server.tar.gz" }
+  expect_failures = [var.artifact_url]
+}

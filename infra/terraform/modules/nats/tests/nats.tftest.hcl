@@ -121,3 +121,9 @@ run "a_domain_that_is_none" {
   variables { domain = "internal" }
   expect_failures = [var.domain]
 }
+
+run "an_address_that_a_shell_would_read" {
+  command = plan
+  variables { artifact_url = "s3://models/my artifacts/sllm-server.tar.gz" }
+  expect_failures = [var.artifact_url]
+}

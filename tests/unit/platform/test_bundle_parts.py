@@ -1,0 +1,85 @@
+"""Nodes read bundles through gateways, with the rights that each has on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from sllm_gateway.bundle_parts import BundleParts
+from sllm_invoker import bundle_parts
+from sllm_invoker.bundle_parts import read_part
+from sllm_runtime.platform import bundles
+from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol.errors import NotFound, Unavailable
+from sllm_runtime.protocol.node import BundlePart, ReadBundle
+from tests.fixtures.nats import GATEWAY, NODE, NODE_2, Nats
+from tests.fixtures.waiting import GIVE_UP_S
+
+DATA = bytes(range(256)) * 3000
+DIGEST = f"sha256:{hashlib.sha256(DATA).hexdigest()}"
+
+
+async def whole() -> AsyncIterator[bytes]:
+    yield DATA
+
+
+async def test_a_node_reads_a_bundle_through_a_gateway_that_comes_after_it_has_asked(nats: Nats) -> None:
+    await nats.streams()
+    gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
+    await bundles.store(gateway, DIGEST, whole())
+    reading = asyncio.create_task(bundles.fetch(partial(read_part, node, NODE), DIGEST, len(DATA)))
+    parts = BundleParts(gateway)
+    await parts.start()
+    try:
+        async with asyncio.timeout(GIVE_UP_S):
+            assert await reading == DATA
+        with pytest.raises(NotFound, match="deploy the function again"):
+            await read_part(node, NODE, ReadBundle(digest="sha256:0"))
+    finally:
+        await parts.close()
+
+
+async def test_without_a_gateway_it_is_not_waited_for_for_ever(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    await nats.streams()
+    node = await nats.bus(NODE)
+    monkeypatch.setattr(bundle_parts, "WITHIN_S", 0.1)
+    with pytest.raises(Unavailable, match="no gateway gives bundle sha256:0"):
+        await read_part(node, NODE, ReadBundle(digest="sha256:0"))
+
+
+async def test_with_the_rights_of_before_a_node_reads_for_itself(nats: Nats) -> None:
+    """A gateway's bus has them, and nobody serves what it asks."""
+    await nats.streams()
+    gateway = await nats.bus(GATEWAY)
+    await bundles.store(gateway, DIGEST, whole())
+    assert await bundles.fetch(partial(read_part, gateway, NODE), DIGEST, len(DATA)) == DATA
+
+
+async def test_who_asks_for_another_node_is_not_answered(nats: Nats) -> None:
+    """Not in its own inbox, nor where the other one listens."""
+    gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
+    parts = BundleParts(gateway)
+    await parts.start()
+    heard: list[str] = []
+
+    async def hear(message: object) -> None:
+        heard.append(str(message))
+
+    other = await nats.bus(NODE_2)
+    to = subjects.node_command(NODE_2, "stop")
+    await other.subscribe_raw(to, hear)
+    await other.flush()
+    try:
+        asked = b"\x81\xa6digest\xa1a"
+        await node.jetstream._nc.publish(subjects.read_bundle(NODE), asked, reply=to)
+        await node.flush()
+        with pytest.raises(NotFound):  # the one before has been looked at by then
+            await node.call(subjects.read_bundle(NODE), ReadBundle(digest="a"), BundlePart, timeout_s=GIVE_UP_S)
+        await other.flush()
+        assert heard == []
+    finally:
+        await parts.close()
