@@ -24,7 +24,7 @@ MOST_MOVES: Final = 16
 
 @dataclass(frozen=True)
 class Order:
-    """What the caller asked for. Times are of the gateway's monotonic clock."""
+    """What the caller asked for. Times are of the gateway's monotonic clock, ``created`` alone of the wall's."""
 
     id: str
     version: Version
@@ -34,6 +34,7 @@ class Order:
     seed: int
     accepted: float
     traceparent: str = ""
+    created: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -273,4 +274,5 @@ class Call:
             held=binding.held,
             credit=binding.inbox.window,
             traceparent=self.order.traceparent,
+            created=self.order.created,
         )

@@ -210,7 +210,7 @@ class Detached:
         )
         # Its time counts anew: no clock of another life is known.
         now = self._clock()
-        order = Order(asked.call, version, asked.kind, True, body, asked.seed, now, asked.traceparent)
+        order = Order(asked.call, version, asked.kind, True, body, asked.seed, now, asked.traceparent, asked.created)
         call = self._calls.admit(order, earlier)
         log.info("call goes on after %d frame(s)", len(frames), extra={"call": call.id})
         self._start(call, asked, journaled, fence, frames)

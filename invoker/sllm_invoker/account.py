@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from sllm_invoker.bounds import NAME_BYTES, clip, clip_names, clip_report, clip_spans, clip_tokens
+from sllm_invoker.bounds import clip_names, clip_report, clip_spans, clip_tokens
 from sllm_invoker.work import Work
+from sllm_runtime.protocol.clipping import NAME_BYTES, clip
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.limits import MAX_PROOF, PROOF_S
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance

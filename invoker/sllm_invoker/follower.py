@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sllm_invoker.bounds import NAME_BYTES, clip, clip_error
 from sllm_invoker.logs import InstanceLog
 from sllm_invoker.output import Output
 from sllm_invoker.preparation import Seat
 from sllm_invoker.sandbox import Exit, Sandbox
 from sllm_invoker.verdicts import Verdict
 from sllm_runtime.protocol import codec, limits
+from sllm_runtime.protocol.clipping import NAME_BYTES, clip, clip_error
 from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.worker import Assign, Failed, FromWorker, Heartbeat, Log, Stage, ToWorker
 

@@ -15,7 +15,6 @@ from typing import Final
 
 from sllm_invoker import verdicts
 from sllm_invoker.account import Account
-from sllm_invoker.bounds import NAME_BYTES, clip, clip_error
 from sllm_invoker.follower import EOF_S, Follower, ended
 from sllm_invoker.output import Output
 from sllm_invoker.preparation import Prepared, assignment, image_of, prepare
@@ -25,6 +24,7 @@ from sllm_invoker.verdicts import Verdict
 from sllm_invoker.wiring import wired
 from sllm_invoker.work import Work
 from sllm_runtime.protocol import codec, limits, states
+from sllm_runtime.protocol.clipping import NAME_BYTES, clip, clip_error
 from sllm_runtime.protocol.errors import InstanceLost, InternalError, ProtocolError, SllmError
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState

@@ -18,9 +18,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
-from sllm_invoker.bounds import clip
 from sllm_invoker.lines import LINE_BYTES, LineCutter, TokenBucket, thinned
 from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.clipping import clip
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.events import LogRecord
 

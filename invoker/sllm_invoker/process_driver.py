@@ -157,15 +157,22 @@ class ProcessSandbox:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self) -> Exit:
-        """Kill what is left, wait for its end (KILLED_S at most), free all descriptors."""
+        """Kill what is left, wait for its end (KILLED_S at most), free all descriptors: cancelled, at that end."""
         self.kill()
-        end = await asyncio.shield(self._exited)
+        try:
+            end = await asyncio.shield(self._exited)
+        except asyncio.CancelledError:
+            self._exited.add_done_callback(lambda _: self._free())
+            raise
+        self._free()
+        return end
+
+    def _free(self) -> None:
         if not self._closed:
             self._closed = True
             self._wire.close()
             for fd in (self._stdout, self._stderr, self._pidfd):
                 os.close(fd)
-        return end
 
 
 class ProcessDriver:

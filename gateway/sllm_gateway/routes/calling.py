@@ -85,6 +85,7 @@ class Caller:
             seed=int.from_bytes(self._random(8)) >> 1,
             accepted=accepted,
             traceparent=trace.current(),
+            created=self._wall(),
         )
 
     def admit(self, order: Order, asked: Callable[[bool], CallOrder]) -> Call:
@@ -106,7 +107,7 @@ class Caller:
             gateway=self.settings.gateway,
             life=self._lives.me.life,
             durable=durable,
-            created=self._wall(),
+            created=order.created,
             traceparent=order.traceparent,
             model=header.model if header is not None else "",
             streams=order.version.manifest.handler.streams,

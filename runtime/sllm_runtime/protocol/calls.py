@@ -40,7 +40,7 @@ class CallOrder(Record, frozen=True, kw_only=True, tag="order"):
     durable: bool
     """``Prefer: respond-async``: it is written to disk, and goes on to its end without a reader."""
     created: float
-    """Unix seconds; for people."""
+    """Unix seconds; for people, and the date in its prompt (``frames.CallHead``)."""
     traceparent: str = ""
     model: str = ""
     """As an OpenAI request named it."""

@@ -136,6 +136,9 @@ class CallHead(msgspec.Struct, frozen=True, kw_only=True):
     credit: int = 0
     """Bytes of frames (``Frame.cost``) the node may send at once."""
     traceparent: str = ""
+    created: float = 0.0
+    """Unix seconds at which the call was accepted: the date that its prompt names, wherever it goes on. 0: gateways of
+    the version before do not say."""
 
 
 # --- gateway → node -------------------------------------------------------------------------------

@@ -3,9 +3,11 @@ nobody uses is given up when their room is needed. What the engine keeps are cop
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,6 +30,9 @@ class _Held:
     there: Future[Adapter] = field(default_factory=Future)
     users: int = 0
 
+    def __post_init__(self) -> None:
+        self.there.set_running_or_notify_cancel()  # who waits and is cancelled does not cancel it for the others
+
     @property
     def idle(self) -> bool:
         return not self.users and self.there.done()
@@ -35,7 +40,10 @@ class _Held:
 
 class Adapters:
     """Thread-safe. ``digests`` by the names that calls choose them by; ``room``: bytes that they may take together, or
-    more while more are in use; ``timeout_s``: how long a load may take."""
+    more while more are in use; ``timeout_s``: how long a load may take.
+
+    Each load has a thread of its own, one at a time for each name: who waits for a slow one keeps no thread from those
+    who want another, or none."""
 
     def __init__(self, digests: Mapping[str, str], load: Load, room: int, timeout_s: float) -> None:
         self._digests = digests
@@ -55,41 +63,56 @@ class Adapters:
 
         return cls({}, load, 0, 0.0)
 
-    def hold(self, name: str, table: AdapterTable | None) -> None:
-        """Have ``name`` in the engine's ``table`` until ``release``; blocks while it is loaded. Raises
-        ``ModelNotFound``, ``InvalidRequest`` if the engine runs none, and what made the load fail."""
-        if name not in self._digests:
-            known = ", ".join(sorted(self._digests)) or "none"
-            raise ModelNotFound(f"this model has no adapter {name!r:.100}; there are: {known}", field="model")
-        if table is None:
-            raise InvalidRequest("the engine of this model runs no adapters; name the model alone", field="model")
-        with self._lock:
-            mine = name not in self._held
-            held = self._held.setdefault(name, _Held())
-            held.users += 1
-            self._held.move_to_end(name)
-        if mine:
-            self._bring(name, held, table)
+    @contextlib.asynccontextmanager
+    async def held(self, name: str, table: AdapterTable | None) -> AsyncIterator[None]:
+        """``name`` is in the engine's ``table`` inside this block. A cancelled call leaves its load to whoever is next.
+        Raises ``ModelNotFound``, ``InvalidRequest`` if the engine runs none, ``DeadlineExceeded``, and what made the
+        load fail."""
+        held = self._wanted(name, table)
         try:
-            held.there.result(self._timeout_s)
-        except TimeoutError as error:
-            self.release(name, table)
-            text = f"adapter {name!r} did not come in {self._timeout_s:g} s"
-            raise DeadlineExceeded(text, stage="weights") from error
-
-    def release(self, name: str, table: AdapterTable | None) -> None:
-        """One user less."""
-        with self._lock:
-            held = self._held.get(name)
-            if held is not None:
+            await self._arrival(name, held)
+            yield
+        finally:
+            with self._lock:
                 held.users -= 1
-            self._make_room(table)
+                self._make_room(table)
 
     @property
     def present(self) -> tuple[str, ...]:
         """Those in memory, the least recently used first."""
         with self._lock:
             return tuple(name for name, held in self._held.items() if held.there.done())
+
+    def _wanted(self, name: str, table: AdapterTable | None) -> _Held:
+        """One user more; the first brings it."""
+        if name not in self._digests:
+            known = ", ".join(sorted(self._digests)) or "none"
+            raise ModelNotFound(f"this model has no adapter {name!r:.100}; there are: {known}", field="model")
+        if table is None:
+            raise InvalidRequest("the engine of this model runs no adapters; name the model alone", field="model")
+        with self._lock:
+            held = self._held.get(name)
+            if held is None:
+                held = _Held()
+                bring = threading.Thread(
+                    target=self._bring, args=(name, held, table), name=f"adapter {name}", daemon=True
+                )
+                bring.start()  # it takes the lock when it is done
+                self._held[name] = held
+            held.users += 1
+            self._held.move_to_end(name)
+        return held
+
+    async def _arrival(self, name: str, held: _Held) -> None:
+        there = asyncio.wrap_future(held.there)
+        try:
+            done, _ = await asyncio.wait((there,), timeout=self._timeout_s)
+        finally:
+            there.cancel()  # whoever goes before it is done
+        if not done:
+            text = f"adapter {name!r} did not come in {self._timeout_s:g} s"
+            raise DeadlineExceeded(text, stage="weights")
+        there.result()
 
     def _bring(self, name: str, held: _Held, table: AdapterTable) -> None:
         try:
@@ -99,8 +122,10 @@ class Adapters:
             with self._lock:
                 del self._held[name]
             held.there.set_exception(error)
-        else:
+            return
+        with self._lock:
             held.there.set_result(adapter)
+            self._make_room(table)  # those who wanted it may have gone
 
     def _make_room(self, table: AdapterTable | None) -> None:
         taken = {name: held.there.result().nbytes for name, held in self._held.items() if held.there.done()}

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import ErrorBody, NotDeterministic, SllmError
+from sllm_runtime.protocol.errors import ErrorBody, FunctionError, NotDeterministic, SllmError
 from sllm_runtime.protocol.frames import CallHead, End, FrameKind, Ids, Usage
 from sllm_runtime.protocol.timeline import FIRST_TOKEN, TOKENS, Span
 from sllm_runtime.worker.fed import Fed
 from sllm_runtime.worker.outgoing import Outgoing
+from sllm_runtime.worker.own import marked
 from sllm_runtime.worker.values import encode
 
 _IDS_TOGETHER = 16
@@ -62,13 +63,13 @@ class Call:
     # --- output -----------------------------------------------------------------------------------
     def emit(self, value: Any) -> None:
         """Send one value of the function; for threads. Raises ``FunctionError`` or ``CallEnded``."""
-        data = encode(value)
+        data = _json(value)
         if self._is_new(data):
             self.outgoing.send(FrameKind.OUTPUT, data, self.head.timeout_s)
 
     async def aemit(self, value: Any) -> None:
         """``emit`` for coroutines."""
-        data = encode(value)
+        data = _json(value)
         if self._is_new(data):
             await self.outgoing.asend(FrameKind.OUTPUT, data, self.head.timeout_s)
 
@@ -85,11 +86,14 @@ class Call:
             return True
         self._hash.update(data)
         if self._outputs == self.head.delivered and self._hash.digest() != self.head.delivered_hash:
-            raise NotDeterministic(
-                f"after a resume the first {self._outputs} outputs differ from those delivered; a resumable function "
-                "must yield the same for the same arguments and tokens; set resumable=False otherwise"
-            )
+            raise marked(self._differs(f"the first {self._outputs} outputs differ from those delivered"))
         return False
+
+    def _differs(self, how: str) -> NotDeterministic:
+        return NotDeterministic(
+            f"after a resume {how}; a resumable function must yield the same for the same arguments and tokens; set "
+            "resumable=False otherwise"
+        )
 
     # --- generation -------------------------------------------------------------------------------
     def next_generation(self) -> int:
@@ -129,7 +133,9 @@ class Call:
 
     # --- end ----------------------------------------------------------------------------------------
     def end(self, error: ErrorBody | None) -> None:
-        """Send the last frame."""
+        """Send the last frame. What ends well before it has made all that its caller has, ends as another output."""
+        if error is None and self._outputs < self.head.delivered:
+            error = self._differs(f"there were {self._outputs} outputs, {self.head.delivered} were delivered").body()
         now = time.perf_counter()
         first = self._first or now
         spans = (
@@ -139,6 +145,14 @@ class Call:
         usage = self.usage if self.usage != Usage() else None
         late = () if self._late is None else self._late(self._arrived)
         self.outgoing.end(End(error=error, usage=usage, spans=(*late, *spans)))
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return encode(value)
+    except FunctionError as error:
+        marked(error)
+        raise
 
 
 class IdRecorder:

@@ -22,6 +22,7 @@ from sllm_runtime.protocol.errors import (
     Draining,
     ErrorBody,
     FunctionError,
+    InvalidRequest,
     NotDeterministic,
     SllmError,
 )
@@ -31,6 +32,7 @@ from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, FeedCall,
 from sllm_runtime.worker import console
 from sllm_runtime.worker.call import Call, current
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
+from sllm_runtime.worker.own import is_own, own
 from sllm_runtime.worker.sender import Sender
 from sllm_runtime.worker.words import sendable, words_of
 
@@ -179,9 +181,10 @@ class Calls:
         error: ErrorBody | None = None
         try:
             if call.head.kind != "fn":
-                if self._openai is None:
-                    raise FunctionError("this function is not engine-backed: it has no OpenAI routes")
-                await self._openai(call)
+                with own():  # no user code answers these
+                    if self._openai is None:
+                        raise FunctionError("this function is not engine-backed: it has no OpenAI routes")
+                    await self._openai(call)
             elif self._on_loop:
                 await self._run(call)
             else:
@@ -230,7 +233,7 @@ class Calls:
             return cancelled
         if isinstance(raised, CallEnded):
             return raised.body
-        if isinstance(raised, SllmError) and not isinstance(raised, FunctionError):
+        if isinstance(raised, SllmError) and is_own(raised) and not isinstance(raised, FunctionError):
             return raised.body()
         error = described(raised)
         self._sender.log(call.number, "stderr", (error.detail or error.message)[-_TRACE_CHARS:], level="error")
@@ -246,9 +249,10 @@ def _end_child(error: ErrorBody | None) -> NoReturn:
 
 
 def described(raised: BaseException) -> ErrorBody:
-    """What a user's code raised, for its caller, with the traceback below our own frames as ``detail``."""
+    """What a user's code raised, for its caller, with the traceback below our own frames as ``detail``. An error of
+    another call (it is not ``own``) is but an exception here: another caller, another instance are meant by it."""
     trace = sendable("".join(traceback.format_exception(type(raised), raised, _users_part(raised))))
-    if isinstance(raised, FunctionError):
+    if isinstance(raised, FunctionError) and is_own(raised):
         raised.detail = raised.detail or trace[-_TRACE_CHARS:]
         return raised.body()
     return FunctionError(words_of(raised)[:_MESSAGE_CHARS], detail=trace[-_TRACE_CHARS:]).body()
@@ -262,11 +266,16 @@ def _users_part(raised: BaseException) -> Any:
     return trace or raised.__traceback__
 
 
+def _arguments(parse: Callable[[bytes], dict[str, Any]], call: Call) -> dict[str, Any]:
+    with own(InvalidRequest):
+        return parse(bytes(call.body))
+
+
 def run_sync(function: Callable[..., Any], parse: Callable[[bytes], dict[str, Any]]) -> Callable[[Call], None]:
     """What runs a plain function or generator for a call, in a thread."""
 
     def run(call: Call) -> None:
-        result = function(**parse(bytes(call.body)))
+        result = function(**_arguments(parse, call))
         if not isinstance(result, Iterator):
             call.outgoing.check()
             call.emit(result)
@@ -286,7 +295,7 @@ def run_async(function: Callable[..., Any], parse: Callable[[bytes], dict[str, A
     """What runs an async function or generator for a call, on the loop."""
 
     async def run(call: Call) -> None:
-        result = function(**parse(bytes(call.body)))
+        result = function(**_arguments(parse, call))
         if not inspect.isasyncgen(result):
             await call.aemit(await result)
             return

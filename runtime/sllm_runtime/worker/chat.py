@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.worker.call import current
 from sllm_runtime.worker.tools.forms import Form, form_of
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -189,7 +190,10 @@ def _tojson(
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now(UTC).strftime(pattern)
+    """Of when the call was accepted: an instance that goes on with it must have the same prompt."""
+    call = current.get()
+    created = 0.0 if call is None else call.head.created
+    return (datetime.fromtimestamp(created, UTC) if created else datetime.now(UTC)).strftime(pattern)
 
 
 def _raise(message: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -92,29 +92,38 @@ class Grammar:
 
     def start(self) -> Shape:
         """The constraint of one output."""
-        return Shape(self._first.deep_copy(), self._size, self._field)
+        return Shape(self._first, self._size, self._field)
 
 
 class Shape:
-    """One output's way through a grammar. What the matcher has read is a cache: other ids make it begin again."""
+    """One output's way through a grammar. What the matcher has read is a cache: other ids make it begin again.
 
-    def __init__(self, matcher: LLMatcher, size: int, field: str) -> None:
-        self._matcher, self._size, self.field = matcher, size, field
+    ``first``: has read nothing, and is copied when a token is drawn: a matcher takes 5 kB for each token that it read.
+    """
+
+    def __init__(self, first: LLMatcher, size: int, field: str) -> None:
+        self._first, self._size, self.field = first, size, field
+        self._matcher: LLMatcher | None = None
         self._read: list[int] = []
 
     def allowed(self, output: Sequence[int]) -> Mask:
         """See ``base.Constraint``. Raises ``InvalidRequest`` where the grammar costs too much."""
         given = list(output)
+        matcher = self._matcher = self._matcher or self._first.deep_copy()
         if given[: len(self._read)] != self._read:
-            self._matcher.reset()
+            matcher.reset()
             self._read = []
-        self._matcher.consume_tokens(given[len(self._read) :])
+        matcher.consume_tokens(given[len(self._read) :])
         self._read = given
-        packed = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            why = self._matcher.get_error().splitlines()[0][:_SHOWN]
+        packed = matcher.compute_bitmask()
+        if matcher.is_error():
+            why = matcher.get_error().splitlines()[0][:_SHOWN]
             raise InvalidRequest(f"'{self.field}': {why}", field=self.field)
         return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little", count=self._size).view(np.bool_)
+
+    def forget(self) -> None:
+        """See ``base.Constraint``."""
+        self._matcher, self._read = None, []
 
 
 class BadWords:
@@ -123,28 +132,43 @@ class BadWords:
     field: Final = "bad_words"
 
     def __init__(self, vocabulary: Vocabulary, words: Sequence[str]) -> None:
-        self._vocabulary = vocabulary
-        self._words = [word.encode() for word in words]
-        self._longest = max(map(len, self._words))
+        wanted = {word.encode() for word in words}
         with _concerning(self.field):
-            texts = vocabulary.texts
-        self._free = np.array([not any(word in text for word in self._words) for text in texts])
+            texts = self._texts = vocabulary.texts
+        self._free = np.array([not any(word in text for word in wanted) for text in texts])
+        left = _rests(wanted, max(map(len, texts)))
+        self._ids = {rest: np.array(ids) for rest in set().union(*left.values()) if (ids := vocabulary.beginning(rest))}
+        """Those that would complete a word of which so much is left. Found here, once each: the batch waits while a
+        token is drawn."""
+        self._rests = {begun: open_ for begun, rests in left.items() if (open_ := rests & self._ids.keys())}
+        """What is left of words by what they began with, where one token may complete it."""
+        self._sizes = sorted({len(begun) for begun in self._rests})
 
     def allowed(self, output: Sequence[int]) -> Mask:
         """See ``base.Constraint``."""
         tail = self._tail(output)
         mask = self._free.copy()
-        for word in self._words:
-            for begun in range(1, min(len(word) - 1, len(tail)) + 1):
-                if tail.endswith(word[:begun]):
-                    mask[self._vocabulary.beginning(word[begun:])] = False
+        for rest in {rest for size in self._sizes for rest in self._rests.get(tail[-size:], ())}:
+            mask[self._ids[rest]] = False
         return mask
 
+    def forget(self) -> None:
+        """See ``base.Constraint``: there is nothing of one output."""
+
     def _tail(self, output: Sequence[int]) -> bytes:
-        """The last bytes of the output, as many as a word that goes on may have begun with."""
-        tail = b""
+        """The last bytes of the output, as many as a word may have begun with that one token may complete."""
+        tail, most = b"", max(self._sizes, default=0)
         for token in reversed(output):
-            if len(tail) >= self._longest - 1:
+            if len(tail) >= most:
                 break
-            tail = self._vocabulary.texts[token] + tail
+            tail = self._texts[token] + tail
         return tail
+
+
+def _rests(words: Collection[bytes], longest: int) -> dict[bytes, set[bytes]]:
+    """What is left of ``words`` by their beginnings. No token begins with more than ``longest`` bytes."""
+    found: dict[bytes, set[bytes]] = {}
+    for word in words:
+        for size in range(max(1, len(word) - longest), len(word)):
+            found.setdefault(word[:size], set()).add(word[size:])
+    return found

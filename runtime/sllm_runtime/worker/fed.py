@@ -116,6 +116,6 @@ class Fed:
             self._running[generation] = _Running(take, slow, beside)
             known = tuple(self._known.get(generation, ()))
             held = self._holds(generation, beside)
-        if known or self._was_held:  # it may have been held or let go since it was made
-            take(0, known, held=held)
+            if known or self._was_held:  # it may have been held or let go since it was made
+                take(0, known, held=held)  # under the lock: what ``tell`` says from now on comes after it
         return lambda: (self._running.pop(generation, None), None)[1]

@@ -15,6 +15,7 @@ from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, ThreadSink
 from sllm_runtime.worker.generation import Generation
+from sllm_runtime.worker.own import own
 from sllm_runtime.worker.tokens import Tokens
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -22,7 +23,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 class ModelHandle:
     """A loaded model. Thread-safe. ``make_module`` and ``start_engine`` are called once each, by the first that needs
-    what they make."""
+    what they make. Platform errors that it raises are this instance's own (``own``)."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class ModelHandle:
         return self._files
 
     @property
+    @own()
     def module(self) -> Any:
         """The ``torch.nn.Module`` with its weights bound, in eval mode. Waits for them; raises what kept them away."""
         with self._making:
@@ -90,6 +92,7 @@ class ModelHandle:
                 self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         return self._tokenizer
 
+    @own()
     def engine(self) -> tuple[EngineLoop, Tokens]:
         """The running engine and its tokenizer. Raises ``FunctionError`` where the model does not generate text."""
         with self._lock:
@@ -129,26 +132,29 @@ class ModelHandle:
         request = self._request(prompt, max_tokens, sampling)
         return self._apieces(request)
 
+    @own()
     def _request(self, prompt: Prompt, max_tokens: int, options: Mapping[str, Any]) -> Request:
         loop, tokens = self.engine()
         return prompts.request(prompt, max_tokens, options, loop.engine, tokens, self._files)
 
     def _pieces(self, request: Request) -> Iterator[str]:
-        run = Generation(self.engine()[0], request)
         sink = ThreadSink()
-        with run.submitted(sink):
-            for piece in sink:
-                run.heard(piece)
-                if piece.text:
-                    yield piece.text
+        with own():
+            run = Generation(self.engine()[0], request)
+            with run.submitted(sink):
+                for piece in sink:
+                    run.heard(piece)
+                    if piece.text:
+                        yield piece.text
 
     async def _apieces(self, request: Request) -> AsyncIterator[str]:
-        if self._mailbox is None:
-            raise FunctionError("agenerate() needs the worker's event loop; use generate() in threads")
-        run = Generation(self.engine()[0], request)
-        sink = AsyncSink(self._mailbox)
-        with run.submitted(sink):
-            async for piece in sink:
-                run.heard(piece)
-                if piece.text:
-                    yield piece.text
+        with own():
+            if self._mailbox is None:
+                raise FunctionError("agenerate() needs the worker's event loop; use generate() in threads")
+            run = Generation(self.engine()[0], request)
+            sink = AsyncSink(self._mailbox)
+            with run.submitted(sink):
+                async for piece in sink:
+                    run.heard(piece)
+                    if piece.text:
+                        yield piece.text

@@ -110,7 +110,7 @@ async def answer(call: Call, handle: ModelHandle, mailbox: Mailbox) -> None:
     # In a thread: rendering, tokenizing and compiling a shape take as long as a caller's text is.
     with _named(chat=call.head.kind == "chat"):
         loop, plan = await asyncio.to_thread(_prepared, call, handle)
-        async with _held(handle.adapters, plan.adapter, loop):
+        async with _adapter(handle.adapters, plan.adapter, loop):
             await _write_all(call, loop, mailbox, plan)
 
 
@@ -125,24 +125,9 @@ def _named(*, chat: bool) -> Iterator[None]:
         raise
 
 
-@contextlib.asynccontextmanager
-async def _held(adapters: Adapters, name: str | None, loop: EngineLoop) -> AsyncIterator[None]:
-    """The adapter ``name`` is there inside this block."""
-    if name is None:
-        yield
-        return
-    table = loop.engine.adapters
-    holding = asyncio.create_task(asyncio.to_thread(adapters.hold, name, table), name=f"adapter {name}")
-
-    def release(done: asyncio.Task[None]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            adapters.release(name, table)
-
-    try:
-        await asyncio.shield(holding)  # a cancelled call leaves the load, which has a deadline, to whoever is next
-        yield
-    finally:
-        holding.add_done_callback(release)
+def _adapter(adapters: Adapters, name: str | None, loop: EngineLoop) -> contextlib.AbstractAsyncContextManager[None]:
+    """The adapter ``name``, if any, is there inside this block."""
+    return contextlib.nullcontext() if name is None else adapters.held(name, loop.engine.adapters)
 
 
 async def _write_all(call: Call, loop: EngineLoop, mailbox: Mailbox, plan: _Plan) -> None:
@@ -238,7 +223,7 @@ def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop
     if isinstance(body, ChatBody):
         said = body.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"})
         template = ChatTemplate.from_files(handle.files, tools=bool(tools_of(said)))
-        ids = tokens.encode(_rendered(body, template), special=False)
+        ids = prompts.encoded(_rendered(body, template), loop.engine, tokens, special=False)
         wanted = body.max_completion_tokens or body.max_tokens or loop.engine.max_context
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(wanted, temperature=1.0, logprobs=logprobs)
@@ -247,7 +232,7 @@ def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop
         calling = Calling.of(said, template.form, tokens)
         return _Plan(((ids, ""),), sampling, rules, body.n or 1, show, calling=calling)
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    encoded = tuple(_completion_prompt(prompt, tokens, echo=bool(body.echo)) for prompt in body.prompt)
+    encoded = tuple(_completion_prompt(prompt, loop.engine, tokens, echo=bool(body.echo)) for prompt in body.prompt)
     sampling = body.sampling(wanted, temperature=1.0, logprobs=body.logprobs)
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
@@ -260,10 +245,13 @@ def _rendered(body: ChatBody, template: ChatTemplate) -> str:
     return template.render(body.messages, tools, choice, body.chat_template_kwargs)
 
 
-def _completion_prompt(prompt: str | Sequence[int], tokens: Tokens, *, echo: bool) -> tuple[tuple[int, ...], str]:
-    ids = tokens.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-    text = prompt if isinstance(prompt, str) else tokens.decode(ids) if echo else ""
-    return ids, text if echo else ""
+def _completion_prompt(
+    prompt: str | Sequence[int], engine: prompts.Limits, tokens: Tokens, *, echo: bool
+) -> tuple[tuple[int, ...], str]:
+    if isinstance(prompt, str):
+        return prompts.encoded(prompt, engine, tokens), prompt if echo else ""
+    ids = prompts.given_ids(prompt, engine)
+    return ids, tokens.decode(ids) if echo else ""
 
 
 def parse(body: bytes, *, chat: bool) -> ChatBody | CompletionBody:

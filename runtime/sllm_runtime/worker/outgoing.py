@@ -6,7 +6,10 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import msgspec
+
 from sllm_runtime.protocol import codec, limits
+from sllm_runtime.protocol.clipping import clip_error
 from sllm_runtime.protocol.errors import Cancelled, ErrorBody
 from sllm_runtime.protocol.frames import End, Frame, FrameKind
 from sllm_runtime.worker.sender import Sender
@@ -99,7 +102,9 @@ class Outgoing:
         return True
 
     def end(self, end: End) -> None:
-        """The last frame; needs no credit. A second one is ignored."""
+        """The last frame, in one part; needs no credit. A second one is ignored."""
+        if end.error is not None:  # it may quote what the caller sent
+            end = msgspec.structs.replace(end, error=clip_error(end.error))
         with self._lock:
             if self._ended:
                 return

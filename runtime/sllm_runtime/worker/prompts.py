@@ -21,7 +21,7 @@ from sllm_runtime.protocol.openai import (
 )
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.constraints import BadWords, Grammar
-from sllm_runtime.worker.engine.admission import end_ids
+from sllm_runtime.worker.engine.admission import check_ids, end_ids
 from sllm_runtime.worker.engine.base import Constraint, Request, Sampling
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
 
@@ -140,7 +140,7 @@ def request(
     the argument, ``InvalidRequest``, ``ContextLengthExceeded``."""
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
         raise InvalidArgument(f"max_tokens is {max_tokens!r}; give a number from 0 on", field="max_tokens")
-    ids = prompt_ids(prompt, tokens, files)
+    ids = prompt_ids(prompt, engine, tokens, files)
     asked = options(given)
     sampling = asked.sampling(fit(len(ids), max_tokens, engine.max_context), temperature=0.0)
     rules = asked.rules(vocabulary_of(engine, tokens, files))
@@ -150,7 +150,8 @@ def request(
 def vocabulary_of(engine: Limits, tokens: Tokens, files: Mapping[str, bytes]) -> Vocabulary:
     """The ids of the engine's model."""
     config = json.loads(files.get("config.json", b"{}"))
-    return tokens.vocabulary(engine.vocabulary, end_ids(config, files.get("generation_config.json")))
+    size = engine.vocabulary
+    return tokens.vocabulary(size, end_ids(config, files.get("generation_config.json"), size))
 
 
 def refused(error: ValidationError) -> InvalidArgument:
@@ -162,16 +163,36 @@ def refused(error: ValidationError) -> InvalidArgument:
     return InvalidArgument(f"'{path}': {first['msg']} (given: {first['input']!r:.80})", field=path)
 
 
-def prompt_ids(prompt: Any, tokens: Tokens, files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """Token ids of text, of ids, or of chat messages. Raises ``InvalidArgument``."""
+def prompt_ids(prompt: Any, engine: Limits, tokens: Tokens, files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """Token ids of text, of ids, or of chat messages. Raises ``InvalidArgument``, ``ContextLengthExceeded``."""
     if isinstance(prompt, str):
-        return tokens.encode(prompt)
+        return encoded(prompt, engine, tokens)
     if isinstance(prompt, Sequence) and all(isinstance(item, Mapping) for item in prompt) and prompt:
-        return tokens.encode(ChatTemplate.from_files(files).render(prompt), special=False)
+        return encoded(ChatTemplate.from_files(files).render(prompt), engine, tokens, special=False)
     if isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
         return tuple(prompt)
     kind = type(prompt).__name__
     raise InvalidArgument(f"the prompt is a {kind}; give text, token ids or chat messages", field="prompt")
+
+
+def encoded(text: str, engine: Limits, tokens: Tokens, *, special: bool = True) -> tuple[int, ...]:
+    """``Tokens.encode``. Raises ``ContextLengthExceeded`` for a text that is too long however it is cut: to count its
+    tokens would take seconds, and memory that an instance may not have."""
+    size, context = len(text.encode()), engine.max_context
+    if size > context and size > context * tokens.longest:
+        raise ContextLengthExceeded(
+            f"the prompt has {size} bytes and this model's context is {context} tokens of at most {tokens.longest} "
+            "bytes: no token would fit; shorten it",
+            field="prompt",
+        )
+    return tokens.encode(text, special=special)
+
+
+def given_ids(ids: Sequence[int], engine: Limits) -> tuple[int, ...]:
+    """A prompt of ids. Raises ``ContextLengthExceeded``, ``InvalidRequest`` for one that is outside the vocabulary."""
+    fit(len(ids), 0, engine.max_context)
+    check_ids("prompt", ids, engine.vocabulary)
+    return tuple(ids)
 
 
 def fit(prompt: int, wanted: int, context: int) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -27,24 +28,31 @@ NAME: Final = "rehearsed"
 def rehearse(working_set: WorkingSet, become: Callable[[list[int], int, Callable[[], float]], NoReturn]) -> None:
     """Record one. ``become`` makes a child a worker, whose invoker this process is meanwhile. Without one the first
     starts are slower: nothing is raised, stderr says so."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="sllm-rehearsal-") as workdir:
+            _record(working_set, become, workdir)
+    except (OSError, SllmError) as error:
+        sys.stderr.write(f"no start could be rehearsed, a node's first ones are slower: {error}\n")
+
+
+def _record(
+    working_set: WorkingSet, become: Callable[[list[int], int, Callable[[], float]], NoReturn], workdir: str
+) -> None:
+    """Raises ``OSError``, ``SllmError``."""
     parent = os.getpid()
     ours, theirs = socket.socketpair()
-    with tempfile.TemporaryDirectory(prefix="sllm-rehearsal-") as workdir:
-        pid = os.fork()
-        if pid == 0:
-            become([theirs.fileno(), 1, 2], parent, lambda: 0.0)
-        theirs.close()
+    with contextlib.closing(BlockingWire(ours)) as invoker:
+        with theirs:
+            pid = os.fork()
+            if pid == 0:
+                become([theirs.fileno(), 1, 2], parent, lambda: 0.0)
         ours.settimeout(GIVE_UP_S)
-        invoker = BlockingWire(ours)
         try:
             _start(invoker, workdir)
             working_set.look(pid)
-        except (OSError, SllmError) as error:
-            sys.stderr.write(f"no start could be rehearsed, a node's first ones are slower: {error}\n")
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            invoker.close()
 
 
 def _start(invoker: BlockingWire, workdir: str) -> None:

@@ -14,7 +14,8 @@ import psutil
 
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec, limits
-from sllm_runtime.protocol.frames import Frame
+from sllm_runtime.protocol.errors import ProtocolError
+from sllm_runtime.protocol.frames import End, Frame, FrameKind
 from sllm_runtime.protocol.worker import CallFrames, FromWorker, Heartbeat, Log
 from sllm_runtime.worker.words import sendable
 
@@ -241,7 +242,7 @@ class Sender:
             if self._dropped:
                 messages.append(_dropped(self._dropped))
             self._log_bytes = self._dropped = 0
-        return [codec.pack(message) for message in itertools.chain(messages, _batches(frames))]
+        return [_packed(message) for message in itertools.chain(messages, _batches(frames))]
 
     def _beat(self, process: psutil.Process) -> Heartbeat:
         age = 0.0
@@ -256,6 +257,28 @@ class Sender:
 
     def _beat_heard(self) -> None:
         self._beaten = time.monotonic()
+
+
+def _packed(message: FromWorker) -> bytes:
+    """As it travels. What cannot must not cost the others that wait with it: it is told of in its place."""
+    try:
+        packed = codec.pack(message)
+    except (TypeError, ValueError) as error:  # a text that has no UTF-8, or is none
+        return codec.pack(_instead(message, str(error)))
+    if len(packed) > limits.MAX_MESSAGE:
+        why = f"{len(packed)} bytes are above the limit of {limits.MAX_MESSAGE}"
+        return codec.pack(_instead(message, why))
+    return packed
+
+
+def _instead(message: FromWorker, why: str) -> FromWorker:
+    """The calls that ``message`` has frames of end: with a frame left out they cannot go on."""
+    text = f"{type(message.body).__name__} of this worker cannot be sent: {why}"
+    if not isinstance(message.body, CallFrames):
+        return FromWorker(Log(number=None, stream="stderr", text=sendable(text), level="error"))
+    end = codec.pack(End(error=ProtocolError(text).body()))
+    ended = [(number, (Frame(frames[0].index, FrameKind.END, end),)) for number, frames in message.body.items]
+    return FromWorker(CallFrames(tuple(ended)))
 
 
 def _dropped(lines: int) -> FromWorker:

@@ -36,7 +36,14 @@ class Tokens:
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Ids of ``text``; ``special``: with what the tokenizer puts around a text (as <s>)."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # One text's encode() holds the GIL for as long as the text is: neither loop nor engine would run meanwhile.
+        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of a text that one token stands for at most: no more than the vocabulary writes it with. What a
+        tokenizer leaves out of a text (spaces, accents) is not counted."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""

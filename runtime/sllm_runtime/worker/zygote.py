@@ -181,18 +181,30 @@ class Zygote:
         return Warming(self._working_set.pages, self._leave is isolation.Leave.FOR_NOW)
 
     def _spawn(self, request: Spawn, fds: list[int]) -> None:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            become_worker(fds, parent, lambda: self._import_s, self._warming())
-        for fd in fds:
-            os.close(fd)
-        self._workers[pid] = request.sandbox
-        pidfd = os.pidfd_open(pid)
+        """Where the machine has no room for it nothing is answered, and the invoker gives it up: others live on."""
+        try:
+            pid = self._fork(fds)
+            self._workers[pid] = request.sandbox
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            sys.stderr.write(f"no worker for {request.sandbox}: {error}\n")
+            return
         try:
             self._send(Spawned(sandbox=request.sandbox, pid=pid), (pidfd,))
         finally:
             os.close(pidfd)
+
+    def _fork(self, fds: list[int]) -> int:
+        """The new worker's process id. ``fds`` are its own, and closed here. Raises ``OSError``."""
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+            if pid == 0:
+                become_worker(fds, parent, lambda: self._import_s, self._warming())
+            return pid
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _reap(self) -> None:
         """Report workers that died. Their process group, and what they left to this process, dies before the report."""

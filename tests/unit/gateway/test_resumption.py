@@ -177,6 +177,7 @@ async def test_the_stream_goes_on_where_it_stopped(nats: Nats, streamed: bool) -
         assert second.delivered_hash == hashlib.blake2b(b"01234567", digest_size=16).digest()
         assert [(kind, why) for kind, _, why in await w.told(second.call)] == [("call.resumed", "the worker died")]
         assert first.seed == second.seed
+        assert first.created == second.created > 0
         metrics = (await w.http.get("/metrics")).text
         assert 'sllm_calls_resumed_total{function="twenty"} 1.0' in metrics
         assert 'sllm_calls_total{code="ok",function="twenty"} 1.0' in metrics

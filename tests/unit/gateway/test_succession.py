@@ -57,7 +57,7 @@ from tests.unit.gateway.test_resumption import engine
 
 
 def asked(call: str, life: str = "", gateway: str = GATEWAY, function: str = "tokens", **fields: object) -> CallOrder:
-    given_ = dict(function=function, version=1, kind="fn", seed=7, parts=1, durable=False, created=0.0)
+    given_ = dict(function=function, version=1, kind="fn", seed=7, parts=1, durable=False, created=5.0)
     return CallOrder(call=call, gateway=gateway, life=life, **{**given_, **fields})  # type: ignore[arg-type]
 
 
@@ -523,7 +523,7 @@ async def gone_on_with(nats: Nats, call: str, ended: str) -> None:
         assert lines == [f"{part}" for n in range(2, 6) for part in (f"id: {n}", f"data: {n}")] + ["data: [DONE]"]
         (opened,) = w.node.opened
         assert opened.head.recorded == ((0, 1, 2),)
-        assert (opened.head.delivered, opened.head.seed) == (0, 7)
+        assert (opened.head.delivered, opened.head.seed, opened.head.created) == (0, 7, 5.0)
         assert opened.head.epoch > 4
         assert (await w.http.get(f"/v1/calls/{ended}/events")).status_code == 404
 

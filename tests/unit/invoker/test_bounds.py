@@ -2,8 +2,9 @@
 
 import math
 
-from sllm_invoker.bounds import MAX_SPANS, NAME_BYTES, clip_spans
+from sllm_invoker.bounds import MAX_SPANS, clip_spans
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.clipping import NAME_BYTES
 from sllm_runtime.protocol.timeline import Span
 
 ODD = (math.nan, math.inf, -math.inf, 1e30)

@@ -108,6 +108,18 @@ async def test_closing_while_one_is_being_made_leaves_nothing(driver: ProcessDri
     await until(lambda: not driver._living, what="all of them ended")
 
 
+async def test_who_is_cancelled_while_it_closes_one_leaves_no_descriptor(driver: ProcessDriver) -> None:
+    """The fixture counts them. A node that stops ends what its starts are giving back."""
+    sandbox = await driver.create("a")
+    closing = asyncio.create_task(sandbox.close())
+    await asyncio.sleep(0)  # it waits for the worker's end
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    async with asyncio.timeout(GIVE_UP_S):
+        await sandbox.exited
+
+
 def test_the_pid_behind_a_pidfd() -> None:
     pidfd = os.pidfd_open(os.getpid())
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -50,58 +52,103 @@ def adapters(load: Load, room: int = 2 * SIZE, timeout_s: float = DEADLINE_S) ->
     return Adapters(DIGESTS, load, room, timeout_s)
 
 
-def use(kept: Adapters, lora: Lora, *names: str) -> None:
+async def use(kept: Adapters, lora: Lora, *names: str) -> None:
     for name in names:
-        kept.hold(name, lora)
-        assert lora.get(name) is not None
-        kept.release(name, lora)
+        async with kept.held(name, lora):
+            assert lora.get(name) is not None
 
 
-def test_the_least_recently_used_goes_when_room_is_needed() -> None:
+async def test_the_least_recently_used_goes_when_room_is_needed() -> None:
     load, lora = Loads(), table()
     kept = adapters(load)
-    use(kept, lora, "a", "b", "a", "c")
+    await use(kept, lora, "a", "b", "a", "c")
     assert kept.present == ("a", "c")
     with pytest.raises(ModelNotFound):
         lora.get("b")
     assert lora.get("a") is not None
-    use(kept, lora, "b")
+    await use(kept, lora, "b")
     assert kept.present == ("c", "b")
     assert load.digests == [DIGESTS[name] for name in ("a", "b", "c", "b")]
 
 
-def test_who_is_used_stays_however_little_room_there_is() -> None:
+async def test_who_is_used_stays_however_little_room_there_is() -> None:
     lora = table()
     kept = adapters(Loads(), room=0)
-    kept.hold("a", lora)
-    kept.hold("a", lora)
-    use(kept, lora, "b", "c")
-    assert list(kept.present) == ["a"]
-    kept.release("a", lora)
-    assert list(kept.present) == ["a"], "one of two uses it still"
-    kept.release("a", lora)
+    async with kept.held("a", lora):
+        async with kept.held("a", lora):
+            await use(kept, lora, "b", "c")
+            assert list(kept.present) == ["a"]
+        assert list(kept.present) == ["a"], "one of two uses it still"
     assert not kept.present
 
 
-def test_all_who_want_it_wait_for_one_load() -> None:
+async def test_all_who_want_it_wait_for_one_load_and_keep_no_thread_from_others() -> None:
     load, lora = Loads(), table()
     load.go = threading.Event()
     kept = adapters(load)
-    threads = [threading.Thread(target=kept.hold, args=("a", lora)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    assert load.begun.wait(DEADLINE_S)
-    assert not kept.present
-    load.go.set()
-    for thread in threads:
-        thread.join(DEADLINE_S)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    waiting = [asyncio.create_task(use(kept, lora, "a")) for _ in range(6)]
+    async with asyncio.timeout(DEADLINE_S):
+        assert await asyncio.to_thread(load.begun.wait, DEADLINE_S), "the one thread there is does other work"
+        assert not kept.present
+        load.go.set()
+        await asyncio.gather(*waiting)
     assert load.digests == [DIGESTS["a"]]
     assert list(kept.present) == ["a"]
-    for _ in threads:
-        kept.release("a", lora)
 
 
-def test_a_load_that_fails_is_told_and_tried_again() -> None:
+async def test_a_slow_load_keeps_no_other_waiting() -> None:
+    load, lora = Loads(lambda digest: slow(digest) if digest == DIGESTS["a"] else small(digest)), table()
+    go = threading.Event()
+
+    def slow(digest: str) -> Adapter:
+        assert go.wait(DEADLINE_S)
+        return small(digest)
+
+    kept = adapters(load)
+    waiting = asyncio.create_task(use(kept, lora, "a"))
+    async with asyncio.timeout(DEADLINE_S):
+        await use(kept, lora, "b")
+        assert list(kept.present) == ["b"]
+        go.set()
+        await waiting
+
+
+@pytest.mark.parametrize("room", [0, SIZE])
+async def test_who_is_cancelled_leaves_the_load_to_whoever_is_next(room: int) -> None:
+    load, lora = Loads(), table()
+    load.go = threading.Event()
+    kept = adapters(load, room)
+    waiting = asyncio.create_task(use(kept, lora, "a"))
+    assert await asyncio.to_thread(load.begun.wait, DEADLINE_S)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    following = asyncio.create_task(use(kept, lora, "a"))
+    await asyncio.sleep(0)
+    load.go.set()
+    await following
+    assert load.digests == [DIGESTS["a"]]
+    assert list(kept.present) == ["a"][: room // SIZE]
+
+
+async def test_what_nobody_waits_for_any_more_takes_no_more_than_the_room() -> None:
+    load, lora = Loads(), table()
+    load.go = threading.Event()
+    kept = adapters(load, room=0)
+    waiting = asyncio.create_task(use(kept, lora, "a"))
+    assert await asyncio.to_thread(load.begun.wait, DEADLINE_S)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    bringing = [thread for thread in threading.enumerate() if thread.name == "adapter a"]
+    load.go.set()
+    for thread in bringing:
+        await asyncio.to_thread(thread.join, DEADLINE_S)
+    assert not kept.present
+
+
+async def test_a_load_that_fails_is_told_and_tried_again() -> None:
     def broken(digest: str) -> Adapter:
         if len(load.digests) == 1:
             raise CorruptCheckpoint("its bytes are others")
@@ -110,29 +157,25 @@ def test_a_load_that_fails_is_told_and_tried_again() -> None:
     load, lora = Loads(broken), table()
     kept = adapters(load)
     with pytest.raises(CorruptCheckpoint):
-        kept.hold("a", lora)
+        await use(kept, lora, "a")
     assert not kept.present
-    use(kept, lora, "a")
+    await use(kept, lora, "a")
 
 
-def test_a_load_that_does_not_come_has_a_deadline() -> None:
+async def test_a_load_that_does_not_come_has_a_deadline() -> None:
     load, lora = Loads(), table()
     load.go = threading.Event()
     kept = adapters(load, timeout_s=0.01)
-    first = threading.Thread(target=kept.hold, args=("a", lora))
-    first.start()
-    assert load.begun.wait(DEADLINE_S)
     with pytest.raises(DeadlineExceeded, match="'a'"):
-        kept.hold("a", lora)
+        await use(kept, lora, "a")
     load.go.set()
-    first.join(DEADLINE_S)
-    kept.release("a", lora)
 
 
-def test_what_is_not_there_is_refused() -> None:
+async def test_what_is_not_there_is_refused() -> None:
     with pytest.raises(ModelNotFound, match="a, b, c, d"):
-        adapters(small).hold("e", table())
+        await use(adapters(small), table(), "e")
     with pytest.raises(InvalidRequest, match="runs no adapters"):
-        adapters(small).hold("a", None)
+        async with adapters(small).held("a", None):
+            pass
     with pytest.raises(ModelNotFound, match="none"):
-        Adapters.none().hold("a", table())
+        await use(Adapters.none(), table(), "a")

@@ -137,6 +137,8 @@ def test_a_preempted_or_moved_request_goes_on() -> None:
     used = shape.start()
     for at in (5, 9, 2, 0, len(output), 3):
         assert (used.allowed(output[:at]) == shape.start().allowed(output[:at])).all()
+        if at == 2:
+            used.forget()
 
 
 def stream(number: int) -> Request:
@@ -204,6 +206,25 @@ def test_a_token_is_forbidden_where_it_would_complete_a_word(words: list[str], p
     assert not any(word in said for word in bad)
     expected = [not any(word in said + text for word in bad) for text in texts]
     assert rule.allowed(output).tolist() == expected
+
+
+def test_each_rest_of_a_word_is_looked_up_once_and_before_any_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, asked_for = vocabulary(), list[bytes]()
+
+    def beginning(self: Vocabulary, prefix: bytes) -> list[int]:
+        asked_for.append(prefix)
+        return found(self, prefix)
+
+    found = Vocabulary.beginning
+    monkeypatch.setattr(Vocabulary, "beginning", beginning)
+    rule = BadWords(known, ["a" * size for size in range(193, 257)])
+    longest = max(map(len, known.texts))
+    assert sorted(asked_for, key=len) == [b"a" * size for size in range(1, longest + 1)]
+    asked_for.clear()
+    a = known.texts.index(b"a")
+    assert rule.allowed([a] * 191)[a]
+    assert not rule.allowed([a] * 192)[a]
+    assert not asked_for
 
 
 def test_every_token_has_its_bytes() -> None:
@@ -284,6 +305,9 @@ class Failing:
         if len(output) >= self.after:
             raise FunctionError("it broke")
         return torch.ones(SIZE, dtype=torch.bool).numpy()
+
+    def forget(self) -> None:
+        """It keeps nothing."""
 
 
 @pytest.mark.parametrize("kind", ["ours", "transformers"])

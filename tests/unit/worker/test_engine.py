@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from sllm_runtime.protocol.errors import Cancelled, ContextLengthExceeded, FunctionError, InvalidRequest, Unavailable
 from sllm_runtime.worker.engine.admission import end_ids, max_context
-from sllm_runtime.worker.engine.base import Event, Request, Sampling
+from sllm_runtime.worker.engine.base import Event, Mask, Request, Sampling
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.sampling import choose
+from sllm_runtime.worker.engine.scripted import ScriptedEngine
 from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, Piece, ThreadSink
 from sllm_runtime.worker.engine.text import Detokenizer, StopMatcher
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
@@ -144,9 +145,10 @@ def test_nan_fails_its_own_request_by_name() -> None:
 def test_configurations() -> None:
     assert max_context({"n_positions": 7}) == 7
     assert max_context({"text_config": {"max_position_embeddings": 9}}) == 9
-    assert end_ids({"eos_token_id": 2}, None) == {2}
-    assert end_ids({"eos_token_id": 2}, b'{"eos_token_id": [3, 4]}') == {3, 4}
-    assert end_ids({}, None) == frozenset()
+    assert end_ids({"eos_token_id": 2}, None, 9) == {2}
+    assert end_ids({"eos_token_id": 2}, b'{"eos_token_id": [3, 4]}', 9) == {3, 4}
+    assert end_ids({}, None, 9) == frozenset()
+    assert end_ids({"eos_token_id": [-1, 8, 9, 10]}, None, 9) == {8}, "no row has logits of the others"
 
 
 # --- sampling ---------------------------------------------------------------------------------------
@@ -302,6 +304,60 @@ def test_how_many_tokens_the_longest_request_has(loop: EngineLoop) -> None:
     assert len(running) == 11
     assert all(said == there for said, there in running)
     assert at_the_end == 0
+
+
+class Rule:
+    """Allows all; counts how often it was given up."""
+
+    field = "regex"
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+
+    def allowed(self, output: Sequence[int]) -> Mask:
+        return np.ones(101, np.bool_)
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+def test_what_a_rule_keeps_is_given_up_when_its_output_ends(loop: EngineLoop) -> None:
+    """However long whoever asked keeps the rule."""
+    rule, stopped, cancelled = Rule(), Rule(), Rule()
+    whole = text_of(loop, replace(request(), constraints=(rule,)))
+    text_of(loop, replace(request(stop=(whole[3],)), constraints=(stopped,)))
+    sink = ThreadSink()
+    number = loop.submit(replace(request(max_tokens=100), constraints=(cancelled,)), sink)
+    next(iter(sink))
+    loop.cancel(number, Cancelled("enough"))
+    with pytest.raises(Cancelled):
+        list(sink)
+    assert (rule.forgotten, stopped.forgotten, cancelled.forgotten) == (1, 1, 1)
+
+
+def test_who_comes_from_elsewhere_keeps_nobody_waiting_for_all_of_them() -> None:
+    class Noting(ThreadSink):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def put(self, piece: Piece) -> None:
+            order.append(self.name)
+            super().put(piece)
+
+    order: list[str] = []
+    one = EngineLoop(ScriptedEngine(), Letters())
+    sinks = [Noting(name) for name in "abcdef"]
+    one.submit(request(), sinks[0])
+    for sink in sinks[1:]:
+        one.submit(replace(request(max_tokens=1001), emitted=tuple(range(17, 1017))), sink)
+    one.start()
+    pieces = ["".join(piece.text for piece in sink) for sink in sinks]
+    one.close()
+    assert [len(text) for text in pieces] == [12, *[1001] * 5]
+    assert len(set(pieces[1:])) == 1
+    firsts = sorted("abcdef", key=order.index)
+    assert firsts.index("a") == 2, "between the second that came and the third"
 
 
 def test_refusals_and_cancellations_reach_the_sink(loop: EngineLoop) -> None:

@@ -260,6 +260,21 @@ def test_a_generation_that_another_follows_draws_how_it_ended() -> None:
     assert taken[1:] == [(0, (), False)]
 
 
+def test_one_that_is_let_while_it_joins_is_let() -> None:
+    fed, taken, threads = Fed(((1, 2),), held=True), list[bool](), list[threading.Thread]()
+
+    def take(first: int, ids: tuple[int, ...], *, held: bool) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=lambda: fed.tell(0, 2, (3,))))
+            threads[0].start()
+            threads[0].join(0.05)  # long enough to come first, if it could
+        taken.append(held)
+
+    fed.join(0, take, never)
+    threads[0].join(GIVE_UP_S)
+    assert taken == [True, False]
+
+
 def test_what_comes_before_its_generation_waits_for_it() -> None:
     fed = Fed(((1, 2),))
     taken: list[tuple[int, tuple[int, ...]]] = []

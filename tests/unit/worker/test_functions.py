@@ -111,6 +111,30 @@ def test_an_exception_reaches_the_caller_and_its_traceback_the_log(start: Start)
     assert "raise ValueError(text)" in logged[0].text
 
 
+CODES = ("instance_lost", "gateway_silent", "cancelled", "call_moved", "unavailable", "unauthorized", "not_found",
+         "not_deterministic", "invalid_argument", "unheard_of")  # fmt: skip
+
+
+def test_what_a_call_of_another_function_ended_with_is_no_word_on_this_one(start: Start) -> None:
+    worker = start("calls_others")
+    for code in CODES:
+        error = worker.run({"code": code}).error
+        assert (error.code, error.status, error.retryable) == ("function_error", 500, False), code
+        assert error.message.endswith(": the other's instance died")
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}"])
+def test_an_error_of_any_length_fits_in_one_frame(start: Start, letter: str) -> None:
+    worker = start("raises", concurrency=2)
+    text = letter * (limits.MAX_PART // 3)
+    number = worker.call({"text": text})
+    error = worker.finish(number).error
+    assert (error.code, error.message[:20]) == ("function_error", f"ValueError: {letter * 8}")
+    (end,) = [frame for batch in worker.batches for each, frames in batch.items for frame in frames if each == number]
+    assert len(end.data) < limits.MAX_PART / 2
+    assert worker.finish(worker.call(body=b"{" + b"x" * limits.MAX_PART)).error.code == "malformed_json"
+
+
 def test_what_has_no_text_ends_its_call_and_not_its_instance(start: Start) -> None:
     worker = start("says_the_unsayable", concurrency=2)
     assert "WordlessError" in worker.run({"what": "wordless"}).error.message
@@ -331,6 +355,13 @@ def test_a_resume_drops_what_was_delivered(start: Start) -> None:
     assert answer.outputs == [3, 4, 5]
     wrong: Answer = worker.run({"count": 6, "pause": 0}, delivered=3, delivered_hash=b"other")
     assert wrong.error.code == "not_deterministic"
+
+
+def test_a_resume_that_makes_less_than_was_delivered_is_another_output(start: Start) -> None:
+    worker = start("slow_stream", kind="generator")
+    answer = worker.run({"count": 2, "pause": 0}, delivered=3, delivered_hash=b"any")
+    assert (answer.outputs, answer.error.code) == ([], "not_deterministic")
+    assert "2 outputs, 3 were delivered" in answer.error.message
 
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -188,6 +188,11 @@ def test_chat_renders_the_models_template(served: Worker) -> None:
         ("completion", {"prompt": ["x"] * 129}, "invalid_argument", "prompt"),
         ("completion", {"prompt": ["x"] * 5, "n": 103}, "invalid_argument", "n"),
         ("completion", {}, "invalid_argument", "prompt"),
+        ("completion", {"prompt": [-1], "echo": True}, "invalid_request", "prompt"),
+        ("completion", {"prompt": [5, 2**32], "echo": True}, "invalid_request", "prompt"),
+        ("completion", {"prompt": "x" * CONTEXT * 1000}, "context_length_exceeded", "prompt"),
+        ("chat", {"messages": [{"role": "user", "content": "x" * CONTEXT * 1000}]}, "context_length_exceeded",
+         "messages"),
         ("chat", {}, "invalid_argument", "messages"),
         ("chat", {"messages": []}, "invalid_argument", "messages"),
         ("chat", {"messages": [{"role": "user", "content": "x" * CONTEXT * 2}]}, "context_length_exceeded", "messages"),
@@ -371,6 +376,14 @@ def test_a_cancel_takes_a_token(served: Worker) -> None:
         assert served.finish(number).error.code == "cancelled"
         assert len(answer.deltas or answer.outputs) < 2000
     assert text(completion(served))
+
+
+@pytest.mark.parametrize("nbytes", [140_000, 300_000])
+def test_a_name_of_any_length_costs_nobody_else_his_answer(served: Worker, nbytes: int) -> None:
+    other = served.call({"max_tokens": 16})
+    error = chat(served, chat_template_kwargs={"x" * nbytes: 1}).error
+    assert (error.code, error.field) == ("invalid_request", f"chat_template_kwargs.{'x' * 179}")
+    assert served.finish(other).text
 
 
 def test_generate(served: Worker) -> None:

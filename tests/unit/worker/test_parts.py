@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import Cancelled, FunctionError, InvalidRequest
-from sllm_runtime.protocol.frames import End, Frame, FrameKind
+from sllm_runtime.protocol.frames import CallHead, End, Frame, FrameKind
 from sllm_runtime.protocol.worker import CallFrames, FromWorker, Heartbeat, Log
+from sllm_runtime.worker.call import Call, current
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.console import MAX_LINE, LineWriter, current_call
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
@@ -201,6 +202,20 @@ def test_chat_templates() -> None:
         template("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(hello)
     with pytest.raises(InvalidRequest):
         template("{{ messages.append(1) }}").render(hello)
+
+
+def test_a_prompt_names_the_day_that_its_call_was_accepted() -> None:
+    """Also on an instance that goes on with it another day."""
+    head = CallHead(
+        call="c", epoch=1, instance="i", function="f", version=1, kind="chat", stream=True, body_bytes=2,
+        timeout_s=GIVE_UP_S, idle_timeout_s=GIVE_UP_S, seed=0, created=86_399.0,
+    )  # fmt: skip
+    dated = template("{{ messages and strftime_now('%Y-%m-%d') }}")
+    today = dated.render([{"role": "user", "content": "x"}])
+    assert today != "1970-01-01"
+    token = current.set(Call(1, head, cast(Any, None)))
+    assert dated.render([{"role": "user", "content": "x"}]) == "1970-01-01"
+    current.reset(token)
 
 
 CALLED: Any = {"role": "assistant", "content": None, "tool_calls": [

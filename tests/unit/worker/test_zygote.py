@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.limits import MAX_FDS
+from sllm_runtime.protocol.worker import Spawn, ToZygote
 from sllm_runtime.worker import isolation
 from sllm_runtime.worker.imports import SINGLE_THREADED, Later
+from sllm_runtime.worker.rehearsal import rehearse
+from sllm_runtime.worker.working_set import WorkingSet
+from sllm_runtime.worker.zygote import Zygote as ForkServer
 from tests.fixtures.deployed import wait
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
@@ -153,6 +163,57 @@ def test_everything_dies_with_it(own: Zygote, tmp_path: Path, end: str) -> None:
         assert own.process.wait(GIVE_UP_S) == (-9 if end == "SIGKILL" else 0)
     finally:
         worker.close()
+
+
+def no_room() -> int:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.fixture
+def serving() -> Iterator[tuple[ForkServer, BlockingWire]]:
+    """One in this process, and its invoker's end."""
+    ours, theirs = map(BlockingWire, socket.socketpair())
+    server = ForkServer(ours, 0.0, Later("engine"), WorkingSet(), lambda: None, isolation.Leave.NEVER)
+    yield server, theirs
+    ours.close()  # not ``server.close``, which ends all children of this process
+    theirs.close()
+    os.close(server._wake)
+    os.close(server._woken)
+
+
+@pytest.mark.parametrize("refuses", ["fork", "pidfd_open"])
+def test_a_fork_that_fails_costs_no_other_worker(
+    serving: tuple[ForkServer, BlockingWire], monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    server, invoker = serving
+    monkeypatch.setattr(os, "fork", no_room if refuses == "fork" else lambda: 2**22 - 1)  # there is no such process
+    mine, worker = socket.socketpair()
+    fds = [worker.fileno() for _ in range(3)]
+    invoker.send(codec.pack(ToZygote(Spawn(sandbox="s"))), fds)
+    worker.close()
+    server._receive()
+    mine.settimeout(GIVE_UP_S)
+    assert mine.recv(1) == b"", "what was the worker's is closed"
+    mine.close()
+    assert not server._stopping
+    invoker.sock.settimeout(0)
+    with pytest.raises(BlockingIOError):
+        invoker.receive()
+
+
+def test_a_start_that_cannot_be_rehearsed_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def never(*_: object) -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setattr(os, "fork", no_room)
+    before = len(os.listdir("/proc/self/fd"))
+    rehearse(WorkingSet(), never)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    rehearse(WorkingSet(), never)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert capsys.readouterr().err.count("no start could be rehearsed") == 2
 
 
 def test_what_memory_a_worker_had_at_its_most_is_told(zygote: Zygote, tmp_path: Path) -> None:

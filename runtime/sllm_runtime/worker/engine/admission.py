@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from sllm_runtime.protocol.errors import ContextLengthExceeded, InvalidRequest
@@ -36,10 +36,15 @@ def check(request: Request, max_context: int, vocabulary: int) -> None:
         ("logit_bias", request.sampling.logit_bias),
         ("stop_ids", request.sampling.stop_ids),
     ):
-        wrong = next((number for number in ids if not 0 <= number < vocabulary), None)
-        if wrong is not None:
-            raise InvalidRequest(f"token id {wrong} is not below {vocabulary}, the vocabulary", field=name)
+        check_ids(name, ids, vocabulary)
     _check_sampling(request.sampling)
+
+
+def check_ids(field: str, ids: Iterable[int], vocabulary: int) -> None:
+    """Raises ``InvalidRequest`` naming ``field`` for an id that is outside the vocabulary."""
+    wrong = next((number for number in ids if not 0 <= number < vocabulary), None)
+    if wrong is not None:
+        raise InvalidRequest(f"token id {wrong} is not below {vocabulary}, the vocabulary", field=field)
 
 
 def refuse_scores(request: Request) -> None:
@@ -85,9 +90,10 @@ def max_context(config: Mapping[str, Any]) -> int:
     return int(found[0]) if found else _DEFAULT_CONTEXT
 
 
-def end_ids(config: Mapping[str, Any], generation_config: bytes | None) -> frozenset[int]:
-    """Ids that end an output: generation_config.json's where it names any, else config.json's."""
+def end_ids(config: Mapping[str, Any], generation_config: bytes | None, vocabulary: int) -> frozenset[int]:
+    """Ids that end an output: generation_config.json's where it names any, else config.json's. Of these the ones below
+    ``vocabulary``: no row has a logit of others, so no output ends with them."""
     settings = json.loads(generation_config) if generation_config else {}
     value = settings.get("eos_token_id", config.get("eos_token_id"))
     ids: Sequence[Any] = value if isinstance(value, list) else [value]
-    return frozenset(number for number in ids if isinstance(number, int))
+    return frozenset(number for number in ids if isinstance(number, int) and 0 <= number < vocabulary)

@@ -69,6 +69,10 @@ class Constraint(Protocol):
         """Which ids may follow ``output``: a function of these ids alone, so that a resume goes on alike. Raises
         ``SllmError``, which ends the request."""
 
+    def forget(self) -> None:
+        """Its output has ended: what it keeps beside the rule itself is given up. Repeatable, and ``allowed`` may be
+        asked again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -104,7 +104,7 @@ class Known:
         runner = make(found)
         engine = OurEngine(
             self.decoder,
-            admission.end_ids(raw, files.get("generation_config.json")),
+            admission.end_ids(raw, files.get("generation_config.json"), self.decoder.vocabulary),
             found.numerics,
             settings.kv_bytes,
             proven=found.exact,
@@ -151,7 +151,7 @@ def choose_engine(module: Any, files: Mapping[str, bytes], raw: Mapping[str, Any
     from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 
     vocabulary = int(module.get_input_embeddings().weight.shape[0])
-    eos = admission.end_ids(raw, files.get("generation_config.json"))
+    eos = admission.end_ids(raw, files.get("generation_config.json"), vocabulary)
     return Chosen(TransformersEngine(module, eos, admission.max_context(raw), vocabulary), "")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sllm_runtime.protocol.errors import InternalError, InvalidRequest, SllmError
-from sllm_runtime.worker.engine.base import Constraint, Mask, Request, TokenChoice
+from sllm_runtime.worker.engine.base import Mask, Request, TokenChoice
 from sllm_runtime.worker.engine.sampling import Row, choose
 
 log = logging.getLogger(__name__)
@@ -16,10 +16,16 @@ log = logging.getLogger(__name__)
 
 def next_token(row: Row, request: Request, output: Sequence[int], eos: frozenset[int]) -> TokenChoice:
     """The token after ``output``. Raises ``FunctionError`` for a row with NaN, ``InvalidRequest`` where the request's
-    own rules leave nothing, what its constraints raise, and ``InternalError`` for a bug in one."""
-    return choose(
-        row, request.sampling, request.prompt, output, request.choice, allowed(request, output, eos, len(row))
-    )
+    own rules leave nothing, what its constraints raise, and ``InternalError`` for a bug: it is this request's, not the
+    batch's."""
+    try:
+        open_ = allowed(request, output, eos, len(row))
+        return choose(row, request.sampling, request.prompt, output, request.choice, open_)
+    except SllmError:
+        raise
+    except Exception as error:
+        log.exception("choosing a token failed")
+        raise InternalError(f"choosing this output's next token failed: {type(error).__name__}: {error}") from error
 
 
 def allowed(request: Request, output: Sequence[int], eos: frozenset[int], vocabulary: int) -> Mask | None:
@@ -33,7 +39,7 @@ def allowed(request: Request, output: Sequence[int], eos: frozenset[int], vocabu
         open_[[*eos, *sampling.stop_ids]] = False
         _leaves_some(open_, "min_tokens")
     for constraint in request.constraints:
-        open_ &= _asked(constraint, output)
+        open_ &= constraint.allowed(output)
         _leaves_some(open_, constraint.field)
     return open_
 
@@ -42,14 +48,3 @@ def _leaves_some(mask: Mask, field: str) -> None:
     if not mask.any():
         why = "with the other rules of this request it leaves no token to go on with"
         raise InvalidRequest(f"'{field}': {why}", field=field)
-
-
-def _asked(constraint: Constraint, output: Sequence[int]) -> Mask:
-    """A bug in what keeps one request's rules is that request's, not the batch's."""
-    try:
-        return constraint.allowed(output)
-    except SllmError:
-        raise
-    except Exception as error:
-        log.exception("a constraint failed")
-        raise InternalError(f"what holds this output to its shape failed: {type(error).__name__}: {error}") from error

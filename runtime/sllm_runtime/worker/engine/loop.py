@@ -22,6 +22,9 @@ from sllm_runtime.worker.engine.text import Decoder, Detokenizer, StopMatcher
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+_TOLD = 1024
+"""Ids that are told as drawn elsewhere, 25 ms of decoding, before others' next step: what is left of the commands comes
+after that. Who resumes tells all of his at once."""
 _SLOW_FOR_S = 2.0
 """A request that is to be slower has gone after so long, or who said so has: it draws as before."""
 
@@ -31,13 +34,12 @@ class _Output:
     sink: Sink
     detokenizer: Detokenizer
     matcher: StopMatcher
+    request: Request
     tokens: int
     """Of its prompt, and those that were told."""
     last: tuple[int, ...] = ()
     """The last id of a resume, or of those that were fed: how it was told depends on whether the output ended with it,
     and that it is told says that all before it are computed."""
-    retold: bool = False
-    """Whether the engine itself tells such ids."""
 
 
 class EngineLoop:
@@ -75,6 +77,8 @@ class EngineLoop:
         self._slow_until = -math.inf
         self._began = -math.inf
         """When the last step did."""
+        self._told = 0
+        """Ids that commands have told since then."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -166,7 +170,7 @@ class EngineLoop:
         return max(0.0, begin - time.monotonic())
 
     def _next(self) -> bool:
-        """Carry out commands; wait while there is nothing to step. False: closing."""
+        """Carry out commands, as many as are soon done; wait while there is nothing to step. False: closing."""
         with self._changed:
             while not (self._commands or self._closing):
                 # No deadline: an idle engine waits for its next request as long as its instance lives.
@@ -174,13 +178,13 @@ class EngineLoop:
                 if rest == 0.0:
                     break
                 self._changed.wait(rest)
-            commands = list(self._commands)
-            self._commands.clear()
             closing = self._closing
         if self._lost:
             return False
-        for command in commands:
-            command()
+        self._told = 0
+        for _ in range(len(self._commands)):
+            if self._told < _TOLD or closing:
+                self._commands.popleft()()
         return not closing
 
     def _step(self) -> list[Event]:
@@ -207,7 +211,7 @@ class EngineLoop:
             self._refuse(sink, error)
             return
         matcher = StopMatcher(request.sampling.stop)
-        self._outputs[request.id] = _Output(sink, detokenizer, matcher, len(request.prompt), retold=request.retell)
+        self._outputs[request.id] = _Output(sink, detokenizer, matcher, request, len(request.prompt))
         self._drawn_elsewhere(request.id, request.emitted)
 
     def _feed(self, number: int, first: int, ids: tuple[int, ...], held: bool) -> None:
@@ -232,14 +236,18 @@ class EngineLoop:
 
     def _forget(self, number: int) -> _Output | None:
         self._slow.pop(number, None)
-        return self._outputs.pop(number, None)
+        output = self._outputs.pop(number, None)
+        for constraint in () if output is None else output.request.constraints:
+            constraint.forget()  # the call that asked keeps it, and has many more outputs maybe
+        return output
 
     def _drawn_elsewhere(self, number: int, ids: tuple[int, ...]) -> None:
         """The output goes on with ``ids``, which the engine has. They are told one by one, as they came the first time:
         so the pieces are the same, and a caller who has some gets the rest."""
         output = self._outputs[number]
-        if not ids or output.retold:
+        if not ids or output.request.retell:  # the engine itself tells such ids
             return
+        self._told += len(ids)
         told, output.last = (*output.last, *ids[:-1]), ()
         for token in told:
             self._deliver(Event(request=number, ids=(token,)))

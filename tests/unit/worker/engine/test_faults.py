@@ -28,6 +28,8 @@ from tests.unit.worker.engine.driver import MIB, ids
 
 VOCABULARY, CONTEXT, BROKEN = 101, 256, 99
 """The row of token 99 is NaN."""
+NO_ROW = frozenset({VOCABULARY})
+"""What no engine is given (``end_ids``): choosing a token breaks where ends are forbidden."""
 
 
 @cache
@@ -41,9 +43,9 @@ def module() -> Any:
 
 def core(kind: str, kv: int = 4 * MIB) -> Engine:
     if kind == "transformers":
-        return TransformersEngine(module(), frozenset(), CONTEXT, VOCABULARY)
+        return TransformersEngine(module(), NO_ROW, CONTEXT, VOCABULARY)
     made = build("LlamaForCausalLM", module().config, module().state_dict(), torch.float32, EXACT.rows)
-    return OurEngine(made, frozenset(), EXACT, kv)
+    return OurEngine(made, NO_ROW, EXACT, kv)
 
 
 class Rule:
@@ -58,6 +60,9 @@ class Rule:
         mask: Mask = np.ones(VOCABULARY, np.bool_)
         mask[BROKEN] = False
         return self._then(mask) if len(output) == 2 else mask
+
+    def forget(self) -> None:
+        """It keeps nothing."""
 
 
 def _raises(error: Exception) -> Callable[[Mask], Mask]:
@@ -92,6 +97,7 @@ FAULTS: dict[str, tuple[Request, type[SllmError], str | None]] = {
     "a rule that costs too much": (asked(9, then=_raises(InvalidRequest("states", field="regex"))), InvalidRequest,
                                    "regex"),
     "a bug in a rule": (asked(9, then=_raises(ZeroDivisionError("x"))), InternalError, None),
+    "a bug where a token is chosen": (asked(9, sampling={"min_tokens": 1}), InternalError, None),
     "a rule that cannot be read": (asked(9, then=_raises(OverflowError("x"))), InternalError, None),
 }  # fmt: skip
 

@@ -55,7 +55,7 @@ class Sequence:
     computed: int = 0
     """Positions whose K and V are in ``pages``."""
     cached: int = 0
-    """Of those, found and not computed."""
+    """Of its prompt, those that were found and not computed."""
     served: int = 0
     """The step that last computed a chunk of it."""
     adapter: Adapter | None = None
@@ -305,7 +305,8 @@ class Scheduler:
         self.running.append(sequence)
         sequence.pages = found
         sequence.computed = len(found) * PAGE
-        sequence.cached = max(sequence.cached, min(sequence.computed, len(sequence.request.prompt)))
+        if not sequence.served:  # what it finds after it was preempted it has computed itself
+            sequence.cached = min(sequence.computed, len(sequence.request.prompt))
         sequence.move(State.PREFILL)
         self._settle(sequence)
         return True
