@@ -138,15 +138,9 @@ class Delivery:
             self._arrivals.add(call)
             return
         binding.inbox.consume(cost)  # collected here, and bounded
-        if why := self._too_large(call):
+        nbytes = call.buffered - len(call.frames) * limits.FRAME_COST
+        if why := too_large(nbytes, len(call.frames), self._max_output):
             self._ending.fail(call, OutputTooLarge(f"the answer {why}; stream it, or answer less"))
-
-    def _too_large(self, call: Call) -> str:
-        """What is wrong with an answer that is collected, if anything. Its bytes are counted without its frames."""
-        if call.buffered - len(call.frames) * limits.FRAME_COST > self._max_output:
-            return f"is larger than {self._max_output} bytes"
-        most = self._max_output // FRAME_BYTES
-        return f"is in more than {most} pieces" if len(call.frames) > most else ""
 
     def on_restart(self, node: str) -> None:
         """A node was started anew. It answers ``Unknown`` for the calls it has lost."""
@@ -187,3 +181,12 @@ class Delivery:
             call.due = now
             if call.binding is not None:
                 self._link.send_all(call.binding.node, call.binding.recovered(now))
+
+
+def too_large(nbytes: int, frames: int, most: int) -> str:
+    """What is wrong with an answer of so many bytes in so many frames, where it is to be whole and of ``most`` bytes;
+    empty: nothing."""
+    if nbytes > most:
+        return f"is larger than {most} bytes"
+    pieces = most // FRAME_BYTES
+    return f"is in more than {pieces} pieces" if frames > pieces else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from sllm_gateway.delivery import FRAME_BYTES
+from sllm_gateway.delivery import too_large
 from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
 from sllm_gateway.outputs import Body, FunctionBody, FunctionStream, Stream
 from sllm_runtime.protocol.calls import CallOrder, Entry, Journaled
@@ -60,8 +60,8 @@ def name_of(journaled: Journaled) -> str:
 
 
 class Whole:
-    """The answer in one piece, from the entries of its call. Of one that is larger than ``most`` bytes, or in more
-    frames than ``delivery`` would take for that, nothing is held."""
+    """The answer in one piece, from the entries of its call. Of one that is ``too_large`` for ``most`` bytes nothing is
+    held."""
 
     def __init__(self, most: int) -> None:
         self.journaled = Journaled()
@@ -73,14 +73,14 @@ class Whole:
         new = self.journaled.take(entry)
         self._nbytes += sum(len(frame.data) for frame in new)
         self._count += len(new)
-        if self.too_large:
+        if self._too_large:
             self._frames.clear()
         else:
             self._frames += new
 
     @property
-    def too_large(self) -> bool:
-        return self._nbytes > self._most or self._count > self._most // FRAME_BYTES
+    def _too_large(self) -> str:
+        return too_large(self._nbytes, self._count, self._most)
 
     def body(self, order: CallOrder, *, streams: bool) -> bytes:
         """It, once the call has ended. Raises as ``success``, and ``OutputTooLarge``."""
@@ -90,11 +90,8 @@ class Whole:
 
     def require_small(self, call: str) -> None:
         """Raises ``OutputTooLarge``."""
-        if self.too_large:
-            raise OutputTooLarge(
-                f"the answer of {call} is larger than {self._most} bytes, or in too many pieces for that; read it by"
-                f" GET /v1/calls/{call}/events"
-            )
+        if why := self._too_large:
+            raise OutputTooLarge(f"the answer of {call} {why}; read it by GET /v1/calls/{call}/events")
 
 
 class After:

@@ -16,32 +16,45 @@ PART_S: Final = 5.0
 """That a gateway takes for a part at most."""
 WITHIN_S: Final = 10.0
 """A start waits for a gateway that can read bundles for so long."""
+SOON_S: Final = 1.0
+"""A gateway that is made anew is there again; where none is by then, none of this release may be."""
 AGAIN_S: Final = 0.25
 
 
-async def read_part(bus: Bus, node: str, asked: ReadBundle) -> BundlePart:
-    """The part that ``node`` asks for. Raises what ``bundles.part`` does."""
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + WITHIN_S
-    while True:
-        try:
-            return await bus.call(subjects.read_bundle(node), asked, BundlePart, timeout_s=PART_S)
-        except (Unserved, DeadlineExceeded) as error:
-            # Gateways, or rights, of the release before: there a node reads for itself.
-            found = await _itself(bus, asked)
-            if found is not None:
+class BundleReader:
+    """Of ``node``."""
+
+    def __init__(self, bus: Bus, node: str) -> None:
+        self._bus, self._subject = bus, subjects.read_bundle(node)
+        self._alone = False
+        """Whether it reads for itself: gateways, or its rights, are of the release before. To find out takes seconds,
+        so it is not asked for each part."""
+
+    async def part(self, asked: ReadBundle) -> BundlePart:
+        """The one that is asked for. Raises what ``bundles.part`` does."""
+        if self._alone and (found := await self._itself(asked)) is not None:
+            return found
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while True:
+            try:
+                return await self._bus.call(self._subject, asked, BundlePart, timeout_s=PART_S)
+            except Unavailable as error:
+                failure, tries_itself = error, isinstance(error, Unserved)
+            except DeadlineExceeded as error:
+                failure, tries_itself = Unavailable(error.message), True
+            waited = clock() - began
+            if tries_itself and waited >= SOON_S and (found := await self._itself(asked)) is not None:
                 return found
-            if clock() > deadline:
-                raise Unavailable(f"no gateway gives bundle {asked.digest}: {error.message}") from error
+            if waited > WITHIN_S:
+                raise Unavailable(f"no gateway gives bundle {asked.digest}: {failure.message}") from failure
+            await asyncio.sleep(AGAIN_S)
+
+    async def _itself(self, asked: ReadBundle) -> BundlePart | None:
+        """None where that is not its right."""
+        try:
+            found = await bundles.part(self._bus, asked, direct=True)
         except Unavailable:
-            if clock() > deadline:
-                raise
-        await asyncio.sleep(AGAIN_S)
-
-
-async def _itself(bus: Bus, asked: ReadBundle) -> BundlePart | None:
-    """None where that is not its right."""
-    try:
-        return await bundles.part(bus, asked, direct=True)
-    except Unavailable:
-        return None
+            found = None
+        self._alone = found is not None
+        return found

@@ -16,7 +16,7 @@ import msgspec
 
 from sllm_invoker import machine, old_logs, pressure
 from sllm_invoker.admission import Ledger
-from sllm_invoker.bundle_parts import read_part
+from sllm_invoker.bundle_parts import BundleReader
 from sllm_invoker.bundles import BundleCache
 from sllm_invoker.gateway_link import BusLine
 from sllm_invoker.instances import Instances
@@ -104,7 +104,8 @@ class Node:
             refill_delay_s=settings.refill_delay,
             on_change=self._reporter.changed,
         )
-        self._bundles = BundleCache(settings.data_dir / "bundles", self._fetch_bundle, settings.bundle_cache)
+        fetch = partial(bundles.fetch, BundleReader(bus, self._node).part)
+        self._bundles = BundleCache(settings.data_dir / "bundles", fetch, settings.bundle_cache)
         self._workdirs = Workdirs(settings.data_dir / "work")
         self._logs = settings.data_dir / "logs"
         self._sink = LogSink(self._logs, self._publish_log)
@@ -265,9 +266,6 @@ class Node:
 
     async def _publish_log(self, record: LogRecord) -> None:
         await self._bus.publish(subjects.logs(self._node, record.function), record)
-
-    async def _fetch_bundle(self, digest: str, nbytes: int) -> bytes:
-        return await bundles.fetch(partial(read_part, self._bus, self._node), digest, nbytes)
 
     # --- commands ---------------------------------------------------------------------------------------
     def _obey(self, term: int) -> None:

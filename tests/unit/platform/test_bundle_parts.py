@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from functools import partial
+from typing import Any
 
 import pytest
 
 from sllm_gateway.bundle_parts import BundleParts
 from sllm_invoker import bundle_parts
-from sllm_invoker.bundle_parts import read_part
+from sllm_invoker.bundle_parts import BundleReader
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import NotFound, Unavailable
@@ -31,14 +31,14 @@ async def test_a_node_reads_a_bundle_through_a_gateway_that_comes_after_it_has_a
     await nats.streams()
     gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
     await bundles.store(gateway, DIGEST, whole())
-    reading = asyncio.create_task(bundles.fetch(partial(read_part, node, NODE), DIGEST, len(DATA)))
+    reading = asyncio.create_task(bundles.fetch(BundleReader(node, NODE).part, DIGEST, len(DATA)))
     parts = BundleParts(gateway)
     await parts.start()
     try:
         async with asyncio.timeout(GIVE_UP_S):
             assert await reading == DATA
         with pytest.raises(NotFound, match="deploy the function again"):
-            await read_part(node, NODE, ReadBundle(digest="sha256:0"))
+            await BundleReader(node, NODE).part(ReadBundle(digest="sha256:0"))
     finally:
         await parts.close()
 
@@ -48,15 +48,26 @@ async def test_without_a_gateway_it_is_not_waited_for_for_ever(nats: Nats, monke
     node = await nats.bus(NODE)
     monkeypatch.setattr(bundle_parts, "WITHIN_S", 0.1)
     with pytest.raises(Unavailable, match="no gateway gives bundle sha256:0"):
-        await read_part(node, NODE, ReadBundle(digest="sha256:0"))
+        await BundleReader(node, NODE).part(ReadBundle(digest="sha256:0"))
 
 
-async def test_with_the_rights_of_before_a_node_reads_for_itself(nats: Nats) -> None:
-    """A gateway's bus has them, and nobody serves what it asks."""
+async def test_with_the_rights_of_before_a_node_reads_for_itself(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway's bus has them, and not that to ask a gateway. It finds out once, and not for each of three parts."""
     await nats.streams()
     gateway = await nats.bus(GATEWAY)
     await bundles.store(gateway, DIGEST, whole())
-    assert await bundles.fetch(partial(read_part, gateway, NODE), DIGEST, len(DATA)) == DATA
+    monkeypatch.setattr(bundle_parts, "PART_S", 0.1)
+    monkeypatch.setattr(bundle_parts, "SOON_S", 0.0)
+    reader, asked = BundleReader(gateway, NODE), list[str]()
+    call = gateway.call
+
+    async def counted(subject: str, *args: Any, **options: Any) -> Any:
+        asked.append(subject)
+        return await call(subject, *args, **options)
+
+    monkeypatch.setattr(gateway, "call", counted)
+    assert await bundles.fetch(reader.part, DIGEST, len(DATA)) == DATA
+    assert asked == [subjects.read_bundle(NODE)]
 
 
 async def test_who_asks_for_another_node_is_not_answered(nats: Nats) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from nats.aio.msg import Msg
+from nats.js.errors import NotFoundError
 
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity
 from sllm_runtime.platform.settings import Settings
-from sllm_runtime.platform.streams import ensure_streams
+from sllm_runtime.platform.streams import BUNDLE_STREAM, ensure_streams
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import (
     DeadlineExceeded,
@@ -377,6 +378,7 @@ async def test_a_node_has_no_answer_sent_to_where_it_may_not_speak(nats: Nats) -
     await other.flush()
     await node.jetstream._nc.publish(f"$JS.API.DIRECT.GET.OBJ_{subjects.BUNDLES}", b"", reply=to)
     await node.flush()
-    await asyncio.sleep(0.5)
+    with pytest.raises(NotFoundError):  # JetStream has answered what came after it
+        await controller.jetstream.get_last_msg(BUNDLE_STREAM, "none", direct=True)
     await other.flush()
     assert heard == []
