@@ -31,8 +31,9 @@ FAILED: Final = ("FAILED", "CANCELLED")
 """States of calls of which nothing more is to be had."""
 MOVED: Final = "call_moved"
 UNKNOWN: Final = "call_not_found"
-YOUNG: Final = 100
-"""A stream with fewer events may not have been logged when its gateway died (docs/gateway.md): it is called again."""
+YOUNG_S: Final = 0.1
+"""A stream of which no event came later than that after its first may not have been logged when its gateway died: one
+that had begun within 20 ms is not (docs/gateway.md). It is called again."""
 
 
 class Cut(Exception):
@@ -60,6 +61,12 @@ class Told:
         self.call, self.again = "", self.again + 1
         for had in (self.heard.ids, self.heard.values, self.heard.times):
             had.clear()
+
+    @property
+    def young(self) -> bool:
+        """Whether other gateways need not know it yet."""
+        times = self.heard.times
+        return not self.kept and (not times or times[-1] - times[0] <= YOUNG_S)
 
     @property
     def running(self) -> bool:
@@ -142,7 +149,7 @@ class Reader:
             error = {"code": body[:200].decode(errors="replace"), "retryable": False}
         if error.get("retryable"):
             raise Cut(str(error))
-        if error.get("code") == UNKNOWN and not self._told.kept and len(self._told.heard.ids) < YOUNG:
+        if error.get("code") == UNKNOWN and self._told.young:
             self._told.forget()
             raise Cut(str(error))
         self._told.heard.error = f"HTTP {answer.status_code}: {json.dumps(error)[:300]}"

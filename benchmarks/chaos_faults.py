@@ -21,6 +21,8 @@ from benchmarks.chaos_schedule import Fault
 from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
+from sllm_loaderd.chunk import MEMFD_NAME
+from sllm_loaderd.client.control import LoaderControl
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.local import Layout
 from sllm_runtime.platform.process import start_time
@@ -28,11 +30,14 @@ from sllm_runtime.platform.running import Running, read_running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.loader import Status
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import TERM_KEY
 
 WAIT_S: Final = 120.0
 POLL_S: Final = 0.02
+DAEMONS: Final = ("gateway", "controller", "invoker", "loaderd")
 _STILL_S: Final = 0.5
 _OWN: Final = re.compile(r"\b[0-9a-f]{6,}\b|\d+")
 """What titles of the same process differ in from life to life: instances, descriptors, ports."""
@@ -225,15 +230,73 @@ class Tally:
 
 def shared_mib(platform: Platform) -> float:
     """Memory that processes of the platform hold by descriptors (chunks of models), each once."""
+    held = [_held(process.pid, "") for process in platform.program.tree()]
+    return sum({file: nbytes for files in held for file, nbytes in files.items()}.values()) / MIB
+
+
+def _held(pid: int, name: str) -> dict[tuple[int, int], int]:
+    """Bytes of the memory files of a name that a process has, by device and inode."""
     found: dict[tuple[int, int], int] = {}
-    for process in platform.program.tree():
-        with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if os.readlink(entry).startswith("/memfd:"):
-                        status = entry.stat()
-                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(found.values()) / 2**20
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(entry).startswith(f"/memfd:{name}"):
+                    status = entry.stat()
+                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def until_nothing_left(platform: Platform, nodes: Sequence[str]) -> float:
+    """MiB of models' memory that belongs to nothing (``left_mib``), after the time that whatever ends has for it."""
+    left: list[float] = []
+
+    def nothing() -> bool:
+        with contextlib.suppress(SllmError, OSError):  # a loaderd that has just come is not heard yet
+            left[:] = [left_mib(platform, nodes)]
+        return left == [0.0]
+
+    with contextlib.suppress(ProgramFailed):
+        until(nothing, "memory stays")
+    return left[0] if left else left_mib(platform, nodes)
+
+
+def left_mib(platform: Platform, nodes: Sequence[str]) -> float:
+    """What nodes' loaderds count as used beyond the models that they have, and chunks that other processes hold and no
+    loaderd has."""
+    pids = running_of(platform).pids
+    loaders = {pids[f"loaderd-{node}"] for node in nodes}
+    known = {file for pid in loaders for file in _held(pid, MEMFD_NAME)}
+    others = [_held(process.pid, MEMFD_NAME) for process in platform.program.tree() if process.pid not in loaders]
+    strays = {file: nbytes for files in others for file, nbytes in files.items() if file not in known}
+    statuses = [asyncio.run(_status(Layout(platform.data).socket(node))) for node in nodes]
+    return (sum(strays.values()) + sum(map(beyond_models, statuses))) / MIB
+
+
+async def _status(socket: Path) -> Status:
+    async with LoaderControl(socket) as control:
+        return await control.status()
+
+
+def beyond_models(status: Status) -> int:
+    """Bytes of chunks in use beyond those that the models in memory take, or that are of models which are gone."""
+    chunk = status.pool.chunk_bytes
+    models = sum(-(-each.total // chunk) * chunk for each in status.resident)
+    return max(0, status.pool.used - models) + status.pool.retiring
+
+
+def heaps_mib(platform: Platform) -> dict[str, float]:
+    """Anonymous memory (no chunk of a model, no file) of our daemons, by their names."""
+    pids = running_of(platform).pids
+    found = {name: _heap_mib(pid) for name, pid in pids.items() if name.partition("-")[0] in DAEMONS}
+    return {name: mib for name, mib in found.items() if mib is not None}
+
+
+def _heap_mib(pid: int) -> float | None:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) / 1024
+    return None
 
 
 def settled_mib(platform: Platform) -> float:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import http.client
+import re
 import statistics
 import threading
 import time
@@ -15,8 +18,9 @@ from benchmarks import cold_peers
 from benchmarks.cold_peers import First, RayServe
 from benchmarks.platform import Answer, Platform
 from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, free_port, peers_missing
-from benchmarks.record import Aim, Case, percentile
-from benchmarks.runner import Run
+from benchmarks.record import Aim, Case, mean_with, tail
+from benchmarks.runner import Run, in_turn
+from benchmarks.streaming import PACED
 from sllm_runtime.protocol.timeline import Span
 from sllm_runtime.worker.imports import QUIET_S
 
@@ -27,7 +31,10 @@ TOKENS: Final = 8
 TWENTY: Final = 20
 WITH_POOL: Final = ("warm_pool", "twenty")
 _ARGUMENTS: Final = {"prompt": PROMPT, "max_tokens": TOKENS}
+_ONE_TOKEN: Final[dict[str, object]] = {"count": 1, "interval": 0.0}
 _GONE_S: Final = 5.0
+NOISE_MS: Final = -100.0
+"""Of a difference from a limit: what is further below has another reason, and that limit is none."""
 _QUIET_TRIES: Final = 15
 _IDLE_CPU_S: Final = 0.2
 _STAGES: Final = ("queue", "sandbox", "convert", "import", "weights", "setup", "first_token")
@@ -71,7 +78,7 @@ def with_pool(run: Run, directory: Path, cases: Sequence[str]) -> None:
         "warm_pool": lambda platform: warm_pool(run, platform, directory, check),
         "twenty": lambda platform: twenty(run, platform, check),
     }
-    with Platform(directory / "pool") as platform:
+    with run.attempt("a platform with a pool"), Platform(directory / "pool") as platform:
         platform.deploy(CODER, keep_alive=0.0)
         until_quiet(platform)
         for case in cases:
@@ -101,15 +108,8 @@ def measured(platform: Platform, case: Case, call: Callable[[], Answer]) -> Answ
     before = platform.program.usage()
     answer = call()
     after = platform.program.usage()
-    case.cpu_s = round(mean_with(case.cpu_s, len(case.samples), after.cpu_s - before.cpu_s), 3)
-    case.peak_rss_mib = round(max(case.peak_rss_mib or 0.0, after.pss_mib))
-    case.samples.append(round(answer.first_ms, 2))
+    case.take(round(answer.first_ms, 2), after.cpu_s - before.cpu_s, after.pss_mib)
     return answer
-
-
-def mean_with(mean: float | None, count: int, value: float) -> float:
-    """The mean of ``count`` values and one more."""
-    return ((mean or 0.0) * count + value) / (count + 1)
 
 
 def warm_pool(run: Run, platform: Platform, directory: Path, check: Check) -> None:
@@ -117,14 +117,15 @@ def warm_pool(run: Run, platform: Platform, directory: Path, check: Check) -> No
     case, stages = run.case("warm_pool", "sllm"), Stages()
     with contextlib.ExitStack() as stack:
         peers = _peers(run, stack, directory)
-        for _ in range(run.rounds):
-            cold_call(platform, case, stages, check)
-            for name, first in peers.items():
-                _peer(run.case("warm_pool", name), first, check)
+        turns = [functools.partial(cold_call, platform, case, stages, check)]
+        turns += [functools.partial(_peer, run.case("warm_pool", name), first, check) for name, first in peers.items()]
+        for number in range(run.rounds):
+            for turn in in_turn(turns, number):
+                turn()
     while len(case.samples) < (10 if run.quick else 200):
         cold_call(platform, case, stages, check)
     stages.into(case)
-    case.extra["p99_ms"] = percentile(case.samples, 99)
+    case.extra |= tail(case.samples, "_ms")
     value = case.median if len(case.samples) >= 100 else None
     run.aims.append(Aim("warm_pool: request to first token, ms (median)", value, at_most=150.0))
 
@@ -159,12 +160,16 @@ def _peer(case: Case, first: Callable[[], First], check: Check) -> None:
         return
     try:
         made = first()
-    except ProgramFailed as error:
+    except (OSError, http.client.HTTPException, ProgramFailed) as error:
         case.not_run = f"failed: {error}"[:600]
         return
     check.same(case.system, made.text)
-    case.cpu_s = round(mean_with(case.cpu_s, len(case.samples), made.cpu_s), 3)
-    case.samples.append(round(made.first_ms, 2))
+    take(case, made)
+
+
+def take(case: Case, made: First) -> None:
+    """Add it to its case."""
+    case.take(round(made.first_ms, 2), made.cpu_s, made.mib)
 
 
 def pool_empty(run: Run, directory: Path) -> None:
@@ -172,8 +177,11 @@ def pool_empty(run: Run, directory: Path) -> None:
     each sample, since a fork server that ends again and again is started with more and more delay."""
     case, stages, imports = run.case("pool_empty", "sllm"), Stages(), run.case("pool_empty", "bare import")
     check = Check()
-    for number in range(run.rounds):
-        imports.samples.append(round(cold_peers.bare_import(directory), 2))
+
+    def bare(_number: int) -> None:
+        take(imports, cold_peers.bare_import(directory))
+
+    def ours(number: int) -> None:
         with Platform(directory / f"empty-{number}") as platform:
             platform.deploy(CODER, keep_alive=0.0)
             platform.until_cold("coder")
@@ -181,12 +189,17 @@ def pool_empty(run: Run, directory: Path) -> None:
             answer = measured(platform, case, lambda: platform.stream("coder", _ARGUMENTS))
         stages.add(answer.spans)
         check.same("sllm", answer.text)
+
+    for number in range(run.rounds):
+        for turn in in_turn((bare, ours), number):
+            turn(number)
     stages.into(case)
     warm = run.case("warm_pool", "sllm").median
     value = None
     if warm is not None and len(case.samples) >= run.least and case.median and imports.median:
         value = round(case.median - imports.median - warm, 2)
-    run.aims.append(Aim("pool_empty: sllm - bare import - warm_pool, ms (medians)", value, at_most=100.0))
+    aim = "pool_empty: sllm - bare import - warm_pool, ms (medians)"
+    run.aims.append(Aim(aim, value, at_least=NOISE_MS, at_most=100.0))
 
 
 def _without_fork_server(platform: Platform) -> None:
@@ -223,8 +236,9 @@ def twenty(run: Run, platform: Platform, check: Check) -> None:
         platform.until_cold("coder", *names)
         before = platform.program.usage()
         answers = at_once(platform, names)
-        case.cpu_s = round(mean_with(case.cpu_s, len(case.samples), platform.program.usage().cpu_s - before.cpu_s), 3)
-        case.samples.append(round(max(answer.first_ms for answer in answers), 2))
+        after = platform.program.usage()
+        last = round(max(answer.first_ms for answer in answers), 2)
+        case.take(last, after.cpu_s - before.cpu_s, after.pss_mib)
         for answer in answers:
             every.append(answer.first_ms)
             stages.add(answer.spans)
@@ -255,25 +269,44 @@ def at_once(platform: Platform, names: Sequence[str]) -> list[Answer]:
 
 
 def platform(run: Run, directory: Path) -> None:
-    """``sllm up`` to ready, and Ray with Serve."""
+    """From nothing until a function of one token has answered, deployed on it meanwhile: ``sllm up``, and Ray with
+    Serve."""
     case, other = run.case("platform", "sllm", "s"), run.case("platform", "ray serve", "s")
     other.not_run = "left out with --quick" if run.quick else peers_missing()
     for number in range(run.rounds):
-        with Platform(directory / f"up-{number}") as started:
-            case.samples.append(round(started.ready_s, 3))
-            usage = started.program.usage()
-            case.cpu_s = round(mean_with(case.cpu_s, number, usage.cpu_s), 3)
-            case.peak_rss_mib = round(max(case.peak_rss_mib or 0.0, usage.pss_mib))
-        if other.not_run:
-            continue
-        began = time.monotonic()
-        scratch = directory / f"ray-{number}"
-        scratch.mkdir()
-        argv = [str(PEERS / "python"), str(cold_peers.SCRIPTS / "ray_stream.py"), str(free_port()), str(scratch / "r")]
-        env = {**PEER_ENVIRONMENT, "HOME": str(scratch)}
-        try:
-            with Program(argv, scratch / "log", env=env, cwd=scratch, own_namespace=True) as ray:
-                ray.hear(cold_peers.READY_S)
-                other.samples.append(round(time.monotonic() - began, 3))
-        except ProgramFailed as error:
-            other.not_run = str(error)[:600]
+        for which, up in in_turn(((case, _sllm_up), (other, _ray_up)), number):
+            up(which, directory / f"{up.__name__[1:]}-{number}")
+
+
+def _sllm_up(case: Case, home: Path) -> None:
+    with Platform(home) as started:
+        began = started.program.began
+        name = started.deploy(PACED)
+        _one_token(started.stream(name, _ONE_TOKEN).text)
+        took, usage = time.monotonic() - began, started.program.usage()
+        case.extra["ready_s"] = round(mean_with(case.extra.get("ready_s"), len(case.samples), started.ready_s), 3)
+        case.take(round(took, 3), usage.cpu_s, usage.pss_mib)
+
+
+def _ray_up(case: Case, scratch: Path) -> None:
+    if case.not_run:
+        return
+    scratch.mkdir()
+    port = free_port()
+    argv = [str(PEERS / "python"), str(cold_peers.SCRIPTS / "ray_stream.py"), str(port), str(scratch / "r")]
+    env = {**PEER_ENVIRONMENT, "HOME": str(scratch)}
+    try:
+        with Program(argv, scratch / "log", env=env, cwd=scratch, own_namespace=True) as ray:
+            ray.hear(cold_peers.READY_S)
+            _, text = cold_peers.post_text(port, "/stream", _ONE_TOKEN)
+            took, usage = time.monotonic() - ray.began, ray.usage()
+            _one_token(text.lstrip('"'))
+            case.take(round(took, 3), usage.cpu_s, usage.pss_mib)
+    except (OSError, ProgramFailed) as error:
+        case.not_run = str(error)[:600]
+
+
+def _one_token(text: str) -> None:
+    """Raise ``ProgramFailed`` for anything else."""
+    if not re.match(r"t0@\d+\.", text):
+        raise ProgramFailed(f"the one token was {text!r}")

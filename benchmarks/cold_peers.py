@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, free_port
-from sllm_runtime.worker.imports import PRELOAD
+from sllm_runtime.worker.imports import PRELOAD, SINGLE_THREADED
 
 SCRIPTS: Final = ROOT / "benchmarks" / "peers"
 READY_S: Final = 120.0
@@ -22,11 +22,13 @@ _CALL_S: Final = 120.0
 
 @dataclass(frozen=True)
 class First:
-    """A first token: ms until it was there, all text, CPU seconds of the system until the text's end."""
+    """A first token: ms until it was there, all text, CPU seconds of the system until the text's end and its memory
+    then."""
 
     first_ms: float
     text: str
     cpu_s: float
+    mib: float
 
 
 def plain(directory: Path, model: Path, prompt: str, count: int) -> First:
@@ -35,25 +37,32 @@ def plain(directory: Path, model: Path, prompt: str, count: int) -> First:
 
 
 def script(directory: Path, name: str, arguments: Sequence[str]) -> First:
-    """One of the scripts that print ``{"piece"}`` lines."""
+    """One of the scripts that print ``{"piece"}`` lines, then another one, and wait. Raises ``ProgramFailed``."""
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with Program([sys.executable, str(SCRIPTS / name), *arguments], directory / f"{name}.log", env=env) as program:
         pieces = [program.hear(_CALL_S)["piece"]]
         first = (time.monotonic() - program.began) * 1e3
-        with contextlib.suppress(ProgramFailed):
-            while "piece" in (said := program.hear(_CALL_S)):
-                pieces.append(said["piece"])
-        return First(first, "".join(pieces), program.usage().cpu_s)
+        while "piece" in (said := program.hear(_CALL_S)):
+            pieces.append(said["piece"])
+        used = program.usage()
+        return First(first, "".join(pieces), used.cpu_s, used.pss_mib)
 
 
-def bare_import(directory: Path) -> float:
-    """Milliseconds from a python's start until it has imported what the engine needs of others' code."""
-    modules = [name for name in PRELOAD if not name.startswith("sllm")]
-    code = f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
-    code += "import transformers\nfor name in ('LlamaForCausalLM', 'DynamicCache'): getattr(transformers, name)\n"
-    with Program([sys.executable, "-c", code + "print('{}', flush=True)"], directory / "import.log") as program:
+FOREIGN: Final = tuple(name for name in PRELOAD if not name.startswith("sllm"))
+"""What a start with our engine needs of others' code."""
+
+
+def bare_import(directory: Path) -> First:
+    """From a python's start until it has imported ``FOREIGN``, as the fork server does: the collector rests. Its text
+    is empty."""
+    code = (
+        f"import gc, importlib, os, sys\ngc.disable()\nos.environ.update({SINGLE_THREADED!r})\n"
+        f"for name in {FOREIGN!r}: importlib.import_module(name)\nprint('{{}}', flush=True)\nsys.stdin.read()"
+    )
+    with Program([sys.executable, "-c", code], directory / "import.log") as program:
         program.hear(READY_S)
-        return (time.monotonic() - program.began) * 1e3
+        first, used = (time.monotonic() - program.began) * 1e3, program.usage()
+        return First(first, "", used.cpu_s, used.pss_mib)
 
 
 class RayServe:
@@ -73,7 +82,8 @@ class RayServe:
         """One call."""
         before = self.program.usage().cpu_s
         first_ms, text = post_text(self.port, "/stream", {"prompt": prompt, "count": count})
-        return First(first_ms, text, self.program.usage().cpu_s - before)
+        used = self.program.usage()
+        return First(first_ms, text, used.cpu_s - before, used.pss_mib)
 
 
 @contextlib.contextmanager
@@ -106,7 +116,8 @@ def bentoml(directory: Path, model: Path, prompt: str, count: int) -> First:
                     raise ProgramFailed(f"BentoML does not answer: {error}; {log.read_text()[-500:]}") from error
                 time.sleep(0.02)
             else:
-                return First((began - program.began) * 1e3 + first_ms, text, program.usage().cpu_s)
+                used = program.usage()
+                return First((began - program.began) * 1e3 + first_ms, text, used.cpu_s, used.pss_mib)
 
 
 def post_text(

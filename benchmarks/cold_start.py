@@ -2,24 +2,26 @@
 
 The function is ``functions/coder`` (7 M parameters, engine-backed, one thread), its prompt ``def ``, eight tokens,
 greedy. Every time runs from before the request's first byte is sent, over a connection that is open, to the first
-event with text at the client; the stages are those of the call's timeline. Systems take turns. Unless a case says
-otherwise the page cache holds all files, and nobody else runs but the systems themselves, which are idle.
+event with text at the client; the stages are those of the call's timeline. Systems take turns, and each round begins
+with another one. Unless a case says otherwise the page cache holds all files, and nobody else runs but the systems
+themselves, which are idle.
 
 - ``warm_pool``: no instance of the function; the pool is full (two sandboxes); its weights are in the node's memory.
   Samples beyond the rounds give p99. Beside it in the same rounds: ``plain script`` (python starts, imports,
   from_pretrained, first token), ``ray serve`` with min_replicas=0 and no replica, ``bentoml``, which outside its
   makers' cloud does not scale to zero: its server is started for the call.
 - ``pool_empty``: the fork server was killed just before the request, so nothing is imported anywhere; beside it
-  ``bare import``, the start of a python that imports torch and what the engine needs. A node starts a fork server that
-  ended the first time again at once. Judged only in a run that measures ``warm_pool`` too. The difference may be
-  negative: the fork server imports with the garbage collector at rest, a plain python does not.
+  ``bare import``, the start of a python that imports torch and what else a start with our engine needs of others' code,
+  with the garbage collector at rest, as in the fork server. A node starts a fork server that ended the first time again
+  at once. Judged only in a run that measures ``warm_pool`` too; if the difference is far below zero, the reference is
+  wrong and the aim missed.
 - ``pool_none``: a platform without a warm pool (SLLM_POOL_SIZE=0); the fork server runs.
 - ``twenty``: twenty functions at once, each with no instance, two sandboxes in the pool; to the last one's first token.
 - ``gigabyte``: a model of 1 GiB whose first token depends on every tensor. Not in memory (the loader was told to drop
-  it), its partition and its source out of the page cache (proven by mincore). Beside it ``direct read``, the same file
-  read by direct I/O (the faster of one and four threads, after a read that is not counted), and ``plain script``
-  (safetensors, the source out of the page cache too).
-- ``platform``: ``sllm up`` to ready, as its process is started until it says so; Ray and Serve beside it.
+  it), its file out of the page cache (proven by mincore) and read past that just before, for all alike. Beside it the
+  disk's limits as in ``load``, of which the fastest counts, and ``plain script`` (safetensors, its own file as cold).
+- ``platform``: from the start of ``sllm up`` until a function without a model, deployed on it, has answered; Ray and
+  Serve with the same function beside it. ``ready_s``: until it said that it is ready, its warm pool not yet full.
 
 The text of every system is compared with the first; another one is an error.
 """

@@ -4,11 +4,15 @@
 fast one, transformers' generate and its continuous batching, llama.cpp, vLLM, and what memory bandwidth would allow.
 ``prefill_*``: one prompt of 1,024 tokens to its first token. ``large``: exact mode against the fast one with 0.5 G
 parameters.
-``poisson``: requests of mixed lengths at random times, and static batches. ``openai_load``: such requests by guidellm
-over the platform's OpenAI routes (``engine_guidellm``). ``while_loading``: the first token of a
-model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in DRAM. ``stages_*``: layers in several
-processes (``engine_stages``). ``gpu_decode``: decode on a GPU (``engine_gpu``). One thread, as an instance with
-``cpu=1`` has. Greedy; the tokens of all systems are compared.
+``poisson``: requests of mixed lengths at random times, beside transformers' continuous batching and static batches.
+``openai_load``: such requests by guidellm over the platform's OpenAI routes (``engine_guidellm``). ``while_loading``:
+the first token of a model that arrives over a link of 0.5 GB/s. ``start``: an engine over weights in DRAM.
+``stages_*``: layers in several processes (``engine_stages``). ``gpu_decode``: decode on a GPU (``engine_gpu``). One
+thread, as an instance with ``cpu=1`` has.
+
+Greedy. The tokens of all systems are compared, in every round (``engine_models.Agreement``), but for ``openai_load``,
+whose tokens are counted. CPU seconds are the mean of a sample; memory is the whole process's, which has the model as
+ours and as transformers'.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def measure(run: Run, cases: Sequence[str]) -> None:
             if case.startswith("decode_"):
                 dtype = case.removeprefix("decode_")
                 most = max(engine_decode.BATCHES)
-                with run.attempt(case, "tokens/s"), vllm(run, f"{case}_b1", dtype, most, engine_decode.LONG) as beside:
+                with run.attempt(case, "tokens/s"), vllm(run, dtype, most, engine_decode.LONG) as beside:
                     demo = Demo.load(dtype)
                     engine_decode.measure(run, dtype, demo, beside)
                     engine_decode.prefill(run, dtype, demo, beside)

@@ -2,13 +2,14 @@
 transformers' generate on the same weights in the same memory.
 
 The demo model, whose steps are launches of small kernels, and a synthetic one of 0.5 G parameters (0.1 G in
-quick runs), bfloat16.
+quick runs), bfloat16. Every round's tokens are compared: of exact mode they are the same with graphs and without, bit
+for bit; those of the others may differ where rounding explains it, by transformers' logits on the same GPU.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +17,11 @@ from typing import Any, Final
 import torch
 
 from benchmarks.cold_cases import MODEL
-from benchmarks.engine_models import KV_BYTES, asked, outputs, prompts, write_synthetic
+from benchmarks.engine_models import KV_BYTES, Agreement, Outputs, asked, outputs, prompts, write_synthetic
 from benchmarks.load_model import ONE, QUICK
 from benchmarks.machine import describe
-from benchmarks.programs import ProgramFailed
-from benchmarks.runner import Run
+from benchmarks.programs import ProgramFailed, own_usage
+from benchmarks.runner import Run, in_turn
 from sllm_runtime.worker.engine.choice import backend_of
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.engine import OurEngine
@@ -32,8 +33,10 @@ from sllm_runtime.worker.engine.ours.numerics import EXACT, GPU_EXACT, GPU_FAST,
 
 DEVICE: Final = "cuda:0"
 BATCHES: Final = (1, 8, 32)
-SYSTEMS: Final = ("sllm", "sllm without graphs", "sllm fast", "transformers generate")
+EXACTLY: Final = ("sllm", "sllm without graphs")
+SYSTEMS: Final = (*EXACTLY, "sllm fast", "transformers generate")
 _PROMPT: Final = 64
+Way = Callable[[], Outputs]
 
 
 def measure(run: Run, case: str, directory: Path) -> None:
@@ -73,18 +76,29 @@ def _model(run: Run, case: str, path: Path) -> None:
             "sllm without graphs": _engine(made, GPU_EXACT, _eagerly),
             "sllm fast": _engine(made, GPU_FAST),
         }
-        ways: dict[str, Callable[[], object]] = {
-            name: partial(_ours, core, given, tokens) for name, core in cores.items()
-        }
+        ways: dict[str, Way] = {name: partial(_ours, core, given, tokens) for name, core in cores.items()}
         ways["transformers generate"] = partial(_theirs, module, given, tokens)
-        for number in range(-1, run.rounds):  # kernels are compiled and graphs captured in the first
-            for system, way in ways.items():
-                began = time.perf_counter()
-                way()
-                torch.cuda.synchronize()
-                if number >= 0:
-                    rate = batch * tokens / (time.perf_counter() - began)
-                    run.case(f"{case}_b{batch}", system, "tokens/s").samples.append(round(rate, 1))
+        alternate(run, f"{case}_b{batch}", ways, Agreement(module, given), batch * tokens, torch.cuda.synchronize)
+
+
+def alternate(
+    run: Run,
+    case: str,
+    ways: Mapping[str, Way],
+    agreement: Agreement,
+    counted: int,
+    finished: Callable[[], object],
+) -> None:
+    """Each way in turn, until it is ``finished``; ``counted`` tokens each time."""
+    for number in range(-1, run.rounds):  # kernels are compiled and graphs captured in the first
+        for system, way in in_turn(tuple(ways.items()), max(number, 0)):
+            began, cpu = time.perf_counter(), time.process_time()
+            found = way()
+            finished()
+            took, used = time.perf_counter() - began, time.process_time() - cpu
+            agreement.hold(system, found, rounds=system not in EXACTLY)
+            if number >= 0:
+                run.case(case, system, "tokens/s").take(round(counted / took, 1), used, own_usage().pss_mib)
 
 
 def _engine(made: Decoder, numerics: Numerics, record: Any = None) -> OurEngine:
@@ -97,17 +111,18 @@ def _eagerly(compute: object) -> Any:
     raise RuntimeError("this one is measured without graphs")
 
 
-def _ours(core: OurEngine, given: list[tuple[int, ...]], tokens: int) -> None:
+def _ours(core: OurEngine, given: list[tuple[int, ...]], tokens: int) -> Outputs:
     core.scheduler.pages.drop_cached()
     for number, prompt in enumerate(given):
         core.add(asked(number, prompt, tokens))
-    outputs(core)
+    return outputs(core)
 
 
-def _theirs(module: Any, given: list[tuple[int, ...]], tokens: int) -> None:
+def _theirs(module: Any, given: list[tuple[int, ...]], tokens: int) -> Outputs:
     ids = torch.tensor(given, device=DEVICE)
     with torch.inference_mode():
-        module.generate(
+        found = module.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
             pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
+    return {number: tuple(row[ids.shape[1] :].tolist()) for number, row in enumerate(found)}

@@ -1,8 +1,9 @@
 """The case of ``engine`` over OpenAI's routes: guidellm, a load generator of others, against the whole platform.
 
 Requests of mixed lengths at random times, streamed, one instance with one thread. guidellm measures by itself, from its
-send to the first token and between tokens, so its own processes' time is in the figures; each request has to get as
-many tokens as it asked for.
+send to the first token and between tokens, so its own processes' time is in the figures. Tokens are counted, not
+compared: each request has to get as many as it asked for. Of the requests of a round, of which there are too few for a
+99th percentile, the median and the worst are told. CPU seconds are the platform's, of a round.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any, Final
 
 from benchmarks.cold_cases import CODER, MODEL
 from benchmarks.platform import Platform
-from benchmarks.programs import PEER_ENVIRONMENT, PEERS, Program, ProgramFailed, peers_missing
-from benchmarks.record import percentile
+from benchmarks.programs import PEER_ENVIRONMENT, PEERS, Program, ProgramFailed, Usage, peers_missing
+from benchmarks.record import percentile, tail
 from benchmarks.runner import Run
 
 ROUTES: Final = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -37,8 +38,12 @@ def measure(run: Run, case: str, directory: Path) -> None:
         platform.deploy(CODER, name="coder", cpu=1.0, keep_alive=300.0, max_instances=1)
         platform.stream("coder", {"prompt": "def ", "max_tokens": 4})
         for name, route in ROUTES.items():
-            for told in _rounds(run, platform, route, directory):
-                _take(run, f"{case}_{name}", told)
+            before = platform.program.usage()
+            rounds = _rounds(run, platform, route, directory)
+            after = platform.program.usage()
+            used = Usage((after.cpu_s - before.cpu_s) / len(rounds), after.pss_mib)
+            for told in rounds:
+                _take(run, f"{case}_{name}", told, used)
 
 
 def _absent() -> str:
@@ -61,13 +66,14 @@ def _rounds(run: Run, platform: Platform, route: str, directory: Path) -> list[d
     return found
 
 
-def _take(run: Run, case: str, told: dict[str, Any]) -> None:
+def _take(run: Run, case: str, told: dict[str, Any], used: Usage) -> None:
     if told["totals"]["successful"] != told["totals"]["total"]:
         raise ProgramFailed(f"{case}: not every request succeeded: {told['totals']}")
     if told["tokens"] != told["asked"]:
         raise ProgramFailed(f"{case}: {told['tokens']} tokens came where {told['asked']} were asked for")
     for what in ("ttft", "itl"):
-        for percent in (50, 99):
-            made = run.case(f"{case}_{what}_p{percent}", SYSTEM)
-            made.samples.append(round(percentile(told[f"{what}_ms"], percent), 2))
+        times = told[f"{what}_ms"]
+        for name, value in {"p50": percentile(times, 50), **tail(times)}.items():
+            made = run.case(f"{case}_{what}_{name}", SYSTEM)
+            made.take(round(value, 2), used.cpu_s, used.pss_mib)
             made.notes = f"{RATE:g} requests a second" + ("" if what == "ttft" else "; a request's mean between tokens")

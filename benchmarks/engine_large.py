@@ -1,7 +1,7 @@
 """The case of ``engine`` with a large model: what exact mode costs where reading the weights takes the time.
 
 A synthetic model of 0.5 G parameters (0.16 G in quick runs) in bfloat16. The first request's tokens must be the same in
-every batch of the exact mode.
+every batch of the exact mode, and all tokens of either mode transformers' own, but for rounding.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import ctypes
 import json
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_models import KV_BYTES, asked, outputs, prompts, write_synthetic
+from benchmarks.engine_models import KV_BYTES, Agreement, asked, outputs, prompts, write_synthetic
 from benchmarks.load_model import ONE, QUICK
-from benchmarks.programs import ProgramFailed
+from benchmarks.programs import ProgramFailed, own_usage
 from benchmarks.record import Aim, ratio
-from benchmarks.runner import Run
+from benchmarks.runner import Run, in_turn
 from sllm_loaderd.convert.directory import convert_directory
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, decode_index, partition_name
 from sllm_runtime.worker.engine.choice import Known, recognise
@@ -40,21 +41,26 @@ def measure(run: Run, case: str, directory: Path) -> None:
     if not proof.exact:
         raise ProgramFailed("no level of exactness holds for the large model")
     run.settings[f"{case}_level"] = proof.level
+    module: Any = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.bfloat16)
+    agreements = {
+        batch: Agreement(module.eval(), prompts(batch, _PROMPT, known.decoder.vocabulary)) for batch in BATCHES
+    }
     tokens, first = (8 if run.quick else 32), None
     for number in range(-1, run.rounds):
-        for batch in BATCHES:
-            for system, level in (("sllm", proof.numerics), ("sllm fast", FAST)):
+        for batch, agreement in agreements.items():
+            for system, level in in_turn((("sllm", proof.numerics), ("sllm fast", FAST)), max(number, 0)):
                 core = OurEngine(known.decoder, frozenset(), level, KV_BYTES)
-                for at, prompt in enumerate(prompts(batch, _PROMPT, core.vocabulary)):
+                for at, prompt in enumerate(agreement.prompts):
                     core.add(asked(at, prompt, tokens))
-                began = time.perf_counter()
+                began, cpu = time.perf_counter(), time.process_time()
                 found = outputs(core)
-                took = time.perf_counter() - began
+                took, used = time.perf_counter() - began, time.process_time() - cpu
                 if level is not FAST and found[0] != (first := first or found[0]):
                     raise ProgramFailed("the first request has other tokens beside others than by itself")
+                agreement.hold(system, found, rounds=level is FAST)
                 if number >= 0:
                     made = run.case(f"{case}_b{batch}", system, "tokens/s")
-                    made.samples.append(round(batch * tokens / took, 2))
+                    made.take(round(batch * tokens / took, 2), used, own_usage().pss_mib)
     for batch in BATCHES:
         pair = (run.case(f"{case}_b{batch}", system, "tokens/s") for system in ("sllm", "sllm fast"))
         run.aims.append(Aim(f"{case}_b{batch}: sllm / sllm fast", ratio(*pair, least=run.least), at_least=LEAST))

@@ -13,9 +13,9 @@ from benchmarks.cold_cases import MODEL
 from benchmarks.engine_models import KV_BYTES, asked, prompts, write_synthetic
 from benchmarks.load_model import ONE, QUICK
 from benchmarks.load_node import Node
-from benchmarks.programs import ProgramFailed
+from benchmarks.programs import ProgramFailed, own_usage
 from benchmarks.record import Aim, ratio
-from benchmarks.runner import Run
+from benchmarks.runner import Run, in_turn
 from sllm_loaderd.convert.directory import convert_directory
 from sllm_runtime.protocol.checkpoint import decode_index
 from sllm_runtime.worker import weights
@@ -34,7 +34,8 @@ _TIMEOUT_S: Final = 120.0
 
 def while_loading(run: Run, case: str, directory: Path) -> None:
     """Seconds from asking loaderd for the weights to the first token of a prompt. The weights are in the node's chunk
-    pool and reach the model's memory over a link of 0.5 GB/s (a fake device), block by block."""
+    pool and reach the model's memory over a link of 0.5 GB/s (a fake device), block by block. CPU seconds and memory
+    are of this process, which computes."""
     shape = QUICK if run.quick else ONE
     write_synthetic(directory / "model", shape)
     run.settings[f"{case}_bytes"] = shape.nbytes
@@ -43,13 +44,15 @@ def while_loading(run: Run, case: str, directory: Path) -> None:
         model = node.register(str(directory / "model"))
         token = None
         for number in range(-1, run.rounds):
-            for way in WAYS:
+            for way in in_turn(WAYS, max(number, 0)):
+                cpu = time.process_time()
                 took, found = _once(node, model, way)
+                used = time.process_time() - cpu
                 if found is not None and token not in (None, found):
                     raise ProgramFailed(f"{way}: the first token is {found}, not {token}")
                 token = token if found is None else found
                 if number >= 0:
-                    run.case(case, way, "s").samples.append(round(took, 4))
+                    run.case(case, way, "s").take(round(took, 4), used, own_usage().pss_mib)
     _loading_aims(run, case)
 
 
@@ -113,7 +116,7 @@ def start(run: Run, case: str, directory: Path) -> None:
     proof = ""
     for number in range(-1 - run.rounds, 3 * run.rounds):
         proven = number >= -1
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         tensors = CheckpointTensors(index, memory)
         raw = weights.read_config(files)
         typed = TypedTensors(tensors, weights.compute_dtype("auto", raw, tensors))
@@ -122,20 +125,21 @@ def start(run: Run, case: str, directory: Path) -> None:
             raise ProgramFailed("the demo model is none of ours")
         settings = Settings(KV_BYTES, "demo", proof if proven else "")
         chosen = known.engine(files, raw, settings)
-        engine = time.perf_counter()
+        engine, spent = time.perf_counter(), time.process_time() - cpu
         loop, _ = start_engine(lambda made=chosen: made, files)  # type: ignore[misc]
-        both = time.perf_counter()
+        both, spent_on_both = time.perf_counter(), time.process_time() - cpu
         loop.close()
+        mib = own_usage().pss_mib
         proof = chosen.proof
         if not proven:
             tested = run.case("selftest_demo", "sllm", "s")
             tested.notes = (
                 "the start of an engine without a proof; the first of them is this process's first computation"
             )
-            tested.samples.append(round(engine - began, 3))
+            tested.take(round(engine - began, 3), spent, mib)
         elif number >= 0:
-            run.case(case, "engine", "ms").samples.append(round((engine - began) * 1e3, 2))
-            run.case(case, "engine and tokenizer", "ms").samples.append(round((both - began) * 1e3, 2))
+            run.case(case, "engine", "ms").take(round((engine - began) * 1e3, 2), spent, mib)
+            run.case(case, "engine and tokenizer", "ms").take(round((both - began) * 1e3, 2), spent_on_both, mib)
     found = run.case(case, "engine", "ms")
     run.aims.append(Aim(f"{case}: engine, ms (median)", found.median if len(found.samples) >= run.least else None,
                         at_most=30.0))  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +29,12 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KV_BYTES: Final = 2**29
 _NOISE: Final = 2**22
 _MARGIN: Final = 0.5
+_OF_SPREAD: Final = 0.25
+"""Of a row's standard deviation: rounding explains that a token has a logit so much below the best, and no more than
+``_MARGIN``."""
+Prompts = Sequence[tuple[int, ...]]
+Outputs = Mapping[int, tuple[int, ...]]
+"""Ids by the prompt's place."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +71,59 @@ class Demo:
         """A new one, with an empty cache."""
         return OurEngine(self.known.decoder, frozenset(), self.level if exact else FAST, KV_BYTES)
 
-    def same(
-        self, prompt: tuple[int, ...], ours: tuple[int, ...], theirs: tuple[int, ...], *, rounded: bool = False
-    ) -> None:
-        """Raise ``ProgramFailed`` where greedy outputs differ at a token that rounding does not explain. In float32
-        none does, unless theirs are of a system that ``rounded`` (a KV cache in float16)."""
-        if ours == theirs:
+
+@dataclass
+class Agreement:
+    """What systems say to the same prompts, held against each other and against transformers' logits. What was found
+    right once is not looked at again. Raises ``ProgramFailed`` for anything else."""
+
+    theirs: Any
+    """The model as transformers has it."""
+    prompts: Prompts
+    known: dict[str, Outputs] = field(default_factory=dict)
+
+    def hold(self, system: str, found: Outputs, *, rounds: bool = False) -> None:
+        """The first system's every token has to be transformers' own; the others' are the first one's. Those of a
+        system that ``rounds`` (other kernels, another dtype of sums or of a KV cache) may differ where rounding
+        explains each."""
+        if found == self.known.get(system):
             return
-        at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
-        if at < 0 or (self.dtype is torch.float32 and not rounded):
-            raise ProgramFailed(f"outputs of {len(ours)} and {len(theirs)} tokens differ at {at}")
-        with torch.inference_mode():
-            row = self.theirs(input_ids=torch.tensor([(*prompt, *ours[:at])])).logits[0, -1].float()
-        if (gap := abs(float(row[ours[at]] - row[theirs[at]]))) > _MARGIN:
-            raise ProgramFailed(f"token {at} is {ours[at]}, transformers says {theirs[at]}, {gap:.2f} apart")
+        if not self.known:
+            for at, prompt in enumerate(self.prompts):
+                follows(self.theirs, prompt, found[at])
+        else:
+            right = next(iter(self.known.values()))
+            for at, prompt in enumerate(self.prompts):
+                same(self.theirs, prompt, right[at], found.get(at, ()), rounds=rounds)
+        self.known.setdefault(system, found)
+
+
+def same(theirs: Any, prompt: tuple[int, ...], right: tuple[int, ...], found: tuple[int, ...], *, rounds: bool) -> None:
+    """Raise ``ProgramFailed`` where ``found`` differs from what is right, or, if its system ``rounds``, where rounding
+    does not explain a token of either, from the first that differs to the end."""
+    if found == right:
+        return
+    at = next((n for n, pair in enumerate(zip(right, found, strict=False)) if pair[0] != pair[1]), -1)
+    if not rounds or len(found) != len(right):
+        raise ProgramFailed(f"outputs of {len(right)} and {len(found)} tokens differ at {at}")
+    for ids in (right, found):
+        follows(theirs, prompt, ids, at)
+
+
+def follows(theirs: Any, prompt: tuple[int, ...], ids: tuple[int, ...], begin: int = 0) -> None:
+    """Raise ``ProgramFailed`` if one of ``ids``, from ``begin`` on, is not what transformers takes after those before
+    it, by more than rounding explains."""
+    weights = next(theirs.parameters())
+    with torch.inference_mode():
+        given = torch.tensor([(*prompt, *ids[:-1])], device=weights.device)
+        rows = theirs(input_ids=given).logits[0, len(prompt) - 1 + begin :].float().cpu()
+    said = rows.gather(1, torch.tensor(ids[begin:])[:, None])[:, 0]
+    behind = rows.max(-1).values - said
+    beyond = behind > torch.clamp(_OF_SPREAD * rows.std(-1), max=_MARGIN)
+    if bool(beyond.any()):
+        at = int(beyond.nonzero()[0])
+        other, gap = int(rows[at].argmax()), float(behind[at])
+        raise ProgramFailed(f"token {begin + at} is {ids[begin + at]}, transformers says {other}, {gap:.2g} apart")
 
 
 def converted() -> CheckpointTensors:

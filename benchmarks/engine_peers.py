@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from benchmarks import gguf_model
 from benchmarks.cold_cases import MODEL
+from benchmarks.engine_models import Outputs
 from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, peers_missing
-from benchmarks.record import Case
 from benchmarks.runner import Run
 
 LLAMA: Final = "llama.cpp"
@@ -28,6 +28,8 @@ _VLLM_ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """One thread, its engine in this process, 1 GiB of KV cache."""
+_LLAMA_NOTES: Final = "its wheel's kernels are AVX2's; KV in float16, as it has it by itself"
+_VLLM_NOTES: Final = "nothing is compiled (enforce_eager), which takes minutes; no prefix cache"
 _READY_S: Final = 180.0
 _ANSWER_S: Final = 300.0
 _SPARE: Final = 128
@@ -36,73 +38,76 @@ _SPARE: Final = 128
 
 @dataclass(frozen=True)
 class Answer:
-    """Of all prompts together. ``seconds`` and ``cpu_s`` are the peer's own count, without the way to it."""
+    """Of all prompts together. ``seconds`` and ``cpu_s`` are the peer's own count, without the way to it; ``mib`` is
+    its memory then."""
 
     seconds: float
     cpu_s: float
-    outputs: dict[int, tuple[int, ...]]
+    mib: float
+    outputs: Outputs
+
+
+@dataclass(frozen=True)
+class Absent:
+    """One that cannot run."""
+
+    name: str
+    reason: str
 
 
 class Peer:
-    """One that runs. It has ended for good when ``ask`` raises ``ProgramFailed``."""
+    """One that runs. It has ended for good when ``ask`` raises ``ProgramFailed``. ``notes``: how it was set up."""
 
-    def __init__(self, name: str, program: Program) -> None:
-        self.name = name
+    def __init__(self, name: str, program: Program, notes: str) -> None:
+        self.name, self.notes = name, notes
         self._program = program
 
     def ask(self, prompts: list[tuple[int, ...]], tokens: int) -> Answer:
         """Exactly ``tokens`` greedy ids for each prompt."""
         self._program.say({"prompts": prompts, "tokens": tokens})
         told = self._program.hear(_ANSWER_S)
-        return Answer(told["seconds"], told["cpu_s"], dict(enumerate(map(tuple, told["outputs"]))))
-
-
-def _ready(made: Case, peer: Program) -> bool:
-    """Whether it says that it is; else its case says why it was not run."""
-    try:
-        peer.hear(_READY_S)
-    except ProgramFailed as error:
-        made.not_run = str(error)[:300]
-        return False
-    return True
+        mib = self._program.usage().pss_mib
+        return Answer(told["seconds"], told["cpu_s"], mib, dict(enumerate(map(tuple, told["outputs"]))))
 
 
 @contextlib.contextmanager
-def llama(run: Run, case: str, dtype: str, batch: int, length: int) -> Iterator[list[Peer]]:
-    """llama.cpp with the demo model in ``dtype``, ``batch`` sequences of ``length`` tokens at once; nobody, and the
-    reason in the record, where it cannot run."""
-    made = run.case(case, LLAMA, "tokens/s")
+def _started(name: str, argv: Sequence[str], log: Path, env: Mapping[str, str], notes: str) -> Iterator[Peer | Absent]:
+    """It, once it is ready."""
+    with contextlib.ExitStack() as stack:
+        try:
+            program = stack.enter_context(Program(argv, log, env=env))
+            program.hear(_READY_S)
+        except ProgramFailed as error:
+            yield Absent(name, str(error)[:300])
+            return
+        yield Peer(name, program, notes)
+
+
+@contextlib.contextmanager
+def llama(dtype: str, batch: int, length: int) -> Iterator[Peer | Absent]:
+    """llama.cpp with the demo model in ``dtype``, ``batch`` sequences of ``length`` tokens at once."""
     if why := peers_missing():
-        made.not_run = why
-        yield []
+        yield Absent(LLAMA, why)
         return
-    with tempfile.TemporaryDirectory(prefix="bl-") as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="bl-") as name:
         file = Path(name) / "model.gguf"
         gguf_model.write(MODEL, file, dtype)
         order = {"file": str(file), "slots": batch, "context": length + _SPARE}
         argv = (str(PEERS / "python"), str(Path(__file__).parent / "peers" / "llama_cpp.py"), json.dumps(order))
-        peer = stack.enter_context(Program(argv, Path(name) / "log", env=PEER_ENVIRONMENT))
-        if not _ready(made, peer):
-            yield []
-            return
-        made.notes = "its wheel's kernels are AVX2's; KV in float16, as it has it by itself"
-        yield [Peer(LLAMA, peer)]
+        with _started(LLAMA, argv, Path(name) / "log", PEER_ENVIRONMENT, _LLAMA_NOTES) as peer:
+            yield peer
 
 
 @contextlib.contextmanager
-def vllm(run: Run, case: str, dtype: str, batch: int, length: int) -> Iterator[list[Peer]]:
+def vllm(run: Run, dtype: str, batch: int, length: int) -> Iterator[Peer | Absent]:
     """vLLM's CPU build with the demo model in ``dtype``, up to ``batch`` sequences of ``length`` tokens at once, for
-    several cases; nobody, and the reason in the record, where it cannot run."""
-    made = run.case(case, VLLM, "tokens/s")
+    several cases."""
     if run.quick or not _VLLM_PYTHON.exists():
-        made.not_run = "left out with --quick" if run.quick else "no .venv-vllm; `make bench-vllm` makes it"
-        yield []
+        yield Absent(VLLM, "left out with --quick" if run.quick else "no .venv-vllm; `make bench-vllm` makes it")
         return
-    with tempfile.TemporaryDirectory(prefix="bv-") as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="bv-") as name:
         order = {"model": str(MODEL), "dtype": dtype, "slots": batch, "context": length + _SPARE}
         argv = (str(_VLLM_PYTHON), str(Path(__file__).parent / "peers" / "vllm_greedy.py"), json.dumps(order))
-        peer = stack.enter_context(Program(argv, Path(name) / "log", env={**PEER_ENVIRONMENT, **_VLLM_ENVIRONMENT}))
-        if not _ready(made, peer):
-            yield []
-            return
-        yield [Peer(VLLM, peer)]
+        env = {**PEER_ENVIRONMENT, **_VLLM_ENVIRONMENT}
+        with _started(VLLM, argv, Path(name) / "log", env, _VLLM_NOTES) as peer:
+            yield peer

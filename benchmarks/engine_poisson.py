@@ -1,7 +1,10 @@
-"""The case of ``engine`` under load: requests of mixed lengths at random times, beside static batching by transformers.
+"""The case of ``engine`` under load: requests of mixed lengths at random times, beside transformers' continuous
+batching and static batches.
 
-First token: from a request's arrival. Time between tokens: between two of the same request. Static batching takes all
-that wait (16 at most) once the batch before is over, pads them, and generates until the longest is done.
+First token: from a request's arrival. Time between tokens: between two of the same request. Continuous batching is
+transformers' own, in a thread of its own, which tells when each token was made. Static batching takes all that wait (16
+at most) once the batch before is over, pads them, and generates until the longest is done. All tokens are compared. Of
+a round's requests, of which there are too few for a 99th percentile, the median and the worst are told.
 """
 
 from __future__ import annotations
@@ -14,28 +17,34 @@ from typing import Any, Final
 import numpy as np
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.engine_models import Demo, asked, outputs, prompts
-from benchmarks.programs import ProgramFailed
-from benchmarks.record import Aim, percentile, ratio
-from benchmarks.runner import Run
+from benchmarks.engine_models import Demo, asked, outputs, prompts, same
+from benchmarks.programs import ProgramFailed, own_usage
+from benchmarks.record import TAIL, Aim, percentile, ratio, tail
+from benchmarks.runner import Run, in_turn
 
 BATCH: Final = 16
 LOAD: Final = 0.5
 """Of the tokens a second that our engine makes of all requests at once."""
 STATIC: Final = "transformers, static batches"
+CONTINUOUS: Final = "transformers continuous batching"
 _PROMPT: Final = (16, 256)
 _OUTPUT: Final = (8, 96)
+_BLOCKS: Final = 64
+"""Of KV: by itself it takes 90 % of the memory."""
+_WAIT_S: Final = 60.0
 
 
 @dataclass
 class Asked:
-    """One request: when it comes (seconds from the start), what it is, and when each of its tokens came."""
+    """One request: when it comes (seconds from the start), what it is, its tokens and when each came."""
 
     at: float
     prompt: tuple[int, ...]
     tokens: int
     came: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
 
 
 def workload(count: int, rate: float, vocabulary: int, seed: int = 1) -> list[Asked]:
@@ -49,7 +58,7 @@ def workload(count: int, rate: float, vocabulary: int, seed: int = 1) -> list[As
 
 
 def measure(run: Run, case: str, demo: Demo) -> None:
-    """Both systems on the same requests, in turn."""
+    """All systems on the same requests, in turn."""
     count, vocabulary = (12 if run.quick else 60), demo.known.decoder.vocabulary
     at_once = workload(count, 1e9, vocabulary)
     began = time.perf_counter()
@@ -62,28 +71,32 @@ def measure(run: Run, case: str, demo: Demo) -> None:
     run.settings[f"{case}_requests_per_s"] = round(rate, 3)
     run.settings[f"{case}_tokens"] = total
     for number in range(run.rounds):
-        for system, serve in (("sllm", _ours), (STATIC, _static)):
-            done = workload(count, rate, vocabulary, seed=number)
+        told: dict[str, list[Asked]] = {}
+        for system, serve in in_turn((("sllm", _ours), (CONTINUOUS, _continuous), (STATIC, _static)), number):
+            done = told[system] = workload(count, rate, vocabulary, seed=number)
+            cpu = time.process_time()
             serve(demo, done)
-            _take(run, case, system, done)
-    for what in ("ttft", "tbt"):
-        for percent in (50, 99):
-            pair = [run.case(f"{case}_{what}_p{percent}", system) for system in (STATIC, "sllm")]
-            aim = f"{case}_{what}_p{percent}: {STATIC} / sllm"
-            if what == "ttft":
-                run.aims.append(Aim(aim, ratio(*pair, least=run.least), at_least=1.0))
+            _take(run, case, system, done, time.process_time() - cpu)
+        for system in (CONTINUOUS, STATIC):
+            for ours, theirs in zip(told["sllm"], told[system], strict=True):
+                same(demo.theirs, ours.prompt, tuple(ours.ids), tuple(theirs.ids), rounds=True)
+    for name in ("p50", "p99" if count >= TAIL else "max"):
+        for other in (CONTINUOUS, STATIC):
+            pair = [run.case(f"{case}_ttft_{name}", system) for system in (other, "sllm")]
+            aim = f"{case}_ttft_{name}: {other} / sllm"
+            run.aims.append(Aim(aim, ratio(*pair, least=run.least), at_least=1.0))
 
 
-def _take(run: Run, case: str, system: str, done: Sequence[Asked]) -> None:
-    """Percentiles over all requests of one round, each a sample. Raises ``ProgramFailed`` if a token is missing."""
-    if any(len(each.came) != each.tokens for each in done):
+def _take(run: Run, case: str, system: str, done: Sequence[Asked], cpu_s: float) -> None:
+    """Figures over all requests of one round, each a sample. Raises ``ProgramFailed`` if a token is missing."""
+    if any(len(each.came) != each.tokens or len(each.ids) != each.tokens for each in done):
         raise ProgramFailed(f"{system} did not give each request all its tokens")
+    mib = own_usage().pss_mib
     first = [(each.came[0] - each.at) * 1e3 for each in done]
     between = [(b - a) * 1e3 for each in done for a, b in zip(each.came, each.came[1:], strict=False)]
     for what, times in (("ttft", first), ("tbt", between)):
-        for percent in (50, 99):
-            made = run.case(f"{case}_{what}_p{percent}", system)
-            made.samples.append(round(percentile(times, percent), 2))
+        for name, value in {"p50": percentile(times, 50), **tail(times)}.items():
+            run.case(f"{case}_{what}_{name}", system).take(round(value, 2), cpu_s, mib)
 
 
 def _ours(demo: Demo, requests: Sequence[Asked]) -> None:
@@ -102,6 +115,31 @@ def _ours(demo: Demo, requests: Sequence[Asked]) -> None:
             if event.error is not None:
                 raise event.error
             requests[event.request].came += [now] * len(event.ids)
+            requests[event.request].ids += event.ids
+
+
+def _continuous(demo: Demo, requests: Sequence[Asked]) -> None:
+    settings: Any = GenerationConfig(max_new_tokens=_OUTPUT[1], do_sample=False, pad_token_id=0, eos_token_id=-1)  # type: ignore[no-untyped-call]
+    serving = demo.theirs.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(num_blocks=_BLOCKS)
+    )
+    with serving as manager:
+        began = time.perf_counter()
+        for number, each in enumerate(requests):
+            time.sleep(max(0.0, began + each.at - time.perf_counter()))
+            manager.add_request(
+                list(each.prompt), request_id=str(number), max_new_tokens=each.tokens, record_timestamps=True
+            )
+        left = len(requests)
+        while left:
+            found = manager.get_result(timeout=_WAIT_S)
+            if found is None or found.error:
+                raise ProgramFailed(f"{CONTINUOUS}: {found.error if found else 'nothing more comes'}")
+            if found.is_finished():
+                left -= 1
+                each = requests[int(found.request_id)]
+                each.ids = list(found.generated_tokens)
+                each.came = [at - began for at in found.timestamps]
 
 
 def _static(demo: Demo, requests: Sequence[Asked]) -> None:
@@ -132,6 +170,8 @@ def _batch(demo: Demo, batch: Sequence[Asked], began: float) -> None:
         max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=0, eos_token_id=None
     )
     with torch.inference_mode():
-        demo.theirs.generate(
+        found = demo.theirs.generate(
             ids, attention_mask=mask, generation_config=settings, stopping_criteria=StoppingCriteriaList([came])
         )
+    for row, each in zip(found, batch, strict=True):
+        each.ids = row[longest : longest + each.tokens].tolist()

@@ -1,7 +1,8 @@
 """The cases of ``engine`` with layers in several processes: what a hand-over costs, tokens/s of one and of two.
 
-Every process computes with one thread. A pipeline's tokens are compared with those of one process. Also the program
-that is a stage: ``python -m benchmarks.engine_stages LOW HIGH BEFORE BEHIND``; without layers (LOW = HIGH) it sends
+Every process computes with one thread. A pipeline's tokens are compared with those of one process. CPU seconds, added
+up, and memory are of all processes that are there, those of the engines that wait included. Also the program that is a
+stage: ``python -m benchmarks.engine_stages LOW HIGH BEFORE BEHIND``; without layers (LOW = HIGH) it sends
 back what comes.
 """
 
@@ -18,13 +19,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
+import psutil
 import torch
 
 from benchmarks.cold_cases import MODEL
 from benchmarks.engine_models import asked, converted, prompts
-from benchmarks.programs import ProgramFailed
+from benchmarks.programs import ProgramFailed, Usage, usage
 from benchmarks.record import Aim, percentile
-from benchmarks.runner import Run
+from benchmarks.runner import Run, in_turn
 from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.protocol.stages import Hello, LayerRange, Part, Step
 from sllm_runtime.worker.engine.choice import recognise
@@ -109,6 +111,12 @@ def generate(core: OurEngine, batch: int) -> tuple[float, list[tuple[int, ...]]]
     return time.perf_counter() - began, [tuple(each) for each in ids]
 
 
+def of_all() -> Usage:
+    """Of this process and of those that it has started."""
+    own = psutil.Process()
+    return usage([own, *own.children(recursive=True)])
+
+
 def measure(run: Run, cases: Sequence[str]) -> None:
     """The cases of ``CASES`` that are asked for, alternating."""
     if "stages_hand_over" in cases:
@@ -143,7 +151,8 @@ def _round_trips(run: Run) -> None:
             rows = torch.zeros(4, ECHO.hidden, dtype=torch.bfloat16)
             trips = TRIPS // 10 if run.quick else TRIPS
             for number in range(1, run.rounds + 1):
-                took = [_round_trip(edges, step, rows) for step in range((number - 1) * trips, number * trips)]
+                with run.spending(of_all, case):
+                    took = [_round_trip(edges, step, rows) for step in range((number - 1) * trips, number * trips)]
                 case.samples.append(round(statistics.median(took) * 500, 4))
                 case.extra = {"p99_ms": round(percentile(took, 99) * 500, 4)}
     value = case.median if len(case.samples) >= run.least else None
@@ -173,10 +182,12 @@ def _hand_over(run: Run, cores: dict[int, OurEngine]) -> None:
     case = "stages_hand_over"
     for number in range(run.rounds + 1):
         took: dict[int, float] = {}
-        for count, core in cores.items():
-            took[count] = _checked(core, 1, cores) * 1000 / (TOKENS - 1)
-            if number:  # the first round warms up
-                run.case(case, _name(count), "ms/token").samples.append(round(took[count], 4))
+        for count, core in in_turn(tuple(cores.items()), number):
+            counted = [run.case(case, _name(count), "ms/token")] if number else []  # the first round warms up
+            with run.spending(of_all, *counted):
+                took[count] = _checked(core, 1, cores) * 1000 / (TOKENS - 1)
+            for made in counted:
+                made.samples.append(round(took[count], 4))
         for count in (2, 3) if number else ():
             added = run.case(case, f"added by {count} stages", "ms/token")
             added.samples.append(round(took[count] - took[1], 4))
@@ -190,10 +201,11 @@ def _throughput(run: Run, cores: dict[int, OurEngine]) -> None:
     """Tokens/s of several requests: stages compute several steps at once."""
     for number in range(run.rounds + 1):
         for batch in (1, 8, 16):
-            for count in (1, 2):
-                seconds = _checked(cores[count], batch, cores)
-                if number:
-                    case = run.case(f"stages_throughput_b{batch}", _name(count), "tokens/s")
+            for count in in_turn((1, 2), number):
+                counted = [run.case(f"stages_throughput_b{batch}", _name(count), "tokens/s")] if number else []
+                with run.spending(of_all, *counted):
+                    seconds = _checked(cores[count], batch, cores)
+                for case in counted:
                     case.samples.append(round(batch * (TOKENS - 1) / seconds, 1))
 
 

@@ -19,7 +19,6 @@ from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, percentile
 from benchmarks.runner import Run
-from sllm_loaderd.client import LoaderControl
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, START_STAGES, WEIGHTS, Span
 
@@ -126,7 +125,7 @@ def forget(platform: Platform, names: Sequence[str], *, dram: bool) -> None:
     platform.until_cold(*names)
     if dram:
         return
-    asyncio.run(_evict(platform))
+    asyncio.run(cold_gigabyte.evict(platform))
     for folder, _, files in os.walk(platform.data):  # which passes over a sandbox's directory that goes meanwhile
         if PARTITION in files:
             page_cache.drop(Path(folder, PARTITION))
@@ -135,12 +134,6 @@ def forget(platform: Platform, names: Sequence[str], *, dram: bool) -> None:
         if time.monotonic() > until:
             raise ProgramFailed(f"the controller does not see after {SEEN_S:g} s that the models have left the memory")
         time.sleep(_LOOK_S)
-
-
-async def _evict(platform: Platform) -> None:
-    async with LoaderControl(platform.loader_socket()) as loader:
-        for digest in await loader.models():
-            await loader.evict(digest)
 
 
 # --- sums ---------------------------------------------------------------------------------------------

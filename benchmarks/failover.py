@@ -33,7 +33,7 @@ from benchmarks import failover_streams
 from benchmarks.chaos_faults import leader_of
 from benchmarks.platform import Platform
 from benchmarks.programs import ROOT, ProgramFailed
-from benchmarks.record import Aim, Case, percentile
+from benchmarks.record import Aim, Case, none_of
 from benchmarks.runner import Run, main
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.running import read_running
@@ -111,14 +111,12 @@ def _faults(run: Run, platform: Platform, case: str, cold: Sequence[str]) -> Non
 def judge(run: Run, found: Case, broken: int, failed: Sequence[str]) -> None:
     """The aims of a case."""
     found.extra |= {"streams_interrupted": broken, "calls_failed": len(failed)}
-    if found.samples:
-        found.extra["p99_ms"] = percentile(found.samples, 99)
     if failed:
         found.notes = f"the first call that failed: {failed[0]}"
     longest = max(found.samples) if len(found.samples) >= run.least else None
     run.aims.append(Aim(f"{found.case}: longest interruption of acquire, ms", longest, at_most=3000.0))
-    run.aims.append(Aim(f"{found.case}: streams interrupted", float(broken), at_most=0.0))
-    run.aims.append(Aim(f"{found.case}: calls failed", float(len(failed)), at_most=0.0))
+    for what, count in {"streams interrupted": broken, "calls failed": len(failed)}.items():
+        run.aims.append(none_of(f"{found.case}: {what}", count, of=len(found.samples), least=run.least))
 
 
 def _streamed(platform: Platform) -> bool:
@@ -165,7 +163,9 @@ def _controllers(platform: Platform) -> dict[str, int]:
 
 def _fault(platform: Platform, number: signal.Signals) -> float:
     """Strike the leader, and wait until what follows is over: when it was struck."""
-    pid = _controllers(platform)[leader_of(platform)]
+    leader = leader_of(platform)
+    if (pid := _controllers(platform).get(leader)) is None:
+        raise ProgramFailed(f"{leader}, which led, has ended by itself")
     with platform.program.starting_nothing():
         at = time.monotonic()
         os.kill(pid, number)

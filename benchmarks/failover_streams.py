@@ -32,7 +32,7 @@ from benchmarks.heard import Heard, Sums
 from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
-from benchmarks.record import Aim, Case, percentile
+from benchmarks.record import Case, none_of
 from benchmarks.runner import Run
 
 STREAMS: Final = ("worker", "node", "gateway", "jetstream")
@@ -138,10 +138,8 @@ def _case(
 def judge(run: Run, found: Case, sums: Sums) -> None:
     """The zero aims of a case: of every stream that was struck, those that broke off too."""
     found.extra |= {"tokens": sums.events, "wrong": sums.wrong, "broken": sums.broken}
-    if found.samples:
-        found.extra["p99"] = percentile(found.samples, 99)
-    run.aims.append(Aim(f"{found.case}: tokens lost, repeated or changed", float(sums.wrong), at_most=0.0))
-    run.aims.append(Aim(f"{found.case}: streams broken off", float(sums.broken), at_most=0.0))
+    for what, count in {"tokens lost, repeated or changed": sums.wrong, "streams broken off": sums.broken}.items():
+        run.aims.append(none_of(f"{found.case}: {what}", count, of=sums.streams, least=run.least))
 
 
 def _gap(place: Place, case: str, gateways: Sequence[str], strike: Callable[[], None], sums: Sums) -> float | None:

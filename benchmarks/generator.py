@@ -19,6 +19,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from benchmarks.record import percentile
+
 TOKEN = re.compile(rb"t(\d+)@(\d+)\.")
 _RECEIVE = 1 << 16
 _CONNECT_S = 30.0
@@ -187,9 +189,8 @@ def _judge(load: Load, streams: Sequence[Stream], outcome: Outcome) -> None:
         else:
             outcome.completed += 1
     if delays:
-        delays.sort()
-        outcome.delay_p50_ms, outcome.delay_max_ms = delays[len(delays) // 2], delays[-1]
-        outcome.delay_p99_ms = delays[min(len(delays) - 1, int(len(delays) * 0.99))]
+        outcome.delay_p50_ms, outcome.delay_p99_ms = percentile(delays, 50), percentile(delays, 99)
+        outcome.delay_max_ms = max(delays)
 
 
 def arrivals(pieces: Sequence[tuple[int, bytes]]) -> list[tuple[int, int, int]]:

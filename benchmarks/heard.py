@@ -49,7 +49,9 @@ class Heard:
     @property
     def usual(self) -> float:
         """The mean gap (events that came together have none between them, so a median says nothing), but for those in
-        which the call was made anew."""
+        which the call was made anew; 0: none is known."""
+        if len(self.times) < 2:
+            return 0.0
         without = sum(self.times[at] - self.times[at - 1] for at in self.anew)
         return (self.times[-1] - self.times[0] - without) / max(1, len(self.times) - 1 - len(self.anew))
 
@@ -106,13 +108,24 @@ def understand(heard: Heard) -> None:
         heard.moves = moves(heard, comment)
 
 
+def untouched(heard: Sequence[Heard], windows: Sequence[Window]) -> list[Heard]:
+    """Whole streams of more than one event that no window came upon."""
+    return [
+        each
+        for each in heard
+        if each.usual > 0.0
+        and not each.error
+        and not any(window.begin <= each.times[-1] and each.times[0] <= window.end for window in windows)
+    ]
+
+
 def longest(heard: Heard, windows: Sequence[Window]) -> list[float]:
-    """The longest gap in each window that this stream ran through, in its mean intervals."""
+    """Seconds of the longest gap in each window that this stream ran through."""
     gaps = list(itertools.pairwise(heard.times))
     inside = [[b - a for a, b in gaps if b >= window.begin and a <= window.end] for window in windows]
     through = [found for window, found in zip(windows, inside, strict=True) if found and heard.times[-1] > window.end]
     # One that broke off at once may have nothing but events that came together.
-    return [max(found) / heard.usual for found in through if heard.usual > 0.0]
+    return [max(found) for found in through if heard.usual > 0.0]
 
 
 def around(at: float, interval: float) -> Window:
@@ -122,9 +135,7 @@ def around(at: float, interval: float) -> Window:
 
 
 def pauses(heard: Heard) -> list[float]:
-    """The longest gap ``around`` each moment at which it went over, in its mean intervals."""
-    if len(heard.times) < 2:
-        return []
+    """Seconds of the longest gap ``around`` each moment at which it went over."""
     return longest(heard, [around(at, heard.usual) for at in heard.moves])
 
 

@@ -92,7 +92,7 @@ def _on_file(directory: Path, attempt: Callable[[Path], str]) -> str:
 
 
 def _direct(file: Path) -> str:
-    page_cache.direct_read_s(file, 1, _SIZE)
+    page_cache.direct_read(file, 1, _SIZE)
     return YES
 
 

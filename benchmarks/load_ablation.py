@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import ONE
-from benchmarks.load_reference import huge_read_s, huge_threads
-from benchmarks.load_ssd import HUGE, Mine, empty, same
+from benchmarks.load_reference import fastest
+from benchmarks.load_ssd import HUGE, Mine, rounds
 from benchmarks.machine import describe
+from benchmarks.page_cache import direct_read, empty
+from benchmarks.record import Case
 
 CASE: Final = "ablation"
 LINK: Final = "2GB/s"
@@ -53,18 +57,21 @@ def measure(bench: Bench, case: str) -> None:
             node = stack.enter_context(bench.node(name, stored, room=nbytes, **flags))
             loader = bench.programs.ours(node, stored.model, device=device)
             rivals[step] = Mine(node, stored.model, loader, stored.partition)
-            same(step, loader.load(checkpoint.names).digest, checkpoint.digest)
-            node.until_free()
+            rivals[step].compared(checkpoint, step)
+        turns = [functools.partial(_cold, run.case(case, step, "GB/s"), mine, nbytes) for step, mine in rivals.items()]
+        read = fastest(stored.partition)
         limit = run.case(case, HUGE, "GB/s")
-        threads = limit.extra["threads"] = huge_threads(stored.partition)
-        for number in range(run.rounds):
-            run.note(f"{case}: round {number + 1} of {run.rounds}")
-            empty(stored.partition)
-            limit.samples.append(round(nbytes / 1e9 / huge_read_s(stored.partition, threads), 4))
-            turns = list(rivals.items())
-            first = number % len(turns)
-            for step, mine in (*turns[first:], *turns[:first]):
-                one, made = run.case(case, step, "GB/s"), mine.cold()
-                one.samples.append(round(nbytes / 1e9 / made.loaded_s, 4))
-                one.cpu_s = round(made.loaded_cpu_s + made.daemon_cpu_s, 4)
-                one.peak_rss_mib = round(made.peak_rss_mib, 1)
+        limit.extra["threads"], limit.extra["block"] = read
+        rounds(run, case, [lambda: _limit(limit, stored.partition, read, nbytes), *turns])
+
+
+def _limit(case: Case, partition: Path, read: tuple[int, int], nbytes: int) -> None:
+    empty(partition)
+    made = direct_read(partition, *read)
+    case.take(round(nbytes / 1e9 / made.seconds, 4), made.cpu_s, made.mib)
+
+
+def _cold(case: Case, mine: Mine, nbytes: int) -> None:
+    made = mine.cold()
+    rate = round(nbytes / 1e9 / made.loaded_s, 4)
+    case.take(rate, made.loaded_cpu_s + made.daemon_cpu_s, made.peak_rss_mib)

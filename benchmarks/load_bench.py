@@ -120,14 +120,18 @@ class Bench:
     def on_cores(self, count: int) -> Iterator[None]:
         """Programs that run and what is started meanwhile use that many cores, as with taskset, or as many as there
         are."""
-        before, pids = usable_cores(), [0, *self.programs.pids]
-        for pid in pids:
-            os.sched_setaffinity(pid, before[:count])
+        before = usable_cores()
         try:
+            self._use(before[:count])
             yield
         finally:
-            for pid in [0, *self.programs.pids]:
-                os.sched_setaffinity(pid, before)
+            self._use(before)
+
+    def _use(self, cores: list[int]) -> None:
+        os.sched_setaffinity(0, cores)
+        for pid in self.programs.pids:
+            with contextlib.suppress(ProcessLookupError):  # it ends meanwhile
+                os.sched_setaffinity(pid, cores)
 
 
 def free_bytes(directory: Path) -> int:

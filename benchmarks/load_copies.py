@@ -20,21 +20,12 @@ import msgspec
 
 from benchmarks.load_bench import Bench, Converted, free_bytes, names_in
 from benchmarks.load_model import ONE, QUICK, Checkpoint, Shape
-from benchmarks.load_reference import disk_system, huge_threads
-from benchmarks.load_ssd import (
-    HUGE,
-    Competitor,
-    add_ours,
-    empty,
-    huge_reference,
-    near,
-    reference,
-    same,
-    ssd_aims,
-    start,
-)
+from benchmarks.load_reference import Read, limits, reference
+from benchmarks.load_ssd import Competitor, add_ours, near, same, ssd_aims, start
 from benchmarks.load_systems import Peer, take
-from benchmarks.runner import Run
+from benchmarks.page_cache import empty
+from benchmarks.record import Case
+from benchmarks.runner import Run, in_turn
 from sllm_loaderd.files import chunk_digest
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, decode_index, encode_index, index_digest, partition_name
 
@@ -76,8 +67,8 @@ def measure(bench: Bench, case: str, peers: Sequence[Peer], like: str) -> None:
                 same("sllm", made.digest, copy.digest)
                 add_ours(run, case, made)
 
-            turns: list[Callable[[Copy], None]] = [mine, *_limits(run, case, stored)]
-            turns += _peers(bench, case, checkpoint, near(run, case, peers, like))
+            turns: list[Callable[[Copy], None]] = [mine, *_limits(run, case)]
+            turns += _peers(bench, case, checkpoint, peers, like)
             _rounds(run, case, copies, turns)
     finally:
         shutil.rmtree(home)  # of all cases it takes the most room
@@ -89,23 +80,25 @@ def size(free: int, count: int) -> Shape:
     return ONE if 2 * count * ONE.nbytes <= free * _SHARE else QUICK
 
 
-def _limits(run: Run, case: str, stored: Converted) -> list[Callable[[Copy], None]]:
-    """The disk's, on the copies' own files, of which nothing is read before: how many threads is tried on another."""
-    fio, huge = run.case(case, disk_system(), "s"), run.case(case, HUGE, "s")
-    huge.extra["threads"] = huge_threads(stored.partition)
-    return [
-        lambda copy: reference(fio, copy.stored.partition, primed=False),
-        lambda copy: huge_reference(huge, copy.stored.partition, primed=False),
-    ]
+def _limits(run: Run, case: str) -> list[Callable[[Copy], None]]:
+    """The disk's, on the copies' own files, of which nothing is read before."""
+    return [functools.partial(_limit, run.case(case, system, "s"), read) for system, read in limits().items()]
 
 
-def _peers(bench: Bench, case: str, checkpoint: Checkpoint, peers: Sequence[Peer]) -> list[Callable[[Copy], None]]:
-    """Those that read safetensors, which the copies are."""
+def _limit(case: Case, read: Read, copy: Copy) -> None:
+    reference(case, read, copy.stored.partition, primed=False)
+
+
+def _peers(
+    bench: Bench, case: str, checkpoint: Checkpoint, peers: Sequence[Peer], like: str
+) -> list[Callable[[Copy], None]]:
+    """Those that read safetensors, which the copies are: of them, and not of all peers, the fastest are measured."""
     able = [each for each in peers if each.reads == checkpoint.file]
     for each in peers:
         if each not in able:
             bench.run.case(case, each.name, "s").not_run = f"reads {each.reads}, of which no copies are made"
-    return [functools.partial(_peer, rival, checkpoint) for rival in start(bench, case, checkpoint, able)]
+    chosen = near(bench.run, case, able, like)
+    return [functools.partial(_peer, rival, checkpoint) for rival in start(bench, case, checkpoint, chosen)]
 
 
 def _peer(rival: Competitor, checkpoint: Checkpoint, copy: Copy) -> None:
@@ -121,7 +114,7 @@ def _rounds(run: Run, case: str, copies: list[Copy], turns: list[Callable[[Copy]
     for number in range(len(copies)):
         if number % 5 == 0:
             run.note(f"{case}: copy {number + 1} of {len(copies)}")
-        for turn, order in zip(turns, orders, strict=True):
+        for turn, order in in_turn(list(zip(turns, orders, strict=True)), number):
             turn(order[number])
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import TWO_AND_A_HALF
 from benchmarks.load_node import Node
-from benchmarks.load_ssd import same
+from benchmarks.load_ssd import rounds, same
 from benchmarks.load_systems import Loader, take
 from benchmarks.record import Aim, ratio
 from benchmarks.runner import Run
@@ -42,7 +42,7 @@ def large(bench: Bench, case: str) -> None:
 
 def read_once(bench: Bench, case: str, *, huge: bool) -> None:
     """The big checkpoint, bound and every byte read once, on pages of 2 MiB or of 4 KiB."""
-    with _second_start(bench, case, huge=huge) as (node, loader):
+    with _second_start(bench, case, huge=huge, read_all=True) as (node, loader):
         given = node.status().pool.huge_pages
         if huge and not given:
             bench.run.case(case, "sllm", "s").not_run = "this kernel gives no pages of 2 MiB to shared memory"
@@ -56,13 +56,13 @@ def _pages(huge: bool) -> str:
 
 
 @contextlib.contextmanager
-def _second_start(bench: Bench, case: str, *, huge: bool) -> Iterator[tuple[Node, Loader]]:
-    """A node whose pool has the model, and a client for it."""
+def _second_start(bench: Bench, case: str, *, huge: bool, read_all: bool = False) -> Iterator[tuple[Node, Loader]]:
+    """A node whose pool has the model, and a client for it, whose loads will be as the one that is compared here."""
     checkpoint = bench.checkpoint(case, TWO_AND_A_HALF)
     stored = bench.converted(checkpoint)
     with bench.node(case, stored, room=checkpoint.nbytes, huge_pages=str(huge).lower()) as node:
         loader = bench.programs.ours(node, stored.model)
-        same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
+        same("sllm", loader.load(checkpoint.names, read_all=read_all).digest, checkpoint.digest)
         yield node, loader
 
 
@@ -81,9 +81,11 @@ def _bound(run: Run, case: str, loader: Loader, *, at_most_ms: float) -> None:
 def _read_once(run: Run, case: str, loader: Loader, *, judged: bool) -> None:
     """Bound and every byte read once, beside reading a mapping of the same bytes whose page tables are complete."""
     mine, populated = run.case(case, "sllm", "s"), run.case(case, "populated mapping", "s")
-    for _ in range(_READS * run.rounds):
-        take(mine, loader.load(read_all=True))
-        take(populated, loader.load(read_all=True, populated=True))
+    turns = [
+        lambda: take(mine, loader.load(read_all=True)),
+        lambda: take(populated, loader.load(read_all=True, populated=True)),
+    ]
+    rounds(run, case, turns, each=_READS)
     if judged:  # 4 KiB pages are reported beside those of 2 MiB, on which it is judged
         aim = f"{case}: sllm / populated mapping"
         run.aims.append(Aim(aim, ratio(mine, populated, least=run.least), at_most=READ_AIM))

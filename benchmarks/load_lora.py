@@ -8,7 +8,7 @@ from typing import Final
 
 from benchmarks.load_adapter import FILE, AdapterShape
 from benchmarks.load_bench import Bench
-from benchmarks.load_ssd import HUGE, Mine, huge_reference, rounds, same, start
+from benchmarks.load_ssd import HUGE, Mine, huge_reference, rounds, start
 from benchmarks.load_systems import Peer, take
 from benchmarks.record import Aim, ratio
 from benchmarks.runner import Run
@@ -36,9 +36,8 @@ def measure(bench: Bench, case: str, shape: AdapterShape, base: Path) -> None:
         filler = programs.ours(node, under.model, "peft", adapter=stored.model, into=target)
         mine, fill = (Mine(node, stored.model, each, stored.partition) for each in (loader, filler))
         for system, rival in (("sllm", mine), (INTO, fill)):
-            same(system, rival.loader.load(checkpoint.names).digest, checkpoint.digest)
+            rival.compared(checkpoint, system)
         rivals = start(bench, case, checkpoint, PEERS)
-        node.until_free()
         turns: list[Callable[[], None]] = [lambda: _ours(run, case, mine)]
         turns.append(lambda: take(run.case(case, INTO, "s"), fill.cold()))
         turns.append(lambda: huge_reference(run.case(case, HUGE, "s"), stored.partition))

@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import page_cache
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import Checkpoint, Shape
 from benchmarks.load_node import Node
-from benchmarks.load_reference import disk_read, disk_system, huge_read_s, huge_threads
+from benchmarks.load_reference import fastest, limits, reference
 from benchmarks.load_systems import NOT_HERE, Loader, Loading, Peer, take
+from benchmarks.page_cache import direct_read, empty
 from benchmarks.programs import ProgramFailed
-from benchmarks.record import Aim, Case, ratio
-from benchmarks.runner import Run
+from benchmarks.record import Aim, Case, against_limit, ratio
+from benchmarks.runner import Run, in_turn
 
-BELOW: Final = (4, 2**22)
-"""Threads and bytes of a read that is not counted."""
 HUGE: Final = "direct read, 2 MiB pages"
 LOADED: Final = "sllm, before the touch"
-FIO_AIM: Final = 0.95
+LIMIT_AIM: Final = 0.95
 CPU_AIM: Final = 0.15
 NEAR: Final = 1.5
 """Peers that took this many times the fastest one's time are not measured again where another case is like it."""
@@ -40,6 +38,11 @@ class Competitor:
         """A load with nothing of its file in the page cache, into its case."""
         empty(self.file, primed=primed)
         take(self.case, self.loader.load())
+
+    def compared(self, checkpoint: Checkpoint) -> None:
+        """A cold load that is not counted: of all that was written. Raises ``ProgramFailed``."""
+        empty(self.file, primed=False)
+        same(self.case.system, self.loader.load(checkpoint.names).digest, checkpoint.digest)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,13 @@ class Mine:
         self.node.until_free()
         return made
 
+    def compared(self, checkpoint: Checkpoint, system: str = "sllm") -> None:
+        """A load as the others will be, which is not counted: of all that was written. Raises ``ProgramFailed``."""
+        self.node.forget(self.model)
+        empty(self.file, primed=False)  # of a file that was just converted the page cache is read
+        same(system, self.loader.load(checkpoint.names).digest, checkpoint.digest)
+        self.node.until_free()
+
 
 def cold(
     bench: Bench,
@@ -71,7 +81,7 @@ def cold(
     primed: bool = True,
     judge: Callable[[Run, str, int], None] | None = None,
 ) -> None:
-    """Each round: the disk's limit, ours, each peer, all with an empty page cache; each round begins with the next.
+    """Each round: the disk's limits, ours, each peer, all with an empty page cache; each round begins with the next.
 
     ``like``: a case whose slow peers are left out here. ``primed``: see ``empty``. ``judge``: adds the aims, by the
     run, the case and the checkpoint's bytes (None: ``ssd_aims``).
@@ -82,39 +92,40 @@ def cold(
     with bench.on_cores(cores), bench.node(name, stored, room=checkpoint.nbytes) as node:
         loader = bench.programs.ours(node, stored.model)
         mine = Mine(node, stored.model, loader, stored.partition)
-        same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
+        mine.compared(checkpoint)
         run.note(f"{name}: starting peers, comparing tensors")
         rivals = start(bench, name, checkpoint, chosen)
-        node.until_free()
         turns: list[Callable[[], None]] = [
-            lambda: reference(run.case(name, disk_system(), "s"), mine.file, primed=primed)
+            functools.partial(reference, run.case(name, system, "s"), read, mine.file, primed=primed)
+            for system, read in limits().items()
         ]
-        turns.append(lambda: huge_reference(run.case(name, HUGE, "s"), mine.file, primed=primed))
         turns.append(lambda: add_ours(run, name, mine.cold(primed=primed)))
         turns += [functools.partial(rival.cold, primed=primed) for rival in rivals]
         rounds(run, name, turns)
     (judge or ssd_aims)(run, name, checkpoint.nbytes)
 
 
-def rounds(run: Run, name: str, turns: Sequence[Callable[[], None]]) -> None:
-    """All turns as often as there are rounds; each round begins with the next one."""
-    for number in range(run.rounds):
-        run.note(f"{name}: round {number + 1} of {run.rounds}")
-        first = number % len(turns)
-        for turn in (*turns[first:], *turns[:first]):
+def rounds(run: Run, name: str, turns: Sequence[Callable[[], None]], each: int = 1) -> None:
+    """All turns ``each`` times as often as there are rounds; each round begins with the next one."""
+    for number in range(each * run.rounds):
+        if number % each == 0:
+            run.note(f"{name}: round {number // each + 1} of {run.rounds}")
+        for turn in in_turn(turns, number):
             turn()
 
 
 def near(run: Run, name: str, peers: Sequence[Peer], like: str) -> list[Peer]:
-    """Those that were near the fastest one in the case ``like`` of this run; the others are listed with what they took,
-    or with why they could not run. All, if it was not measured."""
+    """Those that were near the fastest one in the case ``like`` of this run, and who used the least CPU there; the
+    others are listed with what they took, or with why they could not run. All, if it was not measured."""
     known = {each.system: each for each in run.cases if each.case == like}
     medians = {each.name: known[each.name].median for each in peers if each.name in known}
     best = min((median for median in medians.values() if median), default=0.0)
+    used = {name: known[name].cpu_s or 0.0 for name, median in medians.items() if median}
+    thrifty = min(used, key=lambda name: used[name], default="")
     chosen = []
     for each in peers:
         median = medians.get(each.name)
-        if median and median > NEAR * best:
+        if median and median > NEAR * best and each.name != thrifty:
             factor = f"{median / best:.1f} times the fastest peer's time in {like}, so not measured here"
             run.case(name, each.name, "s").not_run = factor
         elif each.name in known and known[each.name].not_run:
@@ -135,39 +146,22 @@ def start(bench: Bench, name: str, checkpoint: Checkpoint, peers: Sequence[Peer]
         case = bench.run.case(name, which.name, "s")
         try:
             loader = bench.programs.peer(which, checkpoint.directory, **order)
-            made = loader.load(checkpoint.names)
+            rival = Competitor(loader, checkpoint.directory / which.reads, case)
+            rival.compared(checkpoint)
+        except WrongTensors:
+            raise
         except ProgramFailed as error:
             case.not_run = " ".join(str(error).split())[-300:]
             continue
-        same(which.name, made.digest, checkpoint.digest)
-        started.append(Competitor(loader, checkpoint.directory / which.reads, case))
+        started.append(rival)
     return started
 
 
-def empty(file: Path, *, primed: bool = True) -> None:
-    """Nothing of it in the page cache. ``primed``: it is read past that once before: what lies below this machine's
-    disk (a host, a controller) may keep what was read, and then has it for whoever is next, not only for who follows a
-    neighbour."""
-    page_cache.drop(file)
-    if primed:
-        page_cache.direct_read_s(file, *BELOW)
-        page_cache.drop(file)
-
-
-def reference(case: Case, partition: Path, *, primed: bool = True) -> None:
-    empty(partition, primed=primed)
-    made = disk_read(partition)
-    case.samples.append(round(made.seconds, 4))
-    if made.cpu_s >= 0:
-        case.cpu_s = round(made.cpu_s, 4)
-
-
-def huge_reference(case: Case, partition: Path, *, primed: bool = True) -> None:
-    """``case.extra["threads"]``: how many read, found out at the first one."""
+def huge_reference(case: Case, partition: Path) -> None:
+    """``case.extra``: how many read how much at a time, found out at the first one."""
     if "threads" not in case.extra:
-        case.extra["threads"] = huge_threads(partition)
-    empty(partition, primed=primed)
-    case.samples.append(round(huge_read_s(partition, case.extra["threads"]), 4))
+        case.extra["threads"], case.extra["block"] = fastest(partition)
+    reference(case, lambda file: direct_read(file, case.extra["threads"], case.extra["block"]), partition)
 
 
 def add_ours(run: Run, name: str, made: Loading) -> None:
@@ -180,19 +174,22 @@ def add_ours(run: Run, name: str, made: Loading) -> None:
     before.extra.setdefault("cpu_samples", []).append(round(made.loaded_cpu_s + made.daemon_cpu_s, 4))
 
 
+class WrongTensors(ProgramFailed):
+    """What was loaded is not what was written."""
+
+
 def same(system: str, digest: str, expected: str) -> None:
-    """Raises ``ProgramFailed`` for other tensors than the source's."""
+    """Raises ``WrongTensors`` for others than the source's."""
     if digest != expected:
-        raise ProgramFailed(f"{system} loaded other tensors: SHA-256 {digest[:16]}, written were {expected[:16]}")
+        raise WrongTensors(f"{system} loaded other tensors: SHA-256 {digest[:16]}, written were {expected[:16]}")
 
 
 def ssd_aims(run: Run, name: str, nbytes: int) -> None:
     """Against the disk without the touch, which no disk benchmark has; against peers with it."""
     mine, before = run.case(name, "sllm", "s"), run.case(name, LOADED, "s")
-    limits = [run.case(name, system, "s") for system in (disk_system(), HUGE)]
-    for limit in limits:
-        run.aims.append(Aim(f"{name}: {limit.system} / sllm", ratio(limit, before, least=run.least), at_least=FIO_AIM))
-    others = (mine, before, *limits)
+    known = [run.case(name, system, "s") for system in limits()]
+    run.aims.append(against_limit(name, known, before, at_least=LIMIT_AIM, least=run.least))
+    others = (mine, before, *known)
     rivals = [each for each in run.cases if each.case == name and each.samples and each not in others]
     if rivals:
         best = min(rivals, key=lambda case: case.median or 0.0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,9 +16,9 @@ from typing import Final
 
 from benchmarks.load_bench import Bench, Converted
 from benchmarks.load_model import ONE
-from benchmarks.load_ssd import LOADED, add_ours, same
+from benchmarks.load_ssd import LOADED, add_ours, rounds, same
 from benchmarks.load_systems import LOAD_S, READY_S, SCRIPTS
-from benchmarks.programs import ROOT, Program, ProgramFailed, await_port, free_port
+from benchmarks.programs import ROOT, Program, ProgramFailed, await_port, free_port, run_to_end
 from benchmarks.record import Aim, ratio
 from benchmarks.runner import Run
 
@@ -79,14 +79,15 @@ def measure(bench: Bench, case: str) -> None:
         transfer = stack.enter_context(Program(argv, home / "boto3.log", env=store.env, cwd=ROOT))
         transfer.hear(READY_S)
         same("sllm", loader.load(checkpoint.names).digest, checkpoint.digest)
-        for number in range(run.rounds):
-            run.note(f"{case}: round {number + 1} of {run.rounds}")
+
+        def ours() -> None:
             node.until_free()
             node.forget(model)
             add_ours(run, case, loader.load())
-            _boto3(run, case, transfer, store)
-            for connections, count in RANGED:
-                _ranged(run, case, f"{store.endpoint}/{BUCKET}/{KEY}", store.nbytes, connections, count)
+
+        address = f"{store.endpoint}/{BUCKET}/{KEY}"
+        turns = [functools.partial(_ranged, run, case, address, store.nbytes, *each) for each in RANGED]
+        rounds(run, case, [ours, lambda: _boto3(run, case, transfer, store), *turns])
     _aims(run, case)
 
 
@@ -105,9 +106,7 @@ def _boto3(run: Run, case: str, transfer: Program, store: ObjectStore) -> None:
     said = transfer.hear(LOAD_S)
     if said["nbytes"] != store.nbytes:
         raise ProgramFailed(f"boto3 brought {said['nbytes']} of {store.nbytes} bytes")
-    theirs = run.case(case, "boto3 transfer", "s")
-    theirs.samples.append(round(said["seconds"], 4))
-    theirs.cpu_s = round(said["cpu_s"], 4)
+    run.case(case, "boto3 transfer", "s").take(round(said["seconds"], 4), said["cpu_s"], transfer.usage().pss_mib)
 
 
 def ranges(nbytes: int, count: int) -> list[tuple[int, int]]:
@@ -140,12 +139,12 @@ def _ranged(run: Run, case: str, address: str, nbytes: int, connections: int, co
         ]
         words += ["--next", *_EACH, *one] if number else [*_EACH, *one]
     began = time.perf_counter()
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=LOAD_S)
+    done, used = run_to_end(words, LOAD_S)
     took = time.perf_counter() - began
     got = sum(int(line) for line in done.stdout.split())
     if done.returncode or got != nbytes:
         raise ProgramFailed(f"curl brought {got} of {nbytes} bytes, status {done.returncode}: {done.stderr[-300:]}")
-    mine.samples.append(round(took, 4))
+    mine.take(round(took, 4), used)
 
 
 def _aims(run: Run, case: str) -> None:

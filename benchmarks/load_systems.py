@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Final, Self
 from benchmarks.load_model import Checkpoint
 from benchmarks.load_node import Node
 from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, peers_missing
-from benchmarks.record import Case
+from benchmarks.record import Case, mean_with
 
 READY_S: Final = 120.0
 LOAD_S: Final = 180.0
@@ -76,10 +77,13 @@ class Loader:
         self._program = program
         self._order = dict(order)
         self._node = node
+        self._touched: dict[str, int] = {}
+        """By order, what the first such load touched."""
 
     def load(self, names: Path | None = None, **more: Any) -> Loading:
-        """One load; with ``names``, its digest too. Raises ``ProgramFailed`` with what went wrong there; a program that
-        did not answer in time is ended, so that nobody takes a late answer for his."""
+        """One load; with ``names``, its digest too. Raises ``ProgramFailed`` with what went wrong there, and for one
+        that touched other bytes than the first like it; a program that did not answer in time is ended, so that nobody
+        takes a late answer for his."""
         digest = {} if names is None else {"names": str(names)}
         before = self._node.cpu_s() if self._node else 0.0
         self._program.say(self._order | digest | more)
@@ -91,6 +95,11 @@ class Loader:
         if "error" in said:
             raise ProgramFailed(said["error"])
         used = self._node.cpu_s() - before if self._node else 0.0
+        order = {"read_all": False} | self._order | more | {"populated": False}
+        first = self._touched.setdefault(json.dumps(order, sort_keys=True), said["touched"])
+        if said["touched"] != first:
+            text = f"it touched other bytes than the first such load: their sum is {said['touched']}, not {first}"
+            raise ProgramFailed(text)
         return Loading(**said, daemon_cpu_s=used)
 
 
@@ -171,14 +180,7 @@ def make_forms(checkpoint: Checkpoint, directory: Path, files: Sequence[str]) ->
 def take(case: Case, made: Loading, *, touched: bool = True) -> None:
     """Add a load to its case: seconds to the last byte touched (or to the end of the loading alone); beside them means
     of what it cost."""
-    number = len(case.samples)
-    case.samples.append(round(made.seconds if touched else made.loaded_s, 4))
-    used = (made.cpu_s if touched else made.loaded_cpu_s) + made.daemon_cpu_s
-    case.cpu_s = round(_mean(case.cpu_s, number, used), 4)
-    case.peak_rss_mib = round(max(case.peak_rss_mib or 0.0, made.peak_rss_mib), 1)
     for key in ("loaded_s", "minor_faults", "major_faults", "touch_faults") if touched else ():
-        case.extra[key] = round(_mean(case.extra.get(key), number, getattr(made, key)), 4)
-
-
-def _mean(known: float | None, count: int, value: float) -> float:
-    return value if known is None else (known * count + value) / (count + 1)
+        case.extra[key] = round(mean_with(case.extra.get(key), len(case.samples), getattr(made, key)), 4)
+    used = (made.cpu_s if touched else made.loaded_cpu_s) + made.daemon_cpu_s
+    case.take(round(made.seconds if touched else made.loaded_s, 4), used, made.peak_rss_mib)

@@ -13,7 +13,7 @@ from typing import Final
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import ONE
 from benchmarks.load_node import Node
-from benchmarks.load_ssd import same
+from benchmarks.load_ssd import rounds, same
 from benchmarks.load_store import URI, published
 from benchmarks.load_systems import Loader, take
 from benchmarks.programs import ProgramFailed
@@ -42,13 +42,16 @@ def measure(bench: Bench, case: str) -> None:
             model = node.register(URI)
         one, both = (bench.programs.ours(node, model) for node in (alone, tiers))
         same("sllm", one.load(checkpoint.names).digest, checkpoint.digest)
-        for number in range(run.rounds):
-            run.note(f"{case}: round {number + 1} of {run.rounds}")
+
+        def remote() -> None:
             alone.until_free()
             alone.forget(model)
             take(run.case(case, REMOTE, "s"), one.load(), touched=False)
-            run.case(case, DISK, "s").samples.append(round(write_s(home / "written", store.nbytes), 4))
-            _both(run, case, tiers, model, both)
+
+        def disk() -> None:
+            run.case(case, DISK, "s").take(*write_s(home / "written", store.nbytes))
+
+        rounds(run, case, [remote, disk, lambda: _both(run, case, tiers, model, both)])
         same("sllm", both.load(checkpoint.names).digest, checkpoint.digest)
     whole, stages = run.case(case, WHOLE, "s"), [run.case(case, name, "s") for name in (REMOTE, DISK)]
     slowest = max(stages, key=lambda stage: stage.median or 0.0)
@@ -64,7 +67,7 @@ def _both(run: Run, case: str, node: Node, model: str, loader: Loader) -> None:
     copy = node.data / "ssd" / f"{model.rpartition(':')[2]}.0.bin"
     if copy.exists():
         raise ProgramFailed(f"{copy} is there before the load")
-    began = time.perf_counter()
+    began, before = time.perf_counter(), node.cpu_s()
     made = loader.load()
     until = began + _COPY_S
     while not copy.exists():
@@ -73,20 +76,22 @@ def _both(run: Run, case: str, node: Node, model: str, loader: Loader) -> None:
         time.sleep(0.001)
     took = time.perf_counter() - began
     take(run.case(case, USABLE, "s"), made, touched=False)
-    run.case(case, WHOLE, "s").samples.append(round(took, 4))
+    used = node.cpu_s() - before + made.loaded_cpu_s
+    run.case(case, WHOLE, "s").take(round(took, 4), used, made.peak_rss_mib)
 
 
-def write_s(path: Path, nbytes: int) -> float:
-    """Seconds to write a new file of that size past the page cache and make it durable: the faster of one thread and
-    of four. Its space is allocated first. Raises ``OSError`` where the filesystem has no direct I/O."""
-    return min(_write_s(path, nbytes, threads) for threads in _THREADS)
+def write_s(path: Path, nbytes: int) -> tuple[float, float]:
+    """Seconds, and CPU seconds, to write a new file of that size past the page cache and make it durable: the faster of
+    one thread and of four. Its space is allocated first. Raises ``OSError`` where the filesystem has no direct I/O."""
+    took, used = min(_write_s(path, nbytes, threads) for threads in _THREADS)
+    return round(took, 4), used
 
 
-def _write_s(path: Path, nbytes: int, threads: int) -> float:
+def _write_s(path: Path, nbytes: int, threads: int) -> tuple[float, float]:
     with mmap.mmap(-1, _BLOCK) as memory, ThreadPoolExecutor(threads) as pool:
         memory.write(os.urandom(_BLOCK))
         view = memoryview(memory)
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         try:
             os.posix_fallocate(fd, 0, nbytes)
@@ -96,4 +101,4 @@ def _write_s(path: Path, nbytes: int, threads: int) -> float:
             os.close(fd)
             path.unlink()
             view.release()
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - used

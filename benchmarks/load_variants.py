@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from typing import Final
 
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import ONE, Checkpoint
-from benchmarks.load_ssd import Mine, same
+from benchmarks.load_ssd import Mine, rounds
 from benchmarks.load_systems import take
-from benchmarks.record import Aim, ratio
+from benchmarks.record import Aim, Case, ratio
 from benchmarks.runner import Run
 
 ON: Final = "sllm, digests on"
@@ -57,10 +58,10 @@ def unconverted(bench: Bench, case: str) -> None:
 def _in_turn(run: Run, case: str, checkpoint: Checkpoint, rivals: dict[str, Mine]) -> None:
     """Compare each one's tensors, then load cold in turn, without the touch, which is the same for all."""
     for system, mine in rivals.items():
-        same(system, mine.loader.load(checkpoint.names).digest, checkpoint.digest)
-        mine.node.until_free()
-    for number in range(run.rounds):
-        run.note(f"{case}: round {number + 1} of {run.rounds}")
-        turns = list(rivals.items())
-        for system, mine in turns if number % 2 else turns[::-1]:
-            take(run.case(case, system, "s"), mine.cold(), touched=False)
+        mine.compared(checkpoint, system)
+    turns = [functools.partial(_cold, run.case(case, system, "s"), mine) for system, mine in rivals.items()]
+    rounds(run, case, turns)
+
+
+def _cold(case: Case, mine: Mine) -> None:
+    take(case, mine.cold(), touched=False)

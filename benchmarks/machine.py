@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
 import platform
 import re
@@ -11,11 +11,12 @@ import statistics
 import subprocess
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
+
+from benchmarks import page_cache
 
 _BLOCK: Final = 4 * 2**20
 DISK_BYTES: Final = 32 * _BLOCK
@@ -74,29 +75,10 @@ def disk(directory: Path) -> dict[str, Any]:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        try:
-            fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
-        except OSError:
-            return found
-        try:
-            found["direct_read_gb_s"] = round(DISK_BYTES / _read(fd) / 1e9, 2)
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):
+            made = page_cache.direct_read(Path(file.name), 2, _BLOCK)
+            found["direct_read_gb_s"] = round(DISK_BYTES / made.seconds / 1e9, 2)
     return found
-
-
-def _read(fd: int) -> float:
-    """Seconds that all of it takes."""
-    room = [mmap.mmap(-1, _BLOCK) for _ in range(2)]  # at a border of pages, as direct reads want it
-
-    def read(of: int) -> None:
-        for at in range(of * _BLOCK, DISK_BYTES, len(room) * _BLOCK):
-            os.preadv(fd, [room[of]], at)
-
-    with ThreadPoolExecutor(len(room)) as pool:
-        began = time.perf_counter()
-        list(pool.map(read, range(len(room))))
-        return time.perf_counter() - began
 
 
 def disk_of(directory: Path) -> str:

@@ -14,13 +14,16 @@ each other. ``large``: as ``move``, until a hundred calls have moved, with a mod
 does to both, by policy (``migration_policies``).
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened: lost and repeated by
-the events' ids, different by their values; one that breaks off is counted as such, and with what it did not say. The
-pause of a call is the longest gap between two of its events around the moment at which it went over, by the timeline
-that ends its stream, in mean intervals of the same call: from one interval before until what the gateway may have had
-in reserve then is used up (``heard.around``). Beside it, as ``longest``, and for the other cases: the longest gap from
-the command until it is over; in it the destination starts, prefills, and computes on the cores that the source has. Of
-``restart`` it is the gap between what came last and the first event that had not come before. ``jitter``, of the other
-cases: what the rule of the pause finds at random moments, at none of which a call goes over.
+the events' ids, different by their values; one that breaks off is counted as such, and with what it did not say.
+
+Two measures, each a case. ``<case>``: the longest gap between two events of a call from the command until it is over;
+in it the destination starts, prefills, and computes on the cores that the source has. Of ``restart`` it is the gap
+between what came last and the first event that had not come before. ``<case>_pause``: the longest gap around the moment
+at which a call went over, by the timeline that ends its stream: from one interval before until what the gateway may
+have had in reserve then is used up (``heard.around``); of the cases in which none goes over, what that rule finds at
+random moments. Both are in mean intervals of calls that nothing befell: the callers make whole ones before the first
+command of a case and after its last (``interval_ms``). ``own_*``: the same in intervals of the call itself, which its
+own gaps make longer (``own_interval_ms``).
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ from typing import Any, Final
 
 from benchmarks import migration_large, migration_policies
 from benchmarks.cold_cases import CODER
-from benchmarks.heard import Sums, Window, jitters, longest, pauses
+from benchmarks.heard import Heard, Sums, Window, jitters, longest, pauses, untouched
 from benchmarks.machine import describe
 from benchmarks.migration_load import CALLERS, Called, Load, kill, move, moved
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
-from benchmarks.record import Aim, Case, percentile
+from benchmarks.record import Aim, Case, none_of, tail
 from benchmarks.runner import Run, main
 
 TOKENS: Final = 800
@@ -175,59 +178,74 @@ def _case(run: Run, name: str, fate: Fate, right: Sequence[Sequence[Any]]) -> No
     load, windows, chance = Load(fate.called, right), list[Window](), random.Random(SEED)
     try:
         with run.spending(fate.called.platform.program.usage, run.case(name, "sllm", "intervals")), load.running():
+            load.until_all_make_a_whole_call()
             while not fate.enough(len(windows)):
                 windows.append(load.window_of(fate.act))
                 if fate.called.anew:  # struck once each, at any of its tokens
                     load.until_all_begin()
                     time.sleep(chance.uniform(0.0, ANEW_S))
-            load.until_all_hear()
+            load.until_all_make_a_whole_call()
     finally:
         tell(run, name, load, windows, fate)
 
 
 def tell(run: Run, name: str, load: Load, windows: Sequence[Window], fate: Fate) -> None:
     """What the streams of a case were, and its aims."""
-    case, sums, counts = run.case(name, "sllm", "intervals"), load.sums(), fate.counts
-    whole = [heard for heard in load.heard if len(heard.times) > 1]
-    gaps = [round(gap, 2) for heard in whole for gap in longest(heard, windows)]
-    case.samples = [round(gap, 2) for heard in whole for gap in pauses(heard)] if counts else gaps
+    case, pause = (run.case(each, "sllm", "intervals") for each in (name, f"{name}_pause"))
+    sums, counts, chance = load.sums(), fate.counts, random.Random(SEED)
     case.extra = {"lost": sums.lost, "repeated": sums.repeated, "different": sums.different, "broken": sums.broken}
     case.extra |= {"streams": sums.streams, "events": sums.events, "times": len(windows)}
     case.extra["callers_at_once"] = load.at_once
     if windows:
         case.extra["took_s"] = round(statistics.median(window.end - window.begin for window in windows), 3)
-    if whole:
-        case.extra["interval_ms"] = round(statistics.median(heard.usual for heard in whole) * 1e3, 2)
-    if case.samples:
-        case.extra["p99"] = percentile(case.samples, 99)
-    if counts is None:
-        chance = random.Random(SEED)
-        jitter = [round(gap, 2) for heard in whole for gap in jitters(heard, windows, chance)]
-        case.extra |= {"jitter_p50": percentile(jitter, 50), "jitter_p99": percentile(jitter, 99)} if jitter else {}
-    elif gaps:
-        case.extra |= {"longest_p50": percentile(gaps, 50), "longest_p99": percentile(gaps, 99)}
+    still = untouched(load.heard, windows)
+    interval = statistics.median(heard.usual for heard in still) if still else None
+    measure_gaps(case, load.heard, interval, lambda heard: longest(heard, windows))
+    measure_gaps(pause, load.heard, interval, pauses if counts else lambda heard: jitters(heard, windows, chance))
     if error := next((heard.error for heard in load.heard if heard.error), ""):
         case.notes = f"the first stream that broke off: {error}"
-    judge(run, case, sums, counts, fate.wanted)
+    judge(run, case, pause, sums, counts, fate.wanted)
 
 
-def judge(run: Run, case: Case, sums: Sums, counts: Counts | None, wanted: int) -> None:
-    """The zero aims of any case; of one that moves calls also how many, and their pauses."""
+def measure_gaps(
+    case: Case, streams: Sequence[Heard], interval: float | None, gaps_of: Callable[[Heard], Sequence[float]]
+) -> None:
+    """What ``gaps_of`` finds, in seconds, of each stream: in intervals of calls that nothing befell (None: there are
+    none, so it is no sample), and of the stream itself."""
+    gaps = [(heard, gap) for heard in streams for gap in gaps_of(heard)]
+    own = [round(gap / heard.usual, 2) for heard, gap in gaps]
+    if own:
+        case.extra["own_interval_ms"] = round(statistics.median(heard.usual for heard, _ in gaps) * 1e3, 2)
+        case.extra |= {"own_n": len(own), "own_p50": statistics.median(own)} | {
+            f"own_{key}": value for key, value in tail(own).items()
+        }
+    if interval is not None:
+        case.samples = [round(gap / interval, 2) for _, gap in gaps]
+        case.extra |= {"interval_ms": round(interval * 1e3, 2)} | tail(case.samples)
+
+
+def judge(run: Run, case: Case, pause: Case, sums: Sums, counts: Counts | None, wanted: int) -> None:
+    """The zero aims of any case; of one that moves calls also how many, their pauses and their longest gaps."""
     name, of = case.case, ""
+    times = case.extra.get("times", 0) if sums.streams else 0
     if counts is not None:
         case.extra |= {"migrations": counts.migrations, "calls_moved": counts.calls, "abandoned": counts.abandoned}
         of = f", {counts.migrations} migrations of {counts.calls} calls"
-    for what, count in zip(("lost", "repeated", "different"), (sums.lost, sums.repeated, sums.different), strict=True):
-        run.aims.append(Aim(f"{name}: tokens {what}{of}", count, at_most=0))
-    run.aims.append(Aim(f"{name}: streams broken off{of}", sums.broken, at_most=0))
+    wrong = {"tokens lost": sums.lost, "tokens repeated": sums.repeated, "tokens different": sums.different}
+    for what, count in {**wrong, "streams broken off": sums.broken}.items():
+        run.aims.append(none_of(f"{name}: {what}{of}", count, of=times, least=run.least))
     if counts is None:
         return
     if wanted:
         run.aims.append(Aim(f"{name}: migrations", counts.migrations, at_least=wanted))
-    enough = len(case.samples) >= run.least
-    run.aims.append(Aim(f"{name}: pause p50, token intervals", case.median if enough else None, at_most=2.0))
-    p99 = case.extra["p99"] if len(case.samples) >= LEAST else None
-    run.aims.append(Aim(f"{name}: pause p99, token intervals", p99, at_most=2.0))
+    for what, each in (("pause", pause), ("longest gap from the command on", case)):
+        own = each.extra.get("own_n", 0)
+        for unit, count, p50, p99 in (
+            ("intervals of calls that nothing befell", len(each.samples), each.median, each.extra.get("p99")),
+            ("intervals of the moved call", own, each.extra.get("own_p50"), each.extra.get("own_p99")),
+        ):
+            run.aims.append(Aim(f"{name}: {what} p50, {unit}", p50 if count >= run.least else None, at_most=2.0))
+            run.aims.append(Aim(f"{name}: {what} p99, {unit}", p99 if count >= LEAST else None, at_most=2.0))
 
 
 if __name__ == "__main__":

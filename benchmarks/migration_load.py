@@ -66,14 +66,16 @@ class Load:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        with ThreadPoolExecutor(CALLERS) as pool:
-            callers = [pool.submit(self._call_on, caller) for caller in range(CALLERS)]
-            try:
-                yield
-            finally:
-                self._stop.set()
-            for caller in callers:
-                caller.result()
+        try:
+            with ThreadPoolExecutor(CALLERS) as pool:
+                callers = [pool.submit(self._call_on, caller) for caller in range(CALLERS)]
+                try:
+                    yield
+                finally:
+                    self._stop.set()
+                for caller in callers:
+                    caller.result()
+        finally:
             for heard in self.heard:
                 understand(heard)
 
@@ -96,9 +98,15 @@ class Load:
         old = {id(heard) for heard in self._now.values()}
         self._until(lambda each: id(each) not in old and bool(each.arrived), "a call did not end")
 
+    def until_all_make_a_whole_call(self) -> None:
+        """Until each caller has made one to which nothing happens, or which breaks off all the same."""
+        for _ in range(2):  # the end of what runs, and of the next one
+            old = {id(heard) for heard in self._now.values()}
+            self._until(lambda each, old=old: id(each) not in old, "a call did not end")  # type: ignore[misc]
+
     def _until(self, holds: Callable[[Heard], bool], what: str) -> None:
         until = time.monotonic() + WAIT_S
-        while not all(holds(heard) for heard in list(self._now.values())):
+        while len(self._now) < CALLERS or not all(holds(heard) for heard in list(self._now.values())):
             if time.monotonic() > until:
                 raise ProgramFailed(f"{what} for {WAIT_S:g} s")
             time.sleep(0.005)

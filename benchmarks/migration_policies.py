@@ -30,7 +30,7 @@ from benchmarks.heard import Heard, Sums, understand
 from benchmarks.migration_load import Called, counted, receive
 from benchmarks.platform import Platform
 from benchmarks.programs import ROOT, Program, ProgramFailed
-from benchmarks.record import Aim
+from benchmarks.record import none_of
 from benchmarks.runner import Run
 from sllm_loaderd.convert.directory import convert_directory
 from sllm_runtime.control.scheduling.moving import SETTLED_S
@@ -69,8 +69,12 @@ def measure(run: Run, case: str, directory: Path) -> None:
             for number in range(1 if run.quick else run.rounds):
                 _round(run, case, directory / f"{number}", models, tokens, total)
     finally:
-        run.aims.append(Aim(f"{case}: tokens of the running call lost, repeated or changed", total.wrong, at_most=0))
-        run.aims.append(Aim(f"{case}: running calls broken off", total.broken, at_most=0))
+        wrong = {
+            "tokens of the running call lost, repeated or changed": total.wrong,
+            "running calls broken off": total.broken,
+        }
+        for what, count in wrong.items():
+            run.aims.append(none_of(f"{case}: {what}", count, of=total.streams, least=run.least * len(POLICIES)))
 
 
 def _round(run: Run, case: str, directory: Path, models: Models, tokens: int, total: Sums) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,9 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 SETTLE_S: Final = 10.0
 _LOOK_S: Final = 0.01
+_HUGE_PAGE: Final = 2 * 2**20
+BELOW: Final = (4, 2**22)
+"""Threads and bytes of a read that is not counted."""
 
 
 def cached_bytes(path: Path) -> int:
@@ -58,36 +62,59 @@ def drop(path: Path, settle_s: float = SETTLE_S) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def direct_read_s(path: Path, threads: int, block: int) -> float:
-    """Seconds to read the file by direct I/O into memory that is there already. Raises ``OSError`` where the
-    filesystem has no direct I/O."""
+def empty(file: Path, *, primed: bool = True) -> None:
+    """Nothing of it in the page cache. ``primed``: it is read past that once before: what lies below this machine's
+    disk (a host, a controller) may keep what was read, and then has it for whoever is next, not only for who follows a
+    neighbour."""
+    drop(file)
+    if primed:
+        direct_read(file, *BELOW)
+        drop(file)
+
+
+@dataclass(frozen=True)
+class DiskRead:
+    """One read of a whole file past the page cache. ``mib``: of buffers, if they are known."""
+
+    seconds: float
+    cpu_s: float
+    mib: float | None = None
+
+
+def direct_read(path: Path, threads: int, block: int) -> DiskRead:
+    """A bare direct read, ``block`` bytes at a time by so many threads, into memory that is there already.
+
+    Its pages have 2 MiB where the kernel gives such ones: of 4 KiB pages a disk request takes few, which halves what
+    some disks give. Raises ``OSError`` where the filesystem has no direct I/O.
+    """
     size = path.stat().st_size
-    offsets = iter(range(0, size, block))
-    lock = threading.Lock()
-    buffers = [mmap.mmap(-1, block) for _ in range(threads)]
-    for buffer in buffers:
-        buffer.write(bytes(block))
+    offsets, lock = iter(range(0, size, block)), threading.Lock()
+    buffers = [_huge_buffer(block) for _ in range(threads)]
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
-    def work(buffer: mmap.mmap) -> int:
-        done = 0
-        for offset in _shared(offsets, lock):
-            done += os.preadv(fd, [buffer], offset)
-        return done
+    def work(buffer: memoryview) -> int:
+        return sum(os.preadv(fd, [buffer], offset) for offset in _shared(offsets, lock))
 
     try:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda _: None, range(threads)))
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             got = sum(pool.map(work, buffers))
-            took = time.perf_counter() - began
+            took, used = time.perf_counter() - began, time.process_time() - used
     finally:
         os.close(fd)
-        for buffer in buffers:
-            buffer.close()
     if got != size:
         raise ProgramFailed(f"direct reads of {path} brought {got} of {size} bytes")
-    return took
+    return DiskRead(took, used, threads * block / 2**20)
+
+
+def _huge_buffer(size: int) -> memoryview:
+    """``size`` bytes at a border of 2 MiB, in huge pages where the kernel gives them, all in place."""
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.write(bytes(len(memory)))
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
+    return memoryview(memory)[first : first + size]
 
 
 def _shared(offsets: Iterator[int], lock: threading.Lock) -> Iterator[int]:

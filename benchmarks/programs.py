@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import queue
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +48,11 @@ class Usage:
 
 
 class Program:
-    """``argv`` as a child. Use as a context manager. ``log`` takes its stderr (and stdout that is no JSON)."""
+    """``argv`` as a child. Use as a context manager. ``log`` takes its stderr (and stdout that is no JSON).
+
+    Its stdout is read whether somebody hears it or not: a program that nobody hears would stand still as soon as its
+    pipe is full, after some hundred lines of a server's access log.
+    """
 
     def __init__(
         self,
@@ -73,7 +79,9 @@ class Program:
                 process_group=0,
                 preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent),
             )
-        self._rest = b""
+        self._heard: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -112,30 +120,26 @@ class Program:
 
     def hear(self, timeout_s: float) -> dict[str, Any]:
         """The next line of its stdout that is a JSON object; other lines are its log. Raises ``ProgramFailed``."""
-        until = time.monotonic() + timeout_s
-        while True:
-            line = self._line(until)
-            with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    return found
-            with self._log.open("ab") as log:
-                log.write(line + b"\n")
+        try:
+            said = self._heard.get(timeout=timeout_s)
+        except queue.Empty:
+            raise self._failure("did not answer in time") from None
+        if said is None:
+            self._heard.put(None)  # it stays ended
+            raise self._failure("ended")
+        return said
 
-    def _line(self, until: float) -> bytes:
-        stdout = self._process.stdout
-        assert stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    raise self._failure("did not answer in time")
-                data = os.read(stdout.fileno(), 1 << 20)
-                if not data:
-                    raise self._failure("ended")
-                self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line
+    def _read(self) -> None:
+        """To the end of its stdout, which is that of the last process that has it."""
+        assert self._process.stdout is not None
+        with self._log.open("ab", buffering=0) as log:
+            for line in self._process.stdout:
+                found = _object(line)
+                if found is None:
+                    log.write(line)
+                else:
+                    self._heard.put(found)
+        self._heard.put(None)
 
     def _failure(self, what: str) -> ProgramFailed:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -151,11 +155,7 @@ class Program:
 
     def tree(self) -> list[psutil.Process]:
         """It and its descendants."""
-        try:
-            process = psutil.Process(self.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.Error:
-            return []
+        return tree(self.pid)
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -175,21 +175,53 @@ class Program:
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to what is left of its tree; a namespace is killed as a whole. Repeatable."""
-        tree = self.tree()
+        below = self.tree()
         if self._process.poll() is None and not self._isolated:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_S)
-        for process in tree:
+        for process in below:
             with contextlib.suppress(psutil.Error):
                 process.kill()  # psutil checks that the id is still this process's
         self._process.kill()
         self._process.wait()
-        psutil.wait_procs(tree, timeout=_STOP_S)
-        for pipe in (self._process.stdin, self._process.stdout):
+        psutil.wait_procs(below, timeout=_STOP_S)
+        self._reader.join(_STOP_S)
+        ended = () if self._reader.is_alive() else (self._process.stdout,)  # else somebody lives who has it
+        for pipe in (self._process.stdin, *ended):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object that a line is."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(line)
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def run_to_end(
+    argv: Sequence[str], timeout_s: float, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A command that ends by itself, and its CPU seconds with those it waited for. Of its memory the kernel tells
+    nothing: the peak is at least ours, of which it was a fork. Raises ``subprocess.TimeoutExpired``."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    more = {**os.environ, **(env or {})}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s, env=more, cwd=cwd)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and its descendants; empty if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 def usage(processes: Iterable[psutil.Process]) -> Usage:

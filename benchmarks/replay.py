@@ -9,12 +9,15 @@ replayed over HTTP, with a thread and a connection for each call: the same one f
 each round. Ray leaves nothing of the platform in the page cache (who came after it took 1.4 times as long), so each
 round begins with a run that is not counted, and then with another policy.
 
-A sample is a call's startup latency: from the moment it was due to its first token at the caller, queueing included.
-Calls that were not served wholly within 300 s count with 300 s, and so do those with a wrong answer: all are compared,
-whole, with those of an idle platform. ``moved``: running calls carried over to another instance. ``preempted``: running
-calls that went on elsewhere since their instance was stopped. ``ssd_read_mib``: what the disk gave the nodes' loaders,
-by the kernel's count; no page of the models' copies is cached when a run begins. ``cold``: calls that waited for a
-start.
+A sample is a call's startup latency: from the moment it was due to its first token at the caller, queueing included;
+``<case>_mean`` has the mean of each trace. Calls that were not served wholly within 300 s count with 300 s, and so do
+those with a wrong answer: ours are compared, whole, with those of an idle platform, Ray's with those of transformers
+alone. ``in_time``: the share of calls that were served, and whose first token came within 5 s. Judged are all calls of
+all rounds together, and ratios of two systems in the same round, of which the median counts: a round is one burst.
+``not_measured``: runs that began although not all disks and stores were measured. ``moved``: running calls carried over
+to another instance. ``preempted``: running calls that went on elsewhere since their instance was stopped.
+``ssd_read_mib``: what the disk gave the nodes' loaders, by the kernel's count; no page of the models' copies is cached
+when a run begins. ``cold``: calls that waited for a start.
 
 Beside it Ray Serve with as many slots (``replay_peers``; its notes say what it was made to do). ``sweep_devices`` and
 ``sweep_models``: other numbers of devices a node, or of models, by all policies, one with ``--quick``. ``long``: one
@@ -29,9 +32,10 @@ as of loads, which all policies share; where each device computes for itself, th
 from __future__ import annotations
 
 import shutil
+import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -39,9 +43,9 @@ from typing import Final
 from benchmarks import beginning
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed, Usage, free_port, peers_missing
-from benchmarks.record import Aim, Case
-from benchmarks.replay_client import LIMIT_S, Told, checked, play, sums
-from benchmarks.replay_peers import NOTES, RAY, WHAT, ray_slots
+from benchmarks.record import TAIL, Aim, Case, none_of
+from benchmarks.replay_client import IN_TIME_S, LIMIT_S, Sums, Told, checked, play, sums
+from benchmarks.replay_peers import NOTES, RAY, WHAT, greedy_texts, ray_slots
 from benchmarks.replay_platform import (
     LINK,
     STORE_MIB_S,
@@ -88,15 +92,17 @@ QUICK: Final = Scale(Scene(2, 2, 8), Shape(8, 20, 5.0), Shape(8, 20, 5.0), (1,),
 
 @dataclass
 class Bench:
-    """One invocation: what all of its runs begin with, and what was heard by case and system."""
+    """One invocation: what all of its runs begin with, and what was heard in each round, by case and system."""
 
     run: Run
     scale: Scale
     directory: Path
     store: Store
     beginning: Beginning
-    told: dict[tuple[str, str], list[Told]] = field(default_factory=dict)
+    told: dict[tuple[str, str], list[Sequence[Told]]] = field(default_factory=dict)
     runs: int = 0
+    of_transformers: dict[int, str] = field(default_factory=dict)
+    """The answers of peers, once they are known."""
 
     def fresh(self) -> Path:
         """A directory that was never used."""
@@ -112,7 +118,8 @@ class Bench:
         beginning.drop_copies(home)
         with Platform(home, scene.settings(policy, devices), nodes=scene.nodes) as platform:
             until_there(platform, scene.nodes)
-            if not until_measured(platform, scene, self.store):
+            measured = until_measured(platform, scene, self.store)
+            if not measured:
                 self.run.note(f"{case}: {policy}: not all disks and stores are measured")
             before, used = Counts.of(platform), platform.program.usage()
             told = play(trace(shape, seed), caller(platform), platform.stop)
@@ -120,36 +127,42 @@ class Bench:
         shutil.rmtree(home, ignore_errors=True)
         if not counted:
             return
-        told = checked(told, dict(self.beginning.right))
+        told = checked(told, self.beginning.right)
         found = self.add(case, policy, told, Usage(spent.cpu_s - used.cpu_s, spent.pss_mib))
         for name, value in after.since(before).items():
             found.extra[name] = found.extra.get(name, 0) + value
-        found.extra["cold"] = sum(each.cold for each in self.told[case, policy])
+        found.extra["not_measured"] = found.extra.get("not_measured", 0) + (not measured)
+        found.extra["cold"] = found.extra.get("cold", 0) + sum(each.cold for each in told)
         self.run.note(f"{case}: {policy}: {_words(told)}")
 
     def rays(self, case: str, shape: Shape, seed: int) -> None:
         """One trace on Ray Serve with its cache, and without."""
-        home, right = self.fresh(), dict[int, str]()
+        home = self.fresh()
+        self.of_transformers = self.of_transformers or greedy_texts(home / "plain", self.store)
         with ray_slots(home, self.scale.scene.nodes * self.scale.scene.devices, self.store) as ray:
             for kind, name in RAY.items():
                 used = ray.program.usage()
                 told = play(trace(shape, seed), ray.caller(kind), ray.program.stop)
                 spent = ray.program.usage()
-                told = checked(told, right)
+                told = checked(told, self.of_transformers)
                 self.add(case, name, told, Usage(spent.cpu_s - used.cpu_s, spent.pss_mib)).notes = WHAT + NOTES[kind]
                 self.run.note(f"{case}: {name}: {_words(told)}")
 
     def add(self, case: str, system: str, told: Sequence[Told], usage: Usage) -> Case:
         """Into the record, with the sums over all rounds."""
-        every = self.told.setdefault((case, system), [])
-        every += told
+        rounds = self.told.setdefault((case, system), [])
+        rounds.append(told)
+        every = joined(rounds)
         found = self.run.case(case, system)
+        self.run.case(f"{case}_mean", system).samples.append(round(sums(told).mean, 1))
         found.samples += [round(each.startup_ms, 1) for each in told]
         found.cpu_s = round((found.cpu_s or 0.0) + usage.cpu_s, 2)
         found.peak_rss_mib = round(max(found.peak_rss_mib or 0.0, usage.pss_mib))
         figures = sums(every)
-        found.extra |= {"p50": round(figures.p50, 1), "p99": round(figures.p99, 1), "mean": round(figures.mean, 1)}
-        found.extra |= {"served": round(figures.served, 4), "wrong": sum(each.wrong for each in every)}
+        found.extra |= {key: round(getattr(figures, key), 1) for key in ("p50", "longest", "mean")}
+        found.extra |= {"p99": round(figures.p99, 1)} if figures.calls >= TAIL else {}
+        found.extra |= {"served": round(figures.served, 4), "in_time": round(figures.in_time, 4)}
+        found.extra |= {"wrong": sum(each.wrong for each in every), "traces": len(rounds)}
         if errors := [each.error for each in every if each.error]:
             found.extra["not_served"] = f"{len(errors)}, the first: {errors[0][:200]}"
         return found
@@ -190,6 +203,7 @@ def _settings(scale: Scale) -> dict[str, object]:
         "store_mib_s": STORE_MIB_S,
         "link": LINK,
         "limit_s": LIMIT_S,
+        "in_time_s": IN_TIME_S,
         "rounds": scale.rounds,
     }
 
@@ -239,22 +253,42 @@ def _long(bench: Bench, seed: int) -> None:
 _MEASURES: Final = {"replay": _replay, "sweep_devices": _sweep_devices, "sweep_models": _sweep_models, "long": _long}
 
 
-def judge(run: Run, told: Mapping[str, Sequence[Told]]) -> None:
-    """The aims: of its p99, its mean and the share of calls served, ours beside each other system's."""
-    for policy in POLICIES:
-        wrong = sum(each.wrong for each in told.get(policy, ()))
-        run.aims.append(Aim(f"replay: wrong answers, {policy}", wrong, at_most=0))
+def joined(rounds: Sequence[Sequence[Told]]) -> list[Told]:
+    """The calls of all of them."""
+    return [each for told in rounds for each in told]
+
+
+def judge(run: Run, told: Mapping[str, Sequence[Sequence[Told]]]) -> None:
+    """The aims: of its p99, its mean and the share of calls served in time, ours beside each other system's."""
+    for system in (*POLICIES, *(each for each in RAY.values() if each in told)):
+        every = joined(told.get(system, ()))
+        wrong = sum(each.wrong for each in every)
+        run.aims.append(none_of(f"replay: wrong answers, {system}", wrong, of=len(every), least=LEAST_CALLS))
     if not told.get(OURS):
         return
-    ours = sums(told[OURS])
     for other in (*POLICIES[1:], *RAY.values()):
-        theirs = sums(told[other]) if told.get(other) else None
-        enough = theirs is not None and min(ours.calls, theirs.calls) >= LEAST_CALLS
-        for what in ("p99", "mean"):
-            value = getattr(ours, what) / getattr(theirs, what) if enough else None
-            run.aims.append(Aim(f"replay: {OURS} / {other}, {what} startup latency", value, at_most=1.0))
-        share = ours.served / theirs.served if enough and theirs and theirs.served else None
-        run.aims.append(Aim(f"replay: {OURS} / {other}, share served in time", share, at_least=1.0))
+        theirs = told.get(other, ())
+        pairs = [(sums(one), sums(another)) for one, another in zip(told[OURS], theirs, strict=False)]
+        whole = (sums(joined(told[OURS])), sums(joined(theirs))) if theirs else None
+        if whole is not None and min(each.calls for each in whole) < LEAST_CALLS:
+            whole = None
+        beside = f"replay: {OURS} / {other}"
+        for what, figure in _FIGURES.items():
+            value = _ratio(whole, figure) if whole else None
+            run.aims.append(Aim(f"{beside}, {what} startup latency", value, at_most=1.0))
+        share = whole[0].in_time / whole[1].in_time if whole and whole[1].in_time else None
+        run.aims.append(Aim(f"{beside}, share served within {IN_TIME_S:g} s", share, at_least=1.0))
+        for what, figure in _OF_ROUND.items():
+            value = statistics.median(_ratio(pair, figure) for pair in pairs) if len(pairs) >= run.least else None
+            run.aims.append(Aim(f"{beside}, {what} startup latency of a round (median)", value, at_most=1.0))
+
+
+_FIGURES: Final[Mapping[str, Callable[[Sums], float]]] = {"p99": lambda of: of.p99, "mean": lambda of: of.mean}
+_OF_ROUND: Final[Mapping[str, Callable[[Sums], float]]] = {"longest": lambda of: of.longest, "mean": lambda of: of.mean}
+
+
+def _ratio(pair: tuple[Sums, Sums], figure: Callable[[Sums], float]) -> float:
+    return figure(pair[0]) / figure(pair[1])
 
 
 def _words(told: Sequence[Told]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,7 @@ from benchmarks.cold_peers import SCRIPTS, post_text
 from benchmarks.programs import PEER_ENVIRONMENT, PEERS, Program, free_port
 from benchmarks.replay_client import LIMIT_S, Call, Heard
 from benchmarks.replay_platform import PROMPT, PUBLISHED, Store
-from benchmarks.replay_trace import Arrival
+from benchmarks.replay_trace import LENGTHS, Arrival
 
 RAY: Final = {"cache": "ray serve, local cache", "store": "ray serve, no cache"}
 """Systems by where their models come from."""
@@ -26,6 +26,7 @@ WHAT: Final = (
     "greedy, one thread; replicas run, and have imported all, before the first call; no sandbox; no limit of a link; "
 )
 _STARTED_S: Final = 600.0
+_PIECE_S: Final = 120.0
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,22 @@ def ray_slots(directory: Path, slots: int, store: Store) -> Iterator[RaySlots]:
     with Program(words, directory / "ray.log", env=env, cwd=home, own_namespace=True) as program:
         program.hear(_STARTED_S)
         yield RaySlots(program, port)
+
+
+def greedy_texts(directory: Path, store: Store) -> dict[int, str]:
+    """The answers by their tokens, as transformers says them in a script that nothing runs beside, in the peers' own
+    environment. Raises ``ProgramFailed``."""
+    directory.mkdir(parents=True)
+    model, most = store.directory / PUBLISHED, max(LENGTHS)
+    argv = [str(PEERS / "python"), str(SCRIPTS / "plain.py"), str(model), PROMPT, str(most)]
+    pieces: list[str] = []
+    env = {**PEER_ENVIRONMENT, "HOME": str(directory), "OMP_NUM_THREADS": "1"}
+    with Program(argv, directory / "plain.log", env=env, cwd=directory, own_namespace=True) as script:
+        while "done" not in (said := script.hear(_PIECE_S)):
+            pieces.append(said["piece"])
+    return texts_of(pieces)
+
+
+def texts_of(pieces: Sequence[str]) -> dict[int, str]:
+    """The answers by their tokens, of the longest one's, a piece each."""
+    return {tokens: "".join(pieces[:tokens]) for tokens in LENGTHS}

@@ -1,13 +1,21 @@
-"""``python -m benchmarks.report``: docs/benchmarks.md from the committed records, missed aims included."""
+"""``python -m benchmarks.report``: docs/benchmarks.md from the committed records, missed aims included.
+
+A record is marked that is quick, was interrupted, is of a tree that was not committed, or of a commit after which its
+benchmark was changed. An aim whose method was withdrawn (``withdrawn``) is not met any more, and says why; one that was
+missed stays so.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import withdrawn
 from benchmarks.charts import charts, write_charts
+from benchmarks.record import Aim
 from benchmarks.runner import figure
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -40,6 +48,7 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
         f"commit {record['commit']}, {record['started']}, {record['seconds']:.0f} s"
         f"{', quick' if record['settings'].get('quick') else ''}{_yardstick(record['settings'])}"
         f"{_abilities(record['settings'])}{_changed(record)}.",
+        *(["", f"**{mark}**"] if (mark := _mark(record)) else []),
         "",
         "| case | system | median | min | max | n | unit | notes |",
         "|---|---|---|---|---|---|---|---|",
@@ -53,8 +62,8 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
         lines += ["", f"![{name}](benchmarks/{name})"]
     lines += ["", "| aim | wanted | value | met |", "|---|---|---|---|"]
     for aim in record["aims"]:
-        wanted = f"≥ {aim['at_least']}" if "at_least" in aim else f"≤ {aim['at_most']}"
-        lines.append(f"| {aim['aim']} | {wanted} | {figure(aim['value'])} | {_VERDICT[aim['met']]} |")
+        wanted = Aim(aim["aim"], None, aim.get("at_least"), aim.get("at_most")).bound
+        lines.append(f"| {aim['aim']} | {wanted} | {figure(aim['value'])} | {_verdict(record, aim)} |")
     return [*lines, "", record["remarks"].strip()] if record.get("remarks") else lines
 
 
@@ -65,6 +74,27 @@ def _file(record: dict[str, Any]) -> str:
 
 
 _VERDICT: Final = {True: "yes", False: "**no**", None: "not judged"}
+
+
+def _verdict(record: dict[str, Any], aim: dict[str, Any]) -> str:
+    why = withdrawn.reason(record["benchmark"], aim["aim"], record["started"])
+    verdict = "withdrawn" if why and aim["met"] else _VERDICT[aim["met"]]
+    return f"{verdict}: {why}" if why else verdict
+
+
+def _mark(record: dict[str, Any]) -> str:
+    """Why its figures are not to be relied on, in words; empty if they are."""
+    settings, age = record["settings"], record.get("age", {})
+    marks = []
+    if settings.get("quick"):
+        marks.append("A quick run: it shows that the code runs, and judges nothing.")
+    if settings.get("interrupted"):
+        marks.append("It was interrupted.")
+    if record["commit"].endswith("+"):
+        marks.append("Of a tree that was not committed: nobody can have it again.")
+    if changes := age.get("changes"):
+        marks.append(f"Old: its benchmark was changed in {changes} of the {age['commits']} commits since.")
+    return " ".join(marks)
 
 
 def _yardstick(settings: dict[str, Any]) -> str:
@@ -104,10 +134,42 @@ def remarks(record: Path) -> dict[str, str]:
     return {"file": record.name, **({"remarks": text.read_text()} if text.exists() else {})}
 
 
+def age(record: dict[str, Any], root: Path = ROOT) -> dict[str, dict[str, int]]:
+    """How many commits there are since a record's, and how many of them ``changes`` of its benchmark; nothing where git
+    does not know it."""
+    name = record["benchmark"]
+    files = [
+        f"benchmarks/{name}.py",
+        f"benchmarks/{name}_*.py",
+        *(f"benchmarks/{each}" for each in _ALSO.get(name, ())),
+    ]
+    counts = [_commits(root, record["commit"].rstrip("+"), among) for among in ([], files)]
+    return {"age": {"commits": counts[0], "changes": counts[1]}} if None not in counts else {}
+
+
+_ALSO: Final = {
+    "gateway": ("generator.py", "streaming.py", "bare.py"),
+    "migration": ("heard.py",),
+    "chaos": ("heard.py",),
+    "failover": ("heard.py",),
+    "cold_start": ("cold_*.py",),
+}
+"""Further files of a benchmark."""
+
+
+def _commits(root: Path, since: str, files: list[str]) -> Any:
+    command = ["git", "rev-list", "--count", f"{since}..HEAD", "--", *(f":(glob){file}" for file in files)]
+    counted = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return int(counted.stdout) if counted.returncode == 0 else None
+
+
 def main() -> int:
     """Write the page."""
     found = sorted(RESULTS.glob("*/*.json"))
-    records = [(path.parent.name, json.loads(path.read_text()) | remarks(path)) for path in found]
+    records = []
+    for path in found:
+        record = json.loads(path.read_text())
+        records.append((path.parent.name, record | remarks(path) | age(record)))
     TARGET.write_text(render(records))
     for directory, record in records:
         write_charts(record, directory)

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,8 @@ from benchmarks.record import Aim, Case, Record
 from sllm_runtime.protocol.errors import SllmError
 
 T = TypeVar("T")
+FORESEEN: Final = (ProgramFailed, SllmError, OSError, subprocess.SubprocessError)
+"""Errors whose text says what broke."""
 
 
 def in_turn(systems: Sequence[T], number: int) -> Sequence[T]:
@@ -67,16 +70,23 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, case: str, unit: str = "ms") -> Iterator[None]:
-        """What breaks inside (a program, a full disk, ``SllmError``) is recorded as why our figures are missing; other
-        cases are measured all the same. It is a missed aim as well: else an error would make the case's aims vanish."""
+        """What breaks inside is recorded as why our figures are missing, whatever it is; other cases are measured all
+        the same. It is a missed aim as well: else an error would make the case's aims vanish."""
         self.note(f"case {case}")
         try:
             yield
-        except (ProgramFailed, SllmError, OSError, subprocess.SubprocessError) as error:
-            self.failed.append(case)
-            self.aims.append(Aim(f"{case}: errors that ended it", 1.0, at_most=0.0))
-            self.case(case, "sllm", unit).not_run = f"failed: {error}"[:1000]
-            self.note(f"{case} failed: {error}")
+        except Exception as error:
+            self.broke(case, error, unit)
+
+    def broke(self, case: str, error: Exception, unit: str = "ms") -> None:
+        """Record that the case has ended with ``error``; of one that nobody has foreseen, say where it was."""
+        self.failed.append(case)
+        self.aims.append(Aim(f"{case}: errors that ended it", 1.0, at_most=0.0))
+        said = str(error) if isinstance(error, FORESEEN) else f"{type(error).__name__}: {error}"
+        self.case(case, "sllm", unit).not_run = f"failed: {said}"[:1000]
+        self.note(f"{case} failed: {said}")
+        if not isinstance(error, FORESEEN):
+            sys.stderr.writelines(traceback.format_exception(error))
 
     @contextlib.contextmanager
     def spending(self, of: Callable[[], Usage], *cases: Case) -> Iterator[None]:
@@ -108,8 +118,9 @@ def main(
     argv: Sequence[str] | None = None,
     numbers: Mapping[str, float] | None = None,
 ) -> int:
-    """Parse, measure, show. Exit status 0 also where an aim is missed, 1 where a case broke. ``numbers``: further
-    options of this benchmark with their defaults, which stand in ``Run.settings``."""
+    """Parse, measure, show. Exit status 0 also where an aim is missed, 1 where a case broke, 130 if it was interrupted:
+    what was measured until then is recorded all the same. ``numbers``: further options of this benchmark with their
+    defaults, which stand in ``Run.settings``."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}")
     parser.add_argument("--json", metavar="FILE|-", help="write the record (- : to stdout)")
     parser.add_argument("--quick", action="store_true", help="fewer samples, same code, under three minutes")
@@ -128,11 +139,14 @@ def main(
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     signal.signal(signal.SIGTERM, _interrupt)
     before, commit, disk = machine.yardstick(), machine.commit(), machine.disk(Path(tempfile.gettempdir()))
+    interrupted = False
     try:
         measure(run, [name for name in cases if options.only is None or name in options.only])
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; everything is stopped\n")
-        return 130
+    except Exception as error:
+        run.broke(benchmark, error)
+    except BaseException:
+        interrupted = run.settings["interrupted"] = True
+        run.note("interrupted; everything is stopped")
     seconds = time.monotonic() - run.began
     run.settings["yardstick_ms"] = [before, machine.yardstick()]
     if (after := machine.commit()) != commit:  # what was measured is nothing that can be checked out
@@ -147,10 +161,10 @@ def main(
     else:
         show(record)
         sys.stderr.write("no record written; --json FILE\n")
-        if not options.quick:
+        if not options.quick and not interrupted:
             for path in write_charts(record.document(), machine.name()):
                 sys.stderr.write(f"chart: {path}\n")
-    return 1 if run.failed else 0
+    return 130 if interrupted else 1 if run.failed else 0
 
 
 def _interrupt(_number: int, _frame: object) -> None:
@@ -171,8 +185,7 @@ def show(record: Record) -> None:
     console.print(table)
     for aim in record.aims:
         verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "not judged"}[aim.met]
-        bound = f"≥ {aim.at_least}" if aim.at_least is not None else f"≤ {aim.at_most}"
-        console.print(f"{aim.aim}: {figure(aim.value)} ({bound}) {verdict}")
+        console.print(f"{aim.aim}: {figure(aim.value)} ({aim.bound}) {verdict}")
 
 
 def figure(value: float | None) -> str:

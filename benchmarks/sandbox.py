@@ -17,9 +17,15 @@
   each stream, behind the invoker (at NATS, beside the gateway) and at an HTTP client; and what lies below that: at the
   worker's socket with no platform, and over NATS alone, published by who observes it.
 - ``memory``: ten functions in containers with one model of 1 GB (256 MiB with ``--quick``), each of which has read
-  every byte: PSS of the mappings of weights, of the ten workers and of loaderd together; and what else each has.
+  every byte: PSS of the mappings of weights, of the ten workers and of loaderd together; and what else each has. Ten
+  others in each round.
 
-The page cache holds all files; nobody else runs but what is measured.
+CPU seconds beside ``start`` are those of the sandbox and of all that made it, also before somebody asked; the memory
+there and beside ``call`` and ``idle`` is the sandbox's. Beside ``demo`` and ``relay`` they are the platform's (podman's
+containers are below it, docker's are not and missing), and at the worker's socket this benchmark's own.
+
+Kinds take turns, and each round begins with another one. The page cache holds all files; nobody else runs but what is
+measured.
 """
 
 from __future__ import annotations

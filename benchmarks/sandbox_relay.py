@@ -16,9 +16,9 @@ import msgspec
 
 from benchmarks.generator import TOKEN
 from benchmarks.platform import Platform
-from benchmarks.programs import ROOT, ProgramFailed
+from benchmarks.programs import ROOT, ProgramFailed, own_usage
 from benchmarks.record import Aim
-from benchmarks.runner import Run
+from benchmarks.runner import Run, in_turn
 from benchmarks.sandbox_kinds import WARM, System, containers
 from benchmarks.sandbox_worker import Worker, copied, packed
 from benchmarks.streaming import Generator, generator
@@ -56,15 +56,25 @@ async def _measure(run: Run, platform: Platform, engine: Engine, directory: Path
     run.settings["relay_interval_ms"] = INTERVAL_S * 1e3
     with generator(directory) as load:
         async with containers(engine, directory / "relay") as systems:
+            usage = platform.program.usage
+
+            async def socket() -> dict[str, float]:
+                return {"worker's socket": delay(await _at_the_socket(systems[WARM], function, count), count)}
+
+            async def bus() -> dict[str, float]:
+                return {"bus alone": delay(await _over_the_bus(platform, count), count)}
+
+            async def invoker() -> dict[str, float]:
+                tokens, client = await _behind_the_invoker(platform, endpoint, load, count)
+                return {"sllm": delay(tokens, count), "HTTP client": round(client, 3)}
+
+            turns = ((socket, own_usage), (bus, usage), (invoker, usage))
             for number in range(-1, run.rounds):  # the first finds nothing ready
-                socket = await _at_the_socket(systems[WARM], function, count)
-                bus = await _over_the_bus(platform, count)
-                invoker, client = await _behind_the_invoker(platform, endpoint, load, count)
-                if number >= 0:
-                    run.case("relay", "sllm").samples.append(delay(invoker, count))
-                    run.case("relay", "worker's socket").samples.append(delay(socket, count))
-                    run.case("relay", "bus alone").samples.append(delay(bus, count))
-                    run.case("relay", "HTTP client").samples.append(round(client, 3))
+                for turn, of in in_turn(turns, number):
+                    before = of().cpu_s
+                    found, after = await turn(), of()
+                    for system, ms in found.items() if number >= 0 else ():
+                        run.case("relay", system).take(ms, after.cpu_s - before, after.pss_mib)
     _aim(run)
 
 

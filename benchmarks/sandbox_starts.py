@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import statistics
 import time
 from contextlib import AsyncExitStack
@@ -13,10 +14,10 @@ from typing import Final
 
 import psutil
 
-from benchmarks.programs import ROOT, ProgramFailed
+from benchmarks.programs import ROOT, ProgramFailed, Usage, tree, usage
 from benchmarks.record import Case
-from benchmarks.runner import Run
-from benchmarks.sandbox_kinds import CONTAINERS, WARM, System, containers, processes
+from benchmarks.runner import Run, in_turn
+from benchmarks.sandbox_kinds import CONTAINERS, WARM, Held, System, containers, processes
 from benchmarks.sandbox_worker import Worker, copied, packed
 from sllm.bundle import Bundle
 from sllm_invoker.containers import probe
@@ -38,6 +39,9 @@ class Start:
     limits: float
     worker: float
     calls: list[float]
+    used: Usage
+    """Of the sandbox and all that made it, from before it was made until it is ready; the memory is its own then."""
+    calls_cpu_s: float
 
 
 def measure(run: Run, directory: Path) -> None:
@@ -53,12 +57,12 @@ async def _measure(run: Run, directory: Path) -> None:
             systems |= await _of_engine(run, kind, directory, stack)
         starts: dict[str, list[Start]] = {name: [] for name in systems}
         for number in range(run.rounds):
-            for name, system in systems.items():
+            for name, system in in_turn(tuple(systems.items()), number):
                 run.note(f"start: {name}, {number + 1} of {run.rounds}")
                 home = directory / f"{name}-{number}".replace(" ", "-")
                 starts[name].append(await one_start(system, function, home))
-                if name.startswith(WARM) and number < 3:
-                    run.case("idle", name, "ms/s").samples.append(await _idle(system))
+                if name.startswith(WARM):
+                    run.case("idle", name, "ms/s").take(*await _idle(system))
     for name, made in starts.items():
         _take(run.case("start", name), run.case("call", name), made)
 
@@ -76,6 +80,7 @@ async def _of_engine(run: Run, kind: Kind, directory: Path, stack: AsyncExitStac
 
 async def one_start(system: System, function: Bundle, home: Path) -> Start:
     """One start and its calls."""
+    before = usage(tree(os.getpid())).cpu_s
     await system.prepare()
     times = [time.perf_counter()]
     held = await system.take()
@@ -87,7 +92,10 @@ async def one_start(system: System, function: Bundle, home: Path) -> Start:
         await worker.become(function, held.home or home)
         times.append(time.perf_counter())
         take, limits, start = ((after - before) * 1e3 for before, after in itertools.pairwise(times))
-        return Start(take, limits, start, [await _call(worker, function) for _ in range(CALLS)])
+        ready = _used(held)
+        calls = [await _call(worker, function) for _ in range(CALLS)]
+        own = Usage(ready.cpu_s - before, usage(tree(held.pid)).pss_mib)
+        return Start(take, limits, start, calls, own, _used(held).cpu_s - ready.cpu_s)
     finally:
         await held.close()
 
@@ -101,14 +109,20 @@ async def _call(worker: Worker, function: Bundle) -> float:
     return took
 
 
-async def _idle(system: System) -> float:
-    """Milliseconds of CPU in a second that a sandbox uses while it waits."""
+def _used(held: Held) -> Usage:
+    """By this process and what is below it, and by the sandbox, which may be below another one."""
+    return usage({each.pid: each for each in (*tree(os.getpid()), *tree(held.pid))}.values())
+
+
+async def _idle(system: System) -> tuple[float, float, float]:
+    """Milliseconds of CPU in a second that a sandbox uses while it waits; the CPU seconds of all of it, and MiB."""
     await system.prepare()
     held = await system.take()
     try:
         before, began = _cpu_ns(held.pid), time.monotonic()
         await asyncio.sleep(IDLE_S)
-        return round((_cpu_ns(held.pid) - before) / 1e6 / (time.monotonic() - began), 4)
+        used, took = _cpu_ns(held.pid) - before, time.monotonic() - began
+        return round(used / 1e6 / took, 4), used / 1e9, usage(tree(held.pid)).pss_mib
     finally:
         await held.close()
 
@@ -124,7 +138,8 @@ def _cpu_ns(pid: int) -> int:
 
 
 def _take(start: Case, call: Case, made: list[Start]) -> None:
-    start.samples = [round(each.take + each.limits + each.worker, 2) for each in made]
-    call.samples = [round(statistics.median(each.calls), 3) for each in made]
+    for each in made:
+        start.take(round(each.take + each.limits + each.worker, 2), each.used.cpu_s, each.used.pss_mib)
+        call.take(round(statistics.median(each.calls), 3), each.calls_cpu_s, each.used.pss_mib)
     for part in ("take", "limits", "worker"):
         start.extra[f"{part}_ms"] = round(statistics.median(getattr(each, part) for each in made), 2)

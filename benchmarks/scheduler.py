@@ -3,8 +3,10 @@
 A decision is ``Policy.place`` on the view as it is then: what was placed before is in the view, and as the cluster is
 four fifths full each placement is followed by the end of another instance, so that the view changes as it does in
 service (the changes themselves are not timed). Models are asked for by Zipf's law. ``decide``: each policy on 100 nodes
-with eight accelerators and 1,000 models. ``moves``: the same where what runs can be moved away for a quicker start
-(``extra``: how many decisions were to do so). ``crowd``: plans of the default policy where 300 versions lack an
+with eight accelerators and 1,000 models; ``locality`` once more where models are asked for evenly, since the few that
+Zipf's law prefers have no place left where their weights are, and a decision to wait is soon made. ``moves``: the same
+where what runs can be moved away, or stopped, for a quicker start (``extra``: how many decisions were to do so). Each
+policy has the aim. ``crowd``: whole plans of each policy, which change the view as well, where 300 versions lack an
 instance at once, until each was looked at: decisions a second, and the longest plan. ``growth``: the default policy on
 10 to 1,000 nodes with ten models each.
 
@@ -32,18 +34,18 @@ from typing import Final
 from benchmarks import scheduler_acquire, scheduler_sync
 from benchmarks.programs import own_usage
 from benchmarks.record import Aim, Case, percentile
-from benchmarks.runner import Run, main
+from benchmarks.runner import Run, in_turn, main
 from benchmarks.scheduler_cluster import GPUS, NOW, cluster, ended, request, started
 from sllm_runtime.control.placement import Decision, Place, Policy, Request
 from sllm_runtime.control.plan import Context, plan
 from sllm_runtime.control.scheduling.policies import DEFAULT, POLICIES, Preemption, StartupTime
-from sllm_runtime.control.turns import NOT_YET
 from sllm_runtime.control.view import Key, View
 
 NODES: Final = 100
 MODELS: Final = 1000
 FULL: Final = 0.8
 ZIPF: Final = 1.1
+LOCALITY: Final = "locality"
 CROWD: Final = 300
 """Versions that lack an instance: more than there is room for."""
 
@@ -73,59 +75,67 @@ def measure(run: Run, cases: Sequence[str]) -> None:
 
 def _decide(run: Run) -> None:
     view, keys = cluster(NODES, MODELS, random.Random(1))
-    warm = _filled(view, keys)
+    by_zipf, evenly = (Asked(keys, evenly=each) for each in (False, True))
     count = 500 if run.quick else 3000
+    ways = {name: (policy, by_zipf, _filled(view, by_zipf)) for name, policy in POLICIES.items()}
+    ways[f"{LOCALITY}, asked for evenly"] = (POLICIES[LOCALITY], evenly, _filled(view, evenly))
     for number in range(run.rounds):
-        for name, policy in POLICIES.items():
-            _sample(run, run.case("decide", name, "1/s"), policy(), warm, keys, count, seed=number)
-    median = run.case("decide", DEFAULT, "1/s").median
-    enough = len(run.case("decide", DEFAULT, "1/s").samples) >= run.least
-    run.aims.append(
-        Aim("decide: decisions per second, 100 nodes x 8, no migration", median if enough else None, at_least=10_000)
-    )
+        for name, (policy, asked, warm) in in_turn(tuple(ways.items()), number):
+            _sample(run, run.case("decide", name, "1/s"), policy(), warm, asked, count, seed=number)
+    for name in ways:
+        run.aims.append(_rate(run, "decide", name, "no migration", 10_000))
+
+
+def _rate(run: Run, case: str, policy: str, how: str, least: int) -> Aim:
+    made = run.case(case, policy, "1/s")
+    value = made.median if len(made.samples) >= run.least else None
+    return Aim(f"{case}: decisions per second, 100 nodes x 8, {how}, {policy}", value, at_least=least)
 
 
 def _moves(run: Run) -> None:
     """As ``decide``, where every call could go on elsewhere: by moving it, or by stopping it."""
     view, keys = cluster(NODES, MODELS, random.Random(1))
-    warm = _filled(view, keys, carries=True)
+    asked = Asked(keys)
+    warm = _filled(view, asked, carries=True)
     count = 300 if run.quick else 2000
+    ways: dict[str, Policy] = {"startup-time": StartupTime(moves=True), "preemption": Preemption()}
     for number in range(run.rounds):
-        for name, policy in (("startup-time", StartupTime(moves=True)), ("preemption", Preemption())):
-            _sample(run, run.case("moves", name, "1/s"), policy, warm, keys, count, seed=number, carries=True)
-    case = run.case("moves", DEFAULT, "1/s")
-    enough = len(case.samples) >= run.least
-    run.aims.append(
-        Aim("moves: decisions per second, 100 nodes x 8, with search", case.median if enough else None, at_least=2_000)
-    )
+        for name, policy in in_turn(tuple(ways.items()), number):
+            _sample(run, run.case("moves", name, "1/s"), policy, warm, asked, count, seed=number, carries=True)
+    for name in ways:
+        run.aims.append(_rate(run, "moves", name, "with search", 2_000))
 
 
 def _crowd(run: Run) -> None:
     """One call waits for each of the versions that are asked for least. Plans until each has had its turn, by a policy
     that has seen the view; ``longest_ms``: for so long a controller does nothing else."""
     view, keys = cluster(NODES, MODELS, random.Random(1))
-    view = _filled(view, keys, carries=True)
+    view = _filled(view, Asked(keys), carries=True)
     lacking = [key for key in reversed(keys) if not view.of(key)][:CROWD]
     for key in lacking:
         view = view.put_waiting(key, "gw", 1)
     for number in range(run.rounds):
-        case, times, rng = run.case("crowd", DEFAULT, "1/s"), [], random.Random(number)
-        asked = _Counting(POLICIES[DEFAULT]())
-        plan(view, Context(NOW, 0.0, asked, rng))
-        asked.count = 0
-        with run.spending(own_usage, case):
-            for _ in range(1 if run.quick else 5):
-                there, more = view, True
-                while more:
-                    began = time.perf_counter()
-                    made = plan(there, Context(NOW, 0.0, asked, rng))
-                    times.append(time.perf_counter() - began)
-                    there, more = made.view, made.more
-                assert NOT_YET not in there.pending.values()
-                assert len(there.pending) + len(there.instances) - len(view.instances) >= CROWD
-        case.samples.append(round(asked.count / sum(times)))
-        case.extra["longest_ms"] = round(max(*times, case.extra.get("longest_ms", 0.0) / 1e3) * 1e3, 1)
-        case.extra["plans"] = len(times)
+        for name, policy in in_turn(tuple(POLICIES.items()), number):
+            _plans(run, run.case("crowd", name, "1/s"), view, _Counting(policy()), random.Random(number))
+
+
+def _plans(run: Run, case: Case, view: View, asked: _Counting, rng: random.Random) -> None:
+    times = []
+    plan(view, Context(NOW, 0.0, asked, rng))
+    asked.count = 0
+    with run.spending(own_usage, case):
+        for _ in range(1 if run.quick else 5):
+            there, more = view, True
+            while more:
+                began = time.perf_counter()
+                made = plan(there, Context(NOW, 0.0, asked, rng))
+                times.append(time.perf_counter() - began)
+                there, more = made.view, made.more
+            assert not there.unlooked
+            assert len(there.pending) + len(there.instances) - len(view.instances) >= CROWD
+    case.samples.append(round(asked.count / sum(times)))
+    case.extra["longest_ms"] = round(max(*times, case.extra.get("longest_ms", 0.0) / 1e3) * 1e3, 1)
+    case.extra |= {"plans": len(times), "decisions": asked.count}
 
 
 @dataclass
@@ -143,18 +153,33 @@ class _Counting:
 def _growth(run: Run) -> None:
     for nodes in (10, 30, 100, 300, 1000):
         view, keys = cluster(nodes, nodes * 10, random.Random(1))
-        warm = _filled(view, keys)
+        asked = Asked(keys)
+        warm = _filled(view, asked)
         for number in range(run.rounds):
             case = run.case("growth", f"{nodes} nodes", "1/s")
-            _sample(run, case, POLICIES[DEFAULT](), warm, keys, 100 if run.quick else 500, seed=number)
+            _sample(run, case, POLICIES[DEFAULT](), warm, asked, 100 if run.quick else 500, seed=number)
 
 
-def _filled(view: View, keys: Sequence[Key], *, carries: bool = False) -> View:
+@dataclass(frozen=True)
+class Asked:
+    """Which function is asked for: by its popularity, or any."""
+
+    keys: Sequence[Key]
+    evenly: bool = False
+
+    def one(self, rng: random.Random) -> Key:
+        """The next one."""
+        if self.evenly:
+            return rng.choice(self.keys)
+        return self.keys[min(int(rng.paretovariate(ZIPF)) - 1, len(self.keys) - 1)]
+
+
+def _filled(view: View, asked: Asked, *, carries: bool = False) -> View:
     """Four fifths of all accelerators work."""
     rng, policy = random.Random(2), POLICIES[DEFAULT]()
     wanted = int(len(view.nodes) * GPUS * FULL)
     for number in range(wanted):
-        key = _asked(keys, rng)
+        key = asked.one(rng)
         decision = policy.place(request(view, key), view, NOW, rng)
         if isinstance(decision, Place):
             view = started(view, key, decision, f"i{number}", carries=carries)
@@ -166,7 +191,7 @@ def _sample(
     case: Case,
     policy: Policy,
     view: View,
-    keys: Sequence[Key],
+    functions: Asked,
     count: int,
     seed: int,
     *,
@@ -176,7 +201,7 @@ def _sample(
     rng, times, kinds = random.Random(seed), [], Counter[str]()
     with run.spending(own_usage, case):
         for number in range(count):
-            key = _asked(keys, rng)
+            key = functions.one(rng)
             asked = request(view, key)
             began = time.perf_counter()
             decision = policy.place(asked, view, NOW, rng)
@@ -189,11 +214,6 @@ def _sample(
     case.extra |= kinds
     for p in (50, 99):
         case.extra[f"p{p}_us"] = round(percentile([t * 1e6 for t in times], p), 1)
-
-
-def _asked(keys: Sequence[Key], rng: random.Random) -> Key:
-    """A function, by its popularity."""
-    return keys[min(int(rng.paretovariate(ZIPF)) - 1, len(keys) - 1)]
 
 
 if __name__ == "__main__":

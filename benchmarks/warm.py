@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.cold_cases import CODER, MODEL, PROMPT, TOKENS, Check, Stages, mean_with
+from benchmarks.cold_cases import CODER, MODEL, PROMPT, TOKENS, Check, Stages
 from benchmarks.platform import Platform
-from benchmarks.programs import ROOT, Program
-from benchmarks.record import Aim, Case, percentile
-from benchmarks.runner import Run, main
+from benchmarks.programs import ROOT, Program, Usage
+from benchmarks.record import Aim, Case, tail
+from benchmarks.runner import Run, in_turn, main
 
 READY_S: Final = 120.0
 _CALL_S: Final = 60.0
@@ -30,39 +30,52 @@ def measure(run: Run, _cases: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="bw-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         argv = [sys.executable, "-m", "benchmarks.in_process", str(MODEL)]
-        with Program(argv, directory / "engine.log", cwd=ROOT) as engine, Platform(directory / "p") as platform:
+        log = directory / "engine.log"
+        env = {"TMPDIR": name}  # where what it leaves is removed
+        with (
+            run.attempt("ttft"),
+            Program(argv, log, env=env, cwd=ROOT) as engine,
+            Platform(directory / "p") as platform,
+        ):
             platform.deploy(CODER, keep_alive=600.0)
             engine.hear(READY_S)
-            with run.attempt("ttft"):
-                _calls(run, platform, engine)
+            _calls(run, platform, engine)
 
 
 def _calls(run: Run, platform: Platform, engine: Program) -> None:
     http, inside = run.case("ttft", "sllm"), run.case("ttft", "in process")
     check, stages = Check(), Stages()
-    count = 40 if run.quick else 300
-    for number in range(-_WARM_UP, count):
-        used = platform.program.usage().cpu_s, engine.usage().cpu_s
-        answer = platform.stream("coder", {"prompt": PROMPT, "max_tokens": TOKENS})
-        engine.say({"prompt": PROMPT, "max_tokens": TOKENS})
-        said = engine.hear(_CALL_S)
+    asked = {"prompt": PROMPT, "max_tokens": TOKENS}
+
+    def ours(counted: bool) -> None:
+        before = platform.program.usage()
+        answer = platform.stream("coder", asked)
         check.same("sllm", answer.text)
-        check.same("in process", said["text"])
-        if number >= 0:
+        if counted:
             stages.add(answer.spans)
-            _take(http, answer.first_ms, platform.program.usage().cpu_s - used[0])
-            _take(inside, said["first_ms"], engine.usage().cpu_s - used[1])
+            _take(http, answer.first_ms, before, platform.program.usage())
+
+    def theirs(counted: bool) -> None:
+        before = engine.usage()
+        engine.say(asked)
+        said = engine.hear(_CALL_S)
+        check.same("in process", said["text"])
+        if counted:
+            _take(inside, said["first_ms"], before, engine.usage())
+
+    for number in range(-_WARM_UP, 40 if run.quick else 300):
+        for turn in in_turn((ours, theirs), number):
+            turn(number >= 0)
     stages.into(http)
     for case in (http, inside):
-        case.extra["p99_ms"] = percentile(case.samples, 99)
+        case.extra |= tail(case.samples, "_ms")
     enough = len(http.samples) >= 100 and http.median is not None and inside.median is not None
     value = round(http.median - inside.median, 3) if enough and http.median and inside.median else None
     run.aims.append(Aim("ttft: sllm - in process, ms (medians)", value, at_most=5.0))
 
 
-def _take(case: Case, first_ms: float, cpu_s: float) -> None:
-    case.cpu_s = round(mean_with(case.cpu_s, len(case.samples), cpu_s), 4)
-    case.samples.append(round(first_ms, 3))
+def _take(case: Case, first_ms: float, before: Usage, after: Usage) -> None:
+    case.take(round(first_ms, 3), after.cpu_s - before.cpu_s, after.pss_mib)
 
 
 if __name__ == "__main__":

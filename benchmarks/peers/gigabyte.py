@@ -13,3 +13,5 @@ for number in range(len(tensors)):
     tensor = tensors[f"tensors.{number}"].view(torch.int16).flatten()[:: int(sys.argv[2])]
     total += (number + 1) * int(tensor.sum(dtype=torch.int64))
 print(json.dumps({"piece": str(total)}), flush=True)
+print(json.dumps({"done": True}), flush=True)
+sys.stdin.read()  # until somebody has looked what it has used

@@ -32,6 +32,7 @@ def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path, c
     assert outcome.moves.done > 0
     assert outcome.tallies["moved"].sum > 0, "calls went with the instances"
     assert outcome.tallies["resumed"].sum > 0, "a worker was killed"
+    assert outcome.called_again == 0
     assert not outcome.processes_left
     assert outcome.memory_left_mib == 0
 

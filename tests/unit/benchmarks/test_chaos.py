@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.chaos import CHUNKS_MIB, LEAST_IN_ALL, Outcome, Struck, judge
-from benchmarks.chaos_client import Cut, Reader, Told
-from benchmarks.chaos_faults import Tally, Victim
+from benchmarks.chaos import GROWN_MIB, LEAST_IN_ALL, Outcome, Struck, judge
+from benchmarks.chaos_client import UNKNOWN, YOUNG_S, Cut, Reader, Told
+from benchmarks.chaos_faults import Tally, Victim, beyond_models
 from benchmarks.chaos_moves import Moves, outcome_of
 from benchmarks.chaos_schedule import GAP_S, KINDS, STOPPED_S, Fault, Kind, schedule
 from benchmarks.heard import Heard
 from benchmarks.runner import Run
+from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.loader import PoolStatus, ResidentStatus, Status
 
 SEEDS = st.integers(0, 2**32)
 
@@ -80,6 +82,39 @@ def test_a_run_with_too_few_faults_that_met_a_call_is_void() -> None:
     run = Run(quick=False)
     judge(run, Outcome(struck=[struck("nats", 3.0)] * 500), "embedded")
     assert {aim.met for aim in run.aims} == {None}
+    judge(run, Outcome(struck=[struck("nats", 3.0)], told=[told(1.0, error="cut")]), "void")
+    assert {aim.aim: aim.met for aim in run.aims}["void: calls lost"] is False, "what went wrong counts in any run"
+
+
+def test_memory_in_use_beyond_the_models_is_left() -> None:
+    chunk, model = 16 * MIB, 15 * MIB
+    known = ResidentStatus(model="m", partition=0, nbytes=model, total=model, pinned=False, holders=())
+
+    def status(used: int, retiring: int = 0) -> Status:
+        pool = PoolStatus(
+            chunk_bytes=chunk, limit=8 * chunk, free=chunk, prefaulted=chunk, used=used, held=0, retiring=retiring,
+            reserved=0,
+        )  # fmt: skip
+        return Status(request=1, pid=1, pool=pool, resident=(known,), paths=(), models=(), disk_free=0)
+
+    assert beyond_models(status(chunk)) == 0
+    assert beyond_models(status(2 * chunk)) == chunk
+    assert beyond_models(status(chunk, retiring=chunk)) == chunk
+
+
+@pytest.mark.parametrize(("heard", "again"), [((), True), ((1.0, 1.0 + YOUNG_S / 2), True), ((1.0, 2.0), False)])
+def test_only_a_stream_that_had_just_begun_may_be_unknown(heard: tuple[float, ...], again: bool) -> None:
+    """Of any other nobody's not knowing it is a loss."""
+    cut = told(*heard)
+    cut.done, cut.call = False, "call-1"
+    reader = Reader(["http://one"], "token", "f", {}, cut, first=0)
+    answer = httpx.Response(404, json={"error": {"code": UNKNOWN, "retryable": False}})
+    if again:
+        with pytest.raises(Cut):
+            reader._accepted(answer, 200)
+    else:
+        assert not reader._accepted(answer, 200)
+    assert (cut.again == 1, UNKNOWN in cut.heard.error) == (again, not again)
 
 
 def test_a_call_that_failed_is_lost_and_one_that_is_forgotten_begins_anew() -> None:
@@ -144,11 +179,14 @@ def test_what_a_run_leaves_and_begins_again_are_aims_of_zero_and_leaders_are_tol
     run, again = Run(quick=True), told(1.0, 2.0)
     again.forget()
     hit = [replace(struck("controller", 3.0), leads=leads) for leads in (True, True, False, None)]
-    outcome = Outcome(struck=hit * 2, told=[again], shared_mib=(100.0, 100.0 + CHUNKS_MIB + 5.0))
+    heaps = ({"gateway-g1": 50.0, "controller-1": 60.0}, {"gateway-g1": 51.0, "controller-1": 61.0 + GROWN_MIB})
+    outcome = Outcome(struck=hit * 2, told=[again], memory_left_mib=16.0, heaps_mib=heaps)
     judge(run, outcome, "embedded")
     values = {aim.aim.removeprefix("embedded: "): (aim.value, aim.met) for aim in run.aims}
     assert values["calls begun again"] == (1.0, False)
-    assert values["memory of models left, MiB"] == (5.0, False)
+    assert values["memory of models left, MiB"] == (16.0, False)
+    assert values["memory that a daemon has grown by, MiB"] == (GROWN_MIB + 1.0, False)
+    assert run.cases[0].extra["grown_most"] == "controller-1"
     assert run.cases[0].notes == "controller killed: 4 leading, 2 not"
 
 

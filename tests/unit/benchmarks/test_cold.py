@@ -3,18 +3,23 @@
 import ast
 import mmap
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import page_cache, synthetic
+from benchmarks import cold_cases, page_cache, synthetic
 from benchmarks.cold_cases import Check, Stages
-from benchmarks.cold_peers import text_of
+from benchmarks.cold_peers import FOREIGN, script, text_of
+from benchmarks.platform import Platform
 from benchmarks.programs import ROOT, ProgramFailed
 from benchmarks.record import Case
+from benchmarks.runner import Run
 from sllm_runtime.protocol.timeline import Span
+from sllm_runtime.worker.imports import PRELOAD
 from tests.fixtures.waiting import GIVE_UP_S
 
 
@@ -52,10 +57,11 @@ def test_direct_reads_bring_the_whole_file_and_cache_nothing(tmp_path: Path, siz
     file.write_bytes(os.urandom(size))
     page_cache.drop(file)
     try:
-        took = page_cache.direct_read_s(file, 3, 2**20)
+        made = page_cache.direct_read(file, 3, 2**20)
     except OSError as error:
         pytest.skip(f"this filesystem has no direct I/O: {error}")
-    assert took > 0
+    assert made.seconds > 0
+    assert made.mib == 3
     assert page_cache.cached_bytes(file) == 0
 
 
@@ -75,6 +81,17 @@ def test_the_synthetic_model_is_safetensors_with_the_digests_it_says(tmp_path: P
     assert not (flat[0] == flat[1]).all()
 
 
+def test_a_platform_that_does_not_come_up_ends_no_other_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_directory: Path) -> Platform:
+        raise ProgramFailed("no port is free")
+
+    monkeypatch.setattr(cold_cases, "Platform", fails)
+    run = Run(quick=True)
+    cold_cases.with_pool(run, tmp_path, ("warm_pool",))
+    assert [(case.system, case.not_run) for case in run.cases] == [("sllm", "failed: no port is free")]
+    assert [aim.met for aim in run.aims] == [False]
+
+
 def test_another_text_is_an_error() -> None:
     check = Check()
     check.same("sllm", "abc")
@@ -89,6 +106,32 @@ def test_stages_are_medians_of_what_the_timelines_said() -> None:
         stages.add((Span("weights", 0.0, ms), Span("tokens", 0.0, 99.0)))
     stages.into(case)
     assert case.extra == {"weights_ms": 2.0}
+
+
+def test_a_bare_import_is_of_nothing_that_a_start_does_not_import() -> None:
+    """A reference that does more is no limit."""
+    code = f"import sys\nfor name in {FOREIGN!r}: __import__(name)\nprint('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=GIVE_UP_S, check=True)
+    assert set(FOREIGN) < set(PRELOAD)
+    assert done.stdout == "False\n"
+
+
+def test_a_script_is_told_with_what_it_used(tmp_path: Path) -> None:
+    model = synthetic.write(tmp_path / "model", synthetic.TENSOR_BYTES, step=1024)
+    made = script(tmp_path, "gigabyte.py", [str(model.directory), "1024"])
+    assert made.text == str(model.sampled)
+    assert made.cpu_s > 0
+    assert made.mib > 0
+
+
+def test_a_file_is_emptied_out_of_the_page_cache_also_where_it_is_read_before(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * 2**20))
+    try:
+        page_cache.empty(file)
+    except OSError as error:
+        pytest.skip(f"this filesystem has no direct I/O: {error}")
+    assert page_cache.cached_bytes(file) == 0
 
 
 def test_text_of_plain_text_events_and_what_bentoml_calls_events() -> None:

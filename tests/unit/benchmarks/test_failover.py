@@ -36,9 +36,14 @@ def test_a_case_that_broke_at_once_judges_no_latency() -> None:
     judge(run, run.case("killed", "sllm"), broken=0, failed=[])
     assert met(run.aims) == {
         "killed: longest interruption of acquire, ms": None,
-        "killed: streams interrupted": True,
-        "killed: calls failed": True,
+        "killed: streams interrupted": None,
+        "killed: calls failed": None,
     }
+    few = Run(quick=True)
+    case = few.case("killed", "sllm")
+    case.samples += [100.0] * 3
+    judge(few, case, broken=0, failed=[])
+    assert set(met(few.aims).values()) == {None}, "three faults are no proof"
 
 
 def test_a_stream_that_broke_off_counts_with_what_it_did_not_say() -> None:
@@ -46,3 +51,10 @@ def test_a_stream_that_broke_off_counts_with_what_it_did_not_say() -> None:
     sums.add(Heard(0, ids=[0], values=["a"], times=[1.0], error="not ended"), ["a", "b"])
     failover_streams.judge(run, run.case("node", "sllm"), sums)
     assert met(run.aims) == {"node: tokens lost, repeated or changed": False, "node: streams broken off": False}
+
+
+def test_a_case_without_enough_streams_proves_nothing() -> None:
+    for streams, verdict in ((0, None), (6, None), (7, True)):
+        run, sums = Run(quick=True), Sums(streams=streams)
+        failover_streams.judge(run, run.case("node", "sllm"), sums)
+        assert set(met(run.aims).values()) == {verdict}

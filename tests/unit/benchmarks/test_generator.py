@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.generator import Load, Outcome, arrivals, regular
-from benchmarks.programs import ROOT, Program, free_port
+from benchmarks.programs import ROOT, Program
+from sllm_runtime.platform.nats_server import free_port
 
 
 @given(st.lists(st.integers(1, 10**15), min_size=1, max_size=30), st.data())
@@ -95,10 +96,13 @@ def test_one_after_the_other_never_has_two_under_way(bare: int, generator: Progr
 def test_what_is_not_finished_by_the_deadline_has_failed_and_says_how_far_it_came(
     bare: int, generator: Program
 ) -> None:
-    outcome = ask(generator, load_of(bare, 3, 1000, 0.02, deadline_s=2.0))
+    for patience in (2.0, 10.0, 40.0):
+        outcome = ask(generator, load_of(bare, 3, 10_000, 0.02, deadline_s=patience))
+        if outcome.tokens:
+            break  # where the machine stands still the deadline may come before the first one
 
     assert (outcome.completed, outcome.failed) == (0, 3)
-    assert 0 < outcome.tokens < 3000
+    assert 0 < outcome.tokens < 30_000
     assert "not ended" in outcome.errors[0]
 
 

@@ -1,23 +1,28 @@
 """The parts of ``load`` that need no daemon: checkpoints, fio's report, clocks, sums over loads."""
 
+import functools
 import json
 import os
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from benchmarks import page_cache
 from benchmarks.load_bench import Bench
 from benchmarks.load_model import ONE, TWO_AND_A_HALF, Shape, write
 from benchmarks.load_node import cpu_clock
-from benchmarks.load_reference import BLOCK, HUGE_THREADS, huge_read_s, huge_threads, read_report
-from benchmarks.load_ssd import same
+from benchmarks.load_reference import BLOCK, FIO, READS, fastest, limits, read_report, reference
+from benchmarks.load_ssd import rounds, same
 from benchmarks.load_store import ranges
 from benchmarks.load_systems import MODEL_PEERS, SCRIPTS, Loader, Loading, Programs, take
-from benchmarks.programs import ProgramFailed
+from benchmarks.programs import Program, ProgramFailed
 from benchmarks.record import Case
 from benchmarks.runner import Run
 
@@ -62,9 +67,9 @@ def test_fio_is_believed_when_it_read_the_whole_file() -> None:
     assert made.cpu_s == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("text", [_report(7 * BLOCK), _report(8 * BLOCK, error=5)])
+@pytest.mark.parametrize("text", [_report(7 * BLOCK), _report(8 * BLOCK, error=5), "fio: no", "{}"])
 def test_fio_is_not_believed_when_it_did_not(text: str) -> None:
-    with pytest.raises(ProgramFailed, match="fio read"):
+    with pytest.raises(ProgramFailed, match=r"fio (read|wrote)"):
         read_report(text, 8 * BLOCK)
 
 
@@ -114,11 +119,72 @@ def test_ranges_cover_every_byte_once(nbytes: int, count: int) -> None:
     assert sum(last - first + 1 for first, last in ranges(nbytes, count)) == nbytes
 
 
-def test_a_direct_read_into_huge_pages_brings_the_whole_file(tmp_path: Path) -> None:
+def test_a_limit_that_cannot_be_measured_here_is_listed_with_the_reason(tmp_path: Path) -> None:
+    file, case, tried = tmp_path / "file", Case("c", "fio", "s"), []
+    file.write_bytes(b"x" * 4096)
+
+    def read(of: Path) -> page_cache.DiskRead:
+        tried.append(of)
+        raise ProgramFailed("fio is not installed")
+
+    for _ in range(2):
+        reference(case, read, file, primed=False)
+    assert (case.not_run, case.samples, tried) == ("fio is not installed", [], [file])
+
+
+def test_the_limits_bring_the_whole_file(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(os.urandom(2 * BLOCK + 4096))
+    cases = {system: Case("c", system, "ms") for system in limits()}
     try:
-        assert all(huge_read_s(file, threads) > 0 for threads in HUGE_THREADS)
-        assert huge_threads(file) in HUGE_THREADS
+        for system, read in limits().items():
+            reference(cases[system], read, file)
+        assert fastest(file) in READS
     except OSError as error:
         pytest.skip(f"this filesystem has no direct I/O: {error}")
+    assert all(case.median if system not in FIO else case.median or case.not_run for system, case in cases.items())
+
+
+class Sums:
+    """A loading program that touches what it is told."""
+
+    def __init__(self, sums: Sequence[int]) -> None:
+        self._sums = iter(sums)
+
+    def say(self, message: object) -> None:
+        pass
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        return {"touched": next(self._sums)} | dict.fromkeys(
+            ("seconds", "loaded_s", "cpu_s", "loaded_cpu_s", "minor_faults", "major_faults", "touch_faults"), 0
+        ) | {"peak_rss_mib": 1.0, "digest": "d"}  # fmt: skip
+
+
+def test_a_load_that_touches_other_bytes_than_the_first_like_it_is_an_error(tmp_path: Path) -> None:
+    loader = Loader(cast(Program, Sums([7, 7, 9, 5, 5, 8])), {"model": "m"})
+    loader.load(tmp_path / "names")
+    loader.load()
+    loader.load(model="another")
+    loader.load(read_all=True)
+    loader.load(read_all=True, populated=True)
+    with pytest.raises(ProgramFailed, match="their sum is 8, not 7"):
+        loader.load(read_all=False)
+
+
+def test_cores_are_given_back_where_a_program_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    before = os.sched_getaffinity(0)
+    with Programs(tmp_path) as programs:
+        monkeypatch.setattr(Programs, "pids", [ended.pid])
+        with Bench(Run(quick=False), tmp_path, programs).on_cores(1):
+            assert len(os.sched_getaffinity(0)) == 1
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_round_begins_with_another_system(count: int) -> None:
+    run, order = Run(quick=True), list[int]()
+    rounds(run, "c", [functools.partial(order.append, number) for number in range(count)], each=2)
+    assert len(order) == count * 2 * run.rounds
+    assert order[::count] == [number % count for number in range(2 * run.rounds)]

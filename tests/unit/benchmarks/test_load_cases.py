@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from benchmarks import load
+from benchmarks import load, load_copies
 from benchmarks.chart import bars
 from benchmarks.charts import charts, write_charts
 from benchmarks.load_abilities import YES, abilities
 from benchmarks.load_adapter import LARGE, SMALL, AdapterShape, write_adapter
 from benchmarks.load_bench import Bench, Converted
 from benchmarks.load_copies import make_copy, size
-from benchmarks.load_model import ONE, QUICK, Shape, write_tensors
-from benchmarks.load_ssd import near
-from benchmarks.load_systems import MODEL_PEERS, NOT_HERE, Programs
+from benchmarks.load_model import ONE, QUICK, Checkpoint, Shape, write_tensors
+from benchmarks.load_ssd import Competitor, near
+from benchmarks.load_systems import MODEL_PEERS, NOT_HERE, Peer, Programs
 from benchmarks.load_tiers import write_s
 from benchmarks.programs import ROOT, ProgramFailed
 from benchmarks.runner import Run
@@ -114,13 +115,43 @@ def test_a_model_that_does_not_fit_the_disk_is_said(tmp_path: Path) -> None:
 def test_peers_far_behind_the_fastest_are_named_with_that_and_not_measured_again() -> None:
     run, chosen = Run(quick=False), MODEL_PEERS[:4]
     for peer, seconds in zip(chosen[:3], (1.0, 1.4, 1.6), strict=True):
-        run.case("first", peer.name, "s").samples += [seconds] * 7
+        run.case("first", peer.name, "s").take(seconds, seconds)
     run.case("first", chosen[3].name, "s").not_run = "no GPU"
     assert near(run, "second", chosen, "first") == list(chosen[:2])
     left = {case.system: case.not_run for case in run.cases if case.case == "second"}
     assert set(left) == {chosen[2].name, chosen[3].name, *NOT_HERE}
     assert left[chosen[2].name].startswith("1.6 times the fastest")
     assert left[chosen[3].name] == "no GPU"
+
+
+def test_who_used_the_least_cpu_is_measured_where_it_was_slow() -> None:
+    """With one core less it may be the fastest."""
+    run, chosen = Run(quick=False), MODEL_PEERS[:3]
+    for peer, seconds, cpu_s in zip(chosen, (1.0, 2.0, 3.0), (2.0, 0.2, 2.5), strict=True):
+        run.case("first", peer.name, "s").take(seconds, cpu_s)
+    assert near(run, "second", chosen, "first") == list(chosen[:2])
+
+
+def test_a_case_on_one_core_leaves_out_by_one_on_one_core() -> None:
+    for name, measure in load.CASES.items():
+        like = getattr(measure, "keywords", {}).get("like", "")
+        assert not like or like.endswith("_1core") == name.endswith("_1core"), name
+
+
+def test_copies_have_the_fastest_peers_of_those_that_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(quick=False)
+    for number, peer in enumerate(MODEL_PEERS, 1):
+        run.case("first", peer.name, "s").take(0.1 if peer.reads != "model.safetensors" else float(number), 1.0)
+    asked: list[str] = []
+
+    def started(_bench: Bench, _case: str, _checkpoint: Checkpoint, peers: Sequence[Peer]) -> list[Competitor]:
+        asked.extend(peer.name for peer in peers)
+        return []
+
+    monkeypatch.setattr(load_copies, "start", started)
+    checkpoint = write_tensors(_directory(tmp_path / "m"), "model.safetensors", Shape(1, 64, 128).tensors())
+    load_copies._peers(Bench(run, tmp_path, Programs(tmp_path)), "copies", checkpoint, MODEL_PEERS, "first")
+    assert asked == ["safetensors load_file", "safetensors safe_open"]
 
 
 def test_all_peers_are_measured_where_no_other_case_was() -> None:
@@ -131,7 +162,7 @@ def test_all_peers_are_measured_where_no_other_case_was() -> None:
 
 def test_a_written_file_is_gone_when_its_time_is_known(tmp_path: Path) -> None:
     try:
-        assert write_s(tmp_path / "written", 2**20) > 0
+        assert write_s(tmp_path / "written", 2**20)[0] > 0
     except OSError as error:
         pytest.skip(f"this filesystem has no direct I/O: {error}")
     assert not list(tmp_path.iterdir())

@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 
 from benchmarks import migration_large
-from benchmarks.heard import Heard, Piece, Sums, Window, jitters, longest, moves, pauses, understand
-from benchmarks.migration import ABANDONED, LEAST, Counts, Fate, _case, judge
-from benchmarks.migration_load import Called
+from benchmarks.heard import Heard, Piece, Sums, Window, jitters, longest, moves, pauses, understand, untouched
+from benchmarks.migration import ABANDONED, LEAST, Counts, Fate, _case, judge, measure_gaps
+from benchmarks.migration_load import CALLERS, Called, Load
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed, Usage
 from benchmarks.record import Case
@@ -28,7 +28,22 @@ def test_what_was_lost_repeated_or_different() -> None:
     assert (sums.lost, sums.repeated, sums.different) == (1, 1, 2)
 
 
-def test_a_pause_is_counted_in_the_streams_own_intervals() -> None:
+def test_a_pause_is_counted_in_intervals_of_calls_that_nothing_befell_and_in_the_calls_own() -> None:
+    """What a call's own gaps do to its intervals hides half of them."""
+    quiet = Heard(0, times=[float(at) for at in range(11)])
+    moved = Heard(0, times=[20.0, 21.0, 27.0, 28.0])
+    windows = [Window(22.0, 24.0)]
+    assert untouched([quiet, moved, Heard(0), Heard(0, times=[0.0, 1.0], error="gone")], windows) == [quiet]
+    case = Case("move", "sllm", "intervals")
+    measure_gaps(case, [quiet, moved], quiet.usual, lambda heard: longest(heard, windows))
+    assert (case.samples, case.extra["own_p50"]) == ([6.0], 2.25)
+    assert (case.extra["interval_ms"], case.extra["own_interval_ms"]) == (1000.0, 2666.67)
+    none = Case("move", "sllm", "intervals")
+    measure_gaps(none, [moved], None, lambda heard: longest(heard, windows))
+    assert (none.samples, none.extra["own_n"]) == ([], 1)
+
+
+def test_a_pause_is_the_longest_gap_in_its_time() -> None:
     times = [0.0, 1.0, 1.0, 2.0, 6.0, 7.0, 7.0, 8.0, 8.0]
     heard = Heard(0, times=times)
     assert longest(heard, [Window(4.0, 5.0)]) == [4.0]
@@ -111,16 +126,32 @@ def test_a_migration_is_one_that_took_calls_along_and_its_calls_are_counted_apar
 
 def test_a_broken_stream_and_too_few_migrations_make_aims_false() -> None:
     run = Run(quick=True)
-    case = Case("move", "sllm", "intervals", samples=[1.0] * (LEAST - 1), extra={"p99": 1.0})
-    judge(run, case, Sums(streams=9, broken=1, lost=7), Counts(migrations=99, calls=300), wanted=100)
+    pause = Case("move_pause", "sllm", "intervals", samples=[1.0] * (LEAST - 1), extra={"p99": 1.0})
+    pause.extra |= {"own_n": LEAST, "own_p50": 1.0, "own_p99": 3.0}
+    case = Case("move", "sllm", "intervals", samples=[3.0] * LEAST, extra={"p99": 4.0, "times": 7})
+    judge(run, case, pause, Sums(streams=9, broken=1, lost=7), Counts(migrations=99, calls=300), wanted=100)
+    found = {aim.aim: aim.met for aim in run.aims}
+    undisturbed, own = "intervals of calls that nothing befell", "intervals of the moved call"
+    assert found[f"move: pause p50, {undisturbed}"] is True
+    assert found[f"move: pause p99, {undisturbed}"] is None
+    assert found[f"move: pause p50, {own}"] is True
+    assert found[f"move: pause p99, {own}"] is False
+    assert found[f"move: longest gap from the command on p50, {undisturbed}"] is False
+    assert found[f"move: longest gap from the command on p99, {undisturbed}"] is False
+    assert found[f"move: longest gap from the command on p50, {own}"] is None
     met = {aim.aim.partition(",")[0]: aim.met for aim in run.aims}
     assert met["move: streams broken off"] is False
     assert met["move: tokens lost"] is False
     assert met["move: tokens repeated"] is True
     assert met["move: migrations"] is False
-    assert met["move: pause p50"] is True
-    assert met["move: pause p99"] is None
     assert (case.extra["migrations"], case.extra["calls_moved"]) == (99, 300)
+
+
+def test_a_case_that_nothing_befell_proves_nothing() -> None:
+    for streams, times in ((0, 9), (9, 6)):
+        run, case = Run(quick=True), Case("still", "sllm", "intervals", extra={"times": times})
+        judge(run, case, Case("still_pause", "sllm", "intervals"), Sums(streams=streams), None, wanted=0)
+        assert {aim.met for aim in run.aims} == {None}
 
 
 class Gone:
@@ -148,7 +179,7 @@ def test_a_case_that_breaks_is_judged_by_what_its_callers_heard_until_then() -> 
     called = Called(cast(Platform, gone), "f", [{}])
 
     def enough(_: Counts) -> bool:
-        gone.connected.wait(5.0)
+        assert gone.connected.is_set(), "each has called before anything befalls them"
         raise ProgramFailed("the platform has ended")
 
     with run.attempt("move", "intervals"):
@@ -159,6 +190,21 @@ def test_a_case_that_breaks_is_judged_by_what_its_callers_heard_until_then() -> 
     assert met["move: migrations"] is False
     assert met["move: errors that ended it"] is False
     assert "ConnectionRefusedError: gone" in run.cases[0].notes
+
+
+def test_what_was_heard_before_a_case_broke_is_understood() -> None:
+    load = Load(Called(cast(Platform, Gone()), "f", [{}]), [["t0", "t1"]])
+
+    def breaks() -> None:
+        load.until_all_make_a_whole_call()
+        load.heard.append(Heard(0, arrived=[_piece(1.0, 0, 1, end="data: [DONE]\n\n")]))
+        raise ProgramFailed("the platform has ended")
+
+    with pytest.raises(ProgramFailed), load.running():
+        breaks()
+    whole = [heard for heard in load.heard if not heard.error]
+    assert [heard.values for heard in whole] == [["t0", "t1"]]
+    assert len(load.heard) > CALLERS
 
 
 def test_calls_whose_answers_hold_half_characters_back_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.programs import Program, ProgramFailed, may_isolate
+from benchmarks.programs import Program, ProgramFailed, may_isolate, run_to_end
 from sllm_runtime.platform.process import start_time
+from tests.fixtures.waiting import GIVE_UP_S
 
 WITH_CHILD = """
 import json, subprocess, sys, signal
@@ -32,6 +33,36 @@ def test_it_hears_json_and_logs_the_rest(tmp_path: Path) -> None:
         program.say({"echo": 1})
         assert program.hear(30) == {"echo": 1}
         assert (tmp_path / "log").read_text() == "not for us\n"
+
+
+def test_what_nobody_hears_does_not_stop_it(tmp_path: Path) -> None:
+    """Its pipe holds 64 KiB; a server writes a line for each call."""
+    code = "import pathlib, sys\nprint('a call\\n' * 20_000, flush=True)\npathlib.Path(sys.argv[1]).touch()"
+    with Program(python(code, str(tmp_path / "done")), tmp_path / "log") as program:
+        until = time.monotonic() + GIVE_UP_S
+        while not (tmp_path / "done").exists():
+            assert time.monotonic() < until, "it stands in its write"
+            time.sleep(0.01)
+        with pytest.raises(ProgramFailed, match="ended"):
+            program.hear(GIVE_UP_S)
+        assert (tmp_path / "log").read_text().count("a call\n") == 20_000
+
+
+def test_what_was_said_before_anybody_heard_is_heard(tmp_path: Path) -> None:
+    with Program(python('print(\'{"one": 1}\\n[2]\\n{"three": 3}\')'), tmp_path / "log") as program:
+        assert program.hear(GIVE_UP_S) == {"one": 1}
+        assert program.hear(GIVE_UP_S) == {"three": 3}
+        for _ in range(2):
+            with pytest.raises(ProgramFailed, match="exit status 0"):
+                program.hear(GIVE_UP_S)
+    assert (tmp_path / "log").read_text() == "[2]\n"
+
+
+def test_what_a_command_used_is_known_when_it_has_ended() -> None:
+    code = "import sys, time\nwhile time.process_time() < 0.2: pass\nprint('said')\nsys.exit('and why')"
+    done, used = run_to_end(python(code), GIVE_UP_S)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "said\n", "and why\n")
+    assert 0.2 <= used < GIVE_UP_S
 
 
 def test_its_usage_counts_its_children(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import machine, report
-from benchmarks.gateway import note
-from benchmarks.generator import Load, Outcome
 from benchmarks.programs import ProgramFailed, Usage, own_usage
-from benchmarks.record import Aim, Case, percentile, ratio
+from benchmarks.record import TAIL, Aim, Case, against_limit, none_of, percentile, ratio, tail
 from benchmarks.runner import Run, figure, main
 
 
@@ -123,6 +123,129 @@ def test_a_case_that_breaks_ends_no_other(tmp_path: Path) -> None:
     assert two["samples"] == [1.0]
 
 
+def test_an_error_that_nobody_foresaw_ends_its_case_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(run: Run, cases: Sequence[str]) -> None:
+        with run.attempt("one"):
+            raise RuntimeError("CUDA out of memory")
+        run.case("two", "sllm").samples.append(1.0)
+        raise KeyError("leader")
+
+    file = tmp_path / "made.json"
+    assert main("made", ("one", "two"), measure, ["--json", str(file)]) == 1
+    record = json.loads(file.read_text())
+    said = {case["case"]: case.get("not_run") for case in record["cases"]}
+    assert said == {
+        "one": "failed: RuntimeError: CUDA out of memory",
+        "two": None,
+        "made": "failed: KeyError: 'leader'",
+    }
+    assert [aim["aim"] for aim in record["aims"]] == ["one: errors that ended it", "made: errors that ended it"]
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_an_interruption_is_recorded(tmp_path: Path) -> None:
+    def measure(run: Run, cases: Sequence[str]) -> None:
+        with run.attempt("one"):
+            run.case("one", "sllm").samples.append(1.0)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    file = tmp_path / "made.json"
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main("made", ("one", "two"), measure, ["--json", str(file)]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    record = json.loads(file.read_text())
+    assert record["settings"]["interrupted"] is True
+    assert [case["samples"] for case in record["cases"]] == [[1.0]]
+
+
+def test_a_sample_is_taken_with_what_it_cost() -> None:
+    case = Case("c", "sllm", "s")
+    for cpu_s, mib in ((1.0, 30.0), (2.0, 20.0), (3.0, 10.0)):
+        case.take(7.0, cpu_s, mib)
+    assert (case.samples, case.cpu_s, case.peak_rss_mib) == ([7.0] * 3, 2.0, 30.0)
+    other = Case("c", "peer", "s")
+    other.take(1.0)
+    assert (other.cpu_s, other.peak_rss_mib) == (None, None)
+
+
+@pytest.mark.parametrize(("ours", "met"), [(1.0, True), (1.06, False), (0.85, False)])
+def test_a_limit_that_is_beaten_is_none(ours: float, met: bool) -> None:
+    limits = [Case("c", name, "s", [seconds] * 7) for name, seconds in (("slow", 2.0), ("fast", 1.0))]
+    aim = against_limit(
+        "c", [*limits, Case("c", "not here", "s")], Case("c", "sllm", "s", [ours] * 7), at_least=0.95, least=7
+    )
+    assert (aim.aim, aim.met, aim.bound) == ("c: fast / sllm", met, "≥ 0.95, ≤ 1.1")
+
+
+@pytest.mark.parametrize(
+    ("count", "of", "met"), [(0, 0, None), (0, 6, None), (0, 7, True), (1, 1, False), (1, 9, False)]
+)
+def test_that_nothing_happened_is_met_by_enough_and_missed_by_one(count: int, of: int, met: bool | None) -> None:
+    assert none_of("lost", count, of=of, least=7).met is met
+
+
+def test_of_few_samples_the_tail_is_the_worst() -> None:
+    samples = [float(number) for number in range(1, TAIL + 1)]
+    assert (tail(samples), tail(samples[:-1]), tail([])) == ({"p99": 99.0}, {"max": 99.0}, {})
+
+
+def test_the_page_marks_what_is_not_to_be_relied_on_and_keeps_misses(tmp_path: Path) -> None:
+    file = tmp_path / "made.json"
+    assert main("made", ("one",), measured, ["--json", str(file), "--quick"]) == 0
+    record = json.loads(file.read_text())
+    aims = [Aim("copies: fio / sllm", value, at_least=0.95).document() for value in (2.3, 0.5, None)]
+    aims.append(Aim("sata: share", 1.0, at_least=0.95, at_most=1.1).document())
+    record |= {"benchmark": "load", "commit": "1234567+", "started": "2026-11-22T00:00:00+00:00", "aims": aims}
+    record["settings"]["interrupted"] = True
+    page = report.render([("machine", record | {"age": {"commits": 40, "changes": 3}})])
+    for mark in (
+        "A quick run",
+        "It was interrupted",
+        "not committed",
+        "Old: its benchmark was changed in 3 of the 40 commits since.",
+    ):
+        assert mark in page
+    why = "fio read into small pages"
+    assert f"| copies: fio / sllm | ≥ 0.95 | 2.3 | withdrawn: {why} |" in page
+    assert f"| copies: fio / sllm | ≥ 0.95 | 0.5 | **no**: {why} |" in page
+    assert f"| copies: fio / sllm | ≥ 0.95 | - | not judged: {why} |" in page
+    assert "| sata: share | ≥ 0.95, ≤ 1.1 |" in page
+    record |= {"commit": "1234567", "started": "2027-01-01T00:00:00+00:00", "settings": {}}
+    page = report.render([("machine", record | {"age": {"commits": 40, "changes": 0}})])
+    assert "| copies: fio / sllm | ≥ 0.95 | 2.3 | yes |" in page
+    assert "**A quick" not in page
+    assert "Old:" not in page
+
+
+def test_a_record_is_as_old_as_what_has_changed_its_benchmark(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        said = subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return said.stdout.strip()
+
+    git("init", "-q")
+    commits = []
+    for name in ("made.py", "made_part.py", "maderight.py", "heard.py"):
+        (tmp_path / "benchmarks").mkdir(exist_ok=True)
+        (tmp_path / "benchmarks" / name).touch()
+        git("add", ".")
+        git("commit", "-qm", name)
+        commits.append(git("rev-parse", "--short", "HEAD"))
+    assert report.age({"benchmark": "made", "commit": f"{commits[0]}+"}, tmp_path) == {
+        "age": {"commits": 3, "changes": 1}
+    }
+    assert report.age({"benchmark": "made", "commit": commits[1]}, tmp_path) == {"age": {"commits": 2, "changes": 0}}
+    assert report.age({"benchmark": "made", "commit": "0123456"}, tmp_path) == {}
+
+
+def test_without_a_limit_nothing_is_judged() -> None:
+    assert against_limit("c", [], Case("c", "sllm", "s", [1.0] * 7), at_least=0.95, least=7).met is None
+
+
 def test_list_names_the_cases_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("made", ("one", "two"), measured, ["--list"]) == 0
     assert capsys.readouterr().out == "one\ntwo\n"
@@ -130,26 +253,6 @@ def test_list_names_the_cases_and_measures_nothing(capsys: pytest.CaptureFixture
 
 def test_figures_have_four_digits_and_no_powers_of_ten() -> None:
     assert [figure(value) for value in (None, 0.12345, 123.456, 71234.5)] == ["-", "0.1235", "123.5", "71,234"]
-
-
-LOAD = Load(1, "/", {}, "", 2, 10, 0.0)
-
-
-def test_an_outcome_with_wrong_tokens_is_an_error() -> None:
-    with pytest.raises(ProgramFailed, match="wrong tokens"):
-        note(Case("c", "s", "ms"), LOAD, Outcome(wrong=1), Usage(0, 0))
-
-
-def test_an_unfinished_load_counts_what_came_and_says_so() -> None:
-    case = Case("c", "s", "tokens/s")
-    outcome = Outcome(failed=1, tokens=30, seconds=2.0, ttft_ms=[1.0], errors=["broke off"])
-
-    assert not note(case, LOAD, outcome, Usage(0.5, 10))
-    assert case.samples == [15.0]
-    assert "1 of 2 streams" in case.notes
-    assert "broke off" in case.notes
-    assert note(case, LOAD, Outcome(completed=2, tokens=20, seconds=1.0, ttft_ms=[3.0, 5.0]), Usage(1.5, 30))
-    assert (case.cpu_s, case.peak_rss_mib, case.extra["ttft_p50_ms"]) == (1.0, 30, 2.5)
 
 
 def test_a_case_that_breaks_is_recorded_and_the_others_are_measured(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.replay import LEAST_CALLS, OURS, POLICIES, judge
-from benchmarks.replay_client import LIMIT_S, Heard, Told, checked, play, sums
+from benchmarks.replay_client import IN_TIME_S, LIMIT_S, Heard, Told, checked, play, sums
+from benchmarks.replay_peers import RAY, texts_of
 from benchmarks.replay_platform import PUBLISHED, Beginning, Scene, name_of, share_out, write_models
 from benchmarks.replay_trace import CV, LENGTHS, Arrival, Shape, trace
 from benchmarks.runner import Run, in_turn
@@ -93,9 +94,8 @@ def _told(ms: float, text: str = "a", tokens: int = 32, error: str = "") -> Told
 
 
 def test_another_text_of_the_same_length_is_wrong_and_counts_with_the_limit() -> None:
-    right = {32: "a"}
+    right = {32: "a", 96: "b", 256: "c"}
     fine, other, gone = checked([_told(1.0), _told(1.0, "b", tokens=96), _told(1.0, error="gone", text="")], right)
-    assert right == {32: "a", 96: "b"}
     assert (fine.wrong, other.wrong, gone.wrong, gone.error) == (False, False, False, "gone")
     wrong, nothing = checked([_told(1.0, "c", tokens=96), _told(1.0, "", tokens=256)], right)
     assert (wrong.wrong, wrong.served, wrong.startup_ms) == (True, False, LIMIT_S * 1e3)
@@ -105,32 +105,49 @@ def test_another_text_of_the_same_length_is_wrong_and_counts_with_the_limit() ->
 
 def test_a_wrong_answer_makes_an_aim_false_whatever_broke_then() -> None:
     run = Run(quick=False)
-    judge(run, {"random": checked([_told(1.0, "c")], {32: "a"})})
+    right = checked([_told(1.0)] * LEAST_CALLS, {32: "a"})
+    judge(run, {"random": [checked([_told(1.0, "c")], {32: "a"})], "locality": [right], RAY["store"]: [right]})
     met = {aim.aim: aim.met for aim in run.aims}
     assert met["replay: wrong answers, random"] is False
-    assert met["replay: wrong answers, startup-time"] is True
+    assert met["replay: wrong answers, locality"] is True
+    assert met[f"replay: wrong answers, {RAY['store']}"] is True
+    assert met["replay: wrong answers, startup-time"] is None, "it said nothing"
+
+
+def test_what_peers_have_to_say_is_what_transformers_says() -> None:
+    texts = texts_of([f"<{number}>" for number in range(max(LENGTHS))])
+    assert texts[16] == "".join(f"<{number}>" for number in range(16))
+    assert set(texts) == set(LENGTHS)
 
 
 def test_the_sums_of_calls() -> None:
     found = sums([*(_told(float(ms)) for ms in range(1, 100)), _told(LIMIT_S * 1e3, error="gone")])
     assert (found.calls, found.served, found.p50, found.p99) == (100, 0.99, 50.0, 99.0)
     assert found.mean == pytest.approx((4950 + LIMIT_S * 1e3) / 100)
+    assert found.longest == LIMIT_S * 1e3
+    late = sums([_told(1.0), _told(IN_TIME_S * 1e3 + 1), _told(IN_TIME_S * 1e3), _told(1.0, error="gone")])
+    assert (late.served, late.in_time) == (0.75, 0.5)
     with pytest.raises(ValueError, match="no samples"):
         sums([])
 
 
 def test_ours_is_judged_beside_each_other_system() -> None:
     run = Run(quick=False)
-    many = {system: [_told(10.0 if system == OURS else 20.0)] * LEAST_CALLS for system in POLICIES}
+    trace_of = LEAST_CALLS // run.least + 1
+    many = {system: [[_told(10.0 if system == OURS else 20.0)] * trace_of] * run.least for system in POLICIES}
+    many["locality"] = [[_told(IN_TIME_S * 1e3 + 1)] * trace_of, *[[_told(5.0)] * trace_of] * (run.least - 1)]
     judge(run, many)
     aims = {aim.aim: aim for aim in run.aims}
     assert (aims["replay: startup-time / random, p99 startup latency"].value) == 0.5
-    assert aims["replay: startup-time / locality, mean startup latency"].met is True
-    assert aims["replay: startup-time / preemption, share served in time"].value == 1.0
+    assert aims["replay: startup-time / locality, mean startup latency"].met is True, "by its first round"
+    assert aims["replay: startup-time / locality, mean startup latency of a round (median)"].value == 2.0
+    assert aims["replay: startup-time / locality, longest startup latency of a round (median)"].met is False
+    assert aims["replay: startup-time / locality, share served within 5 s"].value == pytest.approx(7 / 6)
+    assert aims["replay: startup-time / preemption, share served within 5 s"].value == 1.0
     assert aims["replay: startup-time / ray serve, no cache, p99 startup latency"].met is None, "it did not run"
     few = Run(quick=True)
-    judge(few, {system: told[1:] for system, told in many.items()})
-    assert {aim.met for aim in few.aims if "wrong" not in aim.aim} == {None}
+    judge(few, {system: rounds[:3] for system, rounds in many.items()})
+    assert {aim.met for aim in few.aims} == {None}
 
 
 def test_the_policies_are_all_that_there_are_and_the_settings_are_ones() -> None:

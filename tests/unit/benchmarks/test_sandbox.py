@@ -85,6 +85,8 @@ async def test_processes_of_both_kinds_start_and_answer(tmp_path: Path) -> None:
             start = await one_start(system, function, tmp_path / f"home-{number}")
             assert len(start.calls) == CALLS
             assert start.worker > 0
+            assert start.used.cpu_s > 0 < start.used.pss_mib
+            assert start.calls_cpu_s >= 0
 
 
 def test_what_a_stream_is_followed_by_says_when_it_was_made(tmp_path: Path) -> None:
