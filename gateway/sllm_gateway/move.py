@@ -88,6 +88,8 @@ class Move:
         self._told = kept.counts
         self._told_outputs = kept.delivered
         self._reached: dict[int, int] = {}
+        self._closed: set[int] = set()
+        """Generations that have ended there."""
         self._outputs = kept.delivered
         """Whole outputs of the answer that the destination has made or was told to leave out."""
         self._hash = kept.hashed()
@@ -218,7 +220,7 @@ class Move:
             self._slowing.drew(whole)
         if self.stage is Stage.HANDED:
             told = (codec.unpack(Ids, frame.data) for frame in frames if frame.kind is FrameKind.IDS)
-            self._source_rests = self._source_rests or any(not ids.ids for ids in told)
+            self._source_rests = self._source_rests or any(not (ids.ids or ids.ended) for ids in told)
 
     def quiet(self, now: float) -> bool:
         """Whether no output of the source is waited for."""
@@ -239,15 +241,22 @@ class Move:
         return self.lacking()
 
     def lacking(self) -> list[Feed]:
-        """Ids that the source has and the destination has not said: it rests, or does not overtake."""
+        """Ids that the source has and the destination has not said, and which generations have ended: it rests, or does
+        not overtake."""
         if not self.rests:
             return []
-        call, epoch = self.binding.call, self.binding.epoch
-        return [
-            Feed(call, epoch, number, at, tuple(self._kept.known(number)[at : at + FEED_IDS]), held=True)
-            for number, count in self._kept.counts.items()
-            for at in range(self._reached.get(number, 0), count, FEED_IDS)
-        ]
+        ended = set(self._kept.ended) - self._closed
+        numbers = sorted({*self._kept.counts, *ended})
+        return [feed for number in numbers for feed in self._lacks(number, ended=number in ended)]
+
+    def _lacks(self, generation: int, *, ended: bool) -> list[Feed]:
+        call, epoch, known = self.binding.call, self.binding.epoch, self._kept.known(generation)
+        first = self._reached.get(generation, 0)
+        starts = range(first, len(known), FEED_IDS) or ((first,) if ended else ())
+        feeds = [Feed(call, epoch, generation, at, tuple(known[at : at + FEED_IDS]), held=True) for at in starts]
+        if ended:
+            feeds[-1] = msgspec.structs.replace(feeds[-1], ended=True)
+        return feeds
 
     def hand(self, now: float) -> None:
         """The source is told to draw no more (``going``)."""
@@ -346,12 +355,15 @@ class Move:
         self._ended = True
 
     def _drawn(self, ids: Ids) -> bool:
-        """Whether some of them are new."""
+        """Whether some of them are new, or that it has ended."""
         known = tuple(self._kept.known(ids.generation)[ids.first : ids.first + len(ids.ids)])
         if known != ids.ids[: len(known)]:
             raise NotDeterministic(f"instance {self.binding.instance} draws other ids than the one that it relieves")
         self._reached[ids.generation] = max(self._reached.get(ids.generation, 0), ids.first + len(ids.ids))
-        return len(known) < len(ids.ids)
+        if not ids.ended:
+            return len(known) < len(ids.ids)
+        self._closed.add(ids.generation)
+        return len(known) < len(ids.ids) or ids.generation not in self._kept.ended
 
     def _early(self, frame: Frame) -> int:
         """A part of an output that the caller may have from the source. The cost of what is dropped now."""

@@ -30,6 +30,7 @@ class Resumption:
         self._parts: list[bytes] = []
         """Of an output of which more is to come."""
         self._ids: dict[int, list[int]] = {}
+        self._ended: set[int] = set()
         self._count = 0
         self._seen = (0, 0)
         self._in_vain = 0
@@ -71,10 +72,12 @@ class Resumption:
 
     def _record(self, ids: Ids) -> None:
         """Ids that leave a gap, or are too many, are of no use: what follows is drawn again. After a resume an instance
-        gives those out again that it was told. None say that it rests."""
-        if not ids.ids:
+        gives those out again that it was told. None say that it rests, or has ended."""
+        if not 0 <= ids.generation < MOST_GENERATIONS:
             return
-        if not 0 <= ids.generation < MOST_GENERATIONS or self._count + len(ids.ids) > MOST_IDS:
+        if ids.ended:
+            self._ended.add(ids.generation)
+        if not ids.ids or self._count + len(ids.ids) > MOST_IDS:
             return
         known = self._ids.setdefault(ids.generation, [])
         if ids.first <= len(known):
@@ -91,6 +94,11 @@ class Resumption:
     def recorded(self) -> tuple[tuple[int, ...], ...]:
         """Ids by generation, as ``CallHead.recorded``."""
         return tuple(tuple(self._ids.get(number, ())) for number in range(max(self._ids, default=-1) + 1))
+
+    @property
+    def ended(self) -> tuple[int, ...]:
+        """Generations that have, as ``CallHead.ended``."""
+        return tuple(sorted(self._ended))
 
     # --- while it moves (``move``) ------------------------------------------------------------------
     def hashed(self) -> hashlib.blake2b:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy
@@ -26,6 +28,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "half characters": {"regex": "[\u4f60\u597d\u00e9]{400}", "ignore_eos": False},
     "a long context": LONG,
 }
+PROMPTS: dict[str, Any] = {"prompt": ["class Parser:\n", "def f(x):\n", "import os\n", "# a\n"], "temperature": 0.8}
+EARLY = slice(8, 24)
+"""Where the first of their outputs ends, in tokens."""
 BEGUN = 20
 """Pieces of each that are here when the move is asked for."""
 
@@ -40,10 +45,11 @@ def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 class Completion:
-    """One streamed completion; ``begun`` when BEGUN pieces of it are here."""
+    """One streamed completion; ``begun`` when so many pieces of it are here."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, pieces: int = BEGUN, **more: Any) -> None:
         self._body = {**ASK, "stream": True, "stream_options": {"include_usage": True}, **more}
+        self._pieces = pieces
         self.begun = threading.Event()
 
     def read(self, cluster: Cluster) -> tuple[str, str | None, dict[str, Any]]:
@@ -59,7 +65,7 @@ class Completion:
                     break
                 if line.startswith("data: "):
                     chunks.append(json.loads(line.removeprefix("data: ")))
-                    if len(chunks) == BEGUN:
+                    if len(chunks) == self._pieces:
                         self.begun.set()
             else:
                 pytest.fail(f"no [DONE] after {chunks[-1:]}")
@@ -92,3 +98,40 @@ def test_all_of_it_is_as_if_nothing_had_moved(cluster: Cluster) -> None:
         found = {name: future.result(GIVE_UP_S) for name, future in reading.items()}
     assert found == right
     assert moved(cluster) == before + len(calls), "all of them were in the middle"
+
+
+def rounds(cluster: Cluster) -> list[int]:
+    """How often the destination of each call that has gone over was fed."""
+    (log,) = (cluster.data / "logs").glob("gateway*.log")
+    return [int(found) for found in re.findall(r"call goes on at \S+ after (\d+) round", log.read_text())]
+
+
+def ends_the_first(cluster: Cluster, model: Path) -> list[int]:
+    """Ids that end the first output of PROMPTS early, and no other."""
+    body = {**ASK, **PROMPTS, "logprobs": 0}
+    answer = cluster.http.post("/v1/completions", json=body, timeout=GIVE_UP_S)
+    assert answer.status_code == 200, answer.text
+    first, *others = [choice["logprobs"]["tokens"] for choice in answer.json()["choices"]]
+    elsewhere = {*first[: EARLY.start], *(token for tokens in others for token in tokens)}
+    text = next(token for token in first[EARLY] if token not in elsewhere)
+    known = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return [number for number in range(known.get_vocab_size()) if known.decode([number]) == text]
+
+
+@pytest.mark.slow
+def test_outputs_go_over_though_one_of_them_has_ended_at_an_end_token(cluster: Cluster, coder: Path) -> None:
+    """How it ended is to be drawn, and the others are told in turn with it: nobody waits for it, so the destination
+    keeps up and is fed, as any."""
+    ends = {**PROMPTS, "stop_ids": ends_the_first(cluster, coder / "model")}
+    right = Completion(**ends).read(cluster)
+    tokens, many = right[2]["completion_tokens"], len(PROMPTS["prompt"])
+    assert 0 < tokens - (many - 1) * ASK["max_tokens"] < EARLY.stop, "one has ended, the others have not"
+    (source,), before, fed = ready(cluster), moved(cluster), len(rounds(cluster))
+    with ThreadPoolExecutor(1) as pool:
+        running = Completion(many * EARLY.stop, **ends)
+        reading = pool.submit(running.read, cluster)
+        assert running.begun.wait(GIVE_UP_S)
+        assert ask(cluster, source)["state"] == "DONE"
+        assert reading.result(GIVE_UP_S) == right
+    assert moved(cluster) == before + 1
+    assert min(rounds(cluster)[fed:]) >= 2, "it was let draw before it kept up"

@@ -88,12 +88,14 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ids(msgspec.Struct, frozen=True, array_like=True):
-    """Token ids ``[first, first + len)`` of the ``generation``-th ``generate`` of this call. None: it is held (``Hold``
-    came), and all that it drew is told."""
+    """Token ids ``[first, first + len)`` of the ``generation``-th ``generate`` of this call. None, and not ``ended``:
+    it is held (``Hold`` came), and all that it drew is told."""
 
     generation: int
     first: int
     ids: tuple[int, ...]
+    ended: bool = False
+    """It has ended with these. Workers of the version before do not say."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +135,8 @@ class CallHead(msgspec.Struct, frozen=True, kw_only=True):
     """Migration: ids are sent as they are drawn, not in groups."""
     held: bool = False
     """Migration: it computes what it was told (``recorded``, ``Feed``) and draws no id, until a ``Feed`` lets it."""
+    ended: tuple[int, ...] = ()
+    """Generations that have ended. With ``held``: how they did is drawn all the same, nothing else follows."""
     credit: int = 0
     """Bytes of frames (``Frame.cost``) the node may send at once."""
     traceparent: str = ""
@@ -206,6 +210,8 @@ class Feed(msgspec.Struct, frozen=True, array_like=True, tag="feed"):
     ids: tuple[int, ...]
     held: bool = False
     """A call that is held stays so; else it draws from now on, each of its generations."""
+    ended: bool = False
+    """This generation has ended with these ids: see ``CallHead.ended``."""
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True, tag="hold"):

@@ -120,6 +120,7 @@ class FeedCall(msgspec.Struct, frozen=True, tag="feed"):
     first: int
     ids: tuple[int, ...]
     held: bool = False
+    ended: bool = False
 
 
 class HoldCall(msgspec.Struct, frozen=True, tag="hold"):

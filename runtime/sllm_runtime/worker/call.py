@@ -49,7 +49,7 @@ class Call:
         self.following = head.follow
         """Whether ids are sent as they are drawn: another instance is on its way to take over from this one, or this
         one from another."""
-        self.fed = Fed(head.recorded, held=head.held)
+        self.fed = Fed(head.recorded, head.ended, held=head.held)
         self._arrived = time.perf_counter()
         self._late = late
         self._first: float | None = None
@@ -100,9 +100,9 @@ class Call:
         """Number of this call's next ``generate``."""
         return next(self._generations)
 
-    def record(self, generation: int, first: int, ids: tuple[int, ...]) -> bool:
+    def record(self, ids: Ids) -> bool:
         """Tell the node which ids were drawn, for a resume. False: there is no credit now; nothing is sent."""
-        return self.outgoing.try_send(FrameKind.IDS, codec.pack(Ids(generation, first, ids)))
+        return self.outgoing.try_send(FrameKind.IDS, codec.pack(ids))
 
     def count(self, *, prompt: int = 0, completion: int = 0, cached: int = 0) -> None:
         """Add to the call's usage."""
@@ -165,17 +165,21 @@ class IdRecorder:
         self._ids: list[int] = []
 
     def add(self, ids: tuple[int, ...], *, last: bool) -> None:
-        """``ids`` were drawn."""
+        """``ids`` were drawn, the ``last`` of all maybe."""
         self._ids.extend(ids)
         at_once = self._call.following and self._first + len(self._ids) >= self._told
-        due = last or at_once or len(self._ids) >= _IDS_TOGETHER
-        if self._ids and due and self._call.record(self._generation, self._first, tuple(self._ids)):
-            self._first += len(self._ids)
-            self._ids.clear()
+        if last or (self._ids and at_once) or len(self._ids) >= _IDS_TOGETHER:
+            self._send(ended=last)
 
     def rest(self) -> None:
         """No more are drawn for now, which a call that moves says. Without credit it does not: who waits for that goes
         on after a while."""
-        self.add((), last=True)
+        if self._ids:
+            self._send()
         if self._call.following and not self._ids:
-            self._call.record(self._generation, self._first, ())
+            self._send()
+
+    def _send(self, *, ended: bool = False) -> None:
+        if self._call.record(Ids(self._generation, self._first, tuple(self._ids), ended)):
+            self._first += len(self._ids)
+            self._ids.clear()

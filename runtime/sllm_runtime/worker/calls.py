@@ -128,7 +128,7 @@ class Calls:
         if call is None:
             return
         try:
-            call.fed.tell(message.generation, message.first, message.ids, held=message.held)
+            call.fed.tell(message.generation, message.first, message.ids, held=message.held, ended=message.ended)
         except NotDeterministic as error:
             call.cancel(error.body())
 

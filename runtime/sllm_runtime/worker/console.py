@@ -40,7 +40,8 @@ class LineWriter(io.TextIOBase):
         self._fd = fd
         self._emit = emit
         self._partial: dict[int | None, str] = {}
-        self._lock = threading.Lock()
+        # Reentrant: what a garbage collection runs under this lock may print, here in the midst of a ``write``.
+        self._lock = threading.RLock()
 
     @property
     def buffer(self) -> Any:
@@ -63,7 +64,7 @@ class LineWriter(io.TextIOBase):
                 lines.append(rest[:MAX_LINE])
                 rest = rest[MAX_LINE:]
             if rest:
-                self._partial[number] = rest
+                self._partial[number] = self._partial.get(number, "") + rest
         for line in lines:
             for start in range(0, max(len(line), 1), MAX_LINE):
                 self._emit(number, self._name, line[start : start + MAX_LINE])

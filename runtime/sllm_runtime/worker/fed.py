@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,15 +27,17 @@ class _Running:
 class Fed:
     """Of one call. From any thread. What a generation that runs is told goes to it, what comes before waits for it.
 
-    ``held``: the call is on its way here and draws nothing before it may (``CallHead.held``); one that runs draws
-    no more from ``hold`` on, and slower from ``slow`` on, before it is let again.
+    ``held``: the call is on its way here and draws nothing before it may (``CallHead.held``), but for the end of
+    generations that have ``ended``; one that runs draws no more from ``hold`` on, and slower from ``slow`` on, before
+    it is let again.
     """
 
-    def __init__(self, recorded: Sequence[tuple[int, ...]], *, held: bool = False) -> None:
+    def __init__(self, recorded: Sequence[tuple[int, ...]], ended: Iterable[int] = (), *, held: bool = False) -> None:
         self._known = {number: list(ids) for number, ids in enumerate(recorded)}
         self._last = len(recorded) - 1
         """The latest generation that any ids are known of."""
         self._count = sum(map(len, recorded))
+        self._ended = set(ended)
         self._held = self._was_held = held
         self._slow = False
         self._running: dict[int, _Running] = {}
@@ -53,17 +55,19 @@ class Fed:
             return self._held or self._slow
 
     def holds(self, generation: int, *, beside: bool) -> bool:
-        """Whether ``generation`` draws nothing yet. One that another has followed is over where it comes from: how it
-        ended is to be drawn, unless they run ``beside`` each other."""
+        """Whether ``generation`` draws nothing yet. One that has ended where it comes from draws how; so does one that
+        another has followed, unless they run ``beside`` each other: it is over there."""
         with self._lock:
             return self._holds(generation, beside)
 
     def _holds(self, generation: int, beside: bool) -> bool:
-        return self._held and (beside or generation >= self._last)
+        return self._held and generation not in self._ended and (beside or generation >= self._last)
 
-    def tell(self, generation: int, first: int, ids: tuple[int, ...], *, held: bool = False) -> None:
-        """Those from ``first`` on are ``ids``; the call stays ``held``, if it is. What leaves a gap, or is too much, is
-        of no use: it is drawn again.
+    def tell(
+        self, generation: int, first: int, ids: tuple[int, ...], *, held: bool = False, ended: bool = False
+    ) -> None:
+        """Those from ``first`` on are ``ids``, with which it has ``ended``, maybe; the call stays ``held``, if it is.
+        What leaves a gap, or is too much, is of no use: it is drawn again.
 
         Raises ``NotDeterministic`` for others than a generation to come was told.
         """
@@ -74,7 +78,7 @@ class Fed:
                 new = beyond(known, first, ids)[: MOST_IDS - self._count]
                 known += new
                 self._count += len(new)
-            let_go = self._advance(generation if ids else -1, held)
+            let_go = self._advance(generation if ids else -1, held, {generation} if ended else set())
             stays = running is not None and self._holds(generation, running.beside)
         if running is not None:
             running.take(first, ids, held=stays)
@@ -94,18 +98,26 @@ class Fed:
         """No generation draws any more before the call is let. Repeatable."""
         with self._lock:
             self._held = self._was_held = True
-            stop = [each for number, each in self._running.items() if self._holds(number, each.beside)]
+            stop = [each for number, each in self._present.items() if self._holds(number, each.beside)]
         for each in stop:
             each.take(0, (), held=True)
 
-    def _advance(self, generation: int, held: bool) -> list[_Running]:
-        """Ids of ``generation`` are known. Those that are held no longer."""
-        before = [number for number, each in self._running.items() if self._slow or self._holds(number, each.beside)]
+    def _advance(self, generation: int, held: bool, ended: set[int]) -> list[_Running]:
+        """Ids of ``generation`` are known, and of ``ended`` all. Those that are held no longer."""
+        present = self._present
+        before = [number for number, each in present.items() if self._slow or self._holds(number, each.beside)]
         self._held, self._slow = self._held and held, self._slow and held
         self._last = max(self._last, generation)
+        self._ended |= ended
         if self._slow:
             return []
-        return [self._running[number] for number in before if not self._holds(number, self._running[number].beside)]
+        return [present[number] for number in before if not self._holds(number, present[number].beside)]
+
+    @property
+    def _present(self) -> dict[int, _Running]:
+        """Those that run now; a copy, made in one go. One that ends leaves without the lock: a generator's finaliser
+        may be what ends it, run by a garbage collection under that very lock."""
+        return dict(self._running)
 
     def join(
         self, generation: int, take: Take, slow: Callable[[float], None], *, beside: bool = False

@@ -15,9 +15,17 @@ from sllm_runtime.worker.engine.text import Decoder
 from sllm_runtime.worker.outgoing import CallEnded
 
 
+def next_number() -> int | None:
+    """That of the next ``generate`` of the call whose code runs here, if any does, for one whose request is yet to be
+    made: a resumed call knows its generations by the order in which they were begun, whichever takes how long."""
+    call = current.get()
+    return None if call is None else call.next_generation()
+
+
 class Generation:
     """One ``generate``. Outside of a call (in ``setup``, in a thread of the function's own) it stands alone.
-    ``decoder``: see ``EngineLoop.submit``. ``beside``: the call's others run at the same time."""
+    ``decoder``: see ``EngineLoop.submit``. ``beside``: the call's others run at the same time. ``number``: where it was
+    taken before (``next_number``)."""
 
     def __init__(
         self,
@@ -27,6 +35,7 @@ class Generation:
         count_prompt: bool = True,
         decoder: Decoder | None = None,
         beside: bool = False,
+        number: int | None = None,
     ) -> None:
         self._loop = loop
         self._decoder = decoder
@@ -37,7 +46,7 @@ class Generation:
         self._finished = False
         self._cached = not count_prompt  # of several outputs of one prompt the first tells
         if self._call is not None:
-            self._number = number = self._call.next_generation()
+            self._number = number = self._call.next_generation() if number is None else number
             scored, emitted = request.sampling.scored, self._call.fed.known(number)
             # An engine that knows no probabilities of ids that it was given draws all of them again.
             if self._call.resumable and (not scored or loop.engine.capabilities.retells):

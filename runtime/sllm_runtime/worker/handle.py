@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,9 @@ from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, ThreadSink
-from sllm_runtime.worker.generation import Generation
+from sllm_runtime.worker.generation import Generation, next_number
 from sllm_runtime.worker.own import own
+from sllm_runtime.worker.prompts import Asked
 from sllm_runtime.worker.tokens import Tokens
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -124,37 +126,44 @@ class ModelHandle:
 
         Raises ``InvalidArgument`` for a sampling parameter that is wrong, ``ContextLengthExceeded``, ``FunctionError``.
         """
-        request = self._request(prompt, max_tokens, sampling)
-        return self._pieces(request)
+        return self._pieces(*self._request(_asked(prompt, max_tokens, sampling)))
 
     def agenerate(self, prompt: Prompt, *, max_tokens: int = 256, **sampling: Any) -> AsyncIterator[str]:
-        """``generate`` for coroutines."""
-        request = self._request(prompt, max_tokens, sampling)
-        return self._apieces(request)
+        """``generate`` for coroutines. What is wrong with the prompt, or with a shape, is raised by its iteration."""
+        return self._apieces(_asked(prompt, max_tokens, sampling))
 
     @own()
-    def _request(self, prompt: Prompt, max_tokens: int, options: Mapping[str, Any]) -> Request:
+    def _request(self, asked: Asked) -> tuple[EngineLoop, Request]:
         loop, tokens = self.engine()
-        return prompts.request(prompt, max_tokens, options, loop.engine, tokens, self._files)
+        return loop, prompts.request(asked, loop.engine, tokens, self._files)
 
-    def _pieces(self, request: Request) -> Iterator[str]:
+    def _pieces(self, loop: EngineLoop, request: Request) -> Iterator[str]:
         sink = ThreadSink()
         with own():
-            run = Generation(self.engine()[0], request)
+            run = Generation(loop, request)
             with run.submitted(sink):
                 for piece in sink:
                     run.heard(piece)
                     if piece.text:
                         yield piece.text
 
-    async def _apieces(self, request: Request) -> AsyncIterator[str]:
+    async def _apieces(self, asked: Asked) -> AsyncIterator[str]:
         with own():
             if self._mailbox is None:
                 raise FunctionError("agenerate() needs the worker's event loop; use generate() in threads")
-            run = Generation(self.engine()[0], request)
+            number = next_number()
+            # In a thread: rendering, tokenizing and compiling a shape take as long as a prompt is, and the loop has
+            # others to serve; so does who else has the lock.
+            loop, request = await asyncio.to_thread(self._request, asked)
+            run = Generation(loop, request, number=number)
             sink = AsyncSink(self._mailbox)
             with run.submitted(sink):
                 async for piece in sink:
                     run.heard(piece)
                     if piece.text:
                         yield piece.text
+
+
+@own()
+def _asked(prompt: Prompt, max_tokens: int, options: Mapping[str, Any]) -> Asked:
+    return Asked.of(prompt, max_tokens, options)

@@ -229,28 +229,34 @@ class Worker:
         loop.call_soon_threadsafe(self._ended, None)
 
     def _dispatch(self, bodies: Sequence[Any]) -> None:
+        for body in bodies:
+            try:
+                self._heed(body)
+            except Exception:  # a bug, and of one call: those that came together with it are others'
+                log.exception("%s failed", type(body).__name__)
+
+    def _heed(self, body: Any) -> None:
         calls = self._calls
         assert calls is not None
-        for body in bodies:
-            match body:
-                case StartCall():
-                    calls.start(body)
-                case CallBody():
-                    calls.body(body)
-                case Credit():
-                    calls.credit(body)
-                case Follow():
-                    calls.follow(body)
-                case FeedCall():
-                    calls.feed(body)
-                case HoldCall():
-                    calls.hold(body)
-                case CancelCall():
-                    calls.cancel(body)
-                case Stop():
-                    self._ended(body.grace_s)
-                case _:
-                    log.warning("unexpected %s", type(body).__name__)
+        match body:
+            case StartCall():
+                calls.start(body)
+            case CallBody():
+                calls.body(body)
+            case Credit():
+                calls.credit(body)
+            case Follow():
+                calls.follow(body)
+            case FeedCall():
+                calls.feed(body)
+            case HoldCall():
+                calls.hold(body)
+            case CancelCall():
+                calls.cancel(body)
+            case Stop():
+                self._ended(body.grace_s)
+            case _:
+                log.warning("unexpected %s", type(body).__name__)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, error: SllmError) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: this worker ends anyway
@@ -265,7 +271,8 @@ class Worker:
             self._stop.set_result(_BROKEN_S)
 
     def _lose(self, error: SllmError) -> None:
-        """Another process of this instance is gone: the invoker ends this one, as if it had died itself."""
+        """The engine computes no more (``EngineLoop.on_lost``): the invoker ends this process, as if it had died
+        itself."""
         self._sender.send(Failed(error=error.body()))
 
     def _ended(self, grace_s: float | None) -> None:

@@ -133,17 +133,28 @@ def options(given: Mapping[str, Any]) -> SamplingOptions:
     return made
 
 
-def request(
-    prompt: Any, max_tokens: int, given: Mapping[str, Any], engine: Limits, tokens: Tokens, files: Mapping[str, bytes]
-) -> Request:
-    """What ``generate`` asks of the engine; greedy unless ``given`` says otherwise. Raises ``InvalidArgument`` naming
-    the argument, ``InvalidRequest``, ``ContextLengthExceeded``."""
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
-        raise InvalidArgument(f"max_tokens is {max_tokens!r}; give a number from 0 on", field="max_tokens")
-    ids = prompt_ids(prompt, engine, tokens, files)
-    asked = options(given)
-    sampling = asked.sampling(fit(len(ids), max_tokens, engine.max_context), temperature=0.0)
-    rules = asked.rules(vocabulary_of(engine, tokens, files))
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``generate``'s arguments. ``prompt`` is a copy: its caller may go on with what was given."""
+
+    prompt: Any
+    max_tokens: int
+    options: SamplingOptions
+
+    @classmethod
+    def of(cls, prompt: Any, max_tokens: int, given: Mapping[str, Any]) -> Asked:
+        """What costs nothing is looked at: raises ``InvalidArgument`` naming the argument."""
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
+            raise InvalidArgument(f"max_tokens is {max_tokens!r}; give a number from 0 on", field="max_tokens")
+        return cls(list(prompt) if isinstance(prompt, list) else prompt, max_tokens, options(given))
+
+
+def request(asked: Asked, engine: Limits, tokens: Tokens, files: Mapping[str, bytes]) -> Request:
+    """What ``generate`` asks of the engine; greedy unless it says otherwise. Takes as long as the prompt and the shape
+    are. Raises ``InvalidArgument`` naming the argument, ``InvalidRequest``, ``ContextLengthExceeded``."""
+    ids = prompt_ids(asked.prompt, engine, tokens, files)
+    sampling = asked.options.sampling(fit(len(ids), asked.max_tokens, engine.max_context), temperature=0.0)
+    rules = asked.options.rules(vocabulary_of(engine, tokens, files))
     return Request(id=-1, prompt=ids, sampling=sampling, constraints=rules.constraints())
 
 

@@ -62,7 +62,7 @@ class Tokens:
         """What each of the model's ``size`` ids stands for; made once. ``eos``: those that end an output."""
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._tokenizer.to_str(), size, eos)
+                self._vocabulary = Vocabulary(self._tokenizer, size, eos)
             return self._vocabulary
 
 
@@ -82,11 +82,12 @@ class Showing:
 
 
 class Vocabulary:
-    """The ids of one model as bytes. Thread-safe."""
+    """The ids of one model as bytes. Thread-safe. The tokenizer is written out when that is first asked for: most calls
+    never do, and a large one has megabytes."""
 
-    def __init__(self, tokenizer_json: str, size: int, eos: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, size: int, eos: frozenset[int]) -> None:
         self.size = size
-        self._json, self._eos = tokenizer_json, eos
+        self._tokenizer, self._eos = tokenizer, eos
         self._lock = threading.Lock()
         self._grammars: LLTokenizer | None = None
 
@@ -97,7 +98,8 @@ class Vocabulary:
                 if not self._eos:
                     raise InvalidRequest("this model has no end-of-text token, so no output of a given shape could end")
                 try:
-                    self._grammars = LLTokenizer(self._json, n_vocab=self.size, eos_token=sorted(self._eos))
+                    text = self._tokenizer.to_str()
+                    self._grammars = LLTokenizer(text, n_vocab=self.size, eos_token=sorted(self._eos))
                 except (ValueError, RuntimeError) as error:
                     raise InvalidRequest(
                         f"this model's tokenizer allows no output of a given shape: {error}"
@@ -112,8 +114,8 @@ class Vocabulary:
     @cached_property
     def _special(self) -> dict[str, int]:
         known = self.grammars()
-        added = json.loads(self._json).get("added_tokens", [])
-        return {each["content"]: each["id"] for each in added if known.is_special_token(each["id"])}
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {each.content: token for token, each in added.items() if known.is_special_token(token)}
 
     @cached_property
     def texts(self) -> tuple[bytes, ...]:

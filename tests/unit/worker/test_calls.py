@@ -1,21 +1,24 @@
-"""A worker that stops, and what it still waits for."""
+"""A worker that stops, and what it still waits for; what it is told."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 
 from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol.frames import CallHead
-from sllm_runtime.protocol.worker import CancelCall, Heartbeat, HoldCall, StartCall
+from sllm_runtime.protocol.worker import CancelCall, Credit, Heartbeat, HoldCall, StartCall
 from sllm_runtime.worker import calls
 from sllm_runtime.worker.call import Call
 from sllm_runtime.worker.calls import Calls
 from sllm_runtime.worker.console import Console
+from sllm_runtime.worker.main import Worker
 from sllm_runtime.worker.sender import Sender
 from tests.fixtures.waiting import GIVE_UP_S, until
 
@@ -67,3 +70,23 @@ async def test_it_ends_a_moment_after_its_last_call_has_moved_away(
             await until(stopping.done, what="nothing is waited for")
     finally:
         await end([stopping])
+
+
+def test_a_message_that_fails_costs_none_of_those_that_come_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Heeding:
+        def __init__(self) -> None:
+            self.granted: list[Credit] = []
+
+        def hold(self, _message: HoldCall) -> None:
+            raise KeyError("a bug")
+
+        credit = property(lambda self: self.granted.append)
+
+    ours, theirs = socket.socketpair()
+    with closing(ours), closing(theirs):
+        worker, heeding = Worker(BlockingWire(ours)), Heeding()
+        worker._calls = heeding  # type: ignore[assignment]
+        messages: list[Any] = [Credit(1, 10), HoldCall(2), Credit(3, 30)]
+        worker._dispatch(messages)
+    assert [message.number for message in heeding.granted] == [1, 3]
+    assert "HoldCall failed" in caplog.text

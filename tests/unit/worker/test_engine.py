@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from sllm_runtime.protocol.errors import Cancelled, ContextLengthExceeded, Funct
 from sllm_runtime.worker.engine.admission import end_ids, max_context
 from sllm_runtime.worker.engine.base import Event, Mask, Request, Sampling
 from sllm_runtime.worker.engine.loop import EngineLoop
-from sllm_runtime.worker.engine.sampling import choose
+from sllm_runtime.worker.engine.sampling import Seen, choose
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
 from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, Piece, ThreadSink
 from sllm_runtime.worker.engine.text import Detokenizer, StopMatcher
@@ -199,6 +202,38 @@ def test_penalties_and_bias() -> None:
     assert choose(row, Sampling(frequency_penalty=0.06), (), (0,)).id == 0
     assert choose(row, Sampling(frequency_penalty=0.06), (), (0, 0)).id == 1
     assert choose(row, Sampling(logit_bias={2: 100.0}), (), ()).id == 2
+
+
+PENALTIES = st.sampled_from([(1.3, 0.0, 0.0), (1.0, 0.5, 0.0), (1.0, 0.0, -0.7), (0.8, 0.3, 0.1)])
+FEW = st.lists(st.integers(0, 9), max_size=8)
+
+
+@given(PENALTIES, FEW, st.lists(FEW, min_size=1, max_size=6), FEW)
+def test_what_was_seen_is_kept_and_counted_once(
+    penalties: tuple[float, float, float], prompt: list[int], parts: list[list[int]], others: list[int]
+) -> None:
+    """Ids come one by one, many together, and others in their place: tokens are what they are without anything kept."""
+    repetition, presence, frequency = penalties
+    sampling = Sampling(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    row, seen = np.random.default_rng(0).standard_normal(10).astype(np.float32), Seen(prompt)
+    outputs = [*accumulate(parts, add), [*parts[0], *others], [*others, *parts[0]]]
+    for output in outputs:
+        scored = _scores(row, sampling, prompt, output)
+        assert choose(row, sampling, prompt, output, seen=seen).id == scored.argmax()
+        assert choose(row, sampling, prompt, output).id == scored.argmax()
+        assert sorted(seen.ids) == sorted({*prompt, *output})
+        assert dict(zip(seen.drawn, seen.counts, strict=True)) == Counter(output)
+
+
+def _scores(row: Any, sampling: Sampling, prompt: list[int], output: list[int]) -> Any:
+    """By what a penalty is."""
+    scores = row.copy()
+    for token in {*prompt, *output}:
+        penalty = np.float32(sampling.repetition_penalty)
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    for token, count in Counter(output).items():
+        scores[token] -= np.float32(sampling.presence_penalty + sampling.frequency_penalty * count)
+    return scores
 
 
 def test_log_probabilities() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -258,6 +259,44 @@ def test_a_generation_that_another_follows_draws_how_it_ended() -> None:
     fed.tell(1, 0, (5,), held=True)
     assert (fed.holds(0, beside=False), fed.holds(1, beside=False)) == (False, True)
     assert taken[1:] == [(0, (), False)]
+
+
+def test_one_of_several_that_has_ended_draws_how() -> None:
+    """Told at its beginning, with its last ids, or when nothing else is new; and one without any ids."""
+    fed, taken = Fed(((1, 2), (3,), (), (4,)), (0, 2), held=True), defaultdict[int, list[Told]](list)
+
+    def take(number: int) -> Take:
+        return lambda first, ids, held: taken[number].append((first, ids, held))
+
+    for number in range(4):
+        fed.join(number, take(number), never, beside=True)
+    assert [taken[number][-1][2] for number in range(4)] == [False, True, False, True]
+    fed.tell(1, 1, (5,), held=True, ended=True)
+    assert (taken[1][1:], taken[3][1:]) == ([(1, (5,), False)], [])
+    fed.tell(3, 1, (), held=True, ended=True)
+    assert taken[3][1:] == [(1, (), False)]
+    fed.tell(4, 0, (6,), held=True, ended=True)
+    assert (fed.holds(4, beside=True), fed.holds(5, beside=True)) == (False, True)
+    assert [len(taken[number]) for number in range(4)] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("act", [Fed.hold, lambda fed: fed.tell(5, 0, (), held=True), lambda fed: fed.tell(5, 0, ())])
+def test_generations_end_while_the_call_is_held_or_let(act: Callable[[Fed], None]) -> None:
+    """In threads of their own, just when it is asked what they do."""
+
+    class Ends:
+        """As ``beside``: it leaves when it is looked at."""
+
+        def __bool__(self) -> bool:
+            for leave in leaving:
+                leave()
+            return True
+
+    fed, leaving = Fed((), held=True), list[Callable[[], None]]()
+    for number in range(3):
+        leaving.append(fed.join(number, lambda first, ids, held: None, never, beside=Ends()))  # type: ignore[arg-type]
+    act(fed)
+    act(fed)
 
 
 def test_one_that_is_let_while_it_joins_is_let() -> None:

@@ -220,11 +220,12 @@ def test_cancel_wakes_a_generator_that_waits_for_its_reader(start: Start, tmp_pa
     assert mark.read_text() == "closed"
 
 
-def test_calls_run_at_the_same_time(start: Start) -> None:
-    worker = start("slow_stream", kind="generator", concurrency=4)
-    numbers = [worker.call({"count": 10, "pause": 0.02}) for _ in range(4)]
+def test_calls_run_at_the_same_time(start: Start, tmp_path: Path) -> None:
+    worker, gate = start("slow_stream", kind="generator", concurrency=4), tmp_path / "gate"
+    numbers = [worker.call({"count": 10, "pause": 0, "gate": str(gate)}) for _ in range(4)]
     worker.until(lambda: all(worker.answers[number].outputs for number in numbers))
     assert all(worker.answers[number].end is None for number in numbers)
+    gate.touch()
     for number in numbers:
         assert worker.finish(number).outputs == list(range(10))
 

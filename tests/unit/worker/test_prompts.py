@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,24 +37,24 @@ def test_ids_are_those_of_the_tokenizer(make: Make, text: str, special: bool) ->
 
 
 def test_others_run_while_a_text_is_encoded() -> None:
+    """Again and again within one text; where the machine gives the watcher no time, within another one."""
     text, tokens = "hello world, or " * 100_000, Tokens(byte_level())
-    ended, longest = threading.Event(), 0.0
+    ended, turns, within = threading.Event(), 0, list[int]()
 
     def watch() -> None:
-        nonlocal longest
-        last = time.perf_counter()
-        while not ended.is_set():
-            ended.wait(0.001)
-            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+        nonlocal turns
+        while not ended.wait(0.001):
+            turns += 1
 
     watching = threading.Thread(target=watch)
     watching.start()
-    began = time.perf_counter()
-    tokens.encode(text)
-    took = time.perf_counter() - began
+    while len(within) < 10 and max(within, default=0) < 10:
+        before = turns
+        tokens.encode(text)
+        within.append(turns - before)
     ended.set()
     watching.join()
-    assert longest < took / 2
+    assert max(within) >= 10, within
 
 
 @KINDS

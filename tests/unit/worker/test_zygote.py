@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -19,8 +21,8 @@ import pytest
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.limits import MAX_FDS
-from sllm_runtime.protocol.worker import Spawn, ToZygote
-from sllm_runtime.worker import isolation
+from sllm_runtime.protocol.worker import FromWorker, Heartbeat, Spawn, ToZygote
+from sllm_runtime.worker import isolation, rehearsal
 from sllm_runtime.worker.imports import SINGLE_THREADED, Later
 from sllm_runtime.worker.rehearsal import rehearse
 from sllm_runtime.worker.working_set import WorkingSet
@@ -214,6 +216,26 @@ def test_a_start_that_cannot_be_rehearsed_is_done_without(
     rehearse(WorkingSet(), never)
     assert len(os.listdir("/proc/self/fd")) == before
     assert capsys.readouterr().err.count("no start could be rehearsed") == 2
+
+
+def test_a_start_that_is_not_ready_in_time_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though its worker beats."""
+
+    def beats(fds: list[int], *_: object) -> NoReturn:
+        try:
+            wire = BlockingWire(socket.socket(fileno=fds[0]))
+            for _beat in range(1000):  # then it ends, which would be said
+                wire.send(codec.pack(FromWorker(Heartbeat(running=0))))
+        finally:
+            os._exit(0)
+
+    clock = itertools.count(step=GIVE_UP_S / 100)
+    monkeypatch.setattr(rehearsal, "GIVE_UP_S", GIVE_UP_S)
+    monkeypatch.setattr(rehearsal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rehearse(WorkingSet(), beats)
+    assert "no start could be rehearsed, a node's first ones are slower: timed out" in capsys.readouterr().err
 
 
 def test_what_memory_a_worker_had_at_its_most_is_told(zygote: Zygote, tmp_path: Path) -> None:

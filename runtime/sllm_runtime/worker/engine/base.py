@@ -53,6 +53,11 @@ class Sampling:
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
+    def penalised(self) -> bool:
+        """Whether a token's score depends on which ids there are already."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken. A temperature too small to divide float32 logits by means that too."""
         return self.temperature < GREEDY_BELOW

@@ -9,18 +9,18 @@ import numpy as np
 
 from sllm_runtime.protocol.errors import InternalError, InvalidRequest, SllmError
 from sllm_runtime.worker.engine.base import Mask, Request, TokenChoice
-from sllm_runtime.worker.engine.sampling import Row, choose
+from sllm_runtime.worker.engine.sampling import Row, Seen, choose
 
 log = logging.getLogger(__name__)
 
 
-def next_token(row: Row, request: Request, output: Sequence[int], eos: frozenset[int]) -> TokenChoice:
-    """The token after ``output``. Raises ``FunctionError`` for a row with NaN, ``InvalidRequest`` where the request's
-    own rules leave nothing, what its constraints raise, and ``InternalError`` for a bug: it is this request's, not the
-    batch's."""
+def next_token(row: Row, request: Request, output: Sequence[int], eos: frozenset[int], seen: Seen) -> TokenChoice:
+    """The token after ``output``, with which ``seen`` is kept. Raises ``FunctionError`` for a row with NaN,
+    ``InvalidRequest`` where the request's own rules leave nothing, what its constraints raise, and ``InternalError``
+    for a bug: it is this request's, not the batch's."""
     try:
         open_ = allowed(request, output, eos, len(row))
-        return choose(row, request.sampling, request.prompt, output, request.choice, open_)
+        return choose(row, request.sampling, request.prompt, output, request.choice, open_, seen)
     except SllmError:
         raise
     except Exception as error:

@@ -92,8 +92,9 @@ class EngineLoop:
         return max((output.tokens for output in outputs), default=0)
 
     def on_lost(self, call: Callable[[SllmError], None]) -> None:
-        """Have ``call`` called, once, when another process that the engine computes with is gone. Nobody is told
-        anything then: this process is to be ended, and its requests go on elsewhere as if it had died itself."""
+        """Have ``call`` called, once, when another process that the engine computes with is gone, or this one's GPU
+        computes nothing more for it. Nobody is told anything then: this process is to be ended, and its requests go on
+        elsewhere as if it had died itself."""
         self._on_lost = call
 
     def submit(self, request: Request, sink: Sink, decoder: Decoder | None = None) -> int:

@@ -16,8 +16,59 @@ from sllm_runtime.protocol.errors import FunctionError, InvalidRequest
 from sllm_runtime.worker.engine.base import Mask, Sampling, TokenChoice
 
 Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
 _MASK = 2**64 - 1
 _NAN = "the model's logits are NaN; its weights or its inputs are broken"
+
+
+class Seen:
+    """Which ids a prompt and its output hold, and how often the output does: a function of these ids alone. Kept with
+    an output, so that a token of it costs no more than what is new; other ids make it begin again."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._prompt = prompt
+        self._read: list[int] = []
+        self._counts: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        """(vocabulary): in the output."""
+        self._known: Mask = np.zeros(0, np.bool_)
+        """(vocabulary): whether it is among ``ids``."""
+        self.ids: Ids = np.zeros(0, np.int64)
+        """Of both, each once."""
+        self.drawn: Ids = np.zeros(0, np.int64)
+        """Of the output, each once."""
+
+    @property
+    def counts(self) -> npt.NDArray[np.int32]:
+        """How often the output holds each of ``drawn``."""
+        return self._counts[self.drawn]
+
+    def read(self, output: Sequence[int], vocabulary: int) -> None:
+        """All of ``output``."""
+        if len(self._known) != vocabulary or list(output[: len(self._read)]) != self._read:
+            self._begin(vocabulary)
+        new = output[len(self._read) :]
+        ids = _distinct(new)
+        self.drawn = _added(self.drawn, ids[self._counts[ids] == 0])
+        self._meet(ids)
+        np.add.at(self._counts, np.asarray(new, np.int64), 1)
+        self._read += new
+
+    def _begin(self, vocabulary: int) -> None:
+        self._read, self._counts, self._known = [], np.zeros(vocabulary, np.int32), np.zeros(vocabulary, np.bool_)
+        self.ids = self.drawn = np.zeros(0, np.int64)
+        self._meet(_distinct(self._prompt))
+
+    def _meet(self, ids: Ids) -> None:
+        self.ids = _added(self.ids, ids[~self._known[ids]])
+        self._known[ids] = True
+
+
+def _distinct(ids: Sequence[int]) -> Ids:
+    return np.fromiter(set(ids), np.int64)  # np.unique takes twice as long
+
+
+def _added(ids: Ids, more: Ids) -> Ids:
+    return np.concatenate((ids, more)) if len(more) else ids
 
 
 def choose(
@@ -27,14 +78,16 @@ def choose(
     output: Sequence[int],
     choice: int = 0,
     allowed: Mask | None = None,
+    seen: Seen | None = None,
 ) -> TokenChoice:
     """The next token after ``prompt`` + ``output``. ``row`` has shape (vocabulary,), float32, and is not changed.
+    ``seen``: of this prompt, and of an output that this one goes on, where somebody keeps it.
 
     Raises ``FunctionError`` if the row holds NaN, ``InvalidRequest`` if no id is ``allowed``.
     """
     if np.isnan(row).any():
         raise not_a_number()
-    scores = _penalised(row, sampling, prompt, output)
+    scores = _penalised(row, sampling, output, seen or Seen(prompt))
     if allowed is not None:
         scores[~allowed] = -np.inf
         if not allowed.any():
@@ -57,16 +110,17 @@ def not_a_number() -> FunctionError:
     return FunctionError(_NAN)
 
 
-def _penalised(row: Row, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> Row:
+def _penalised(row: Row, sampling: Sampling, output: Sequence[int], seen: Seen) -> Row:
     scores = row.astype(np.float32, copy=True)
+    if sampling.penalised:
+        seen.read(output, len(row))
     if sampling.repetition_penalty != 1.0:
-        seen, _ = np.unique(np.fromiter((*prompt, *output), dtype=np.int64), return_counts=True)
-        values = scores[seen]
+        values = scores[seen.ids]
         penalty = np.float32(sampling.repetition_penalty)
-        scores[seen] = np.where(values > 0, values / penalty, values * penalty)
+        scores[seen.ids] = np.where(values > 0, values / penalty, values * penalty)
     if output and (sampling.presence_penalty or sampling.frequency_penalty):
-        ids, counts = np.unique(np.asarray(output, dtype=np.int64), return_counts=True)
-        scores[ids] -= (sampling.presence_penalty + sampling.frequency_penalty * counts).astype(np.float32)
+        penalties = sampling.presence_penalty + sampling.frequency_penalty * seen.counts
+        scores[seen.drawn] -= penalties.astype(np.float32)
     for token, bias in sampling.logit_bias.items():
         scores[token] += np.float32(bias)
     return scores

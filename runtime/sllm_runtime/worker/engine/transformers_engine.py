@@ -23,7 +23,7 @@ from sllm_runtime.worker.engine.base import (
     TokenChoice,
 )
 from sllm_runtime.worker.engine.choosing import next_token
-from sllm_runtime.worker.engine.sampling import broken, reported
+from sllm_runtime.worker.engine.sampling import Seen, broken, reported
 
 _SCORED: Final = 32
 """Positions of a prompt that are fed at once where every row's logits are wanted: what they take is bounded so."""
@@ -38,6 +38,11 @@ class _Running:
     """Tokens the cache holds."""
     scores: list[TokenChoice] = field(default_factory=list)
     """Of the prompt's tokens from the second on, where they are asked for."""
+    seen: Seen = field(init=False)
+    """What its penalties count."""
+
+    def __post_init__(self) -> None:
+        self.seen = Seen(self.request.prompt)
 
     @property
     def scoring(self) -> bool:
@@ -161,7 +166,7 @@ class TransformersEngine:
             if self._full(run):
                 return Event(request=number, prompt=tuple(run.scores), finish="length")
             row = self._forward(run)
-            picked = next_token(row, run.request, run.output, self.eos)
+            picked = next_token(row, run.request, run.output, self.eos, run.seen)
         except SllmError as error:
             return Event(request=number, error=error)
         except Exception as error:  # whatever a model's forward raises fails its own request, never the batch

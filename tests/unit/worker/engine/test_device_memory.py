@@ -17,6 +17,7 @@ from sllm_runtime.worker.engine.ours.gpu.runner import KV_SHARE, pages_in
 from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.ours.pages import PAGE
+from sllm_runtime.worker.engine.ours.room import served
 from sllm_runtime.worker.model import granted
 from tests.fixtures.families import family
 from tests.unit.worker.engine.driver import MIB, decoder, page_bytes, request, run
@@ -26,12 +27,12 @@ GIB = 2**30
 HUGE = 10**15
 
 
-def engine(free: int, granted: int | None) -> OurEngine:
-    """As an instance has it on a device with so many bytes free; the host's memory for KV is one page."""
+def engine(free: int | None, granted: int | None = None, *, host: int = 1) -> OurEngine:
+    """As an instance has it on a device with so many bytes free, or on a CPU; the host's memory for KV in pages."""
     model = family("llama")
-    backend = Device(CPU, FastOps(), None, lambda: free)
+    backend = None if free is None else Device(CPU, FastOps(), None, lambda: free)
     made = build("LlamaForCausalLM", model.config, model.state_dict(), torch.float32, EXACT.rows, backend)
-    settings = Settings(page_bytes(), "sha256:1", gpu_bytes=granted)
+    settings = Settings(host * page_bytes(), "sha256:1", gpu_bytes=granted)
     found = Known("LlamaForCausalLM", made, {}).engine({}, {}, settings).engine
     assert isinstance(found, OurEngine)
     return found
@@ -79,6 +80,27 @@ def test_what_the_cache_cannot_hold_is_refused_with_the_option_that_bounds_it() 
     with pytest.raises(ContextLengthExceeded, match=r"holds 256.*raise gpu_memory="):
         core.add(request(1, [5] * 256))
     assert len(run(core, request(2, [5] * 200))[2]) == 12
+
+
+def test_instances_go_on_with_each_others_calls_where_they_serve_the_same_context() -> None:
+    """Of one proof. A context that memory does not decide is in the manifest and the model, and in no class."""
+    least, more, most, all_ = (engine(int(pages * page_bytes() / KV_SHARE) + 1) for pages in (2, 3, 3.9, 1000))
+    assert [core.max_context for core in (least, more, most)] == [2 * PAGE, 3 * PAGE, 3 * PAGE]
+    assert more.fingerprint == most.fingerprint
+    assert len({core.fingerprint for core in (least, more, all_)}) == 3
+    assert all_.max_context == all_.decoder.context
+    small, large = (engine(None, host=pages) for pages in (2, 1000))
+    assert small.max_context < large.max_context
+    assert small.fingerprint == large.fingerprint, "as instances of before have it"
+
+
+@given(st.integers(1, 10**7))
+def test_contexts_are_coarse_where_memory_decides_them(pages: int) -> None:
+    """So that a few pages more or less make no other class; at most an eighth is lost by it."""
+    found = served(pages)
+    assert pages - pages / 8 <= found <= pages
+    assert served(found) == found
+    assert len({served(each) for each in range(pages, 2 * pages, max(1, pages // 100))}) <= 10
 
 
 def test_the_hosts_memory_counts_where_the_device_has_none_of_its_own() -> None:

@@ -92,6 +92,17 @@ def test_what_is_held_tells_what_it_was_given(options: dict[str, Any], core: Any
     assert told(finish(made)[0]) == whole[12:]
 
 
+def test_one_that_is_held_before_its_last_row_says_that_it_rests() -> None:
+    """All that it may compute then was computed before: no step is left to say it with."""
+    core = ours(prefill=len(PROMPT) - 1)
+    core.add(asked(logprobs=0))
+    assert core.step() == []
+    core.hold(0)
+    assert core.busy
+    assert core.step() == [Event(request=0, rests=True)]
+    assert not core.busy
+
+
 def test_too_little_memory_for_all_of_them() -> None:
     first = replace(asked(logprobs=2), prompt=tuple(PROMPT[:100] * 2 + PROMPT[:45]))
     whole = alone(ours(), first)

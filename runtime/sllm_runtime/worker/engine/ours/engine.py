@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sllm_runtime.protocol.errors import ContextLengthExceeded, Draining, SllmError
+from sllm_runtime.protocol.errors import ContextLengthExceeded, Draining, InstanceLost, SllmError
 from sllm_runtime.worker.engine import admission, endings, feeding
 from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats, TokenChoice
+from sllm_runtime.worker.engine.ours import room
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash
@@ -86,6 +87,9 @@ class OurEngine:
         self._total = max(1, min(self.runner.room(kv_bytes), most))
         self.max_context = min(context, self._total * PAGE)
         self._by_memory = self.max_context < context
+        if self._by_memory and decoder.backend.shared:
+            self.max_context = room.served(self._total) * PAGE
+            self.fingerprint = room.class_of(fingerprint, self.max_context)
         self.scheduler = Scheduler(Pages(self._total), limits)
         self._awake = False
         self._steps: deque[Step] = deque()
@@ -99,7 +103,8 @@ class OurEngine:
     @property
     def busy(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return self._awake and (self.scheduler.busy or bool(self._complete) or bool(self._steps))
+        scheduler = self.scheduler
+        return self._awake and (scheduler.busy or scheduler.tells or bool(self._complete) or bool(self._steps))
 
     def add(self, request: Request) -> None:
         """See ``Engine.add``."""
@@ -123,7 +128,8 @@ class OurEngine:
         self._sequences[request.id] = self.scheduler.add(request, adapter)
 
     def step(self) -> list[Event]:
-        """See ``Engine.step``: one token for each that decodes, some prompt tokens for those that do not yet.
+        """See ``Engine.step``: one token for each that decodes, some prompt tokens for those that do not yet. Raises
+        ``InstanceLost`` where a step failed and no other one can be computed.
 
         Begins as many steps as the runner takes, and ends the oldest.
         """
@@ -140,6 +146,10 @@ class OurEngine:
                 events += self._collect(self._steps.popleft())
         except SllmError:  # the runner's: what was on its way is lost
             self._steps.clear()
+            raise
+        except Exception as error:
+            if broken := self.decoder.backend.broken():
+                raise InstanceLost(f"{broken}; a step failed before: {type(error).__name__}") from error
             raise
         events += [Event(request=sequence.request.id, rests=True) for sequence in self.scheduler.rested()]
         if not self.scheduler.busy:

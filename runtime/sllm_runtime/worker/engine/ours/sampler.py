@@ -61,8 +61,7 @@ def plain(sequence: Sequence) -> bool:
     return (
         sampling.greedy
         and sampling.logprobs is None
-        and sampling.repetition_penalty == 1.0
-        and not (sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
+        and not (sampling.penalised or sampling.logit_bias)
         and sampling.min_tokens <= sequence.produced
         and not sequence.request.constraints
     )
@@ -70,6 +69,6 @@ def plain(sequence: Sequence) -> bool:
 
 def _choose(row: Row, sequence: Sequence, eos: frozenset[int]) -> TokenChoice | SllmError:
     try:
-        return next_token(row, sequence.request, sequence.output, eos)
+        return next_token(row, sequence.request, sequence.output, eos, sequence.seen)
     except SllmError as error:
         return error

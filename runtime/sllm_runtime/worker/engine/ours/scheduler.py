@@ -16,6 +16,7 @@ from sllm_runtime.protocol.errors import QueueFull
 from sllm_runtime.worker.engine.base import Request, TokenChoice
 from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash, pages_for
+from sllm_runtime.worker.engine.sampling import Seen
 
 
 class State(Enum):
@@ -67,8 +68,13 @@ class Sequence:
     """Ids of its output that are in an event, or were given and need not be (``Request.retell``)."""
     spoken: bool = False
     """Whether it had an event."""
+    seen: Seen = field(init=False)
+    """What its penalties count."""
     _keys: list[bytes] = field(default_factory=list)
     """Hashes of its full pages."""
+
+    def __post_init__(self) -> None:
+        self.seen = Seen(self.request.prompt)
 
     @property
     def output(self) -> list[int]:
@@ -207,6 +213,11 @@ class Scheduler:
             room -= self._prefill(sequence, room, chunks)
         self._blocked = not chunks
         return chunks
+
+    @property
+    def tells(self) -> bool:
+        """Whether any are to be told of (``rested``): also where nothing is left to compute."""
+        return bool(self._rested)
 
     def rested(self) -> list[Sequence]:
         """Those who have come to be held since the last time."""

@@ -41,16 +41,23 @@ _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 class Device:
     """See ``Backend``. ``exact``: operators of the exact level; None: it is not offered. ``free``: bytes of its memory
-    that nobody has; None: it is not the device's that counts."""
+    that nobody has; None: it is not the device's that counts. ``ask``: raises where the device computes nothing more
+    for this process."""
 
     bound = "gpu_memory"
     otherwise = GPU_FAST
 
     def __init__(
-        self, device: torch.device, fast: Ops, exact: Ops | None, free: Callable[[], int] | None = None
+        self,
+        device: torch.device,
+        fast: Ops,
+        exact: Ops | None,
+        free: Callable[[], int] | None = None,
+        ask: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
         self.free = free
+        self._ask = ask
         self.levels: tuple[Numerics, ...] = () if exact is None else (GPU_EXACT,)
         self.refusals: tuple[type[Exception], ...] = () if exact is None else exact.refusals
         self._ops = {GPU_FAST.name: fast, GPU_EXACT.name: exact or fast}
@@ -59,7 +66,23 @@ class Device:
     @classmethod
     def here(cls, device: torch.device) -> Device:
         """With the operators that can be had on ``device``."""
-        return cls(device, FastOps(), _exact(), partial(_free, device) if device.type == "cuda" else None)
+        if device.type != "cuda":
+            return cls(device, FastOps(), _exact())
+        return cls(device, FastOps(), _exact(), partial(_free, device), partial(torch.cuda.synchronize, device))
+
+    @property
+    def shared(self) -> bool:
+        """See ``Backend.shared``."""
+        return self.free is not None
+
+    def broken(self) -> str:
+        """See ``Backend.broken``. An illegal access, a device-side assert or an ECC error that cannot be corrected
+        stays in a process's context: every later call raises it again."""
+        try:
+            self._ask()
+        except Exception as error:
+            return f"{self.device} computes nothing more in this process: {str(error).partition(chr(10))[0]}"
+        return ""
 
     def current(self) -> contextlib.AbstractContextManager[object]:
         """See ``Backend.current``: each thread has a current GPU of its own."""

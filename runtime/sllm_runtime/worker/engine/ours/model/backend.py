@@ -94,6 +94,14 @@ class Backend(Protocol):
         """The option of ``@model_function`` that bounds the KV cache."""
 
     @property
+    def shared(self) -> bool:
+        """Whether the KV cache is in memory of which more or less is free at each start; else the manifest says how
+        much there is."""
+
+    def broken(self) -> str:
+        """Why nothing more can be computed in this process, if that is so; asked when a step has failed."""
+
+    @property
     def levels(self) -> tuple[Numerics, ...]:
         """Of exactness, from cheap to strict: the first that the self-test proves is taken."""
 

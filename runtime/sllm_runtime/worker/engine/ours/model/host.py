@@ -46,12 +46,17 @@ class Host:
 
     device = torch.device("cpu")
     bound = "memory"
+    shared = False
     levels = LEVELS
     otherwise = EXACT
     refusals = ()
 
     def __init__(self) -> None:
         self._products = Products()
+
+    def broken(self) -> str:
+        """See ``Backend.broken``."""
+        return ""
 
     def current(self) -> contextlib.AbstractContextManager[object]:
         """See ``Backend.current``."""

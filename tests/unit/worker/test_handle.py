@@ -1,0 +1,161 @@
+"""The model handle of coroutines: what takes long is done in threads, and numbered as it was begun."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tokenizers import Tokenizer
+
+from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol.errors import ContextLengthExceeded, InvalidArgument
+from sllm_runtime.protocol.frames import CallHead
+from sllm_runtime.protocol.worker import Heartbeat
+from sllm_runtime.worker.call import Call, current
+from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.loop import EngineLoop
+from sllm_runtime.worker.engine.scripted import ScriptedEngine
+from sllm_runtime.worker.engine.sinks import Mailbox
+from sllm_runtime.worker.handle import ModelHandle
+from sllm_runtime.worker.outgoing import Outgoing
+from sllm_runtime.worker.sender import Sender
+from sllm_runtime.worker.tokens import Tokens
+from tests.fixtures.vocabularies import byte_level
+from tests.fixtures.waiting import GIVE_UP_S
+
+SEED = 1000
+
+
+class Slow(Tokens):
+    """Waits within one text until it may go on."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.go = threading.Event()
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        assert text != "slow" or self.go.wait(GIVE_UP_S), "nothing else has its turn"
+        return super().encode(text, special=special)
+
+
+class Heard(ScriptedEngine):
+    """Says 65 whatever it is ``asked``."""
+
+    def __init__(self, asked: list[Request]) -> None:
+        super().__init__(lambda prompt, output: 65)
+        self.asked = asked
+
+    def add(self, request: Request) -> None:
+        self.asked.append(request)
+        super().add(request)
+
+
+class Written:
+    """A tokenizer, and how often it was written out."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.times = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def to_str(self) -> str:
+        self.times += 1
+        return self._tokenizer.to_str()
+
+
+@pytest.fixture
+def tokens() -> Slow:
+    return Slow(byte_level())
+
+
+@pytest.fixture
+def asked() -> list[Request]:
+    return []
+
+
+@pytest.fixture
+def loop(tokens: Slow, asked: list[Request]) -> Iterator[EngineLoop]:
+    made = EngineLoop(Heard(asked), tokens)
+    made.start()
+    yield made
+    tokens.go.set()
+    made.close()
+
+
+@pytest.fixture
+def call() -> Iterator[Call]:
+    ours, theirs = socket.socketpair()
+    head = CallHead(
+        call="c", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True, body_bytes=2,
+        timeout_s=GIVE_UP_S, idle_timeout_s=GIVE_UP_S, seed=SEED, credit=1 << 20,
+    )  # fmt: skip
+    yield Call(1, head, Outgoing(1, Sender(BlockingWire(ours), lambda: Heartbeat(running=0)), head.credit))
+    ours.close()
+    theirs.close()
+
+
+def handle_of(loop: EngineLoop, tokens: Tokens, path: Path) -> ModelHandle:
+    made = ModelHandle(lambda: None, {}, path, lambda: (loop, tokens))
+    made.use_loop(Mailbox(asyncio.get_running_loop()))
+    return made
+
+
+async def text(handle: ModelHandle, prompt: Any, **more: Any) -> str:
+    return "".join([piece async for piece in handle.agenerate(prompt, **more)])
+
+
+async def test_a_prompt_that_takes_long_holds_up_nobody(
+    loop: EngineLoop, tokens: Slow, asked: list[Request], call: Call, tmp_path: Path
+) -> None:
+    handle = handle_of(loop, tokens, tmp_path)
+    current.set(call)
+    first = asyncio.create_task(text(handle, "slow", max_tokens=3))
+    await asyncio.sleep(0)
+    said = await text(handle, "quick", max_tokens=3)
+    assert not first.done()
+    tokens.go.set()
+    assert await first == said
+    slow, quick = tokens.encode("slow"), tokens.encode("quick")
+    assert [(each.prompt, each.sampling.seed) for each in asked] == [(quick, SEED + 1), (slow, SEED)], (
+        "a resume would find the ids of another"
+    )
+
+
+async def test_what_is_wrong_is_said_where_that_is_known(loop: EngineLoop, tokens: Slow, tmp_path: Path) -> None:
+    handle = handle_of(loop, tokens, tmp_path)
+    for wrong in ({"max_tokens": -1}, {"temperature": 3}, {"top_q": 1}):
+        with pytest.raises(InvalidArgument):
+            handle.agenerate("quick", **wrong)
+    with pytest.raises(ContextLengthExceeded):
+        await text(handle, [65] * loop.engine.max_context)
+
+
+async def test_a_prompt_is_what_it_was_when_it_was_given(
+    loop: EngineLoop, tokens: Slow, asked: list[Request], tmp_path: Path
+) -> None:
+    handle, prompt = handle_of(loop, tokens, tmp_path), [65]
+    coming = handle.agenerate(prompt, max_tokens=1)
+    prompt.append(66)
+    assert [piece async for piece in coming]
+    assert asked[0].prompt == (65,)
+
+
+def test_a_tokenizer_is_written_out_for_who_needs_that(tmp_path: Path) -> None:
+    """Once: it may have megabytes, and most calls only have their texts encoded and decoded."""
+    written = Written(byte_level())
+    tokens = Tokens(cast(Tokenizer, written))
+    loop = EngineLoop(ScriptedEngine(lambda prompt, output: 65, frozenset({2}), vocabulary=300), tokens)
+    loop.start()
+    handle = ModelHandle(lambda: None, {"config.json": b'{"eos_token_id": 2}'}, tmp_path, lambda: (loop, tokens))
+    assert "".join(handle.generate("hello", max_tokens=2))
+    assert written.times == 0
+    for _ in range(2):
+        assert "".join(handle.generate("hello", max_tokens=2, bad_words=["b"]))
+        assert written.times == 1
+    handle.close()
