@@ -36,25 +36,44 @@ class BundleReader:
             return found
         clock = asyncio.get_running_loop().time
         began = clock()
-        while True:
-            try:
-                return await self._bus.call(self._subject, asked, BundlePart, timeout_s=PART_S)
-            except Unavailable as error:
-                failure, tries_itself = error, isinstance(error, Unserved)
-            except DeadlineExceeded as error:
-                failure, tries_itself = Unavailable(error.message), True
-            waited = clock() - began
-            if tries_itself and waited >= SOON_S and (found := await self._itself(asked)) is not None:
-                return found
-            if waited > WITHIN_S:
-                raise Unavailable(f"no gateway gives bundle {asked.digest}: {failure.message}") from failure
-            await asyncio.sleep(AGAIN_S)
+        itself: asyncio.Task[BundlePart | None] | None = None
+        try:
+            while True:
+                try:
+                    return await self._bus.call(self._subject, asked, BundlePart, timeout_s=PART_S)
+                except Unavailable as error:
+                    failure, tries_itself = error, isinstance(error, Unserved)
+                except DeadlineExceeded as error:
+                    failure, tries_itself = Unavailable(error.message), True
+                waited = clock() - began
+                if waited > WITHIN_S:
+                    raise Unavailable(f"no gateway gives bundle {asked.digest}: {failure.message}") from failure
+                if tries_itself and waited >= SOON_S and itself is None:
+                    itself = asyncio.create_task(self._itself(asked), name=f"bundle {asked.digest}")
+                if (found := await _meanwhile(itself, AGAIN_S)) is not None:
+                    return found
+        finally:
+            if itself is not None:
+                itself.cancel()
+                await asyncio.gather(itself, return_exceptions=True)
 
     async def _itself(self, asked: ReadBundle) -> BundlePart | None:
-        """None where that is not its right."""
+        """None where that is not its right, which takes seconds to show: gateways are asked on meanwhile."""
         try:
             found = await bundles.part(self._bus, asked, direct=True)
         except Unavailable:
             found = None
         self._alone = found is not None
         return found
+
+
+async def _meanwhile(itself: asyncio.Task[BundlePart | None] | None, seconds: float) -> BundlePart | None:
+    """A pause, in which ``itself`` may bring the part."""
+    try:
+        async with asyncio.timeout(seconds):
+            if itself is not None and (found := await asyncio.shield(itself)) is not None:
+                return found
+            await asyncio.sleep(seconds)
+    except TimeoutError:
+        pass
+    return None

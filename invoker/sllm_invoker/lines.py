@@ -17,6 +17,11 @@ class LineCutter:
         self._rest = bytearray()
         self._skipping = False
 
+    @property
+    def skipping(self) -> bool:
+        """Whether what comes is the rest of a line that was given out already."""
+        return self._skipping
+
     def feed(self, data: bytes) -> list[str]:
         """Lines that are complete now, without their ends."""
         lines: list[str] = []

@@ -17,7 +17,7 @@ from typing import Final
 from sllm_invoker.preparation import Report
 from sllm_loaderd.client import KeptChunks, LoaderControl
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import NotFound, SllmError, Unavailable
+from sllm_runtime.protocol.errors import ModelNotFound, NotFound, SllmError, Unavailable
 from sllm_runtime.protocol.limits import MAX_MESSAGE
 from sllm_runtime.protocol.loader import CPU, CUDA, FAKE, START, ModelInfo, Status, place_of
 from sllm_runtime.protocol.node import Ok, Progress
@@ -36,9 +36,9 @@ _AGAIN: Final = 3
 """A status is asked for so often at most, where loads begin all the while: told with one that may be in it as well, the
 next start would wait for that twice."""
 _SOURCES_BYTES: Final = MAX_MESSAGE // 2
-MOST_FETCHES: Final = 16
-"""Models that are brought at a time, beyond which one that nobody waits for any more is given up: loaderd makes so many
-together, and the others would only stand in line."""
+MOST_FETCHES: Final = 15
+"""Models that are brought at a time, beyond which those that nobody waits for any more are given up, the one left first
+before the others: one fewer than loaderd makes together, so that a registration stands in line behind none of them."""
 
 
 @dataclass(eq=False)
@@ -67,14 +67,14 @@ class Loader:
         self._held: set[str] = set()
         """Sandboxes that were given a session and live."""
         self._ended: set[str] = set()
-        """Those of them that ended while loaderd was away; if it is the same one, it has to be told."""
+        """Those of them that ended and loaderd was not told, mostly since it was away; it may be the same one."""
         self._unseen: dict[tuple[str, int], bool] = {}
         """Loads that ``status`` does not have, by sandbox and rank; whether loaderd has begun them since."""
         self._begun = False
         self._looked = -inf
         self._kept = KeptChunks()
         self._fetches: dict[str, _Fetch] = {}
-        """Models that are being brought, by digest."""
+        """Models that are being brought, by digest; of those that nobody waits for, the one left first is first."""
         self.status: Status | None = None
         """What loaderd last said of itself; None while it is away."""
 
@@ -86,6 +86,7 @@ class Loader:
             try:
                 await control.open()
                 await self._bring_back(control)
+                await self._tell_ended(control)
                 await self._refresh(control)  # who is told that it is there may ask for its devices
                 self._control, failures = control, 0
                 self._connected.set()
@@ -125,15 +126,18 @@ class Loader:
                 self._kept.drop([kept.memory.id])
             else:
                 self._kept.drop({kept.memory.id}.difference(answer.ids, answer.counted))
+
+    async def _tell_ended(self, control: LoaderControl) -> None:
         while self._ended:  # also those that end meanwhile
             holder = next(iter(self._ended))
             await control.gone(holder)
             self._ended.discard(holder)
 
     async def _watch(self, control: LoaderControl) -> None:
-        """Ask for the status regularly until the connection ends."""
+        """Ask for the status regularly until the connection ends; what could not be said of sandboxes is said again."""
         while not control.lost.is_set():
             await self._refresh(control)
+            await self._tell_ended(control)
             try:
                 async with asyncio.timeout(STATUS_S):
                     await control.lost.wait()
@@ -257,23 +261,41 @@ class Loader:
     async def _brought(self, control: LoaderControl, model: ModelRecord, report: Report) -> None:
         """Have a model that this node lacks: once for all who ask, and to its end when they have given up. A conversion
         may take longer than a start, and would never end if each start began it anew."""
-        fetch = self._fetches.get(model.digest)
+        digest = model.digest
+        fetch = self._fetches.get(digest)
         if fetch is None:
-            fetch = self._fetches[model.digest] = _Fetch()
-            fetch.task = self._tasks.start(self._fetch(control, model, fetch.tell), f"fetch {model.digest}")
-            fetch.task.add_done_callback(lambda _: self._forget(model.digest, fetch))
+            fetch = self._fetches[digest] = _Fetch()
+            fetch.task = self._tasks.start(self._fetch(control, model, fetch.tell), f"fetch {digest}")
+            fetch.task.add_done_callback(lambda _: self._forget(digest, fetch))
         fetch.reports.append(report)
         if fetch.last is not None:
             report(fetch.last)
+        self._give_up()
         try:
-            failure = await asyncio.shield(fetch.task)
+            await asyncio.wait([fetch.task])
         finally:
             fetch.reports.remove(report)
-            if not fetch.reports and len(self._fetches) > MOST_FETCHES:
-                fetch.task.cancel()
-                self._forget(model.digest, fetch)  # who comes now must not join what is being cancelled
-        if failure is not None:
+            if not fetch.reports and self._fetches.get(digest) is fetch:
+                self._fetches[digest] = self._fetches.pop(digest)  # behind those that were left before
+                self._give_up()
+        if fetch.task.cancelled():
+            raise ModelNotFound(f"model {digest} was deleted while it came to this node", field="model")
+        if (failure := fetch.task.result()) is not None:
             raise failure
+
+    def _give_up(self) -> None:
+        """End fetches that nobody waits for, where there are too many."""
+        left = [digest for digest, fetch in self._fetches.items() if not fetch.reports]
+        for digest in left[: max(0, len(self._fetches) - MOST_FETCHES)]:
+            self._end(digest)
+
+    def _end(self, digest: str) -> asyncio.Task[SllmError | None] | None:
+        """Have a model come no further, whoever waits for it: what is ending then; None where it is not coming."""
+        fetch = self._fetches.pop(digest, None)  # who comes now must not join what is being cancelled
+        if fetch is None:
+            return None
+        fetch.task.cancel()
+        return fetch.task
 
     def _forget(self, digest: str, fetch: _Fetch) -> None:
         if self._fetches.get(digest) is fetch:
@@ -337,9 +359,17 @@ class Loader:
         await (await self._there()).validate(digest)
 
     async def delete(self, digest: str) -> None:
-        """Remove a model from this node."""
+        """Remove a model from this node, also one that is still coming: it would be there later, and nobody's. Raises
+        ``ModelNotFound`` where it neither is nor comes."""
+        ending = self._end(digest)
+        if ending is not None:
+            await asyncio.wait([ending])  # loaderd has heard of that before it is asked
         control = await self._there()
-        await control.delete(digest)
+        try:
+            await control.delete(digest)
+        except ModelNotFound:
+            if ending is None:
+                raise
         await self._refresh(control)
 
     async def close(self) -> None:

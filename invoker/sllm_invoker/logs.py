@@ -208,7 +208,7 @@ class PipeReader:
     def _read(self) -> int:
         """Take some of what is there; bytes. Raises ``BlockingIOError`` where nothing is."""
         room = self._log.room()
-        data = os.read(self._fd, _STEP if room else _READ)
+        data = os.read(self._fd, _STEP if room and not self._cutter.skipping else _READ)
         if data:
             kept, dropped = thinned(data, room, TAIL_LINES)
             self._log.dropped(dropped)

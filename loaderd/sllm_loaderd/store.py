@@ -15,7 +15,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from sllm_loaderd.origins import Origins, SourceRecord
 from sllm_loaderd.pool import F_ADD_SEALS
 from sllm_loaderd.reader import ByteSource, ChunkSource
 from sllm_loaderd.sources import SourceSettings
-from sllm_loaderd.sources.fetch import forget_old
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex, partition_name
@@ -114,7 +112,6 @@ class ModelStore:
         """Of the disk that models lie on: stores with the same share it."""
         self.ssd = SsdDirectory(data / "ssd", _half_of_disk(data) if ssd_bytes is None else ssd_bytes)
         self.origins = Origins(self.ssd, sources or SourceSettings())
-        forget_old(self.cache, time.time())
         for path in self.models.iterdir():
             if path.name.startswith("."):  # staging and removed directories of a process that is gone
                 shutil.rmtree(path, ignore_errors=True)

@@ -148,6 +148,10 @@ class ControlWire:
             traced = trace.current()
             wire.send(pack(structs.replace(request, traceparent=traced) if traced else request), fds)
             return await pending.answer
+        except asyncio.CancelledError:
+            if pending.answer.done() and not pending.answer.cancelled() and pending.answer.exception() is None:
+                _close_all(pending.answer.result()[1])  # it came in the very turn in which its asker gave up
+            raise
         finally:
             del self._pending[request.request]
             if not pending.answer.done() or pending.answer.cancelled():
@@ -172,8 +176,7 @@ class ControlWire:
             return
         pending = self._pending.get(getattr(message, "request", 0))
         if pending is None or pending.answer.done():
-            for fd in fds:  # of a grant whose asker gave up
-                os.close(fd)
+            _close_all(fds)  # of a grant whose asker gave up
         elif isinstance(message, LoadProgress):
             if pending.report is not None:
                 pending.report(message.stage, message.done, message.total)
@@ -182,8 +185,7 @@ class ControlWire:
 
     def _keep(self, wire: AsyncWire, message: Store | StoreDevice | Unstore, fds: Sequence[int]) -> None:
         if self._kept is None:
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             raise ProtocolError("loaderd brings chunks to a client that keeps none")
         if isinstance(message, Unstore):
             self._kept.drop(message.ids)
@@ -194,6 +196,11 @@ class ControlWire:
             self._kept.store(message, fds)
         with contextlib.suppress(Unavailable):  # then it is about to be gone
             wire.send(pack(Stored(batch=message.batch)))
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _decoded(payload: bytes | None) -> Answer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from functools import partial
+from typing import Final
 
 from sllm_loaderd.adoption import adopt
 from sllm_loaderd.daemon.connection import Connection, as_error, close_all
@@ -54,6 +56,9 @@ from sllm_runtime.protocol.loader import (
 
 log = logging.getLogger(__name__)
 
+_ALWAYS: Final = (Gone, GetStatus)
+"""Answered however much is under way: the one frees memory, by the other the invoker knows that loaderd lives."""
+
 
 class ControlConnection:
     """Serves one control client. Owns the wire and the tasks of its requests."""
@@ -98,13 +103,21 @@ class ControlConnection:
             else:
                 # Descriptors are taken here, in the order of the messages they came with.
                 fds = self._connection.take_fds(message.fds) if isinstance(message, Grant | Adopt | AdoptDevice) else []
-                if len(self._tasks) >= MOST_REQUESTS:
+                if len(self._tasks) >= MOST_REQUESTS and not isinstance(message, _ALWAYS):
                     close_all(fds)
                     error = Unavailable(f"this node's loader is busy with {MOST_REQUESTS} requests; ask again")
                     self._connection.fail(message.request, error)
                     continue
                 with trace.within(message.traceparent):
-                    self._tasks[message.request] = group.create_task(self._answer(message, fds))
+                    task = self._tasks[message.request] = group.create_task(self._answer(message, fds))
+                task.add_done_callback(partial(self._ended, message.request, fds))
+
+    def _ended(self, number: int, fds: list[int], task: asyncio.Task[None]) -> None:
+        """Also of one that was cancelled before it began, of which nothing has run."""
+        close_all(fds)
+        del self._tasks[number]
+        if task.cancelled():
+            self._connection.fail(number, as_error(asyncio.CancelledError()))
 
     async def _answer(self, request: Request, fds: list[int]) -> None:
         try:
@@ -116,17 +129,11 @@ class ControlConnection:
                 self._connection.say(await self._adopt_device(request, fds))
             else:
                 self._connection.say(await self._perform(request))
-        except asyncio.CancelledError as error:
-            self._connection.fail(request.request, as_error(error))
-            raise
         # Whatever one request meets, the daemon goes on and says so to who asked.
         except Exception as error:
             if not isinstance(error, (SllmError, OSError)):
                 log.exception("request %s", request)
             self._connection.fail(request.request, as_error(error))
-        finally:
-            close_all(fds)
-            self._tasks.pop(request.request, None)
 
     async def _perform(self, request: Request) -> Answer:
         service, number = self._service, request.request

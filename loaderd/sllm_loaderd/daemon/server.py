@@ -42,8 +42,9 @@ async def _serve(service: LoaderService, listener: socket.socket, stop: asyncio.
         controls: set[asyncio.Task[None]] = set()
         accepting = group.create_task(_accept(service, listener, holders, group, controls), name="accept")
         looking = group.create_task(service.look(), name="look")
+        tidying = group.create_task(service.tidy(), name="tidy")
         await stop.wait()
-        for task in (accepting, looking, *controls):
+        for task in (accepting, looking, tidying, *controls):
             task.cancel()
         holders.close()
 

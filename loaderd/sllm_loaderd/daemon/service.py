@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from sllm_loaderd.daemon.copying import Copying
 from sllm_loaderd.daemon.measuring import Measuring, processor_time
@@ -28,6 +30,7 @@ from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.residents import close_all
 from sllm_loaderd.sources import SourceSettings
+from sllm_loaderd.sources.fetch import forget_old
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_loaderd.verify import Checkpoint, describe, validate_checkpoint
 from sllm_runtime.protocol.errors import (
@@ -51,6 +54,7 @@ from sllm_runtime.protocol.loader import (
 log = logging.getLogger(__name__)
 _MOST_OPEN = 256
 """Models whose index and small files are kept open."""
+_TIDY_S: Final = 24 * 3600.0
 
 
 class LoaderService:
@@ -98,6 +102,16 @@ class LoaderService:
         found = await asyncio.to_thread(model_sizes, self.store)
         self._sizes = found | self._sizes
         self._prepare()
+
+    async def tidy(self) -> None:
+        """Remove what was fetched and is of no use any more, now and then, until cancelled. The daemon serves
+        meanwhile."""
+        while True:
+            try:
+                await asyncio.to_thread(forget_old, self.store.cache, time.time())
+            except OSError as error:
+                log.warning("what was fetched cannot be looked at: %s", error)
+            await asyncio.sleep(_TIDY_S)
 
     def _prepare(self) -> None:
         """Have as much memory ready as the next start may need."""

@@ -82,8 +82,11 @@ class Connection:
 
     @property
     def peer(self) -> Any:
-        """The address that the origin's name led to, as ``getpeername`` gives it. Raises ``OSError``."""
-        return self._socket.getpeername()
+        """The address that the origin's name led to, as ``getpeername`` gives it. Raises ``ConnectionResetError``."""
+        try:
+            return self._socket.getpeername()
+        except OSError as error:  # ENOTCONN, which is no ``ConnectionError``: the server has reset it
+            raise ConnectionResetError(error.errno, "the connection was reset before the request") from error
 
     def request(self, method: str, target: str, headers: Mapping[str, str]) -> Head:
         """Send a request without a body and receive the head of its answer."""

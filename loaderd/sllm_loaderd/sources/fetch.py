@@ -28,13 +28,14 @@ PART: Final = 8 * MIB
 THREADS: Final = 8
 _NOTES: Final = ".parts"
 KEPT_S: Final = 7 * 24 * 3600.0
-"""An attempt that broke off can be resumed for so long."""
+"""What was fetched can be used, and an attempt that broke off resumed, for so long."""
 
 
 def resolve(source: Source, cache: Path, progress: Progress | None = None, fingerprint: str | None = None) -> Path:
     """The local directory of ``source``'s files: where they stand, or below ``cache``, fetched if need be."""
     target = place_of(cache, source.uri, fingerprint or source.fingerprint())
     if target.is_dir():
+        os.utime(target)  # it is used: no ``forget_old`` takes it
         return target
     if (standing := source.local()) is not None:
         return standing
@@ -58,10 +59,10 @@ def forget(directory: Path, cache: Path) -> None:
 
 
 def forget_old(cache: Path, now: float) -> None:
-    """Remove what nothing was added to for KEPT_S: no attempt goes on with it, or its source has changed since. Called
-    while nothing is fetched."""
+    """Remove what was neither added to nor used for KEPT_S: no attempt goes on with it, or its source has changed
+    since. What is being fetched stays."""
     for directory in _fetched(cache).glob("*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, Conflict), _alone(directory):
             changed = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
             if now - changed > KEPT_S:
                 shutil.rmtree(directory)

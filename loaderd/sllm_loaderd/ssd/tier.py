@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -44,6 +44,9 @@ class SsdDirectory:
         self._directory = directory
         self._now = now
         self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._removing = self._removed = 0
+        """Files that were set aside and still take the disk's room, and how many no longer do."""
         self._ledger = Ledger(limit)
         directory.mkdir(parents=True, exist_ok=True)
         self._recover()
@@ -63,7 +66,7 @@ class SsdDirectory:
                 return None
             ledger.writing[key] = nbytes
             gone = [self._set_aside(victim) for victim in victims]
-        _unlink(gone)
+        self._remove(gone)
         partial = self._partial(key)
         try:
             self._allocate(partial, nbytes)  # may take its time where the file system has to write for it
@@ -93,7 +96,7 @@ class SsdDirectory:
                 copy.readers += 1
                 copy.used_at = self._used(path)
                 return opened
-        _unlink([gone])
+        self._remove([gone])
         return None
 
     def holds(self, digest: str, rank: int) -> bool:
@@ -124,14 +127,14 @@ class SsdDirectory:
             gone = [self._set_aside(copy)] if copy is not None else []
         if gone:
             log.warning("the SSD copy of partition %d of %s is spoiled and removed", rank, digest)
-            _unlink(gone)
+            self._remove(gone)
 
     def delete(self, digest: str) -> None:
         """Remove the copies of a model; who reads one goes on doing so."""
         with self._lock:
             copies = [copy for key, copy in self._ledger.copies.items() if key[0] == digest_hex(digest)]
             gone = [self._set_aside(copy) for copy in copies]
-        _unlink(gone)
+        self._remove(gone)
 
     def status(self) -> tuple[int, int]:
         """Bytes that are used, and the limit."""
@@ -176,39 +179,56 @@ class SsdDirectory:
                 continue
             stat, key = entry.stat(), (match[1], int(match[2]))
             self._ledger.copies[key] = Copy(key, stat.st_size, stat.st_atime_ns)
-        _unlink([self._set_aside(victim) for victim in self._ledger.victims(0) or ()])
+        self._remove([self._set_aside(victim) for victim in self._ledger.victims(0) or ()])
 
     def _allocate(self, partial: Path, nbytes: int) -> None:
-        """A file with room for ``nbytes``. A disk that others have filled: copies go until there is room."""
+        """A file with room for ``nbytes``. A disk that is full: what is being removed is waited for, then copies go
+        until there is room."""
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             while True:
+                removed = self._removed
                 try:
                     os.posix_fallocate(fd, 0, nbytes)
                 except OSError as error:
-                    if error.errno not in _FULL or not self._evict_one():
+                    if error.errno not in _FULL or not self._make_room(removed):
                         raise
                 else:
                     return
         finally:
             os.close(fd)
 
-    def _evict_one(self) -> bool:
+    def _make_room(self, removed: int) -> bool:
+        """Whether the disk has more room than when so many files were ``removed``: what others have freed in the ledger
+        alone is waited for before another copy goes."""
         with self._lock:
+            self._freed.wait_for(lambda: not self._removing)
+            if self._removed != removed:
+                return True
             victim = next(iter(self._ledger.evictable()), None)
             gone = [self._set_aside(victim)] if victim is not None else []
-        _unlink(gone)
+        self._remove(gone)
         return bool(gone)
 
     def _set_aside(self, copy: Copy) -> Path:
-        """Under another name it is no copy any more. To remove it takes seconds, for which nobody waits in the lock."""
+        """Under another name it is no copy any more. To ``_remove`` it takes seconds, for which nobody waits in the
+        lock."""
         path, aside = self._path(copy.key), self._partial(copy.key)
         del self._ledger.copies[copy.key]
+        self._removing += 1
         try:
             os.rename(path, aside)
         except OSError:  # it is gone, or a full disk has no room for the name
             return path
         return aside
+
+    def _remove(self, gone: Sequence[Path]) -> None:
+        """What was set aside."""
+        _unlink(gone)
+        with self._lock:
+            self._removing -= len(gone)
+            self._removed += len(gone)
+            self._freed.notify_all()
 
     def _ended(self, key: Key, partial: Path, nbytes: int, whole: bool) -> None:
         """A write is over. Whole: its bytes are durable; now its name."""

@@ -18,8 +18,9 @@ _COLOUR: Final = {Level.OK: "32", Level.WARNING: "33", Level.FAILURE: "31"}
 def doctor(context: typer.Context, json: Json = False) -> None:
     """Check this machine and say what to do. Ends with 1 where something cannot work, with 0 for warnings."""
     found: list[Finding] = []
+    target = context.find_object(Target) or Target()
     with output.progress("checking", quiet=json):
-        for finding in checks.run(context.find_object(Target) or Target()):
+        for finding in checks.run(target.url, target.token, target.profile):
             found.append(finding)
             if not json:
                 _show(finding)

@@ -203,6 +203,8 @@ def node(view: NodeDetailView) -> None:
         [(digest[7:19], ", ".join(found)) for digest, found in sorted(view.tiers.items())],
         empty="no models on this node",
     )
+    if view.untold:
+        output.text(f"and {view.untold} more, of which its report has no room to tell")
 
 
 def timeline(spans: Sequence[Span], write: Callable[[str], None] = output.note) -> None:

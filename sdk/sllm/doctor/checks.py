@@ -6,15 +6,14 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
-from sllm.cli.context import Target
 from sllm.doctor import containers, kernel, machine, nats, software, storage
 from sllm.doctor.finding import Check, Finding
 
 
-def run(target: Target) -> Iterator[Finding]:
-    """Each check's finding as it comes; ``target``: the platform whose gateway is asked. What only the platform needs
-    is looked at where it can run."""
-    gateway = partial(software.gateway, target)
+def run(url: str | None = None, token: str | None = None, profile: str | None = None) -> Iterator[Finding]:
+    """Each check's finding as it comes; the gateway that is asked is that of ``Client``'s arguments. What only the
+    platform needs is looked at where it can run."""
+    gateway = partial(software.gateway, url, token, profile)
     everywhere: tuple[Check, ...] = (software.python, software.system, software.extras, gateway)
     for check in everywhere:
         yield check()

@@ -11,7 +11,6 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from sllm import profiles
-from sllm.cli.context import Target
 from sllm.doctor.finding import Finding, failure, ok, warning
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError
 
@@ -89,8 +88,8 @@ def _is_ours() -> bool:
         return False
 
 
-def gateway(target: Target) -> Finding:
-    """The platform that ``target`` names."""
+def gateway(url: str | None = None, token: str | None = None, profile: str | None = None) -> Finding:
+    """The platform that these name, as for ``Client``."""
     from pydantic import ValidationError
 
     from sllm.client import Client
@@ -98,7 +97,7 @@ def gateway(target: Target) -> Finding:
     from sllm_runtime.protocol.http import API, StatusView
 
     try:
-        client = Client(target.url, target.token, profile=target.profile, timeout=3.0, retry=NEVER)
+        client = Client(url, token, profile=profile, timeout=3.0, retry=NEVER)
     except InvalidRequest as error:  # no verb works until it is corrected
         return failure("gateway", error.message, "correct the flag, the variable or the file that it is from")
     try:

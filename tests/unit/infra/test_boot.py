@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker.fork_server import _USER
-from tests.fixtures.terraform import why_no_terraform
 from tests.unit.infra.stage import TORCH, WHEELS, Machine
 
-pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
+pytestmark = pytest.mark.terraform
 
 DONE = ["packages", "account", "storage", "memory", "namespaces", "gpus", "software", "credentials", "environment"]
 

@@ -9,14 +9,13 @@ import pytest
 
 from sllm_invoker.containers import probe
 from sllm_runtime.protocol.errors import Unavailable
-from tests.fixtures.terraform import why_no_terraform
 from tests.unit.infra.contained import Contained
 
 pytestmark = [
     pytest.mark.container,
     pytest.mark.slow,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}"),
+    pytest.mark.terraform,
 ]
 
 DONE = ["packages", "account", "storage", "memory", "namespaces", "gpus", "software", "credentials", "environment"]

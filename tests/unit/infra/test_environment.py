@@ -13,10 +13,10 @@ from sllm_runtime.control.daemon import ControllerSettings
 from sllm_runtime.control.providing.aws import AutoScalingGroup
 from sllm_runtime.control.providing.provider import Shape
 from sllm_runtime.platform.settings import PREFIX, Settings
-from tests.fixtures.terraform import TERRAFORM, render, why_no_terraform
+from tests.fixtures.terraform import TERRAFORM, render
 from tests.unit.infra.stubs import MACHINE
 
-pytestmark = pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}")
+pytestmark = pytest.mark.terraform
 
 NOT_OURS = {"AWS_DEFAULT_REGION"}
 """boto3 reads it."""

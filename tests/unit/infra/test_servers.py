@@ -12,14 +12,10 @@ import pytest
 
 from sllm_runtime.control.sealed_vault import Keyring
 from sllm_runtime.platform.nats_server import EmbeddedNats, find_binary
-from tests.fixtures.terraform import why_no_terraform
 from tests.unit.infra.stage import RUN_SECONDS, Machine
 from tests.unit.infra.stubs import MACHINE
 
-pytestmark = [
-    pytest.mark.skipif(why_no_terraform() is not None, reason=f"settings are rendered: {why_no_terraform()}"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command is not here"),
-]
+pytestmark = [pytest.mark.terraform, pytest.mark.openssl]
 
 # Makes an environment whose commands are stubs again, or what FILL writes.
 VENV = """\

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.sdist import SdistBuilder
 
-from tests.fixtures.terraform import ROOT, TERRAFORM, environment, why_no_terraform
+from tests.fixtures.terraform import ROOT, TERRAFORM, environment
 
 MODULES = sorted(path.parent.relative_to(TERRAFORM).as_posix() for path in TERRAFORM.glob("modules/*/main.tf"))
 EXAMPLES = sorted(path.parent.relative_to(TERRAFORM).as_posix() for path in TERRAFORM.glob("examples/*/main.tf"))
@@ -19,10 +19,8 @@ CHECKOV = ROOT / ".venv-infra/bin/checkov"
 MIRROR = os.environ.get("TF_MIRROR_DIR", "")
 SECONDS = 1000
 
-needs_terraform = pytest.mark.skipif(why_no_terraform() is not None, reason=str(why_no_terraform()))
 needs_provider = pytest.mark.skipif(
-    why_no_terraform() is not None or not MIRROR,
-    reason=why_no_terraform() or "TF_MIRROR_DIR does not name a filesystem mirror with the AWS provider",
+    not MIRROR, reason="TF_MIRROR_DIR does not name a filesystem mirror with the AWS provider"
 )
 
 
@@ -47,12 +45,13 @@ def terraform(folder: Path, home: Path, *words: str) -> str:
     return done.stdout
 
 
-@needs_terraform
+@pytest.mark.terraform
 def test_format(tmp_path: Path) -> None:
     terraform(TERRAFORM, tmp_path, "fmt", "-check", "-recursive", "-diff", str(TERRAFORM))
 
 
 # A copy: terraform writes its lock file beside what it checks.
+@pytest.mark.terraform
 @needs_provider
 @pytest.mark.slow
 @pytest.mark.timeout(4 * SECONDS)  # a provider is started for each run of a test
@@ -115,15 +114,24 @@ def planned(folder: Path, name: str, key: str = "sllm.tar.gz", **more: object) -
     return done.stderr
 
 
-@needs_terraform
+@pytest.mark.terraform
 @pytest.mark.parametrize("name", sorted(GIVEN))
 def test_no_artifacts_key_is_more_than_a_word_to_the_boot_scripts_shell(tmp_path: Path, name: str) -> None:
-    assert planned(tmp_path, name, "artifacts/sllm-0.1.0_x.tar.gz") == ""
-    for key in ("my artifacts/sllm.tar.gz", "$(reboot).tar.gz", "a;b.tar.gz", "a&b.tar.gz", "*.tar.gz", "a\nb.tar.gz"):
+    for key in ("artifacts/sllm-0.1.0_x.tar.gz", "env=prod/sllm-0.1.0+cu128.tar.gz", "a:b@c,d.tar.gz"):
+        assert planned(tmp_path, name, key) == "", key
+    for key in (
+        "my artifacts/sllm.tar.gz",
+        "$(reboot).tar.gz",
+        "a;b.tar.gz",
+        "a&b.tar.gz",
+        "*.tar.gz",
+        "a\nb.tar.gz",
+        "a:~b.tar.gz",
+    ):
         assert "artifact_url is" in planned(tmp_path, name, key), key
 
 
-@needs_terraform
+@pytest.mark.terraform
 @pytest.mark.parametrize("name", sorted(set(GIVEN) - {"modules/nats"}))
 def test_a_setting_is_one_line_of_the_daemons_environment(tmp_path: Path, name: str) -> None:
     assert planned(tmp_path, name, settings={"SLLM_POOL_SIZE": "4"}) == ""

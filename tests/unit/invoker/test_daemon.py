@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sllm_invoker.fork_server import namespace_command
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.node import NodeStatus, Ok, StartInstance
@@ -115,9 +114,9 @@ async def test_sigterm_ends_everything_in_order_and_callers_are_told(daemon: Dae
     await until(lambda: {status.state for status in daemon.statuses[-1].instances} == {InstanceState.STOPPED})
 
 
+@pytest.mark.namespaces
 async def test_nothing_survives_its_sudden_death(daemon: Daemon) -> None:
-    if not await namespace_command():
-        pytest.skip("this kernel permits no PID namespace to this user; `sllm up` ends what is left there")
+    """Without a namespace `sllm up` ends what is left."""
     await daemon.start("daemon fork")
     await until(lambda: "sleep" in [process.name() for process in daemon.family()], what="a detached grandchild")
     family = daemon.family()

@@ -15,9 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm.doctor import kernel
-from sllm.doctor.finding import Level
-from sllm_invoker.fork_server import ZYGOTE, namespace_command
+from sllm_invoker.fork_server import ZYGOTE
 from sllm_runtime.protocol.manifest import Handler, HandlerKind, Manifest
 from sllm_runtime.protocol.node import StartInstance
 from sllm_runtime.protocol.states import InstanceState
@@ -142,10 +140,9 @@ def has_something(name: str) -> bool:
     return bool(list(path.iterdir()) if path.is_dir() else path.read_text())
 
 
+@pytest.mark.namespaces
 async def test_what_a_function_cannot_reach(deployed: Deployed, nats: Nats, tmp_path: Path) -> None:  # noqa: F811
     """One node for all of it: making a fork server takes seconds."""
-    if not await namespace_command():
-        pytest.skip("this kernel permits no PID and mount namespace")
     identity = str(nats.server.identity_file("n1"))
     paths = [identity, str(nats.server.config_file), str(tmp_path / "platform"), str(tmp_path / "token")]
     assert all(map(has_something, paths)), "there is something to hide"
@@ -171,9 +168,8 @@ async def test_what_a_function_cannot_reach(deployed: Deployed, nats: Nats, tmp_
     assert await deployed.call("dies_with_parent", kind="async_function") == signal.SIGKILL
 
 
+@pytest.mark.network_namespaces
 async def test_the_network_is_for_functions_that_ask_for_it(deployed: Deployed) -> None:
-    if kernel.sandboxes().level is not Level.OK:
-        pytest.skip("this kernel permits no network namespace: `sllm doctor` says so too")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         accepting = threading.Thread(target=lambda: server.accept()[0].close(), daemon=True)

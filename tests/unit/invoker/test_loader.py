@@ -11,20 +11,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sllm_invoker import loader as invoker_loader
 from sllm_invoker.loader import Loader
 from sllm_invoker.models import record
 from sllm_loaderd.client import LoaderControl, LoaderSession
+from sllm_loaderd.daemon.registration import MOST_CHILDREN
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.checkpoint import partition_name
-from sllm_runtime.protocol.errors import Forbidden
+from sllm_runtime.protocol.errors import Forbidden, ModelNotFound, Unavailable
 from sllm_runtime.protocol.loader import ModelInfo, Status
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import ModelRecord
 from tests.fixtures.loader_worker import loader_worker, seen
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, adapter_checkpoint, loaderd, small_checkpoint
+from tests.fixtures.range_server import range_server
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
@@ -120,6 +123,33 @@ async def test_a_conversion_that_outlasts_its_start_is_joined_by_the_next_one(
         await loader.gone("two")
 
 
+@pytest.mark.parametrize("awaited", [True, False])
+async def test_a_model_that_is_deleted_while_it_comes_does_not_come(
+    tmp_path: Path, loader: Loader, awaited: bool
+) -> None:
+    """It would be there for nobody, and no record would name it."""
+    _, digest = small_checkpoint(tmp_path / "served")
+    with range_server(tmp_path / "served") as server:
+        server.script.append("stall 0")
+        model = ModelRecord(digest=digest, uri=f"{server.url}/checkpoint", nbytes=1, partitions=(1,))
+        async with loaderd(tmp_path) as daemon:
+            start = asyncio.create_task(loader.grant(model, "one", nothing))
+            await until(lambda: server.ranges, WAIT, "it comes")
+            if not awaited:
+                start.cancel()
+                await asyncio.wait([start])
+            await loader.delete(digest)
+            if awaited:
+                with pytest.raises(ModelNotFound, match="was deleted while it came"):
+                    await start
+            running = psutil.Process(daemon.process.pid)
+            await until(lambda: not running.children(), WAIT, "its conversion has ended")
+            await until(lambda: not list(daemon.models.iterdir()), WAIT, "nothing is left of it")
+            with pytest.raises(ModelNotFound):
+                await loader.delete(digest)
+            await loader.gone("one")
+
+
 async def test_a_grant_that_was_given_up_is_told_of_as_gone(tmp_path: Path, loader: Loader) -> None:
     """loaderd may have granted it before it heard of that."""
     checkpoint, _ = small_checkpoint(tmp_path / "model")
@@ -162,6 +192,71 @@ async def test_more_conversions_that_nobody_waits_for_than_loaderd_makes_at_once
         await asyncio.wait_for(asked.wait(), WAIT)
         one.cancel()
         await asyncio.wait_for(ended.wait(), WAIT)
+
+
+async def test_of_those_that_nobody_waits_for_the_one_left_first_makes_room(
+    tmp_path: Path, loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a start would stand in line in loaderd behind what nobody wants, and be given up in its place."""
+    assert invoker_loader.MOST_FETCHES < MOST_CHILDREN, "a registration has a place"
+    models = [ModelRecord(digest=f"sha256:{n:064x}", uri="x", nbytes=1, partitions=(1,)) for n in range(3)]
+    asked, ended = list[str](), list[str]()
+
+    async def slow(control: LoaderControl, uri: str, **options: Any) -> ModelInfo:
+        asked.append(options["digest"])
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(options["digest"])
+        raise AssertionError
+
+    monkeypatch.setattr(LoaderControl, "register", slow)
+    monkeypatch.setattr(invoker_loader, "MOST_FETCHES", 2)
+    async with loaderd(tmp_path):
+        starts = list[asyncio.Task[int]]()
+        for model in models[:2]:
+            starts.append(asyncio.create_task(loader.grant(model, "one", nothing)))
+            await until(lambda: len(asked) == len(starts), WAIT, "it comes")
+        for start in reversed(starts):
+            start.cancel()
+            await asyncio.wait([start])
+        assert ended == []
+        last = asyncio.create_task(loader.grant(models[2], "one", nothing))
+        await until(lambda: ended, WAIT, "there is room for it")
+        await until(lambda: len(asked) == 3, WAIT, "it comes")
+        assert ended == [models[1].digest]
+        last.cancel()
+        await asyncio.wait([last])
+        assert ended == [models[1].digest], "two may go on"
+        await loader.gone("one")
+
+
+async def test_what_loaderd_was_not_told_of_a_sandbox_it_is_told_again(
+    tmp_path: Path, loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the sandbox had would be held as long as this connection lasts."""
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    tell, refused = LoaderControl.gone, list[str]()
+
+    async def busy(control: LoaderControl, holder: str) -> None:
+        if not refused:
+            refused.append(holder)
+            raise Unavailable("this node's loader is busy; ask again")
+        await tell(control, holder)
+
+    monkeypatch.setattr(invoker_loader, "STATUS_S", 0.01)
+    monkeypatch.setattr(LoaderControl, "gone", busy)
+    async with loaderd(tmp_path) as daemon:
+        model = await registered(loader, checkpoint)
+        control = loader._control
+        async with loader_worker(await loader.grant(model, "one", nothing)) as worker:
+            await seen(worker)
+        assert (await daemon.control.status()).pool.held
+        await loader.gone("one")
+        assert refused == ["one"]
+        await until(lambda: not loader._ended, WAIT, "it is told")
+        assert loader._control is control
+        assert not (await daemon.control.status()).pool.held
 
 
 @pytest.mark.chaos

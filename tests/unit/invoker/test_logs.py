@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker import logs
+from sllm_invoker.lines import LINE_BYTES
 from sllm_invoker.logs import BURST_LINES, TAIL_LINES, InstanceLog, LogSink, PipeReader, Writer
 from sllm_runtime.protocol.events import LogRecord
 from tests.fixtures.waiting import until
@@ -84,6 +85,32 @@ async def test_lines_that_cannot_pass_cost_their_count_alone() -> None:
     assert sum(record.dropped for record in sink.records) == written - BURST_LINES
     assert list(log.tail) == [*[""] * (TAIL_LINES - 2), "last", ""]
     assert log.looked < 2 * BURST_LINES
+
+
+async def test_the_rest_of_a_long_line_costs_few_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dropped, however many lines may pass."""
+    sink, turns = Kept(), list[int]()
+    read = PipeReader._read
+
+    def counted(reader: PipeReader) -> int:
+        turns.append(1)
+        return read(reader)
+
+    monkeypatch.setattr(PipeReader, "_read", counted)
+    ours, theirs = os.pipe2(os.O_NONBLOCK)
+    reader = PipeReader(ours, InstanceLog(Writer("f", 1, "i", "n1"), sink, lambda: 0.0, lambda: 1.0), "stdout")
+    os.write(theirs, b"x" * 2 * LINE_BYTES)
+    await until(lambda: unread(ours) == 0)
+    turns.clear()
+    for _ in range(20):
+        os.write(theirs, b"x" * 60_000)
+        await until(lambda: unread(ours) == 0)
+    assert len(turns) <= 40
+    os.write(theirs, b"x\nnext\n")
+    os.close(theirs)
+    reader.stop()
+    os.close(ours)
+    assert [len(record.text) for record in sink.records] == [LINE_BYTES + 1, len("next")]
 
 
 def unread(pipe: int) -> int:

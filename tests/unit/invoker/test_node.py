@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker.bounds import MAX_TOKENS
+from sllm_invoker.old_logs import LOGS_BYTES
 from sllm_invoker.process_driver import ProcessDriver, ProcessSandbox
 from sllm_runtime.platform.presence import LEFT_S
 from sllm_runtime.protocol import codec, limits, subjects
@@ -78,6 +79,21 @@ async def test_the_bundle_comes_as_a_sealed_file_and_no_secret_with_it(
     assert facts["env"]["MINE"] == "yes"
     ours = {key for key in facts["env"] if key.startswith("SLLM_")}
     assert not ours - {"SLLM_NODE", "SLLM_PARENT_PID", KERNELS}, "the last one is taken away by a fork server of ours"
+
+
+async def test_a_node_removes_what_a_life_before_it_has_left(
+    nats: Nats,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Half a bundle, and lines of functions that nobody has told it are gone, where they are too many."""
+    half, lines = tmp_path / "node" / "bundles" / ".0123456789abcdef.7", tmp_path / "node" / "logs" / "gone.jsonl"
+    for left in (half, lines):
+        left.parent.mkdir(parents=True)
+        left.touch()
+    os.truncate(lines, LOGS_BYTES + 1)
+    async with node_under_test(nats, tmp_path):
+        assert not half.exists(), "before its first start"
+        await until(lambda: not lines.exists(), what="its logs are within their room")
 
 
 async def test_the_node_tells_of_its_life(node: NodeUnderTest) -> None:

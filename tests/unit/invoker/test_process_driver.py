@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker import process_driver
-from sllm_invoker.fork_server import namespace_command
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -18,12 +17,9 @@ from tests.fixtures.waiting import GIVE_UP_S, until
 ZYGOTE = (sys.executable, str(Path(__file__).parents[2] / "fixtures" / "scripted_zygote.py"))
 
 
-@pytest.fixture(params=["namespace", "subreaper"])
+@pytest.fixture(params=[pytest.param("namespace", marks=pytest.mark.namespaces), "subreaper"])
 async def driver(request: pytest.FixtureRequest) -> AsyncIterator[ProcessDriver]:
-    isolate = request.param == "namespace"
-    if isolate and not await namespace_command():
-        pytest.skip("this kernel permits no PID namespace to this user")
-    made = ProcessDriver(dict(os.environ), argv=ZYGOTE, isolate=isolate)
+    made = ProcessDriver(dict(os.environ), argv=ZYGOTE, isolate=request.param == "namespace")
     await made.start()
     try:
         yield made

@@ -26,7 +26,7 @@ from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import NodeUnderTest, node_under_test, store_bundle
 from tests.fixtures.loaderd import drop, loaderd, numbers_model
 from tests.fixtures.nats import NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 SOURCE = """
 import os, subprocess, sys
@@ -120,9 +120,9 @@ async def answer(node: NodeUnderTest, wanted: StartInstance, body: object = None
 async def prepared(node: NodeUnderTest, source: Path) -> ModelRecord:
     reply = await node.controller.call(
         subjects.node_command(NODE, "prepare"),
-        PrepareModel(term=1, uri=str(source), wait_s=20.0),
+        PrepareModel(term=1, uri=str(source), wait_s=GIVE_UP_S),
         PrepareReply,
-        timeout_s=25.0,
+        timeout_s=2 * GIVE_UP_S,
     )
     assert reply.model is not None
     return reply.model

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import os
-import signal
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import PoolExhausted
 from sllm_runtime.protocol.loader import Adopted, PoolStatus, Store
 from tests.fixtures.loader_worker import loader_worker, seen
-from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, kill, loaderd, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
@@ -46,13 +44,6 @@ async def worker(daemon: LoaderProcess, model: str, holder: str) -> AsyncIterato
     """A process that has loaded the model."""
     async with loader_worker(await daemon.control.grant(holder, model)) as process:
         yield process
-
-
-async def kill(daemon: LoaderProcess) -> None:
-    daemon.process.send_signal(signal.SIGKILL)
-    async with asyncio.timeout(WAIT):
-        await daemon.control.lost.wait()
-    await asyncio.to_thread(daemon.process.wait, WAIT)
 
 
 async def bring_back(daemon: LoaderProcess, kept: KeptChunks) -> list[Adopted]:

@@ -21,8 +21,28 @@ from sllm_loaderd.convert.staging import staged
 from sllm_runtime.protocol.errors import Conflict
 from tests.fixtures.loaderd import numbers_model
 from tests.fixtures.models import save_model
+from tests.fixtures.waiting import GIVE_UP_S
 
-WAIT = 60
+WAIT = GIVE_UP_S
+HELD = """
+import sys, time
+from sllm.cli import main
+from sllm_loaderd.convert.writer import PartitionWriter
+flush, seconds = PartitionWriter._flush, float(sys.argv.pop(1))
+def held(writer):
+    flush(writer)
+    print("held", flush=True)
+    time.sleep(seconds)
+PartitionWriter._flush = held
+main()
+"""
+"""The command line, in which a conversion waits so many seconds after each chunk that it has written, and says so."""
+
+
+def held(seconds: float, tmp_path: Path) -> list[str]:
+    """The command line that converts ``source`` to ``checkpoint`` and takes its time."""
+    convert = ["model", "convert", str(tmp_path / "source"), str(tmp_path / "checkpoint")]
+    return [sys.executable, "-c", HELD, str(seconds), *convert]
 
 
 def sllm(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -79,14 +99,11 @@ def test_sources_that_are_not_there_leave_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_in_130_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    write_sparse(tmp_path / "source" / "model.safetensors", 2**31)
-    command = [sys.executable, "-m", "sllm", "model", "convert", str(tmp_path / "source"), str(tmp_path / "checkpoint")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + WAIT
-        while not list(tmp_path.glob(".checkpoint.*.tmp/partition_0.bin")):  # it is in the middle of its work
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+    numbers_model(tmp_path / "source")
+    with subprocess.Popen(held(WAIT, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert list(tmp_path.glob(".checkpoint.*.tmp/partition_0.bin")), "it is in the middle of its work"
         process.send_signal(number)
         process.communicate(timeout=WAIT)
     assert process.returncode == 130
@@ -118,19 +135,16 @@ def test_a_plan_and_a_comparison_with_the_source(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    write_sparse(tmp_path / "source" / "model.safetensors", 2**31)
-    command = [sys.executable, "-m", "sllm", "model", "convert", str(tmp_path / "source"), str(tmp_path / "checkpoint")]
-    with subprocess.Popen(command) as process:
-        deadline = time.monotonic() + WAIT
-        while not (left := list(tmp_path.glob(".checkpoint.*.tmp"))) or not any(left[0].iterdir()):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+    numbers_model(tmp_path / "source")
+    with subprocess.Popen(held(WAIT, tmp_path), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        left = list(tmp_path.glob(".checkpoint.*.tmp"))
+        assert list(left[0].iterdir())
         other = tmp_path / ".checkpoint.mine.tmp"  # not of a conversion: its name is another one
         other.mkdir()
         process.kill()
     assert left[0].is_dir()
-    (tmp_path / "source" / "model.safetensors").unlink()
-    numbers_model(tmp_path / "source")
     assert sllm("convert", tmp_path / "source", tmp_path / "checkpoint").returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "checkpoint", "source"]
 
@@ -150,9 +164,11 @@ def test_what_another_conversion_is_writing_is_left_alone(tmp_path: Path) -> Non
 
 def test_a_person_sees_rate_and_time_left(tmp_path: Path) -> None:
     write_sparse(tmp_path / "source" / "model.safetensors", 2**34)
-    command = [sys.executable, "-m", "sllm", "model", "convert", str(tmp_path / "source"), str(tmp_path / "checkpoint")]
     ours, theirs = pty.openpty()
-    with open(ours, "rb", buffering=0) as screen, subprocess.Popen(command, stderr=theirs) as process:
+    with (
+        open(ours, "rb", buffering=0) as screen,
+        subprocess.Popen(held(0.2, tmp_path), stdout=subprocess.DEVNULL, stderr=theirs) as process,
+    ):
         os.close(theirs)
         seen = b""
         deadline = time.monotonic() + WAIT

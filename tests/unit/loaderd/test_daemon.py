@@ -20,8 +20,11 @@ import pytest
 
 from sllm_loaderd.client import LoaderControl, LoaderSession
 from sllm_loaderd.convert import ConvertOptions, convert_directory
+from sllm_loaderd.daemon import server, service
+from sllm_loaderd.daemon.settings import read_settings
 from sllm_loaderd.daemon.usage import used_inodes
 from sllm_loaderd.devices.tensors import bind
+from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.codec import pack
 from sllm_runtime.protocol.errors import (
@@ -35,7 +38,7 @@ from sllm_runtime.protocol.errors import (
     ProtocolError,
     Unavailable,
 )
-from sllm_runtime.protocol.loader import MOST_REQUESTS, Hello, Load
+from sllm_runtime.protocol.loader import MOST_REQUESTS, Answer, Granted, Hello, Load
 from tests.fixtures.loaderd import (
     SMALL_CHUNK,
     LoaderProcess,
@@ -47,6 +50,7 @@ from tests.fixtures.loaderd import (
     small_checkpoint,
 )
 from tests.fixtures.models import save_byte_tokenizer, save_model
+from tests.fixtures.range_server import range_server
 from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, dead, until
 
@@ -485,17 +489,71 @@ async def test_one_request_too_many_ends_itself_alone(
     model = (await daemon.control.register(str(checkpoint))).model
     if not bounded:
         monkeypatch.setattr(daemon.control, "_short", asyncio.Semaphore(10_000))
-    daemon.process.send_signal(signal.SIGSTOP)
-    try:
+    with suspended(daemon.process.pid):  # so that it has all of them to read at once
         asking = [asyncio.create_task(daemon.control.describe(model)) for _ in range(MOST_REQUESTS + 50)]
         await asyncio.sleep(0)
-    finally:
-        daemon.process.send_signal(signal.SIGCONT)
     found = await asyncio.gather(*asking, return_exceptions=True)
     refused = [answer for answer in found if isinstance(answer, BaseException)]
     assert all(isinstance(error, Unavailable) and "ask again" in error.message for error in refused)
     assert bool(refused) is not bounded
     assert (await daemon.control.status()).models == (model,)
+
+
+async def test_requests_that_were_cancelled_before_they_began_leave_nothing(
+    daemon: LoaderProcess, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would count among those under way as long as the connection lasts."""
+    model = (await daemon.control.register(str(checkpoint))).model
+    monkeypatch.setattr(daemon.control, "_short", asyncio.Semaphore(10_000))
+    with suspended(daemon.process.pid):  # so that it hears of each one and of its end at once
+        for _ in range(MOST_REQUESTS):
+            asking = asyncio.create_task(daemon.control.describe(model))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+    await asyncio.gather(*(daemon.control.describe(model) for _ in range(MOST_REQUESTS // 2)))
+
+
+async def test_what_frees_memory_and_says_that_it_lives_is_never_too_much(
+    daemon: LoaderProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon.control, "_long", asyncio.Semaphore(10_000))
+    _, digest = small_checkpoint(tmp_path / "served")
+    with range_server(tmp_path / "served") as server:
+        server.script.append("stall 0")
+        uri = f"{server.url}/checkpoint"
+        asking = [asyncio.create_task(daemon.control.register(uri)) for _ in range(MOST_REQUESTS)]
+        await until(lambda: server.ranges, WAIT, "it comes, for all of them")
+        with pytest.raises(Unavailable, match="ask again"):
+            await daemon.control.describe(digest)
+        await daemon.control.gone("w")
+        assert (await daemon.control.status()).models == ()
+        for one in asking:
+            one.cancel()
+        await asyncio.wait(asking)
+
+
+async def test_a_grant_that_comes_as_its_asker_gives_up_leaves_no_descriptor(
+    daemon: LoaderProcess, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = (await daemon.control.register(str(checkpoint))).model
+    dispatch, given = daemon.control._dispatch, list[int]()
+
+    def late(wire: AsyncWire, message: Answer) -> None:
+        pending = list(daemon.control._pending.values())
+        dispatch(wire, message)
+        if isinstance(message, Granted):
+            given.extend(pending[0].answer.result()[1])
+            asking.cancel()
+
+    monkeypatch.setattr(daemon.control, "_dispatch", late)
+    asking = asyncio.create_task(daemon.control.grant("w", model))
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    (fd,) = given
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    await daemon.control.gone("w")
 
 
 async def test_many_long_requests_hold_up_no_short_one(
@@ -508,6 +566,29 @@ async def test_many_long_requests_hold_up_no_short_one(
     assert not waiting.done()
     waiting.cancel()
     await asyncio.wait([waiting])
+
+
+async def test_what_was_fetched_and_is_of_no_use_goes_while_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at its start alone: it may run for months."""
+    monkeypatch.setattr(service, "_TIDY_S", 0.01)
+    places = ("--node", "x", "--data", str(tmp_path / "data"), "--socket", str(tmp_path / "s"))
+    stop, old = asyncio.Event(), tmp_path / "data" / "cache" / "fetched" / "old"
+
+    def leave() -> None:
+        old.mkdir(parents=True)
+        os.utime(old, (0, 0))
+
+    leave()
+    serving = asyncio.create_task(server.run(read_settings([*places, "--pool-bytes", str(2**24)]), stop))
+    try:
+        for _ in range(2):
+            await until(lambda: serving.done() or not old.exists(), WAIT, "it is removed")
+            leave()
+    finally:
+        stop.set()
+        await serving
 
 
 # --- life and death ------------------------------------------------------------------------------------

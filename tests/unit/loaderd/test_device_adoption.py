@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
-from sllm_loaderd.client import KeptChunks, LoaderSession
+from sllm_loaderd.client import KeptChunks
 from sllm_loaderd.client import memory as mappings
 from sllm_loaderd.client.keeping import KeptDevice
 from sllm_loaderd.sealed import create_sealed
@@ -21,7 +21,7 @@ from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory
 from sllm_runtime.protocol.loader import Adopted, StoreDevice
 from tests.fixtures.loader_worker import loader_worker, seen
-from tests.fixtures.loaderd import LoaderProcess, loaderd, small_checkpoint
+from tests.fixtures.loaderd import LoaderProcess, kill, loaderd, session, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 MIB = 2**20
@@ -39,13 +39,6 @@ def kept() -> Iterator[KeptChunks]:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return small_checkpoint(tmp_path / "model")[0]
-
-
-async def kill(daemon: LoaderProcess) -> None:
-    daemon.process.kill()
-    async with asyncio.timeout(GIVE_UP_S):
-        await daemon.control.lost.wait()
-    await asyncio.to_thread(daemon.process.wait, GIVE_UP_S)
 
 
 async def bring_back(daemon: LoaderProcess, kept: KeptChunks) -> Adopted:
@@ -88,15 +81,6 @@ async def test_memory_on_a_device_serves_after_a_kill(tmp_path: Path, checkpoint
             await again.control.gone("one")
             assert await used(again) == 0
             await until(lambda: not kept.devices(), what="what is free is not kept")
-
-
-@contextlib.asynccontextmanager
-async def session(daemon: LoaderProcess, model: str, holder: str) -> AsyncIterator[LoaderSession]:
-    opened = await asyncio.to_thread(LoaderSession, await daemon.control.grant(holder, model))
-    try:
-        yield opened
-    finally:
-        await asyncio.to_thread(opened.close)
 
 
 @pytest.mark.chaos

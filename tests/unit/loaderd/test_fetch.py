@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from sllm_loaderd.convert.child import bring
 from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.attempts import RemoteLimits
-from sllm_loaderd.sources.fetch import KEPT_S, PART, fetch, forget, forget_old, place_of
+from sllm_loaderd.sources.fetch import KEPT_S, PART, fetch, forget, forget_old, place_of, resolve
 from sllm_loaderd.sources.http import HttpSource
 from sllm_loaderd.sources.remote import Remote
 from sllm_runtime.protocol.errors import Conflict, Forbidden, InvalidCheckpoint, SllmError
@@ -148,8 +150,23 @@ def test_what_no_attempt_goes_on_with_is_removed(tmp_path: Path) -> None:
         for path in (file, directory):
             os.utime(path, (1e9 - age, 1e9 - age))
     forget_old(tmp_path / "none", 1e9)
+    fd = os.open(old, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as one that is being fetched
+    forget_old(tmp_path, 1e9)
+    assert sorted(old.parent.iterdir()) == sorted([old, new])
+    os.close(fd)
     forget_old(tmp_path, 1e9)
     assert list(old.parent.iterdir()) == [new]
+
+
+def test_what_a_conversion_begins_with_stays(server: RangeServer, tmp_path: Path) -> None:
+    with source(server) as opened:
+        fetched = resolve(opened, tmp_path, fingerprint="a")
+        for path in (fetched, *fetched.iterdir()):
+            os.utime(path, (0, 0))
+        assert resolve(opened, tmp_path, fingerprint="a") == fetched
+    forget_old(tmp_path, time.time())
+    assert (fetched / "model.safetensors").is_file()
 
 
 def test_a_model_that_was_fetched_and_refused_is_not_kept(server: RangeServer, tmp_path: Path) -> None:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.daemon.settings import read_settings
 from sllm_loaderd.opening import opened
-from sllm_loaderd.ssd.write import CopyWrite
+from sllm_loaderd.pipeline import Pipeline
+from sllm_loaderd.ssd.fill import Fill
+from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.store import StoredModel
-from tests.fixtures.loaderd import SMALL_CHUNK, small_checkpoint
-from tests.fixtures.range_server import range_server
+from sllm_runtime.protocol.errors import PoolExhausted
+from sllm_runtime.protocol.loader import CONVERT_NEVER, Load
+from tests.fixtures.loaderd import SMALL_CHUNK, numbers_model, small_checkpoint
+from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.unit.loaderd.node import Node
 
 
 async def test_what_is_opened_for_nobody_is_given_back() -> None:
@@ -46,40 +56,158 @@ async def test_what_is_opened_for_somebody_is_his() -> None:
     assert not given
 
 
+# --- in the service -------------------------------------------------------------------------------------
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RangeServer]:
+    with range_server(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def service(tmp_path: Path, server: RangeServer) -> AsyncIterator[LoaderService]:
+    """Its connections to ``server`` end before that."""
+    places = ("--node", "x", "--data", str(tmp_path / "data"), "--socket", str(tmp_path / "s"))
+    made = LoaderService(read_settings([*places, "--chunk-bytes", str(SMALL_CHUNK), "--pool-bytes", str(2**24)]))
+    yield made
+    await made.close()
+
+
+class Slow:
+    """A call in a thread that goes on when whoever waited for it has given up; what it returned."""
+
+    def __init__(self, action: Callable[..., Any]) -> None:
+        self._action = action
+        self._begun, self._go = threading.Event(), threading.Event()
+        self.made = list[Any]()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self._begun.set()
+        assert self._go.wait(GIVE_UP_S)
+        self.made.append(self._action(*args, **options))
+        return self.made[-1]
+
+    async def outlives(self, asking: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(asking)
+        await until(self._begun.is_set, what="the thread has begun")
+        task.cancel()
+        await asyncio.wait([task])
+        self._go.set()
+        await until(lambda: self.made, what="the thread has made it")
+
+
+class Source:
+    """``ChunkSource`` of nothing."""
+
+    path = name = "here"
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def read(self, view: memoryview, offset: int) -> str:
+        raise AssertionError
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def nothing(*_: object) -> None:
+    """Nobody looks at it."""
+
+
+def is_open(model: StoredModel) -> bool:
+    """Whether its memfd is."""
+    try:
+        return os.readlink(f"/proc/self/fd/{model.fd}").startswith("/memfd:sllm-files")
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_model_that_is_opened_for_nobody_is_closed(
+    service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, digest = small_checkpoint(tmp_path)
+    await service.register(str(checkpoint), "", nothing)
+    service._open.pop(digest).close()
+    slow = Slow(service.store.open_latest)
+    monkeypatch.setattr(service.store, "open_latest", slow)
+    await slow.outlives(service.model(digest))
+    await until(lambda: not is_open(slow.made[0]), what="it is closed")
+
+
+async def test_a_model_whose_conversion_is_opened_for_nobody_stays_as_it_was(
+    service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers_model(tmp_path / "model")
+    digest = (await service.register(str(tmp_path / "model"), "", nothing, CONVERT_NEVER)).model
+    slow = Slow(service.store.open)
+    monkeypatch.setattr(service.store, "open_replaced", slow)
+    await slow.outlives(service.model(digest))
+    await until(lambda: not is_open(slow.made[0]), what="it is closed")
+    assert is_open(service._open[digest])
+
+
+@pytest.mark.parametrize("copied", [True, False])
+async def test_sources_that_are_opened_for_nobody_are_closed(
+    service: LoaderService, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    """For a load, and for a copy to the SSD tier."""
+    small_checkpoint(tmp_path)
+    digest = (await service.register(f"{server.url}/checkpoint", "", nothing)).model
+    slow = Slow(lambda *_: [Source()])
+    monkeypatch.setattr(Pipeline, "open_sources", lambda *given: slow(*given))
+    if copied:
+        await slow.outlives(service.copying.copy(digest, nothing))
+    else:
+        load = Load(request=1, model=digest)
+        await slow.outlives(service.load(load, "", ready=nothing, progress=nothing, done=nothing, failed=nothing))
+    await until(lambda: slow.made[0][0].closed, what="they are closed")
+
+
 async def test_a_copy_that_is_given_up_while_it_begins_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: LoaderService, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its place in the tier nor its file: the next one would find it being written, for ever."""
     small_checkpoint(tmp_path)
-    begun, go = threading.Event(), threading.Event()
-    places = ("--node", "x", "--data", str(tmp_path / "data"), "--socket", str(tmp_path / "s"))
-    settings = read_settings([*places, "--chunk-bytes", str(SMALL_CHUNK), "--pool-bytes", str(2**24)])
-    made = list[CopyWrite | None]()
-    with range_server(tmp_path) as server:
-        service = LoaderService(settings)
-        ssd, begin = service.store.ssd, service.store.ssd.begin
+    ssd = service.store.ssd
+    info = await service.register(f"{server.url}/checkpoint", "", nothing)
+    slow, begin = Slow(ssd.begin), ssd.begin
+    monkeypatch.setattr(ssd, "begin", slow)
+    await slow.outlives(service.copying.copy(info.model, nothing))
+    await until(lambda: not ssd.making(info.model, 0), what="it is given up")
+    assert slow.made[0] is not None
+    assert ssd.status()[0] == 0
+    assert not list((tmp_path / "data" / "ssd").iterdir())
+    monkeypatch.setattr(ssd, "begin", begin)
+    await service.copying.copy(info.model, nothing)
+    assert ssd.holds(info.model, 0)
 
-        def slow(model: StoredModel, rank: int, *, wanted: bool = False) -> CopyWrite | None:
-            begun.set()
-            assert go.wait(GIVE_UP_S)
-            found = begin(model, rank, wanted=wanted)
-            made.append(found)
-            return found
 
-        try:
-            info = await service.register(f"{server.url}/checkpoint", "", lambda *_: None)
-            monkeypatch.setattr(ssd, "begin", slow)
-            copying = asyncio.create_task(service.copying.copy(info.model, lambda *_: None))
-            await until(begun.is_set, what="the copy begins")
-            copying.cancel()
-            await asyncio.wait([copying])
-            go.set()
-            await until(lambda: made and not ssd.making(info.model, 0), what="it is given up")
-            assert made[0] is not None
-            assert ssd.status()[0] == 0
-            assert not list((tmp_path / "data" / "ssd").iterdir())
-            monkeypatch.undo()
-            await service.copying.copy(info.model, lambda *_: None)
-            assert ssd.holds(info.model, 0)
-        finally:
-            await service.close()
+async def test_a_copy_that_is_cancelled_as_it_fails_leaves_nothing(
+    model: StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no thread is free to remove it at once."""
+    tier, node = SsdDirectory(tmp_path, 2**24), Node()
+    write = tier.begin(model, 0)
+    assert write is not None
+
+    def full(*_: object) -> list[Chunk]:
+        raise PoolExhausted("no room")
+
+    monkeypatch.setattr(node.residency, "spare", full)
+    loop, go = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = loop.run_in_executor(None, go.wait, GIVE_UP_S)
+    try:
+        fill = Fill(model, 0, write, [], node.paths, integrity=True, written=nothing)
+        filling = asyncio.create_task(fill.run(node.pool, node.residency))
+        await asyncio.sleep(0)
+        filling.cancel()
+        await asyncio.wait([filling])
+        assert tier.making(model.checkpoint.digest, 0)
+        go.set()
+        await busy
+        await until(lambda: not tier.making(model.checkpoint.digest, 0), what="it is given up")
+        assert not os.listdir(tmp_path)
+    finally:
+        go.set()
+        node.close()

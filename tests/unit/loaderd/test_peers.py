@@ -15,21 +15,15 @@ import numpy as np
 import pytest
 
 from sllm_loaderd.peer.signature import WINDOW_S, Asked, address_of, authorization
+from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import DigestMismatch, Forbidden, ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.loader import CONVERT_NEVER
 from tests.fixtures.loaderd import LoaderProcess, loaded, loaderd, numbers_model, small_checkpoint
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
 TOKEN = "a token of this cluster"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.asynccontextmanager
@@ -79,10 +73,12 @@ async def test_a_model_goes_from_node_to_node(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(found[name], array)
         assert f"peer 127.0.0.1:{port}" in {path.path for path in (await two.control.status()).paths}
         await one.control.evict(digest)
-        deadline = time.monotonic() + WAIT
-        while (pool := (await one.control.status()).pool).used or pool.retiring:
-            assert time.monotonic() < deadline, "what was lent comes back"
-            await asyncio.sleep(0.01)
+
+        async def given_back() -> bool:
+            pool = (await one.control.status()).pool
+            return not (pool.used or pool.retiring)
+
+        await until(given_back, what="what was lent comes back")
         await two.control.evict(digest)
         with pytest.raises(SllmError, match="not on this node"):
             await loaded(two, digest)

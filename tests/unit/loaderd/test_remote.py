@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +19,7 @@ from hypothesis import strategies as st
 
 from sllm_loaderd.sources import Entry, open_source
 from sllm_loaderd.sources.attempts import GAIN, Attempts, RemoteLimits, TryAgain
-from sllm_loaderd.sources.connection import parse_head, split_url
+from sllm_loaderd.sources.connection import Connection, parse_head, split_url
 from sllm_loaderd.sources.http import HttpSource
 from sllm_loaderd.sources.remote import Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
@@ -31,7 +35,7 @@ from sllm_runtime.protocol.errors import (
 )
 from tests.fixtures.certificates import make_certificates
 from tests.fixtures.range_server import RangeServer, range_server
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 SIZE = 300_000
 PATIENT = RemoteLimits(GIVE_UP_S, GIVE_UP_S, attempts=3, first_delay_s=0.001, longest_delay_s=0.01)
@@ -77,6 +81,40 @@ def test_ranges_come_over_one_connection(server: RangeServer, data: bytes) -> No
         assert read(source, 5, 0) == b""
     assert server.connections == 1
     assert server.ranges == [f"bytes=0-{SIZE - 1}", "bytes=1000-1016", f"bytes={SIZE - 1}-{SIZE - 1}"]
+
+
+async def test_connections_that_the_server_has_reset_cost_no_attempt(
+    server: RangeServer, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be more of them than attempts, and a server that is there."""
+    theirs: list[socket.socket] = []
+    accept = server.process_request
+
+    def kept(request: Any, address: Any) -> None:
+        theirs.append(request)
+        accept(request, address)
+
+    monkeypatch.setattr(server, "process_request", kept)
+    with opened(server) as source:
+        connections = source._remote._connections
+        origin, target = split_url(f"{server.url}/weights.bin")
+        idle = [connections.take(origin)[0] for _ in range(2 * PATIENT.attempts)]
+        for connection in idle:
+            connection.request("HEAD", target, {})
+            connections.give_back(connection)
+        for request in theirs:
+            request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            request.shutdown(socket.SHUT_RD)  # its thread closes it, by a reset
+        await until(lambda: not any(map(is_connected, idle)), what="all are reset")
+        assert await asyncio.to_thread(read, source) == data
+
+
+def is_connected(connection: Connection) -> bool:
+    try:
+        connection._socket.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def test_a_torn_connection_resumes_where_it_broke(server: RangeServer, data: bytes) -> None:

@@ -70,6 +70,48 @@ async def test_with_the_rights_of_before_a_node_reads_for_itself(nats: Nats, mon
     assert asked == [subjects.read_bundle(NODE)]
 
 
+async def test_a_gateway_that_comes_back_is_heard_while_a_node_finds_out_that_it_may_not_read_for_itself(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await nats.streams()
+    gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
+    await bundles.store(gateway, DIGEST, whole())
+    monkeypatch.setattr(bundle_parts, "SOON_S", 0.0)
+    reader, tried = BundleReader(node, NODE), asyncio.Event()
+
+    async def refused(asked: ReadBundle) -> BundlePart | None:
+        tried.set()
+        await asyncio.Event().wait()
+        return None
+
+    monkeypatch.setattr(reader, "_itself", refused)
+    reading = asyncio.create_task(bundles.fetch(reader.part, DIGEST, len(DATA)))
+    await tried.wait()
+    parts = BundleParts(gateway)
+    await parts.start()
+    try:
+        async with asyncio.timeout(GIVE_UP_S):
+            assert await reading == DATA
+    finally:
+        await parts.close()
+
+
+async def test_a_node_whose_right_was_taken_asks_gateways_again(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    await nats.streams()
+    gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
+    await bundles.store(gateway, DIGEST, whole())
+    parts = BundleParts(gateway)
+    await parts.start()
+    reader = BundleReader(node, NODE)
+    reader._alone = True
+    monkeypatch.setattr(node.jetstream, "_timeout", 0.1)
+    try:
+        assert await bundles.fetch(reader.part, DIGEST, len(DATA)) == DATA
+        assert not reader._alone
+    finally:
+        await parts.close()
+
+
 async def test_who_asks_for_another_node_is_not_answered(nats: Nats) -> None:
     """Not in its own inbox, nor where the other one listens."""
     gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from sllm import profiles
-from sllm.cli.context import Target
 from sllm.doctor import checks, containers, kernel, machine, nats, software, storage
 from sllm.doctor.finding import Level
 from tests.fixtures.waiting import GIVE_UP_S
@@ -23,7 +22,7 @@ def test_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine runs the platform's tests, so that nothing can be a failure; and each check has its say."""
     # What an engine leaves behind once it has run a container is its own affair; one is run in tests of containers.
     monkeypatch.setattr(containers, "TRIAL", ("true",))
-    found = list(checks.run(Target()))
+    found = list(checks.run())
     assert [each for each in found if each.level is Level.FAILURE] == []
     assert all(bool(each.remedy) == (each.level is not Level.OK) for each in found)
     names = [each.check for each in found]
@@ -36,16 +35,15 @@ def test_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gateway_of_the_flags(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     profiles.save("prod", gateway.url, TOKEN)
     monkeypatch.setenv("SLLM_URL", "http://127.0.0.1:9")
-    assert software.gateway(Target()).level is Level.WARNING
+    assert software.gateway().level is Level.WARNING
     gateway.will(Answer(json={"version": "9.9.9", "gateway": "g1", "nodes": 1, "functions": 0, "controller": True}))
-    for target in (Target(profile="prod"), Target(url=gateway.url, token=TOKEN)):
-        found = software.gateway(target)
+    for found in (software.gateway(profile="prod"), software.gateway(gateway.url, TOKEN)):
         assert (found.level, found.what) == (Level.OK, f"{gateway.url}: version 9.9.9, 1 node(s), 0 function(s)")
     gateway.will(Answer(json={"status": "ok"}))
-    found = software.gateway(Target(profile="prod"))
+    found = software.gateway(profile="prod")
     assert (found.level, found.what) == (Level.WARNING, f"{gateway.url}: what answers there is no gateway of sllm")
-    for target in (Target(profile="nonsense"), Target(url="http://host:port")):
-        assert software.gateway(target).level is Level.FAILURE
+    for found in (software.gateway(profile="nonsense"), software.gateway("http://host:port")):
+        assert found.level is Level.FAILURE
 
 
 def test_without_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -196,8 +196,8 @@ variable "artifact_url" {
   type        = string
 
   validation {
-    condition     = can(regex("^s3://[a-z0-9][a-z0-9.-]+/[A-Za-z0-9._/-]+\\.tar\\.gz$", var.artifact_url))
-    error_message = "artifact_url is s3://bucket/key.tar.gz, the key in letters, digits, dots, underscores, hyphens and slashes: the machines' shell reads it; docs/terraform.md says how it is made."
+    condition     = can(regex("^s3://[a-z0-9][a-z0-9.-]+/[A-Za-z0-9._/+=@,:-]+\\.tar\\.gz$", var.artifact_url))
+    error_message = "artifact_url is s3://bucket/key.tar.gz, the key in letters, digits and . _ - / + = @ , : alone, since the machines' shell reads it; docs/terraform.md says how it is made."
   }
 }
 

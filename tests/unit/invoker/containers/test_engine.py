@@ -6,11 +6,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sllm_invoker.containers import engine as engines
 from sllm_invoker.containers.engine import Engine, EngineFailed
-from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.fixtures.waiting import GIVE_UP_S, dead, until
 
 Make = Callable[[str], Engine]
 
@@ -38,13 +39,19 @@ async def test_what_it_refuses_is_said_in_its_own_words(engine: Make) -> None:
     assert caught.value.message == "`podman run` failed (125): no space left on device"
 
 
-async def test_one_that_hangs_is_given_up_with_all_that_it_started(engine: Make, tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    with pytest.raises(EngineFailed, match="`podman ps` has not ended within 1 s"):
-        await engine(f"echo $$ > {pid}; sleep 1000").command("ps", within_s=1)
-    if pid.exists() and (text := pid.read_text()):  # it came so far
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(text), 0)
+async def test_one_that_hangs_is_given_up_with_all_that_it_started(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over when it has come so far."""
+    pids, loop = tmp_path / "pids", asyncio.get_running_loop()
+    clock, late_s = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: clock() + late_s)
+    asking = asyncio.create_task(engine(f"sleep 1000 & echo $$ $! > {pids}; wait").command("ps", within_s=1000))
+    await until(lambda: pids.exists() and pids.read_text(), what="it hangs")
+    late_s = 1000.0
+    with pytest.raises(EngineFailed, match="`podman ps` has not ended within 1000 s"):
+        await asking
+    await dead([psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))])
 
 
 @pytest.mark.parametrize("takes_s", [0.3, 1000])
