@@ -47,6 +47,8 @@ def error_from(status: int, headers: Mapping[str, str], body: bytes) -> SllmErro
     seconds = float(retry_after) if retry_after.replace(".", "", 1).isdigit() else None
     if not body and status in _BARE:  # the answer to a HEAD has no body
         return ErrorBody(_BARE[status], f"HTTP {status}", status).to_error()
+    if not body and status == 503:  # whose, nobody can tell: no proof that a function has not seen the call
+        return ErrorBody("http_error", "HTTP 503: it cannot answer just now", status, retryable=True).to_error()
     try:
         return body_of(json.loads(body)["error"], status, seconds).to_error()
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from sllm import bundle
 from sllm.answers import Observe, ignore
 from sllm.bundle import Bundle
 from sllm.client import Client
 from sllm.function import ModelFunction
-from sllm_runtime.protocol.errors import NotFound
+from sllm_runtime.protocol.errors import NotFound, SllmError, StoreFull
 from sllm_runtime.protocol.http import API, DeployRequest, DeployResult, ProgressView, WithdrawnView
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S
 
 _PIECE = 256 * 1024
+_AGAIN_S: Final = 0.5
 
 
 def deploy(function: ModelFunction[Any, Any, Any], client: Client, observe: Observe = ignore) -> DeployResult:
@@ -46,15 +49,31 @@ def withdraw(client: Client, request: str) -> WithdrawnView:
 def upload(built: Bundle, client: Client, observe: Observe = ignore) -> bool:
     """Stream the bundle under its digest, which the gateway checks; whether it was not there before."""
     path = f"{API}/bundles/{built.digest.removeprefix('sha256:')}"
-    try:
-        client.request("HEAD", path)
-    except NotFound:
-        pass
-    else:
-        return False
     headers = {"Content-Type": "application/octet-stream", "Content-Length": str(len(built.data))}
-    client.request("PUT", path, content=_Pieces(built.data, observe), headers=headers)
-    return True
+
+    def send() -> bool:
+        try:
+            client.request("HEAD", path)
+        except NotFound:
+            client.request("PUT", path, content=_Pieces(built.data, observe), headers=headers)
+            return True
+        return False
+
+    return _patiently(send, observe)
+
+
+def _patiently(send: Callable[[], bool], observe: Observe) -> bool:
+    """What can be sent twice, for as long as the servers of a cluster take to elect a leader of what they store: until
+    then they take nothing."""
+    deadline = time.monotonic() + CONTROLLER_WAIT_S
+    while True:
+        try:
+            return send()
+        except SllmError as error:
+            if not error.retryable or isinstance(error, StoreFull) or time.monotonic() > deadline:
+                raise
+            observe(ProgressView(stage="store", message=f"waits for the platform's store ({error.message})"))
+        time.sleep(_AGAIN_S)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from nats.nuid import NUID
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.streams import BUNDLE_STREAM, STORE_FAILED
 from sllm_runtime.platform.watch import snapshot
-from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, InvalidRequest, NotFound, Unavailable
+from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, InvalidRequest, NotFound, StoreFull, Unavailable
 from sllm_runtime.protocol.limits import KIB, MAX_BUNDLE
 from sllm_runtime.protocol.node import BundlePart, ReadBundle
 from sllm_runtime.protocol.quantities import show_bytes
@@ -63,8 +63,8 @@ async def store(
 
     ``chunks`` must bring something at least every STILL_S / 2: what comes slowly is stored in small parts, so that a
     ``sweep`` sees it grow. Nothing is left behind when this raises: ``DigestMismatch``, ``BodyTooLarge`` above
-    ``limit`` bytes, ``Unavailable`` (also where all bundles have ``most`` bytes; 0: no matter how many), or what
-    ``chunks`` raises.
+    ``limit`` bytes, ``StoreFull`` (also where all bundles have ``most`` bytes; 0: no matter how many),
+    ``Unavailable``, or what ``chunks`` raises.
     """
     nuid = bytes(NUID().next()).decode()
     left = most - await _stored(bus) if most else limit
@@ -90,7 +90,7 @@ async def _write(
         if total > limit:
             raise BodyTooLarge(f"the bundle is larger than {limit} bytes; leave files out by .sllmignore")
         if total > left:
-            raise Unavailable(f"the bundle cannot be stored: {show_bytes(max(left, 0))} are left for it; {_MAKE_ROOM}")
+            raise StoreFull(f"the bundle cannot be stored: {show_bytes(max(left, 0))} are left for it; {_MAKE_ROOM}")
         rest += chunk
         while len(rest) >= _CHUNK or (rest and clock() - stored >= STILL_S / 2):
             await _publish(bus, _chunks(nuid), bytes(rest[:_CHUNK]))
@@ -132,8 +132,9 @@ async def _publish(bus: Bus, subject: str, data: bytes, headers: dict[str, str] 
     try:
         await bus.jetstream.publish(subject, data, headers=headers)
     except nats.js.errors.APIError as error:
-        hint = f"; {_MAKE_ROOM}" if error.err_code == STORE_FAILED else ""
-        raise Unavailable(f"the bundle cannot be stored: {error.description}{hint}") from error
+        if error.err_code == STORE_FAILED:
+            raise StoreFull(f"the bundle cannot be stored: {error.description}; {_MAKE_ROOM}") from error
+        raise Unavailable(f"the bundle cannot be stored: {error.description}") from error
     except nats.errors.Error as error:
         raise Unavailable(f"the bundle cannot be stored: {error or type(error).__name__}") from error
 

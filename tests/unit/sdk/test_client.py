@@ -307,10 +307,11 @@ def test_a_heartbeat_says_that_what_has_no_end_goes_on() -> None:
 
 # --- several gateways -----------------------------------------------------------------------------------
 @pytest.fixture
-def nobody() -> str:
-    """Where nothing takes a connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+def nobody() -> Iterator[str]:
+    """Where nothing takes a connection, nor begins to meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from sllm import Client, bundle, deployment
 from sllm.cli import load
-from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, Unavailable
+from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, StoreFull, Unavailable
 from sllm_runtime.protocol.http import ProgressView
 from tests.fixtures.modules import own_modules
 from tests.unit.sdk.gateway import DONE, Answer, Gateway, error, progress
@@ -51,11 +51,35 @@ def test_a_refused_upload_is_sent_again_from_its_beginning(gateway: Gateway, fil
     assert list(gateway.bundles.values()) == [built.data]
 
 
-def test_an_upload_that_is_refused_each_time_says_why(gateway: Gateway, file: Path) -> None:
+def test_an_upload_that_is_refused_each_time_says_why(
+    gateway: Gateway, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "CONTROLLER_WAIT_S", 0.0)
     gateway.refused[:] = [Unavailable("the disk is full")] * 3
     with Client() as client, pytest.raises(Unavailable, match="the disk is full"):
         deployment.upload(bundle.build(load.one(str(file))), client)
     assert not gateway.bundles
+
+
+def test_an_upload_waits_for_a_store_that_elects_its_leader_and_says_so(gateway: Gateway, file: Path) -> None:
+    gateway.looks[:] = [503] * 5
+    gateway.refused[:] = [Unavailable("no leader")] * 7
+    built, seen = bundle.build(load.one(str(file))), list[ProgressView]()
+    with Client() as client:
+        assert deployment.upload(built, client, seen.append)
+    assert list(gateway.bundles.values()) == [built.data]
+    waits = [view.message for view in seen if view.stage == "store"]
+    assert len(waits) == 3
+    assert "HTTP 503" in waits[0]
+    assert "URL" not in waits[0]
+    assert "no leader" in waits[-1]
+
+
+def test_an_upload_does_not_wait_for_room(gateway: Gateway, file: Path) -> None:
+    gateway.refused[:] = [StoreFull("no room")] * 3
+    with Client() as client, pytest.raises(StoreFull, match="no room"):
+        deployment.upload(bundle.build(load.one(str(file))), client)
+    assert gateway.refused == []
 
 
 @pytest.mark.parametrize(
